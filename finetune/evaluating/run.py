@@ -61,7 +61,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
             shutil.rmtree(folder / FILES, ignore_errors=True)
         found = evaluate_all(evaluations, subject, say=say)
         metrics = {f"val/{row.metric}": row.value for row in found}
-        tracker.log(metrics, step=model.run.step if model.run else 0)
+        tracker.log(metrics, step=model.run.checkpoint.step if model.run else 0)
         if world.is_first:
             for path in write_results(folder, found, description=describe(run, model, val)):
                 tracker.artifact(path)
@@ -134,7 +134,7 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
         "name": run.name,
         "model": {
             "source": model.source,
-            "step": model.run.step if model.run else None,
+            "step": model.run.checkpoint.step if model.run else None,
             "architecture": model.arch.description(),
             "precision": run.compute.precision,
         },

@@ -69,11 +69,12 @@ def _images(model: TrainedModel) -> Iterator[str]:
 
 
 def _training(run: SourceRun) -> Iterator[str]:
+    described = run.checkpoint.description
     yield (
         f"## Training\n"
-        f"- steps: {run.step:,}\n"
-        f"- fingerprint of the training data: {run.description.get('data_fingerprint')}\n"
-        f"- SHA-256 of the label map: {run.description.get('label_map_sha256')}"
+        f"- steps: {run.checkpoint.step:,}\n"
+        f"- fingerprint of the training data: {described.get('data_fingerprint')}\n"
+        f"- SHA-256 of the label map: {described.get('label_map_sha256')}"
     )
     results = _results(run)
     if results:
@@ -91,7 +92,7 @@ def _results(run: SourceRun) -> dict[str, float]:
     found: dict[str, float] = {}
     try:
         for row, _ in read_rows(run.folder / JOURNAL_NAME):
-            if row.step <= run.step:
+            if row.step <= run.checkpoint.step:
                 found |= {k: v for k, v in row.metrics.items() if k.startswith("val/")}
     except OSError:
         return {}

@@ -47,7 +47,7 @@ class Visualized:
         source = self.loaded.run
         if source is None:
             return Path(self.run.init).name
-        return f"{source.folder.absolute().name}, step {source.step}"
+        return f"{source.folder.absolute().name}, step {source.checkpoint.step}"
 
     @property
     def folder(self) -> Path:

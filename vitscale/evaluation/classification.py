@@ -7,13 +7,8 @@ Flowers and Pets often report the mean per class; those of ViT and VTAB the plai
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from vitscale.distributed.atomic_files import write_text
 from vitscale.evaluation.evaluation import (
     EvaluationSettingsBase,
     Outputs,
@@ -88,50 +83,28 @@ class Classification(PassEvaluation):
         at5, loss = sum_over_ranks(self._totals).tolist()
         images, correct = sum_over_ranks(self._by_class).long().tolist()
         bins = list(zip(*sum_over_ranks(self._by_bin).tolist(), strict=True))
-        by_class = list(zip(classes, images, correct, strict=True))
-        subject.write("per_class.csv", lambda path: _write(path, PER_CLASS, class_rows(by_class)))
-        subject.write("calibration.csv", lambda path: _write(path, CALIBRATION, bin_rows(bins)))
-        total = sum(images)
+        total, by_class = sum(images), list(zip(classes, images, correct, strict=True))
+        rows: list[tuple[Any, ...]] = [("label", "class", "images", "correct", "top1")]
+        for label, (name, number, right) in enumerate(by_class):
+            rows.append((label, name, number, right, _mean(right, number)))
+        subject.write_table("per_class.csv", rows)
+        rows = [("low", "high", "images", "confidence", "accuracy")]
+        for bin_, (number, right, sure) in enumerate(bins):
+            low, high = (f"{edge / NUM_BINS:.6f}" for edge in (bin_, bin_ + 1))
+            rows.append((low, high, f"{number:.0f}", _mean(sure, number), _mean(right, number)))
+        subject.write_table("calibration.csv", rows)
         shares = [right / number for _, number, right in by_class if number]
+        cls, dist, both = (Share(n, total) for n in sum_over_ranks(self._by_head).tolist())
+        has_two = "heads" in subject.model.known_outputs
         return {
             "top1": Share(sum(correct), total),
             **({"top5": Share(at5, total)} if len(classes) > 5 else {}),
             "loss": loss / total,
             "ece": sum(abs(right - sure) for _, right, sure in bins) / total,
             "class_mean_top1": sum(shares) / len(shares),
-            **self._of_heads(total),
+            **({"cls_top1": cls, "dist_top1": dist, "softmax_top1": both} if has_two else {}),
         }
 
-    def _of_heads(self, total: int) -> dict[str, float]:
-        from vitscale.distributed.world import sum_over_ranks
 
-        if "heads" not in self._subject.model.known_outputs:
-            return {}
-        cls, dist, both = (Share(n, total) for n in sum_over_ranks(self._by_head).tolist())
-        return {"cls_top1": cls, "dist_top1": dist, "softmax_top1": both}
-
-
-PER_CLASS = ("label", "class", "images", "correct", "top1")
-CALIBRATION = ("low", "high", "images", "confidence", "accuracy")
-
-
-def class_rows(by_class: Sequence[tuple[str, int, int]]) -> Iterable[Sequence[Any]]:
-    """by_class: name, images, correct ones; the label is the row's number."""
-    for label, (name, images, correct) in enumerate(by_class):
-        yield label, name, images, correct, f"{correct / images:.6f}" if images else ""
-
-
-def bin_rows(bins: Sequence[tuple[float, float, float]]) -> Iterable[Sequence[Any]]:
-    """bins: images, correct ones, sum of the confidence."""
-    for number, (images, correct, sure) in enumerate(bins):
-        bounds = (f"{(number + end) / len(bins):.6f}" for end in (0, 1))
-        means = (f"{sum_ / images:.6f}" if images else "" for sum_ in (sure, correct))
-        yield *bounds, f"{images:.0f}", *means
-
-
-def _write(path: Path, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(names)
-    writer.writerows(rows)
-    write_text(path, file.getvalue())
+def _mean(total: float, images: float) -> str:
+    return f"{total / images:.6f}" if images else ""

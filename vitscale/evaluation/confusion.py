@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-import io
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
-from vitscale.distributed.atomic_files import write_text
-from vitscale.evaluation.evaluation import (
-    EvaluationSettingsBase,
-    Outputs,
-    PassEvaluation,
-    Subject,
-)
+from vitscale.evaluation.evaluation import EvaluationSettingsBase, Outputs, PassEvaluation, Subject
 
 if TYPE_CHECKING:
     import torch
@@ -71,9 +64,9 @@ class Confusion(PassEvaluation):
         right = np.bincount(label[label == guess], minlength=len(images))
         shares = {int(each): float(right[each] / images[each]) for each in np.flatnonzero(images)}
         worst = sorted(shares, key=lambda each: (shares[each], each))[: self.settings.num_classes]
-        lines = [["class", "predicted", "images"]]
-        lines += [[classes[a], classes[b], str(n)] for a, b, n in cells(found)]
-        self._subject.write("confusion.csv", lambda path: _write_csv(path, lines))
+        lines: list[tuple[object, ...]] = [("class", "predicted", "images")]
+        lines += [(classes[a], classes[b], n) for a, b, n in cells(found)]
+        self._subject.write_table("confusion.csv", lines)
         count = self.settings.num_examples
         chosen = [(each, shares[each], examples(found, each, count=count)) for each in worst]
         self._subject.write("worst_classes.png", lambda path: self._draw(path, found, chosen))
@@ -136,16 +129,9 @@ def examples(found: Guesses, label: int, *, count: int) -> np.ndarray:
     first, then a second one for each, and so on."""
     wrong = np.flatnonzero((found.label == label) & (found.guess != label))
     wrong = wrong[np.argsort(found.sample[wrong])]
-    guesses, first, counts = np.unique(found.guess[wrong], return_inverse=True, return_counts=True)
-    seen = np.zeros(len(guesses), np.int64)
-    turn = np.empty(len(wrong), np.int64)
-    for position, guess in enumerate(first):
-        turn[position] = seen[guess]
+    frequency = Counter(found.guess[wrong].tolist())
+    seen, order = Counter[int](), []
+    for position, guess in zip(wrong, found.guess[wrong].tolist(), strict=True):
+        order.append((seen[guess], -frequency[guess], guess, position))
         seen[guess] += 1
-    return wrong[np.lexsort((first, -counts[first], turn))][:count]
-
-
-def _write_csv(path: Path, lines: list[list[str]]) -> None:
-    file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows(lines)
-    write_text(path, file.getvalue())
+    return np.array([position for *_, position in sorted(order)[:count]], np.int64)

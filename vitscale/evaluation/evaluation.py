@@ -6,8 +6,10 @@ machines without torch. Import torch inside the methods.
 
 from __future__ import annotations
 
+import csv
+import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,7 @@ from pydantic import Field
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection
 from vitscale.data.settings import DataSettings
+from vitscale.distributed.atomic_files import make_folders, write_text
 from vitscale.evaluation.features import Features
 
 if TYPE_CHECKING:
@@ -62,7 +65,7 @@ class Outputs(NamedTuple):
 class Model(Protocol):
     """What evaluations read a model through: `Engine` in training, `InferenceModel` outside.
 
-    Images [B, 3, S, S] are on the device, uint8 or float 0..255. Every method is collective where
+    Images [B, 3, S, S] are on the device, uint8 or float 0..255. Both methods are collective where
     the model is sharded over ranks.
     """
 
@@ -76,14 +79,6 @@ class Model(Protocol):
 
     def logits(self, images_B3SS: torch.Tensor, /) -> torch.Tensor:
         """[B, classes]"""
-        ...
-
-    def features(self, images_B3SS: torch.Tensor, /) -> torch.Tensor:
-        """[B, width], what the head sees."""
-        ...
-
-    def heads(self, images_B3SS: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the class and of the distillation head."""
         ...
 
     def forward(self, images_B3SS: torch.Tensor, output: str, /) -> Any:
@@ -117,7 +112,6 @@ class Subject:
 
         Raises UserError on every rank when that fails.
         """
-        from vitscale.distributed.atomic_files import make_folders
         from vitscale.distributed.world import agree_no_error
 
         if self.folder is None:
@@ -133,6 +127,12 @@ class Subject:
                 error = caught.text()
         agree_no_error(error)
 
+    def write_table(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
+        """Write a CSV file, as `write`. Collective."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        self.write(name, lambda path: write_text(path, text.getvalue()))
+
     def outputs(
         self, index: SplitIndex, output: Output, *, samples: np.ndarray | None = None
     ) -> Iterator[Outputs]:
@@ -146,9 +146,6 @@ class Subject:
         from vitscale.data.loader import evaluation_batches
 
         world, model = self.model.world, self.model
-        forward = {"logits": model.logits, "features": model.features}.get(
-            output, lambda images: model.forward(images, output)
-        )
         has_two_heads = output == "logits" and "heads" in model.known_outputs
         batches = evaluation_batches(
             index,
@@ -164,13 +161,14 @@ class Subject:
         with closing(batches), torch.no_grad():
             for cpu_batch in batches:
                 assert cpu_batch.positions is not None
-                batch = cpu_batch.to(world.device)
-                heads_2BC = None
+                batch, heads_2BC = cpu_batch.to(world.device), None
                 if has_two_heads:
-                    heads_2BC = torch.stack(model.heads(batch.images)).float()
+                    heads_2BC = torch.stack(model.forward(batch.images, "heads")).float()
                     values_BX = heads_2BC.mean(dim=0)
+                elif output == "logits":
+                    values_BX = model.logits(batch.images).float()
                 else:
-                    values_BX = forward(batch.images).float()
+                    values_BX = model.forward(batch.images, output).float()
                 yield Outputs(
                     values_BX, batch.labels, batch.weights, cpu_batch.positions, heads_2BC
                 )
@@ -194,36 +192,26 @@ class Subject:
         """
         if output == "representation" and output not in self.model.known_outputs:
             output = "features"
-        parts, first, found = self.train if split == "train" else (self.val,), 0, []
+        parts = self.train if split == "train" else (self.val,)
+        wanted = np.arange(sum(part.num_samples for part in parts)) if samples is None else samples
+        known, kept = self.kept.get((split, output), (np.empty(0, np.int64), None))
+        missing = np.setdiff1d(wanted, known)
+        rows, first = [] if kept is None else [kept], 0
         for part in parts:
-            own = np.arange(part.num_samples)
-            if samples is not None:
-                last = first + part.num_samples
-                own = samples[(samples >= first) & (samples < last)] - first
-            if len(own):
-                found.append(self._computed(part, own, output).moved(first))
-            first += part.num_samples
-        return Features.joined(found)
-
-    def _computed(self, index: SplitIndex, samples: np.ndarray, output: Output) -> Features:
-        key = (index.fingerprint, output)
-        known, kept = self.kept.get(key, (np.empty(0, np.int64), None))
-        missing = np.setdiff1d(samples, known)
-        if len(missing):
-            rows = [] if kept is None else [kept]
-            for batch in self.outputs(index, output, samples=missing):
+            own = missing[(missing >= first) & (missing < first + part.num_samples)] - first
+            for batch in self.outputs(part, output, samples=own) if len(own) else ():
                 is_real = batch.weights_B > 0
                 rows.append(
                     Features(
-                        samples=batch.samples_B[is_real.cpu().numpy()],
+                        samples=batch.samples_B[is_real.cpu().numpy()] + first,
                         values_ND=batch.values_BX[is_real].cpu(),
                         labels_N=batch.labels_B[is_real].cpu(),
                     )
                 )
-            kept = Features.joined(rows)
-            self.kept[key] = (np.union1d(known, missing), kept)
-        assert kept is not None
-        return kept.rows(np.isin(kept.samples, samples))
+            first += part.num_samples
+        kept = Features.joined(rows)
+        self.kept[split, output] = (np.union1d(known, missing), kept)
+        return kept.rows(np.isin(kept.samples, wanted))
 
 
 class Share(float):
@@ -352,23 +340,23 @@ def check_head(subject: Subject, *, name: str) -> None:
 def check_labels(subject: Subject, *, name: str) -> None:
     """Raise UserError where output i of the head is not class i of the shards."""
     check_head(subject, name=name)
-    shards, model = subject.val.classes, subject.classes
-    what = None
+    shards, model = subject.val.classes, subject.classes or subject.val.classes
     if subject.num_outputs != len(shards):
         what = (
             f"{len(shards)} classes (the first is {shards[0]!r}), but the model's head has "
             f"{subject.num_outputs}"
         )
-    elif model is not None and model != shards:
+    elif model != shards:
         label = next(i for i in range(len(shards)) if model[i] != shards[i])
         order = "in another order" if sorted(model) == sorted(shards) else "other classes"
         what = (
             f"{order} than the model's: label {label} is {shards[label]!r} here and "
             f"{model[label]!r} in the model"
         )
-    if what is not None:
-        raise UserError(
-            f"{name}: {what}",
-            where=f"label map of {subject.val.folder}",
-            next_step="evaluate {name: subset}, which maps classes by name, or other shards",
-        )
+    else:
+        return
+    raise UserError(
+        f"{name}: {what}",
+        where=f"label map of {subject.val.folder}",
+        next_step="evaluate {name: subset}, which maps classes by name, or other shards",
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
     from vitscale.distributed.world import World
+
+# Images that linear classifiers score at once.
+CHUNK = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +53,16 @@ class Features:
         """Some of the features of the same samples."""
         return replace(self, values_ND=self.values_ND[:, chosen])
 
-    def moved(self, first: int) -> Features:
-        """The same rows, as samples of a part that begins at `first`."""
-        return replace(self, samples=self.samples + first)
-
     def gathered(self) -> Features:
         """The rows of all ranks, ordered by sample. Collective."""
         import torch
+        import torch.nn.functional as F
 
         from vitscale.distributed.world import gather_objects, gather_rows
 
         parts = gather_objects((self.samples, self.labels_N.numpy()))
         most = max(len(samples) for samples, _ in parts)
-        missing = most - len(self.samples)
-        padded_RD = gather_rows(torch.nn.functional.pad(self.values_ND, (0, 0, 0, missing)))
+        padded_RD = gather_rows(F.pad(self.values_ND, (0, 0, 0, most - len(self.samples))))
         rows = [rank * most + np.arange(len(samples)) for rank, (samples, _) in enumerate(parts)]
         whole = Features(
             samples=np.concatenate([samples for samples, _ in parts]),
@@ -92,3 +91,20 @@ class Features:
             missing = size - len(labels_B)
             weights_B = F.pad(torch.ones(len(labels_B), device=world.device), (0, missing))
             yield F.pad(values_BD, (0, 0, 0, missing)), F.pad(labels_B, (0, missing)), weights_B
+
+    def num_correct(
+        self, scores: Callable[[torch.Tensor], torch.Tensor], *, device: torch.device
+    ) -> torch.Tensor:
+        """Count this rank's rows that each of H classifiers predicts right: int64 [H].
+
+        scores: values [B, D] on `device` -> [B, H, classes].
+        """
+        import torch
+
+        correct = []
+        for values_BD, labels_B in zip(
+            self.values_ND.split(CHUNK), self.labels_N.split(CHUNK), strict=True
+        ):
+            guesses_BH = scores(values_BD.to(device)).argmax(dim=2)
+            correct.append((guesses_BH == labels_B.to(device)[:, None]).sum(dim=0))
+        return torch.stack(correct).sum(dim=0)

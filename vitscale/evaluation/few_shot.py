@@ -6,24 +6,17 @@ images, D width, C classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import (
-    Evaluation,
-    EvaluationSettingsBase,
-    Share,
-    Subject,
-)
+from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch
 
-# Images scored at once, in float64.
-CHUNK = 4096
 # Appended to the features: a bias that the penalty hardly touches.
 CONSTANT = 100.0
 STD_EPS = 1e-5
@@ -72,13 +65,13 @@ class FewShot(Evaluation):
         for row, count in enumerate(settings.shots):
             for draw, orders in enumerate(draws):
                 few = train.rows(np.searchsorted(train.samples, first_of_each(orders, count)))
-                classifier = fit_ridge(
+                scores = fit_ridge(
                     few.values_ND.to(device),
                     few.labels_N.to(device),
                     num_classes=len(subject.val.classes),
                     l2=settings.l2,
                 )
-                correct[row, draw] = classifier.num_correct(val.values_ND, val.labels_N)
+                correct[row, draw] = val.num_correct(scores, device=device)
         found: dict[str, float] = {}
         for count, right in zip(settings.shots, sum_over_ranks(correct).cpu().numpy(), strict=True):
             if len(draws) == 1:
@@ -105,45 +98,24 @@ def first_of_each(orders: list[np.ndarray], count: int) -> np.ndarray:
     return np.concatenate([order[:count] for order in orders])
 
 
-# ---- closed-form classifiers, in float64 --------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RidgeClassifier:
-    """Scores of classes, linear in standardised features."""
-
-    mean_D: torch.Tensor
-    std_D: torch.Tensor
-    weights_DC: torch.Tensor
-    """[D + 1, C]; the last row is of the constant."""
-
-    def scores(self, features_ND: torch.Tensor) -> torch.Tensor:
-        """float64 [N, C]"""
-        return _standardized(features_ND, self.mean_D, self.std_D) @ self.weights_DC
-
-    def num_correct(self, features_ND: torch.Tensor, labels_N: torch.Tensor) -> int:
-        """Count the rows, on any device, that are predicted right."""
-        device, correct = self.mean_D.device, 0
-        for rows_BD, labels_B in zip(features_ND.split(CHUNK), labels_N.split(CHUNK), strict=True):
-            guesses_B = self.scores(rows_BD.to(device)).argmax(dim=1)
-            correct += int((guesses_B == labels_B.to(device)).sum())
-        return correct
-
-
 def fit_ridge(
     features_ND: torch.Tensor, labels_N: torch.Tensor, *, num_classes: int, l2: float
-) -> RidgeClassifier:
-    """Minimise the squared error to targets of 1 and -1 + l2 * squared weights, the constant's too.
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from features [N, D] to scores of classes, float64 [N, 1, C].
 
-    Features are standardised with their own mean and deviation (+ 1e-5). Solved through the
+    Minimises the squared error to targets of 1 and -1 + l2 * squared weights, the constant's too.
+    Features are standardised with the mean and deviation (+ 1e-5) of these. Solved through the
     eigenvectors of the smaller of the two Gram matrices.
     """
     import torch
 
-    features_ND = features_ND.double()
-    std_D, mean_D = torch.std_mean(features_ND, dim=0, correction=0)
-    std_D = std_D + STD_EPS
-    x_ND = _standardized(features_ND, mean_D, std_D)
+    std_D, mean_D = torch.std_mean(features_ND.double(), dim=0, correction=0)
+
+    def standardized(values_ND: torch.Tensor) -> torch.Tensor:
+        scaled_ND = (values_ND.double() - mean_D) / (std_D + STD_EPS)
+        return torch.nn.functional.pad(scaled_ND, (0, 1), value=CONSTANT)
+
+    x_ND = standardized(features_ND)
     if len(x_ND) >= x_ND.shape[1]:
         values, vectors = torch.linalg.eigh(x_ND.T @ x_ND)
         # X^T (2 * one_hot - 1), without the one_hot.
@@ -156,13 +128,4 @@ def fit_ridge(
         right_DC = 2.0 * torch.nn.functional.one_hot(labels_N, num_classes).double() - 1.0
         left = x_ND.T @ vectors
     weights_DC = left @ ((vectors.T @ right_DC) / (values + l2)[:, None])
-    return RidgeClassifier(mean_D=mean_D, std_D=std_D, weights_DC=weights_DC)
-
-
-def _standardized(
-    features_ND: torch.Tensor, mean_D: torch.Tensor, std_D: torch.Tensor
-) -> torch.Tensor:
-    import torch
-
-    scaled_ND = (features_ND.double() - mean_D) / std_D
-    return torch.nn.functional.pad(scaled_ND, (0, 1), value=CONSTANT)
+    return lambda values_ND: (standardized(values_ND) @ weights_DC)[:, None]

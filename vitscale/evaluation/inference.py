@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -34,26 +33,12 @@ class Preprocessing:
         return values
 
 
-def preprocessing_of_run(data: Mapping[str, Any], *, image_size: int) -> Preprocessing:
-    """The preprocessing of a run's section `data`, with defaults for what it leaves out.
-
-    Raises ValueError and TypeError for values of a wrong type.
-    """
-    known = {name: field.default for name, field in DataSettings.model_fields.items()} | dict(data)
-    return Preprocessing(
-        image_size=image_size,
-        mean=_three(known["mean"]),
-        std=_three(known["std"]),
-        eval_resize=str(known["eval_resize"]),
-        eval_crop_fraction=float(known["eval_crop_fraction"]),
-        eval_interpolation=str(known["eval_interpolation"] or known["interpolation"]),
-        eval_antialias=bool(known["eval_antialias"]),
-    )
-
-
-def _three(values: Any) -> tuple[float, float, float]:
-    red, green, blue = map(float, values)
-    return (red, green, blue)
+def preprocessing_of(data: DataSettings, *, image_size: int) -> Preprocessing:
+    """The preprocessing of a run's evaluations."""
+    names = [each.name for each in fields(Preprocessing) if each.name != "image_size"]
+    values = {name: getattr(data, name) for name in names}
+    values["eval_interpolation"] = data.eval_interpolation or data.interpolation
+    return Preprocessing(image_size=image_size, **values)
 
 
 class Normalization:
@@ -92,25 +77,15 @@ class InferenceModel:
         self.world, self.dtype = world, dtype
         self._normalize = Normalization(mean=mean, std=std, device=world.device)
 
-    def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        """Images [B, 3, S, S] on the device, uint8 or float 0..255 -> fp32 [B, classes]."""
-        logits_BC: torch.Tensor = self.forward(images_B3SS, "logits").float()
-        return logits_BC
-
-    def features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        """What the head sees, fp32 [B, width]."""
-        features_BD: torch.Tensor = self.forward(images_B3SS, "features").float()
-        return features_BD
-
-    def heads(self, images_B3SS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of the class and of the distillation head."""
-        class_BC, distillation_BC = self.forward(images_B3SS, "heads")
-        return class_BC.float(), distillation_BC.float()
-
     @property
     def known_outputs(self) -> tuple[str, ...]:
         names: tuple[str, ...] = self.network.known_outputs  # type: ignore[assignment]  # any module
         return names
+
+    def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        """Images [B, 3, S, S] on the device, uint8 or float 0..255 -> fp32 [B, classes]."""
+        logits_BC: torch.Tensor = self.forward(images_B3SS, "logits").float()
+        return logits_BC
 
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:

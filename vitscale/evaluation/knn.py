@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import (
-    Evaluation,
-    EvaluationSettingsBase,
-    Share,
-    Subject,
-)
+from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
@@ -17,13 +18,7 @@ from pydantic import Field
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import permutation, stream_key
-from vitscale.evaluation.evaluation import (
-    Evaluation,
-    EvaluationSettingsBase,
-    Output,
-    Share,
-    Subject,
-)
+from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +31,6 @@ MOMENTUM = 0.9
 INIT_STD = 0.01
 # Rates are for this many images; larger batches scale them.
 RATE_BATCH = 256
-# Images scored at once.
-CHUNK = 4096
 
 
 class LinearHeadsSettings(EvaluationSettingsBase):
@@ -46,10 +39,7 @@ class LinearHeadsSettings(EvaluationSettingsBase):
     val/linear_lr, its learning rate, and val/linear_lr_at_end, 1 if that is the first or the last
     of the list."""
     metrics: ClassVar[tuple[str, ...]] = (
-        "linear_top1",
-        "linear_dev_top1",
-        "linear_lr",
-        "linear_lr_at_end",
+        *("linear_top1", "linear_dev_top1", "linear_lr", "linear_lr_at_end"),
     )
     learning_rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         default=RATES, min_length=1, strict=False
@@ -103,24 +93,19 @@ class LinearHeads(Evaluation):
         found = []  # dev and validation top-1 and rate of each head
         for columns in column_choices(train.values_ND.shape[1], output):
             seen = train.columns(columns)
-            heads = ParallelHeads(
-                len(rates),
-                width=len(columns),
-                num_classes=len(subject.val.classes),
-                seed=settings.seed,
-            )
-            train_heads(
-                heads,
+            weights_HCD = train_heads(
                 seen,
                 chosen=fit,
+                num_classes=len(subject.val.classes),
                 rates=rates,
                 steps=settings.steps,
                 batch=settings.batch,
                 seed=settings.seed,
                 device=device,
             )
-            on_dev_H = heads.num_correct(seen.rows(np.isin(seen.samples, dev)))
-            on_val_H = heads.num_correct(val.columns(columns))
+            score = partial(logits, weights_HCD)
+            on_dev_H = seen.rows(np.isin(seen.samples, dev)).num_correct(score, device=device)
+            on_val_H = val.columns(columns).num_correct(score, device=device)
             correct_2H = sum_over_ranks(torch.stack([on_dev_H, on_val_H])).tolist()
             found += list(zip(*correct_2H, rates, strict=True))
         on_dev, on_val, rate = max(found, key=lambda head: head[0])
@@ -140,71 +125,45 @@ def dev_split(num: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.n
     return np.sort(order[num_dev:]), np.sort(order[:num_dev])
 
 
-def column_choices(width: int, output: Output) -> list[np.ndarray]:
+def column_choices(width: int, inputs: Literal["features", "blocks"]) -> list[np.ndarray]:
     """Columns of the features that each group of heads sees; see `ViT.block_features`."""
     columns = np.arange(width)
-    if output == "features":
+    if inputs == "features":
         return [columns]
     last, all_blocks, patches = np.split(columns, [width // 5, width // 5 * 4])
-    blocks = np.concatenate([last, all_blocks])
-    return [last, blocks, np.concatenate([last, patches]), columns]
+    return [last, columns[: width // 5 * 4], np.concatenate([last, patches]), columns]
 
 
 # ---- training -----------------------------------------------------------------------------------
 
 
-class ParallelHeads:
-    """One linear layer per learning rate; all are computed as one matrix product."""
-
-    def __init__(self, num_heads: int, *, width: int, num_classes: int, seed: int) -> None:
-        """Weights are N(0, 0.01), the same for all heads; biases are zero."""
-        import torch
-        import torch.nn.functional as F
-
-        random = torch.Generator().manual_seed(stream_key("linear heads", seed) >> 1)
-        weights_CD = torch.empty(num_classes, width).normal_(std=INIT_STD, generator=random)
-        # The last column is the bias, of a constant feature of one.
-        self.weights_HCD = F.pad(weights_CD, (0, 1)).repeat(num_heads, 1, 1)
-
-    def logits(self, features_BD: torch.Tensor) -> torch.Tensor:
-        """[B, H, C]; the features are on the device of the weights."""
-        num_heads, num_classes, _ = self.weights_HCD.shape
-        # One matrix product for all heads.
-        logits_BX = _with_constant(features_BD) @ self.weights_HCD.flatten(0, 1).T
-        return logits_BX.view(-1, num_heads, num_classes)
-
-    def num_correct(self, features: Features) -> torch.Tensor:
-        """Count this rank's rows that each head predicts right: float64 [H]."""
-        import torch
-
-        device = self.weights_HCD.device
-        correct_H = torch.zeros(len(self.weights_HCD), dtype=torch.float64, device=device)
-        for values_BD, labels_B in zip(
-            features.values_ND.split(CHUNK), features.labels_N.split(CHUNK), strict=True
-        ):
-            guesses_BH = self.logits(values_BD.to(device)).argmax(dim=2)
-            correct_H += (guesses_BH == labels_B.to(device)[:, None]).sum(dim=0)
-        return correct_H
+def logits(weights_HCD: torch.Tensor, features_BD: torch.Tensor) -> torch.Tensor:
+    """[B, H, C], of all heads in one matrix product."""
+    num_heads, num_classes, _ = weights_HCD.shape
+    logits_BX = _with_constant(features_BD) @ weights_HCD.flatten(0, 1).T
+    return logits_BX.view(-1, num_heads, num_classes)
 
 
 def train_heads(
-    heads: ParallelHeads,
     features: Features,
     *,
     chosen: np.ndarray,
+    num_classes: int,
     rates: Sequence[float],
     steps: int,
     batch: int,
     seed: int,
     device: torch.device,
-) -> None:
+) -> torch.Tensor:
     """Minimise each head's mean cross-entropy over the samples `chosen`. Collective.
 
-    rates: one per head, for a batch of 256. Every rank adds the gradient of the rows that it holds
-    of a global batch, so that the batches do not depend on the number of ranks. Epoch after epoch
-    in a new order; batches run over the ends of epochs.
+    rates: one per head, for a batch of 256. Returns [H, C, D + 1]; the last column is the bias.
+    Weights start as N(0, 0.01), the same for all heads; biases as zero. Every rank adds the
+    gradient of the rows that it holds of a global batch, so that the batches do not depend on the
+    number of ranks. Epoch after epoch in a new order; batches run over the ends of epochs.
     """
     import torch
+    import torch.nn.functional as F
 
     from vitscale.distributed.world import sum_over_ranks
 
@@ -214,30 +173,33 @@ def train_heads(
     held = features.samples[features.samples < len(row_of)]
     row_of[held] = np.arange(len(held))
     rates_H = torch.tensor(rates, device=device) * (batch / RATE_BATCH)
-    weights_HCD = heads.weights_HCD = heads.weights_HCD.to(device)
+    random = torch.Generator().manual_seed(stream_key("linear heads", seed) >> 1)
+    first_CD = torch.empty(num_classes, values_ND.shape[1]).normal_(std=INIT_STD, generator=random)
+    weights_HCD = F.pad(first_CD, (0, 1)).repeat(len(rates), 1, 1).to(device)
     momentum_HCD = torch.zeros_like(weights_HCD)
     for step in range(steps):
-        rows = row_of[chosen[_positions(step * batch, batch, num=len(chosen), seed=seed)]]
+        rows = row_of[chosen[epoch_rows(step * batch, batch, num=len(chosen), seed=seed)]]
         own = torch.from_numpy(rows[rows >= 0]).to(device)
-        gradient_HCD = _gradient(heads, values_ND[own], labels_N[own], batch=batch)
+        gradient_HCD = _gradient(weights_HCD, values_ND[own], labels_N[own], batch=batch)
         momentum_HCD.mul_(MOMENTUM).add_(sum_over_ranks(gradient_HCD))
         factor_H = rates_H * (0.5 * (1 + math.cos(math.pi * step / steps)))
         weights_HCD -= factor_H[:, None, None] * momentum_HCD
+    return weights_HCD
 
 
 def _gradient(
-    heads: ParallelHeads, values_BD: torch.Tensor, labels_B: torch.Tensor, *, batch: int
+    weights_HCD: torch.Tensor, values_BD: torch.Tensor, labels_B: torch.Tensor, *, batch: int
 ) -> torch.Tensor:
     """Gradient of this rank's share of the mean cross-entropy over `batch` rows."""
     import torch.nn.functional as F
 
-    logits_BHC = heads.logits(values_BD)
+    logits_BHC = logits(weights_HCD, values_BD)
     # torch's softmax is several times slower on a CPU where there are few classes.
     error_BHC = (logits_BHC - logits_BHC.amax(dim=2, keepdim=True)).exp_()
     error_BHC /= error_BHC.sum(dim=2, keepdim=True)
     error_BHC -= F.one_hot(labels_B, error_BHC.shape[2])[:, None]
     gradient_XD = (error_BHC / batch).flatten(1).T @ _with_constant(values_BD)
-    return gradient_XD.view_as(heads.weights_HCD)
+    return gradient_XD.view_as(weights_HCD)
 
 
 def _with_constant(features_BD: torch.Tensor) -> torch.Tensor:
@@ -246,12 +208,14 @@ def _with_constant(features_BD: torch.Tensor) -> torch.Tensor:
     return F.pad(features_BD, (0, 1), value=1.0)
 
 
-def _positions(first: int, count: int, *, num: int, seed: int) -> np.ndarray:
+def epoch_rows(first: int, count: int, *, num: int, seed: int) -> np.ndarray:
     """Rows at the positions `first` to `first + count` of endless epochs over `num` rows."""
-    positions = np.arange(first, first + count)
-    rows = np.empty(count, dtype=np.int64)
-    for epoch in np.unique(positions // num):
-        order = permutation(num, key=stream_key("linear heads", seed, int(epoch)))
-        is_in = positions // num == epoch
-        rows[is_in] = order[positions[is_in] % num]
-    return rows
+    epochs = range(first // num, (first + count - 1) // num + 1)
+    orders = np.concatenate([_epoch_order(num, seed, epoch) for epoch in epochs])
+    start = first - epochs.start * num
+    return orders[start : start + count]
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(num: int, seed: int, epoch: int) -> np.ndarray:
+    return permutation(num, key=stream_key("linear heads", seed, epoch))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vitscale.engine.engine import Engine
-from vitscale.evaluation.evaluation import EvaluationSettingsBase, Subject, results
+from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Subject, results
 from vitscale.evaluation.registry import EVALUATIONS
 
 
@@ -33,31 +33,28 @@ class ScheduledEvaluations:
             each.check(subject)
 
     def due(self, step: int, *, is_last: bool) -> bool:
-        return any(_is_due(each.settings, step, is_last=is_last) for each in self._evaluations)
+        return bool(self._due(step, is_last=is_last))
+
+    def _due(self, step: int, *, is_last: bool) -> list[Evaluation]:
+        return [
+            each
+            for each in self._evaluations
+            if is_last or (every := each.settings.every_steps) is not None and step % every == 0
+        ]
 
     def run(self, step: int, *, is_last: bool) -> Iterator[dict[str, float]]:
         """Metrics of each due evaluation: of the weights, `val/...`, then of their average,
-        `val/ema_...`. Collective."""
-        due = [each for each in self._evaluations if _is_due(each.settings, step, is_last=is_last)]
+        `val/ema_...`, with its files in a folder of their own. Collective."""
+        due, subject, engine = self._due(step, is_last=is_last), self.subject, self._engine
         if not due:
             return
-        assert self.subject is not None
-        engine = self._engine
+        assert subject is not None
         engine.eval()
-        for metrics in results(due, self.subject):
+        for metrics in results(due, subject):
             yield {f"val/{name}": value for name, value in metrics.items()}
         if self._has_average:
+            folder = None if subject.folder is None else subject.folder / "ema"
             with engine.averaged():
-                for metrics in results(due, _of_average(self.subject)):
+                for metrics in results(due, replace(subject, folder=folder)):
                     yield {f"val/ema_{name}": value for name, value in metrics.items()}
         engine.train()
-
-
-def _of_average(subject: Subject) -> Subject:
-    """The same, with its files in a folder of their own."""
-    return subject if subject.folder is None else replace(subject, folder=subject.folder / "ema")
-
-
-def _is_due(settings: EvaluationSettingsBase, step: int, *, is_last: bool) -> bool:
-    every = settings.every_steps
-    return is_last or (every is not None and step % every == 0)

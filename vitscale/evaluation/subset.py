@@ -81,25 +81,25 @@ class Subset(PassEvaluation):
         check_head(subject, name="subset")
         shards, chosen = subject.val.classes, self.settings.classes
         if all(name.isascii() and name.isdigit() for name in shards):
-            space = known_space("imagenet_1k" if chosen == "shards" else chosen)
-            shards = tuple(_at(space, int(name), subject) for name in shards)
+            space = dict(enumerate(known_space("imagenet_1k" if chosen == "shards" else chosen)))
+            shards = tuple(space.get(int(name), name) for name in shards)
         competing = shards if chosen == "shards" else known_space(chosen)
         position = {name: number for number, name in enumerate(competing)}
-        _refuse_unknown(
+        _refuse(
             [name for name in shards if name not in position],
             what=f"not among the classes of {chosen}",
             subject=subject,
             next_step="set classes of subset to shards, or data.path to other shards",
         )
         outputs = {name: number for number, name in enumerate(model_classes(subject))}
-        if not self.settings.allow_missing:
-            _refuse_unknown(
-                [name for name in competing if name not in outputs],
-                what="not among the model's classes",
-                subject=subject,
-                next_step="set allow_missing of subset to true to count their images as wrong, "
-                "or data.path to other shards",
-            )
+        lacking = [name for name in competing if name not in outputs]
+        _refuse(
+            [] if self.settings.allow_missing else lacking,
+            what="not among the model's classes",
+            subject=subject,
+            next_step="set allow_missing of subset to true to count their images as wrong, or "
+            "data.path to other shards",
+        )
         return [outputs.get(name, -1) for name in competing], [position[name] for name in shards]
 
 
@@ -108,30 +108,18 @@ def model_classes(subject: Subject) -> Sequence[str]:
 
     Raises UserError when neither is known.
     """
-    if subject.classes is not None:
-        return subject.classes
     space = space_of_length(subject.num_outputs)
-    if space is None:
+    if subject.classes is None and space is None:
         raise UserError(
             f"subset: the names of the model's {subject.num_outputs} classes are unknown",
             where="init",
             allowed="a run folder with classes.json, or as many classes as a release of ImageNet",
             next_step="evaluate the run folder, or use shards with the model's label map",
         )
-    return known_space(space)
+    return subject.classes or known_space(str(space))
 
 
-def _at(space: Sequence[str], number: int, subject: Subject) -> str:
-    if number < len(space):
-        return space[number]
-    raise UserError(
-        f"subset: class {number} is outside of a set of {len(space)} classes",
-        where=f"label map of {subject.val.folder}",
-        next_step="use shards whose classes are named by synset",
-    )
-
-
-def _refuse_unknown(names: list[str], *, what: str, subject: Subject, next_step: str) -> None:
+def _refuse(names: list[str], *, what: str, subject: Subject, next_step: str) -> None:
     if names:
         number = f"{len(names)} of {len(subject.val.classes)} classes"
         raise UserError(

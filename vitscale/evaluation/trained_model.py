@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from torch import distributed as dist
 from torch import nn
 
@@ -24,8 +23,9 @@ from vitscale.checkpoint.folders import MANIFEST, Checkpoint, resolve_weights
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.config.source import read_yaml
+from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
-from vitscale.evaluation.inference import InferenceModel, Preprocessing, preprocessing_of_run
+from vitscale.evaluation.inference import InferenceModel, Preprocessing, preprocessing_of
 from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import Architecture
@@ -50,16 +50,13 @@ class SourceRun:
     """The run that trained a model, and the checkpoint that is taken."""
 
     folder: Path
-    checkpoint: Path
-    step: int
+    checkpoint: Checkpoint
     averaged: bool
     """Whether the weights are the average over training."""
     config: Mapping[str, Any]
     """config.yaml as plain values."""
     settings: ModelSettings
     """The section `model`, at the image size of the checkpoint."""
-    description: Mapping[str, Any]
-    """What the checkpoint says of itself: architecture, data fingerprint, label map."""
     warnings: list[str]
     """A sentence for each newer checkpoint that is damaged."""
 
@@ -88,7 +85,7 @@ class Source:
         found = dict(self.weights.weights if tensors is None else tensors)
         num_prefix_tokens = arch.num_prefix_tokens
         if self.run is not None:
-            described = self.run.description
+            described = self.run.checkpoint.description
             num_prefix_tokens = described["num_prefix_tokens"]
             if "pos_embed" in network.state_dict():
                 found |= fixed_positions(described["architecture"], grid=self.weights.grid)
@@ -166,7 +163,8 @@ def open_model(
     if run is None:
         settings, num_classes = inferred_model(found, chosen=model, path=Path(init))
     elif model is None:
-        settings, num_classes = run.settings, run.description["architecture"]["num_classes"]
+        described = run.checkpoint.description["architecture"]
+        settings, num_classes = run.settings, described["num_classes"]
     else:
         raise UserError(
             "the run folder describes its model itself", where="model", next_step="remove `model`"
@@ -239,8 +237,9 @@ def _names_weights_of_others(init: str, *, key: str) -> bool:
     raise UserError("holds no model", where=f"{key}={init}", allowed=KINDS, next_step=next_step)
 
 
-class _ModelSection(Section):
+class _Sections(Section):
     model: ModelSettings
+    data: DataSettings
 
 
 def _read_run(
@@ -251,34 +250,32 @@ def _read_run(
     Raises UserError where the run's config.yaml is missing or describes another model.
     """
     folder = checkpoint.folder.parent.parent
-    path = folder / "config.yaml"
-    next_step = "keep the checkpoint in its run folder, with the run's config.yaml"
-    described = checkpoint.description["architecture"]
+    path, described = folder / "config.yaml", checkpoint.description["architecture"]
     try:
         values: Any = read_yaml(path.read_text(), name=str(path))
-        settings = _ModelSection.model_validate({"model": values["model"]}).model
-        settings = settings.model_copy(update={"image_size": described["image_size"]})
+        sections = _Sections.model_validate({key: values[key] for key in ("model", "data")})
+        settings = sections.model.model_copy(update={"image_size": described["image_size"]})
         arch = settings.resolved(num_classes=described["num_classes"])
-        preprocessing = preprocessing_of_run(values["data"], image_size=arch.image_size)
-        what = f"does not describe the model of {checkpoint.folder}"
-        error = None if arch.description() == described else what
+        error = None if arch.description() == described else "another model"
     except OSError as caught:
-        error = f"cannot be read ({caught.strerror})"
-    except (KeyError, TypeError, ValueError, ValidationError) as caught:
-        error = f"does not describe the model of {checkpoint.folder} ({type(caught).__name__})"
+        error = caught.strerror
+    except (KeyError, TypeError, ValueError) as caught:
+        error = type(caught).__name__
     if error is not None:
-        raise UserError(error, where=str(path), next_step=next_step)
+        raise UserError(
+            f"does not describe the model of {checkpoint.folder} ({error})",
+            where=str(path),
+            next_step="keep the checkpoint in its run folder, with the run's config.yaml",
+        )
     run = SourceRun(
         folder=folder,
-        checkpoint=checkpoint.folder,
-        step=checkpoint.step,
+        checkpoint=checkpoint,
         averaged=takes_average(checkpoint, weights),
         config=values,
         settings=settings,
-        description=checkpoint.description,
         warnings=warnings,
     )
-    return run, preprocessing
+    return run, preprocessing_of(sections.data, image_size=arch.image_size)
 
 
 def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
@@ -295,31 +292,27 @@ def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
             allowed="init_weights: auto, model",
             next_step="set init_weights=auto, or train with optim.ema",
         )
-    if choice == "auto" and has_average and (share := _share_of_first_weights(checkpoint)) > 0.01:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            # stderr: predictions may go to stdout.
-            print(
-                f"{checkpoint.folder}: taking the raw weights, since {share:.0%} of their average "
-                "is the random start (optim.ema)",
-                file=sys.stderr,
-            )
-        return False
-    return has_average and choice != "model"
-
-
-def _share_of_first_weights(checkpoint: Checkpoint) -> float:
-    """Share of the average that is still the weights before the first step."""
+    if choice != "auto" or not has_average:
+        return choice == "ema"
+    # Share of the average that is still the weights before the first step.
     ema = EmaSettings.model_validate(checkpoint.description["ema"])
-    kept = map(ema.decay_at, range(1, checkpoint.progress["engine"]["num_averaged"] + 1))
-    return math.prod(kept)
+    share = math.prod(
+        map(ema.decay_at, range(1, checkpoint.progress["engine"]["num_averaged"] + 1))
+    )
+    if share > 0.01 and (not dist.is_initialized() or dist.get_rank() == 0):
+        print(
+            f"{checkpoint.folder}: taking the raw weights, since {share:.0%} of their average "
+            "is the random start (optim.ema)",
+            file=sys.stderr,  # predictions may go to stdout
+        )
+    return share <= 0.01
 
 
 def _class_names(folder: Path) -> tuple[str, ...] | None:
     try:
-        names = json.loads((folder / CLASSES_NAME).read_text())
+        return tuple(json.loads((folder / CLASSES_NAME).read_text()))
     except (OSError, ValueError):
         return None
-    return tuple(map(str, names)) if isinstance(names, list) else None
 
 
 def _assumed(

@@ -80,7 +80,7 @@ def open_teacher(settings: TeacherSettings, *, num_classes: int, device: torch.d
         raise _other_classes(opened.num_classes, num_classes, where=opened.source)
     if name is None:
         own_size = opened.arch.image_size
-    file = Path(settings.weights) if opened.run is None else opened.run.checkpoint / MANIFEST
+    file = Path(settings.weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
     teacher = Teacher(
         opened.network,
         image_size=settings.image_size or own_size,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,14 +54,11 @@ def test_each_head_of_a_distilled_model_is_counted(world: World) -> None:
             [[2.0, 0, 0], [0, 1, 0], [1.0, 0.0, 0.9], [1, 0, 0]],
         ]
     )
-    model = SimpleNamespace(world=world, known_outputs=("logits", "heads"))
-    subject = given_outputs(world, torch.zeros(4, 3), [0, 1, 2, 0])
-    object.__setattr__(subject, "model", model)
+    model: Any = SimpleNamespace(world=world, known_outputs=("logits", "heads"))
     evaluation = Classification(ClassificationSettings())
-    evaluation.start(subject)
+    evaluation.start(replace(given_outputs(world, torch.zeros(4, 3), [0, 1, 2, 0]), model=model))
     labels_B, weights_B = torch.tensor([0, 1, 2, 0]), torch.tensor([1.0, 1, 1, 0])  # one is padding
-    mean_BC = heads_2BC.mean(dim=0)
-    evaluation.add(Outputs(mean_BC, labels_B, weights_B, None, heads_2BC))  # type: ignore[arg-type]  # no numbers
+    evaluation.add(Outputs(heads_2BC.mean(dim=0), labels_B, weights_B, np.arange(4), heads_2BC))
     found = evaluation.finish()
     shares = {"cls_top1": 1 / 3, "dist_top1": 2 / 3, "softmax_top1": 2 / 3}
     assert {name: found[name] for name in shares} == pytest.approx(shares)

@@ -32,7 +32,7 @@ def direct_scores(
     return np.asarray(z @ weights)
 
 
-@pytest.mark.parametrize("num_images", [7, 24, 25, 26, 300])
+@pytest.mark.parametrize("num_images", [7, 24, 25, 300])
 def test_ridge_equals_a_direct_solve(num_images: int) -> None:
     random = np.random.default_rng(0)
     train = random.normal(3, 5, (num_images, 24)).astype(np.float32)
@@ -42,23 +42,18 @@ def test_ridge_equals_a_direct_solve(num_images: int) -> None:
     expected = direct_scores(
         train.astype(np.float64), labels, test.astype(np.float64), num_classes=5, l2=2.0**10
     )
-    found = fitted.scores(torch.from_numpy(test)).numpy()
+    found = fitted(torch.from_numpy(test))[:, 0].numpy()
     assert np.abs(found - expected).max() < 1e-6
 
 
-def test_draws_are_those_of_big_vision() -> None:
+def test_draws_are_those_of_big_vision_and_nested() -> None:
     random = np.random.default_rng(1)
     expected = [random.permutation(np.where(LABELS == label)[0]) for label in (0, 2, 4)]
-    for found, order in zip(class_orders(LABELS, seed=1), expected, strict=True):
-        assert found.tolist() == order.tolist()
-
-
-def test_shots_are_nested_and_short_classes_give_all() -> None:
-    orders = class_orders(LABELS, seed=0)
+    orders = class_orders(LABELS, seed=1)
+    assert [each.tolist() for each in orders] == [each.tolist() for each in expected]
     three, one = first_of_each(orders, 3), first_of_each(orders, 1)
     assert set(one) < set(three)
-    assert np.bincount(LABELS[one]).tolist() == [1, 0, 1, 0, 1]
-    assert np.bincount(LABELS[three]).tolist() == [3, 0, 3, 0, 2]
+    assert np.bincount(LABELS[three]).tolist() == [3, 0, 3, 0, 2]  # a short class gives all it has
 
 
 @pytest.mark.usefixtures("group")

@@ -1,4 +1,4 @@
-"""kNN of features equals brute force, however the bank is sharded."""
+"""kNN of features equals brute force."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.support.engine.array_subject import array_subject, split_of
-from vitscale.evaluation.knn import Knn, KnnSettings, evenly_spaced, nearest, vote
+from vitscale.evaluation.knn import Knn, KnnSettings, evenly_spaced
 
-K, TEMPERATURE, CLASSES = 5, 0.07, 4
+TEMPERATURE, CLASSES = 0.07, 4
 
 
 def normalized(rows: int, *, seed: int) -> torch.Tensor:
@@ -26,24 +26,6 @@ def brute_force(query: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, *
     for similarity, label in similar[::-1][:k]:
         votes[label] += math.exp(similarity / TEMPERATURE)
     return votes.index(max(votes))
-
-
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_sharded_knn_equals_brute_force(num_shards: int) -> None:
-    bank, queries = normalized(60, seed=0), normalized(40, seed=1)
-    labels = torch.arange(60) % CLASSES
-    candidates = [
-        nearest(queries, bank[shard::num_shards], labels[shard::num_shards], k=K)
-        for shard in range(num_shards)
-    ]
-    predicted = vote(
-        torch.cat([similarity for similarity, _ in candidates], dim=1),
-        torch.cat([found for _, found in candidates], dim=1),
-        ks=[K],
-        temperature=TEMPERATURE,
-        num_classes=CLASSES,
-    )[0]
-    assert predicted.tolist() == [brute_force(query, bank, labels, k=K) for query in queries]
 
 
 def test_the_bank_is_evenly_spaced() -> None:
