@@ -15,34 +15,31 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 try:
-    from data_prep.corpora.characters import GREY_LEVELS, Characters, character_files
+    from data_prep.corpora.characters import GREY_LEVELS, SETS, Characters, character_files
     from data_prep.corpora.digits import digit_files
     from data_prep.corpora.idx import idx_files
-    from data_prep.corpora.letters import SETS
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.atomic_files import commit_folder
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
-MIN_SIDE_PX = 16
-
 
 def main() -> None:
-    arguments = parse_arguments()
-    output: Path = arguments.output
-    if arguments.corpus == "digits":
-        contents = digit_files(seed=arguments.seed)
-    elif arguments.corpus == "fashion_mnist":
-        contents = dict(idx_files(arguments.path))
+    arguments = vars(parse_arguments())
+    corpus, output = arguments.pop("corpus"), arguments.pop("output")
+    if corpus == "digits":
+        contents = dict(digit_files(**arguments))
+    elif corpus == "fashion_mnist":
+        contents = dict(idx_files(arguments["path"]))
     else:
-        contents = dict(character_files(characters_of(arguments)))
-    split_of = [tuple(name.split("/")[:2]) for name in contents]
-    num_train = sum(split == "train" for split, _ in split_of)
-    num_classes = len({label for _, label in split_of})
+        contents = dict(character_files(Characters(**arguments)))
+    num_train = sum(name.startswith("train/") for name in contents)
+    num_classes = len({name.split("/")[1] for name in contents})
     if output.exists():
         check_same_files(output, contents)
         print(f"{output}: already there, the same {len(contents):,} images")
@@ -52,7 +49,7 @@ def main() -> None:
         f"{output}: {num_train:,} training and {len(contents) - num_train:,} test images, "
         f"{num_classes:,} classes"
     )
-    config = "characters" if arguments.corpus == "characters" else "digits"
+    config = "characters" if corpus == "characters" else "digits"
     print(
         f"next: python data_prep/make_shards.py --config configs/data/{config}.yaml "
         f"source.path={output} output={output.with_name('shards')}"
@@ -66,61 +63,36 @@ def parse_arguments() -> argparse.Namespace:
     letters = corpora.add_parser("characters", help="letters of the fonts in matplotlib's wheel")
     clothes = corpora.add_parser("fashion_mnist", help="idx files of Fashion-MNIST or MNIST")
     for corpus in (digits, letters, clothes):
+        corpus.formatter_class = argparse.ArgumentDefaultsHelpFormatter
         corpus.add_argument("output", type=Path, help="folder to create")
     for corpus in (digits, letters):
-        corpus.add_argument("--seed", type=int, default=0, help="default 0")
-    clothes.add_argument(
-        "--path",
-        type=Path,
-        default=Path("/usr/share/datasets/fashion-mnist"),
-        help="folder of the idx files, also .gz; default %(default)s",
-    )
+        corpus.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    folder = Path("/usr/share/datasets/fashion-mnist")
+    clothes.add_argument("--path", type=Path, default=folder, help="of the idx files, also .gz")
+    add = letters.add_argument
     default = Characters()
-    letters.add_argument(
-        "--sets",
-        nargs="+",
-        default=default.sets,
-        metavar="SET",
-        help=f"of {', '.join(SETS)}; default {' '.join(default.sets)}",
+    add(
+        "--sets", nargs="+", choices=SETS, default=default.sets, metavar="SET", help=", ".join(SETS)
     )
-    letters.add_argument(
-        "--grey-levels",
-        choices=GREY_LEVELS,
-        default=default.grey_levels,
-        help=f"fixed: white on black; default {default.grey_levels}",
-    )
-    for option, value, text in (
-        ("--num-train", default.num_train, "training images per letter"),
-        ("--num-test", default.num_test, "test images per letter"),
-        ("--side-px", default.side_px, "side of the images in pixels"),
+    add("--grey-levels", choices=GREY_LEVELS, default="random", help="fixed: white on black")
+    for option, value, allowed, text in (
+        ("--num-train", default.num_train, (1, 999), "training images per letter"),
+        ("--num-test", default.num_test, (1, 999), "test images per letter"),
+        ("--side-px", default.side_px, (16, 512), "side of the images in pixels"),
     ):
-        letters.add_argument(
-            option, type=int, default=value, metavar="N", help=f"{text}; default {value}"
-        )
+        add(option, type=number_in(*allowed), default=value, metavar="N", help=text)
     return parser.parse_args()
 
 
-def characters_of(arguments: argparse.Namespace) -> Characters:
-    """The options as a corpus. Raises UserError where one is out of range."""
-    if unknown := [name for name in arguments.sets if name not in SETS]:
-        raise UserError(
-            f"{' '.join(unknown)} is not known", where="--sets", allowed=", ".join(SETS)
-        )
-    for option, value, smallest, largest in (
-        ("--num-train", arguments.num_train, 1, 999),
-        ("--num-test", arguments.num_test, 1, 999),
-        ("--side-px", arguments.side_px, MIN_SIDE_PX, 512),
-    ):
-        if not smallest <= value <= largest:
-            raise UserError(f"{value}", where=option, allowed=f"{smallest} to {largest}")
-    return Characters(
-        sets=arguments.sets,
-        num_train=arguments.num_train,
-        num_test=arguments.num_test,
-        side_px=arguments.side_px,
-        grey_levels=arguments.grey_levels,
-        seed=arguments.seed,
-    )
+def number_in(low: int, high: int) -> Callable[[str], int]:
+    """Return a parser of numbers from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text}; allowed: {low} to {high}")
+        return int(text)
+
+    return parse
 
 
 def write_files(output: Path, contents: dict[str, bytes]) -> None:
