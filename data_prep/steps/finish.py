@@ -54,7 +54,7 @@ from vitscale.data.index import (
     index_schema,
 )
 from vitscale.data.order import check_mixed
-from vitscale.data.urls import Location, Url
+from vitscale.data.storage import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
 
 

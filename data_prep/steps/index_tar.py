@@ -17,8 +17,8 @@ from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import CONTAINERS, read_containers, set_class
 from data_prep.steps.work import WorkFolder
 from data_prep.steps.write_shard import commit_outcomes, outcome
-from vitscale.data.storage import RemoteStorageError, names_below, read_range, size_of
-from vitscale.data.urls import Location, Url, location_of
+from vitscale.config.errors import StorageError
+from vitscale.data.storage import Location, Url, location_of, names_below, read_range, size_of
 from vitscale.data.webdataset import matching
 from vitscale.distributed.atomic_files import write_json
 
@@ -30,7 +30,7 @@ KEPT_BYTES = 1 << 12
 
 
 class RemoteFile:
-    """A file at a URL, read from its start to its end; raises RemoteStorageError."""
+    """A file at a URL, read from its start to its end; raises StorageError."""
 
     def __init__(self, url: Url) -> None:
         self.url, self.at = url, 0
@@ -135,7 +135,7 @@ def index_tar(work: WorkFolder, unit: str) -> None:
             status = os.fstat(file.fileno())
             size, modified_ns = status.st_size, status.st_mtime_ns
             _index(work, unit, container, file, num_bytes=size, modified_ns=modified_ns)
-    except RemoteStorageError as error:
+    except StorageError as error:
         raise Outage(error.what, where=error.where, next_step=error.next_step) from None
     except FileNotFoundError:
         raise ChangedSource(container.path) from None

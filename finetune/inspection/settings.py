@@ -9,7 +9,7 @@ from pydantic import Field
 
 from finetune.loading.settings import ModelRun
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.urls import is_url, url_problem
+from vitscale.data.storage import is_url, url_problem
 
 # Needs images, or the weights alone.
 PICTURES = {

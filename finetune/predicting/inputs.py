@@ -18,7 +18,7 @@ from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex
 from vitscale.data.index_keys import sample_keys
 from vitscale.data.samples import EvaluationResize, EvaluationSamples
 from vitscale.data.settings import DataSettings
-from vitscale.data.urls import is_url
+from vitscale.data.storage import is_url
 from vitscale.data.workers import Samples, Unreadable
 from vitscale.images.photographs import converted_pixels
 

@@ -21,8 +21,8 @@ from vitscale.config.errors import UserError
 from vitscale.config.redaction import redact
 from vitscale.config.source import yaml_flow
 from vitscale.data.index import MANIFEST_NAME, read_split
+from vitscale.data.storage import location_of
 from vitscale.data.training_set import open_training_set, select
-from vitscale.data.urls import location_of
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import MemoryEstimate, memory_estimate
 from vitscale.models.registry import MODELS

@@ -24,7 +24,7 @@ from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.order import check_mixed
-from vitscale.data.urls import location_of
+from vitscale.data.storage import location_of
 from vitscale.data.webdataset import tars_of_split
 from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun

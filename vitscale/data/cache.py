@@ -12,6 +12,7 @@ space. The modification time of a file is its last use.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -27,27 +28,18 @@ import blake3
 
 from vitscale.config.errors import UserError
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.storage import read_range
-from vitscale.data.urls import Url
-from vitscale.distributed.atomic_files import blake3_of_file, fsync_folder
+from vitscale.data.storage import Url, read_range
+from vitscale.distributed.atomic_files import blake3_of_file
 
 CHUNK_BYTES = 8 << 20
-# Bytes that are wrong this often are damaged where they are stored.
+# Bytes that are wrong this often are damaged: where they are stored, or in their index.
 DAMAGED_READS = 3
-# Copies on the local disk that are read before a sample counts as damaged.
-LOCAL_READS = 3
 # A prefetch evicts no shard that was used this recently: it may be one of the current block.
 IDLE_S = 60.0
 # Resolution of the last use.
 TOUCH_S = 1.0
-
-_NAME = re.compile(r"[0-9a-f]{64}")
 # Other files in the folder are neither counted nor touched.
 _OURS = re.compile(r"[0-9a-f]{64}(?P<part>\.part)?")
-
-
-class CacheFullError(OSError):
-    """All files in the cache are in use, or the new file is larger than the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +78,17 @@ class ShardCache:
         wait: if another process is fetching it; False: BlockingIOError then. idle_s: evict only
         files that were not used for so long.
         """
-        assert _NAME.fullmatch(file.blake3_hex), file.blake3_hex
+        assert _OURS.fullmatch(file.blake3_hex), file.blake3_hex
         final = self.folder / file.blake3_hex
         partial = self.folder / f"{file.blake3_hex}.part"
         while not final.exists():
             with _locked(partial, wait=wait) as descriptor:
                 if not _is_file_at(descriptor, partial):
                     continue  # another process has just finished or failed
-                if final.exists():  # finished since it was checked; this file is a new one
-                    partial.unlink()
-                    continue
                 try:
+                    if final.exists():  # finished since it was checked; this file is a new one
+                        partial.unlink()
+                        break
                     self._reserve(descriptor, num_bytes=file.num_bytes, idle_s=idle_s)
                     _copy(file, descriptor)
                     with self._lock():  # or a process that counts the files would miss this one
@@ -104,7 +96,6 @@ class ShardCache:
                 except BaseException:
                     partial.unlink(missing_ok=True)
                     raise
-            fsync_folder(self.folder)
         return final
 
     def verified(self, file: RemoteFile) -> Path:
@@ -121,7 +112,7 @@ class ShardCache:
         hash_prefix: first 8 bytes of their BLAKE3. Raises OSError if they are damaged where they
         are stored, and what `path` raises.
         """
-        for _ in range(LOCAL_READS):
+        for _ in range(DAMAGED_READS):
             path = self.path(file)
             try:
                 data = _read(path, offset=offset, num_bytes=num_bytes)
@@ -144,28 +135,26 @@ class ShardCache:
         """Extend a file to its full length, after evicting as many others as necessary."""
         with self._lock():
             os.ftruncate(descriptor, 0)
-            used, idle = 0, []
+            used, complete = 0, []
             for entry in list(os.scandir(self.folder)):
                 ours = _OURS.fullmatch(entry.name)
-                if not ours:
+                if not ours or (ours["part"] and _removed_as_abandoned(entry.path)):
                     continue
-                with suppress(FileNotFoundError):  # just renamed or evicted
+                with suppress(FileNotFoundError):  # just removed as damaged
                     stat = entry.stat()
-                    if ours["part"] and _removed_as_abandoned(entry.path):
-                        continue
                     used += stat.st_size
                     if not ours["part"]:
-                        idle.append((stat.st_mtime, stat.st_size, entry.path))
+                        complete.append((stat.st_mtime, stat.st_size, entry.path))
             leaving = []
-            for last_use, size, path in sorted(idle):
+            for last_use, size, path in sorted(complete):
                 if used + num_bytes <= self.max_bytes or time.time() - last_use < idle_s:
                     break
                 leaving.append(path)
                 used -= size
             if used + num_bytes > self.max_bytes:
-                raise CacheFullError(f"{self.folder} has no space for {num_bytes} bytes")
+                raise OSError(errno.ENOSPC, f"no space for {num_bytes} bytes")
             for path in leaving:
-                os.unlink(path)
+                Path(path).unlink(missing_ok=True)
             os.ftruncate(descriptor, num_bytes)
 
     @contextmanager
@@ -238,15 +227,14 @@ def _copy(file: RemoteFile, descriptor: int) -> None:
     """Write the bytes of a remote file. Raises UserError if their hash is wrong."""
     for _ in range(DAMAGED_READS):
         digest = blake3.blake3()
+        os.lseek(descriptor, 0, os.SEEK_SET)
         for offset in range(0, file.num_bytes, CHUNK_BYTES):
             num_bytes = min(CHUNK_BYTES, file.num_bytes - offset)
             data = read_range(file.url, offset=offset, num_bytes=num_bytes)
             digest.update(data)
             while data:
-                written = os.pwrite(descriptor, data, offset)
-                data, offset = data[written:], offset + written
+                data = data[os.write(descriptor, data) :]
         if digest.hexdigest() == file.blake3_hex:
-            os.fsync(descriptor)
             return
     raise UserError(
         "cannot be read: its bytes do not have the hash of the manifest",
@@ -256,28 +244,22 @@ def _copy(file: RemoteFile, descriptor: int) -> None:
 
 
 def _read(path: Path, *, offset: int, num_bytes: int) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if time.time() - os.fstat(descriptor).st_mtime > TOUCH_S:
-            os.utime(descriptor)
-        return os.pread(descriptor, num_bytes, offset)
-    finally:
-        os.close(descriptor)
+    with open(path, "rb", buffering=0) as file:
+        if time.time() - os.fstat(file.fileno()).st_mtime > TOUCH_S:
+            os.utime(file.fileno())
+        return os.pread(file.fileno(), num_bytes, offset)
 
 
 @contextmanager
 def _locked(path: Path, *, wait: bool) -> Iterator[int]:
     """Open and lock a file. Raises BlockingIOError if another process has the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         try:
-            yield descriptor
+            yield file.fileno()
         finally:
             # Closing is not enough: a process forked since then may have it open, too.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _is_file_at(descriptor: int, path: Path) -> bool:
@@ -289,12 +271,8 @@ def _is_file_at(descriptor: int, path: Path) -> bool:
 
 def _removed_as_abandoned(path: str) -> bool:
     """Remove a file that no process has locked; we hold our own through another descriptor."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with suppress(OSError), open(path, "rb") as file:  # fetched, or just removed
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)  # before another process can lock it
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        return True
+    return False

@@ -20,8 +20,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.cache import RemoteFile, ShardCache, open_cache
 from vitscale.data.settings import RemoteSettings
 from vitscale.data.shards import check_sizes
-from vitscale.data.storage import read_range, size_of
-from vitscale.data.urls import Location, Url, is_url, location_of
+from vitscale.data.storage import Location, Url, is_url, location_of, read_range, size_of
 from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from vitscale.data.index import NO_LABEL, SplitIndex
 from vitscale.data.index_keys import sample_names
 from vitscale.data.order import Draw
 from vitscale.data.settings import DataSettings
-from vitscale.data.shards import ShardFiles
+from vitscale.data.shards import read_shard
 from vitscale.data.training_set import TrainingSet
 from vitscale.data.webdataset import StreamedTars, TarSample, TarStream
 from vitscale.data.workers import Samples, Unreadable
@@ -44,7 +44,6 @@ class SplitReader:
 
     def __init__(self, index: SplitIndex, *, part: int = 0) -> None:
         self.index, self.part = index, part
-        self.files = ShardFiles(index.shard_paths)
 
     def bytes_of(self, sample: int, *, verify: bool = False) -> bytes:
         """The image as stored.
@@ -61,7 +60,7 @@ class SplitReader:
             return index.remote.cache.read(
                 file, offset=offset, num_bytes=num_bytes, hash_prefix=expected
             )
-        data = self.files.read(shard, offset=offset, num_bytes=num_bytes)
+        data = read_shard(index.shard_paths[shard], offset=offset, num_bytes=num_bytes)
         if verify and hashes is not None and prefix_of_hash(data) != int(hashes[sample]):
             raise OSError("its bytes do not have the hash in the index")
         return data
@@ -79,10 +78,10 @@ class SplitReader:
     def unreadable(self, sample: int, error: Exception) -> Unreadable:
         number = self.index.shard_of[sample]
         remote = self.index.remote
-        shard = self.files.paths[number] if remote is None else str(remote.files[number].url)
+        shard = self.index.shard_paths[number] if remote is None else remote.files[number].url
         # Pillow's messages contain addresses; remove them, so equal damage gives equal messages.
         text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
-        return Unreadable(self.part, sample, shard, text)
+        return Unreadable(self.part, sample, str(shard), text)
 
     def unreadable_error(
         self, unreadable: Unreadable, *, more: str = "", next_step: str

@@ -1,6 +1,6 @@
 """Read byte ranges of local shards; check that shards are there.
 
-Owns: open files, one set per process; which errors mean lost data; sizes of files.
+Owns: open files; which errors mean lost data; sizes of files.
 Leaves out: the ranges of samples (`index`).
 """
 
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping
+from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.data.urls import Location
+from vitscale.data.storage import Location
 
 MAX_OPEN_SHARDS = 64
 MAX_ERRORS_SHOWN = 10
@@ -22,55 +23,29 @@ MAX_ERRORS_SHOWN = 10
 DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 
 
-class ShardFiles:
-    """The shards of one split. Holds no open files, so it can be copied into worker processes."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = tuple(os.fspath(path) for path in paths)
-
-    def read(self, shard: int, *, offset: int, num_bytes: int) -> bytes:
-        """Bytes of one range. Raises OSError if they are lost or the file is too short, UserError
-        if the file cannot be accessed."""
-        try:
-            data = os.pread(_descriptor(self.paths[shard], os.getpid()), num_bytes, offset)
-        except OSError as error:
-            if error.errno in DATA_LOSS_ERRNOS:
-                raise
-            raise UserError(
-                f"cannot be read ({error.strerror})",
-                where=self.paths[shard],
-                next_step="check the storage and the limits of this machine (ulimit -n, memory), "
-                "then run the same command again",
-            ) from None
-        if len(data) < num_bytes:
-            raise OSError(f"ends after {offset + len(data)} bytes")
-        return data
+def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
+    """Bytes of one range. Raises OSError if they are lost or the file is too short, UserError if
+    the file cannot be accessed."""
+    try:
+        data = os.pread(_opened(path).fileno(), num_bytes, offset)
+    except OSError as error:
+        if error.errno in DATA_LOSS_ERRNOS:
+            raise
+        raise UserError(
+            f"cannot be read ({error.strerror})",
+            where=str(path),
+            next_step="check the storage and the limits of this machine (ulimit -n, memory), then "
+            "run the same command again",
+        ) from None
+    if len(data) < num_bytes:
+        raise OSError(f"ends after {offset + len(data)} bytes")
+    return data
 
 
-@cache
-def _open_files(process: int) -> _OpenFiles:
-    return _OpenFiles()
-
-
-class _OpenFiles:
-    """Least-recently-used cache of open files."""
-
-    def __init__(self) -> None:
-        self.descriptors: dict[str, int] = {}
-
-    def get(self, path: str) -> int:
-        descriptor = self.descriptors.pop(path, None)
-        if descriptor is None:
-            descriptor = os.open(path, os.O_RDONLY)
-            if len(self.descriptors) >= MAX_OPEN_SHARDS:
-                os.close(self.descriptors.pop(next(iter(self.descriptors))))
-        self.descriptors[path] = descriptor  # last: most recently used
-        return descriptor
-
-
-def _descriptor(path: str, process: int) -> int:
-    # Per process: a forked process must not close descriptors that its parent uses.
-    return _open_files(process).get(path)
+@lru_cache(maxsize=MAX_OPEN_SHARDS)
+def _opened(path: Path) -> FileIO:
+    """A file is closed when the cache forgets it."""
+    return open(path, "rb", buffering=0)
 
 
 def check_sizes(expected: Mapping[Path, int], *, folder: Location, split: str) -> None:

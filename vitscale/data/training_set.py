@@ -18,7 +18,7 @@ from vitscale.data.index import SplitIndex, read_manifest, read_split
 from vitscale.data.index_keys import ChosenByKey, choose_by_key
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.settings import DataSettings, RemoteSettings
-from vitscale.data.urls import location_of
+from vitscale.data.storage import location_of
 from vitscale.data.webdataset import StreamedTars, open_tars, tar_classes
 
 

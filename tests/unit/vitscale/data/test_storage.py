@@ -9,12 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.support.range_server import served
-from vitscale.config.errors import UserError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.config.redaction import redact
 from vitscale.data import storage
 from vitscale.data.index import MAX_MANIFEST_BYTES, read_manifest
-from vitscale.data.storage import RemoteStorageError, names_below, read_range, size_of
-from vitscale.data.urls import Url, is_url, location_of, url_problem
+from vitscale.data.storage import (
+    Url,
+    is_url,
+    location_of,
+    names_below,
+    read_range,
+    size_of,
+    url_problem,
+)
 
 SECRET = "hunter2"
 
@@ -152,7 +159,7 @@ def test_a_transient_fault_is_retried(folder: Path, fault: str) -> None:
 @pytest.mark.parametrize("fault", ["error", "drop", "short"])
 def test_a_persistent_fault_ends_in_time_with_one_error(folder: Path, fault: str) -> None:
     with served(folder, fault=lambda path, number: fault) as server:
-        with pytest.raises(RemoteStorageError, match=r"a\.bin: cannot be read .*; \d+ requests"):
+        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*; \d+ requests"):
             read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
         assert server.requests["a.bin"] > 10
 
@@ -160,7 +167,7 @@ def test_a_persistent_fault_ends_in_time_with_one_error(folder: Path, fault: str
 @pytest.mark.parametrize("fault", ["forbidden", "missing"])
 def test_a_refusal_is_not_repeated(folder: Path, fault: str) -> None:
     with served(folder, fault=lambda path, number: fault) as server:
-        with pytest.raises(RemoteStorageError, match=r"a\.bin: cannot be read .*; 1 requests"):
+        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*; 1 requests"):
             read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
         assert server.requests["a.bin"] == 1
 
@@ -170,7 +177,7 @@ def test_sizes_are_known_or_missing(folder: Path) -> None:
         url = Url(server.url)
         assert (size_of(url / "a.bin"), size_of(url / "b.bin")) == (10_240, None)
         server.fault = lambda path, number: "forbidden"
-        with pytest.raises(RemoteStorageError, match="403"):
+        with pytest.raises(StorageError, match="403"):
             size_of(url / "a.bin")
 
 
@@ -206,7 +213,7 @@ def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed")
 
     monkeypatch.setattr(storage, "_call", fail)
-    with pytest.raises(RemoteStorageError) as caught:
+    with pytest.raises(StorageError) as caught:
         read_range(Url("http://host/a.bin"), offset=0, num_bytes=9)
     assert "GET https://host/a.bin?*** failed" in str(caught.value)
     assert SECRET not in str(caught.value)
@@ -217,7 +224,7 @@ def test_a_silent_server_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(storage, "REQUEST_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = Url(f"http://127.0.0.1:{silent.getsockname()[1]}/a.bin")
-        with pytest.raises(RemoteStorageError, match="cannot be read"):
+        with pytest.raises(StorageError, match="cannot be read"):
             read_range(url, offset=0, num_bytes=9)
 
 
@@ -225,7 +232,7 @@ def test_a_server_without_ranges_differs_from_a_failing_one(folder: Path) -> Non
     with served(folder, fault=lambda path, number: "no_ranges") as server:
         with pytest.raises(UserError, match="no range requests") as caught:
             read_range(Url(server.url) / "a.bin", offset=5, num_bytes=9)
-        assert not isinstance(caught.value, RemoteStorageError)
+        assert not isinstance(caught.value, StorageError)
 
 
 def test_a_manifest_has_a_size_limit(folder: Path) -> None:
