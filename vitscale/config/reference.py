@@ -148,19 +148,21 @@ def _by_name(groups: Sequence[SettingsGroup]) -> dict[str, list[SettingsGroup]]:
 
 
 def groups_named(groups: Sequence[SettingsGroup], names: Sequence[str]) -> list[SettingsGroup]:
-    """The groups of these top-level keys, or those that hold a key, with it alone.
+    """The groups of these names, or those that hold a key, with it alone.
 
     Raises UserErrors for unknown names.
     """
     known, errors, found = _by_name(groups), [], []
     for name in dict.fromkeys(names):
         keys = [(group, each) for group in groups for each in group.settings if each.key == name]
-        if not keys and name not in known:
+        inside = [group for group in groups if re.split("[ ,]", group.title)[0] == name]
+        if not keys and not inside and name not in known:
             what = f"there is no group or key {name!r}"
             allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
             step = did_you_mean(name, [*known, *(s.key for g in groups for s in g.settings)])
             errors.append(UserError(what, where="--help", allowed=allowed, next_step=step))
-        found += known.get(name) or [replace(group, settings=(each,)) for group, each in keys]
+        found += known.get(name) or inside
+        found += [replace(group, settings=(each,)) for group, each in keys]
     if errors:
         raise UserErrors(errors)
     return found

@@ -62,6 +62,10 @@ def test_help_lists_groups_a_group_or_all(capsys: pytest.CaptureFixture[str]) ->
     for words in (("--help", "optim.lr"), ("--help=optim.lr",)):
         key = shown(capsys, *words)
         assert "optim.lr: a number above 0; required" in key and "optim.ema" not in key
+    inner = shown(capsys, "--help", "optim.ema")
+    assert (
+        inner.startswith("[optim.ema]") and "optim.ema.decay" in inner and "optim.lr" not in inner
+    )
     [error] = errors("--help", "optm")
     assert "there is no group or key 'optm'" in error and "did you mean optim?" in error
 
