@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 import webbrowser
-from dataclasses import dataclass
 from pathlib import Path
 
 try:
@@ -32,63 +31,59 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_PROCESSES = 2
 # Lines of the deepspeed launcher, left out of the output.
 LAUNCHER_LINE = re.compile(r"^(\[rank\d\]:)?(\[\d{4}-|W\d{4}).*(INFO|WARNING|No CUDA runtime)")
-FOLDER_STEPS = 600
 # Of a folder, which may be ImageNet: 600 steps see 38,400 images.
+FOLDER_LENGTH = "schedule.epochs=null schedule.steps=600"
 MAX_PER_CLASS, MAX_IMAGES = 200, 20_000
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 SPLITS = {"train", "training", "val", "valid", "validation", "test"}
 ALLOWED = "a folder with one sub-folder of JPEG, PNG or WebP images per class"
-# 53 accented letters, in the fonts of matplotlib's wheel.
-LETTERS = shlex.split("--sets western --grey-levels fixed --num-train 160 --num-test 40")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Corpus:
-    """Names and paths of the demo on one corpus."""
-
-    name: str
-    data: Path | None
-    image_sizes: tuple[int, int]
-    """Of pre-training and of fine-tuning, in pixels."""
-
-    @property
-    def shards(self) -> str:
-        return f"runs/{self.name}/shards"
-
-    @property
-    def images(self) -> Path:
-        return ROOT / "runs" / self.name / "images"
-
-    @property
-    def report(self) -> str:
-        return f"runs/{self.name}/report.html"
-
-    @property
-    def configs(self) -> str:
-        return "configs/demo" if self.data is None else "configs/digits"
-
-    def run(self, part: str) -> str:
-        return f"{self.name}-{part}"
+def name_of(folder: Path | None) -> str:
+    """The name of the demo on this folder of images, and of its folder below runs/."""
+    if folder is None:
+        return "demo"
+    return f"demo-{re.sub(r'[^A-Za-z0-9_-]+', '-', folder.name).strip('-') or 'folder'}"[:60]
 
 
-def corpus_of(data: str | None) -> Corpus:
-    if data is None:
-        return Corpus(name="demo", data=None, image_sizes=(8, 16))
-    folder = Path(data).resolve()
-    if not folder.is_dir():
-        raise UserError(
-            "no such folder",
-            where=f"DATA={data}",
-            allowed=ALLOWED,
+def commands(name: str, *, is_folder: bool) -> dict[str, str]:
+    """Title -> command."""
+    images, shards = f"runs/{name}/images", f"runs/{name}/shards"
+    make_shards = f"python data_prep/make_shards.py source.path={images} output={shards} --config"
+    steps = {}
+    if is_folder:
+        configs, length = "configs/digits", FOLDER_LENGTH
+        steps["shards"] = (
+            f"{make_shards} configs/data/image_folder.yaml source.holdout_fraction=0.2 "
+            "images.short_side=64 shards.min_shards=4"
         )
-    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-") or "folder"
-    return Corpus(name=f"demo-{slug}"[:60], data=folder, image_sizes=(16, 24))
+    else:
+        configs, length = "configs/demo", ""
+        # 53 accented letters, in the fonts of matplotlib's wheel.
+        steps["images"] = (
+            f"python data_prep/make_corpus.py characters {images} --sets western "
+            "--grey-levels fixed --num-train 160 --num-test 40"
+        )
+        steps["shards"] = f"{make_shards} configs/data/characters.yaml"
+    # Without GPUs two processes share the CPU cores.
+    num = min(MAX_PROCESSES, num_gpus() or MAX_PROCESSES)
+    train, data = f"deepspeed --num_gpus={num}", f"data.path={shards}"
+    pretrain = f"{train} pretrain/main.py --config {configs}/pretrain.yaml {data}"
+    finetune = f"{train} finetune/main.py --config {configs}/finetune.yaml {data}"
+    runs = [f"runs/{name}-{part}" for part in ("pretrain", "finetune", "scratch")]
+    return steps | {
+        "pre-train": f"{pretrain} name={name}-pretrain {length}",
+        "fine-tune at a higher resolution": f"{finetune} name={name}-finetune init={runs[0]}",
+        "the same from scratch": f"{finetune} name={name}-scratch",
+        "compare": f"python launch/compare.py {' '.join(runs)} --output runs/{name}/report.html",
+    }
 
 
-def copy_some(corpus: Corpus) -> None:
-    """Link, or copy, at most MAX_PER_CLASS images of each class; of IMAGES/{train,val} of train."""
-    folder, target = corpus.data, corpus.images
-    if folder is None or target.exists():
+def link_some(folder: Path, target: Path) -> None:
+    """Link to at most MAX_PER_CLASS images of each class; of IMAGES/{train,val} those of train."""
+    if not folder.is_dir():
+        raise UserError("no such folder", where=f"DATA={folder}", allowed=ALLOWED)
+    if target.exists():
         return
     classes = sub_folders(folder)
     if len(classes) > 1 and {path.name.lower() for path in classes} <= SPLITS:
@@ -100,12 +95,8 @@ def copy_some(corpus: Corpus) -> None:
     for each in classes:
         images = sorted(path for path in each.rglob("*") if path.suffix.lower() in SUFFIXES)
         for number, image in enumerate(images[:: -(-len(images) // most) or 1]):
-            copy = started / each.name / f"{number:04d}{image.suffix}"
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                copy.hardlink_to(image.resolve())
-            except OSError:  # on another file system
-                shutil.copyfile(image, copy)
+            (started / each.name).mkdir(parents=True, exist_ok=True)
+            (started / each.name / f"{number:04d}{image.suffix}").symlink_to(image.resolve())
     if not started.exists():
         raise UserError("has no class folders with images", where=f"DATA={folder}", allowed=ALLOWED)
     started.rename(target)
@@ -116,67 +107,19 @@ def sub_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
-def data_commands(corpus: Corpus) -> list[list[str]]:
-    make_shards = [sys.executable, "data_prep/make_shards.py", "--config"]
-    if corpus.data is None:
-        return [
-            [
-                sys.executable,
-                "data_prep/make_corpus.py",
-                "characters",
-                "runs/demo/images",
-                *LETTERS,
-            ],
-            [
-                *make_shards,
-                "configs/data/characters.yaml",
-                "source.path=runs/demo/images",
-                f"output={corpus.shards}",
-            ],
-        ]
-    return [
-        [
-            *make_shards,
-            "configs/data/image_folder.yaml",
-            f"source.path={corpus.images}",
-            f"output={corpus.shards}",
-            "source.holdout_fraction=0.2",
-            "images.short_side=64",
-            "shards.min_shards=4",
-        ]
-    ]
-
-
-def training_command(corpus: Corpus, script: str, config: str, part: str, *more: str) -> list[str]:
-    launcher = str(Path(sys.executable).with_name("deepspeed"))
-    overrides = [f"name={corpus.run(part)}", f"data.path={corpus.shards}", *more]
-    # Without GPUs two processes share the CPU cores.
-    processes = f"--num_gpus={min(MAX_PROCESSES, num_gpus() or MAX_PROCESSES)}"
-    return [launcher, processes, script, "--config", config, *overrides]
-
-
-def training_commands(corpus: Corpus) -> list[list[str]]:
-    pretrain, finetune = (f"{corpus.configs}/{part}.yaml" for part in ("pretrain", "finetune"))
-    # The size of a folder is unknown: a fixed number of steps bounds the demo's time.
-    length = (
-        [] if corpus.data is None else ["schedule.epochs=null", f"schedule.steps={FOLDER_STEPS}"]
-    )
-    init = f"init=runs/{corpus.run('pretrain')}"
-    return [
-        training_command(corpus, "pretrain/main.py", pretrain, "pretrain", *length),
-        training_command(corpus, "finetune/main.py", finetune, "finetune", init),
-        training_command(corpus, "finetune/main.py", finetune, "scratch"),
-    ]
-
-
-def run_command(title: str, command: list[str]) -> None:
-    """Run one step, showing its output as it comes."""
-    shown = [Path(command[0]).name, *command[1:]]
-    print(f"\n=== {title}\n$ {shlex.join(shown)}", flush=True)
-    if shown[0] == "deepspeed":
+def run_command(title: str, command: str) -> None:
+    """Run one step with this Python and the programs beside it, showing its output as it comes."""
+    print(f"\n=== {title}\n$ {command}", flush=True)
+    program, *words = shlex.split(command)
+    if program == "deepspeed":
         print("starting the processes (about 20 s) ...", flush=True)
+    python = Path(sys.executable)
     process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [str(python if program == "python" else python.with_name(program)), *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     with process:
@@ -186,64 +129,60 @@ def run_command(title: str, command: list[str]) -> None:
     if process.returncode:
         raise UserError(
             f"{title} ended with exit code {process.returncode}",
-            where=shlex.join(shown),
+            where=command,
             next_step="fix the error shown above; `make demo` resumes from here",
         )
 
 
-def last_value(run: str, metric: str) -> float:
-    """The last value of a metric in a run's journal."""
-    rows = (ROOT / "runs" / run / "journal.jsonl").read_text().splitlines()
-    return [row[metric] for row in map(json.loads, rows) if metric in row][-1]
+def final_top1(run: str) -> float:
+    rows = map(json.loads, (ROOT / f"runs/{run}/journal.jsonl").read_text().splitlines())
+    return [row["val/top1"] for row in rows if "val/top1" in row][-1]
 
 
-def print_summary(corpus: Corpus, *, seconds: float) -> None:
-    low, high = corpus.image_sizes
+def print_summary(name: str, *, minutes: float, is_folder: bool) -> None:
+    low, high, configs = (16, 24, "digits") if is_folder else (8, 16, "demo")
     parts = {
         "pretrain": f"pre-trained at {low} px",
         "finetune": f"fine-tuned from it at {high} px",
         "scratch": "the same fine-tuning from random weights",
     }
-    print(f"\n=== Done in {seconds / 60:.1f} minutes\n\nAccuracy (top-1 on the test images):")
+    print(f"\n=== Done in {minutes:.1f} minutes\n\nAccuracy (top-1 on the test images):")
     for part, text in parts.items():
-        accuracy = last_value(corpus.run(part), "val/top1")
-        print(f"  {accuracy:7.2%}  {text:42} runs/{corpus.run(part)}")
+        print(f"  {final_top1(f'{name}-{part}'):7.2%}  {text:42} runs/{name}-{part}")
     print(
         f"""
 Made:
-  {corpus.shards}/    WebDataset tars, index.parquet, ledger.parquet (one row per input file)
-  runs/{corpus.run("pretrain")}/    config.yaml, journal.jsonl, logs/, checkpoints/
+  runs/{name}/shards/    WebDataset tars, index.parquet, ledger.parquet (one row per input file)
+  runs/{name}-pretrain/    config.yaml, journal.jsonl, logs/, checkpoints/
 
 Look at the runs:
-  {corpus.report}    compared in one page, with curves and pictures: open it in a browser
+  runs/{name}/report.html    compared in one page, with curves and pictures: open it in a browser
   .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db    the same runs in MLflow
 
 Try next:
   .venv/bin/python launch/slurm.py --config configs/vit_h14.yaml --dry-run
-  .venv/bin/deepspeed --num_gpus 2 pretrain/main.py --config {corpus.configs}/pretrain.yaml \\
-    data.path={corpus.shards} name={corpus.run("deeper")} model.depth=6
+  .venv/bin/deepspeed --num_gpus 2 pretrain/main.py --config configs/{configs}/pretrain.yaml \\
+    data.path=runs/{name}/shards name={name}-deeper model.depth=6
   make demo DATA=/path/to/folder    # your own images, one sub-folder per class"""
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the whole chain on a small corpus.")
-    parser.add_argument("--data", help="folder with one sub-folder of images per class")
+    parser.add_argument("--data", type=Path, help="folder with one sub-folder of images per class")
     parser.add_argument("--open", action="store_true", help="show the report in the browser")
     arguments = parser.parse_args()
-    corpus = corpus_of(arguments.data)
-    start = time.monotonic()
-    copy_some(corpus)
-    titles = ["images", "shards"] if corpus.data is None else ["shards"]
-    titles += ["pre-train", "fine-tune at a higher resolution", "the same from scratch", "compare"]
-    runs = [f"runs/{corpus.run(part)}" for part in ("pretrain", "finetune", "scratch")]
-    compare = [sys.executable, "launch/compare.py", *runs, "--output", corpus.report]
-    commands = [*data_commands(corpus), *training_commands(corpus), compare]
-    for number, (title, command) in enumerate(zip(titles, commands, strict=True), start=1):
-        run_command(f"{number}/{len(commands)} {title}", command)
-    print_summary(corpus, seconds=time.monotonic() - start)
-    if arguments.open and not webbrowser.open((ROOT / corpus.report).as_uri()):
-        print(f"no browser found; open {corpus.report} yourself", file=sys.stderr)
+    folder = None if arguments.data is None else arguments.data.resolve()
+    name, start = name_of(folder), time.monotonic()
+    if folder is not None:
+        link_some(folder, ROOT / f"runs/{name}/images")
+    steps = commands(name, is_folder=folder is not None)
+    for number, (title, command) in enumerate(steps.items(), start=1):
+        run_command(f"{number}/{len(steps)} {title}", command)
+    minutes = (time.monotonic() - start) / 60
+    print_summary(name, minutes=minutes, is_folder=folder is not None)
+    if arguments.open and not webbrowser.open((ROOT / f"runs/{name}/report.html").as_uri()):
+        print(f"no browser found; open runs/{name}/report.html yourself", file=sys.stderr)
 
 
 if __name__ == "__main__":
