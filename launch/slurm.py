@@ -27,9 +27,8 @@ try:
     from launch.jobs.status.following import follow_run
     from launch.jobs.status.text import shown_folder
     from launch.jobs.submission import Submission, require_slurm
-    from launch.planning.checks import as_table, refuse_or_warn
+    from launch.planning.checks import as_table, refuse_or_warn, run_checks, slurm_check
     from launch.planning.dry_run import batch_script, describe
-    from launch.planning.run_checks import run_checks, slurm_check
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:

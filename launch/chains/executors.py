@@ -22,9 +22,8 @@ from launch.jobs.preparation import job_folder, prepare_job, submit_run, with_nu
 from launch.jobs.queue import NoAnswerError, QueuedJob, ask_slurm, jobs_of, submitted_ids, user_jobs
 from launch.jobs.submission import require_slurm
 from launch.jobs.supervision.foreground import start_and_watch
-from launch.planning.checks import Check, refuse_or_warn
-from launch.planning.dry_run import batch_script, check_data
-from launch.planning.run_checks import run_checks, slurm_check
+from launch.planning.checks import Check, refuse_or_warn, run_checks, slurm_check
+from launch.planning.dry_run import batch_script, check_data, data_facts
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.distributed.processes import num_cores
 from vitscale.runs.data_prep import DataPrepRun
@@ -75,7 +74,7 @@ def _check_data(chain: Chain, states: States) -> None:
         if isinstance(step.run, TrainingRun) and not states[step.name].is_done:
             try:
                 if not _is_made_here(chain, step, states):
-                    check_data(step.run)
+                    check_data(step.run, data_facts(step.run))
             except UserError as error:
                 errors.setdefault(error.text(), error)
     if errors:

@@ -1,15 +1,40 @@
-"""Results of the checks before a run is submitted: as a table, warnings or errors."""
+"""Check what a run needs: shards, loader, room for its checkpoints, and a place in SLURM.
+
+The results are rows: shown as a table, or warnings and errors before a run is submitted.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from finetune.evaluating.settings import EvaluateRun
+from finetune.run import FinetuneRun
+from launch.jobs.preparation import LaunchableRun, check_job
+from launch.jobs.queue import NoAnswerError
+from launch.jobs.submission import try_start
+from launch.planning.dry_run import (
+    GIB,
+    DataFacts,
+    check_data,
+    data_facts,
+    planned_classes,
+)
+from pretrain.run import PretrainRun
+from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError, UserErrors
-
-Result = Literal["ok", "warning", "error"]
+from vitscale.data.index import MANIFEST_NAME, read_split
+from vitscale.data.order import check_mixed
+from vitscale.data.storage import location_of
+from vitscale.data.training_set import open_val_split
+from vitscale.data.webdataset import tars_of_split
+from vitscale.models.registry import MODELS
+from vitscale.runs.data_prep import DataPrepRun
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +42,7 @@ class Check:
     """One row of the table."""
 
     name: str
-    result: Result
+    result: Literal["ok", "warning", "error"]
     detail: str
     next_step: str = ""
     error: UserError | None = None
@@ -32,24 +57,18 @@ def warning(name: str, detail: str, *, next_step: str) -> Check:
     return Check(name=name, result="warning", detail=detail, next_step=next_step)
 
 
-def failed(name: str, error: UserError) -> Iterator[Check]:
-    """One row for each error."""
-    for each in error.errors if isinstance(error, UserErrors) else (error,):
-        detail = f"{each.where}: {each.what}" if each.where else each.what
-        if each.allowed:
-            detail += f"; allowed: {each.allowed}"
-        yield Check(
-            name=name, result="error", detail=detail, next_step=each.next_step or "", error=each
-        )
-
-
 def caught(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
-    """The rows of a check; a UserError becomes rows too."""
+    """The rows of a check, and one for each error that it raises."""
     rows: list[Check] = []
     try:
         rows += check()
     except UserError as error:
-        rows += failed(name, error)
+        for each in error.errors if isinstance(error, UserErrors) else (error,):
+            detail = f"{each.where}: {each.what}" if each.where else each.what
+            if each.allowed:
+                detail += f"; allowed: {each.allowed}"
+            step = each.next_step or ""
+            rows.append(Check(name=name, result="error", detail=detail, next_step=step, error=each))
     return rows
 
 
@@ -62,11 +81,8 @@ def refuse_or_warn(checks: Sequence[Check], *, leave_out: Container[str] = ()) -
         raise UserErrors(errors)
     for check in checks:
         if check.result == "warning" and check.name not in leave_out:
-            warn(f"{check.name}: {check.detail}\n  next: {check.next_step}")
-
-
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+            text = f"warning: {check.name}: {check.detail}\n  next: {check.next_step}"
+            print(text, file=sys.stderr, flush=True)
 
 
 def as_table(checks: Sequence[Check]) -> str:
@@ -74,15 +90,175 @@ def as_table(checks: Sequence[Check]) -> str:
     rows = [("check", "result", "detail", "")]
     rows += [(check.name, check.result, check.detail, check.next_step) for check in checks]
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    column = " " * (first + second + 4)
     lines = []
     previous = None
     for name, result, detail, next_step in rows:
         shown = "" if name == previous else name
         # Details of several lines stay in their column.
-        column = " " * (first + second + 4)
         detail = detail.replace("\n", "\n" + column)
         lines.append(f"{shown:<{first}}  {result:<{second}}  {detail}".rstrip())
         if next_step:
             lines.append(f"{column}next: {next_step}")
         previous = name
     return "\n".join(lines)
+
+
+# ---- the checks -------------------------------------------------------------------------------
+
+
+def slurm_check(script: str) -> list[Check]:
+    """Ask SLURM whether it could start a job with this batch script; not on other machines."""
+    if shutil.which("sbatch") is None:
+        return []
+    try:
+        try_start(script)
+    except NoAnswerError as error:
+        next_step = "compare the launch section with what sinfo shows"
+        return [warning("SLURM", f"sbatch --test-only: {error}", next_step=next_step)]
+    return [ok("SLURM", "the job can start on the nodes as they are")]
+
+
+def run_checks(run: LaunchableRun) -> list[Check]:
+    """Rows about the configuration, data, loader and files of a run, none of them heavy."""
+    num_tasks = run.launch.nodes * run.launch.tasks_per_node
+    facts: DataFacts | None = None
+    if isinstance(run, PretrainRun | FinetuneRun):
+        try:
+            facts = data_facts(run)
+        except UserError:
+            pass  # reported with the data
+
+    def configuration() -> Iterator[Check]:
+        check_job(run, num_tasks=num_tasks, cluster="slurm")
+        if isinstance(run, PretrainRun | FinetuneRun) and facts and facts.num_samples:
+            check_data(run, facts)
+        tasks = run.launch.num_tasks if isinstance(run, DataPrepRun) else num_tasks
+        yield ok("configuration", f"{run.stage}, {tasks} task(s)")
+
+    rows = caught("configuration", configuration)
+    if isinstance(run, DataPrepRun):
+        return rows
+    if not isinstance(run, PretrainRun | FinetuneRun):
+        return rows + caught("data", lambda: _evaluation_data(run))
+    rows += caught("data", lambda: _training_data(run))
+    if isinstance(run, FinetuneRun) and run.init is not None:
+        rows.append(_weights(run.init))
+    if facts and facts.num_samples:
+        rows += caught("loader", lambda: _loader(run, facts))
+        rows += caught("disk", lambda: _disk(run, facts))
+    return rows
+
+
+def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
+    data, is_local = run.data, isinstance(location_of(run.data.path), Path)
+    index = read_split(
+        data.path, split=data.val_split, remote_settings=data.remote, check_files=is_local
+    )
+    yield ok("data", f"{data.val_split}: {index.num_samples:,} samples; as in the manifest")
+
+
+def _training_data(run: PretrainRun | FinetuneRun) -> Iterator[Check]:
+    """Names, sizes and counts of the files of a run's splits."""
+    data = run.data
+    if data.is_streamed:
+        tars = tars_of_split(Path(data.path), data.train_split, where="data.train_split")
+        what = f"{data.train_split}: {len(tars):,} tars; no index: a resume is not exact"
+        yield ok("data", what)
+        return
+    # Sizes of thousands of remote files would take minutes; the job asks for them.
+    is_local = isinstance(location_of(data.path), Path)
+    facts = data_facts(run, check_files=is_local)
+    if facts.opened is None:
+        if facts.num_samples is None:
+            check_data(run, facts)
+        yield warning(
+            "data",
+            f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples",
+            next_step="none if only the nodes see the folder: the job checks it",
+        )
+        return
+    parts = facts.opened.parts
+    for part in parts:
+        check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
+    num_shards = sum(len(part.shard_lengths) for part in parts)
+    found = f"{data.train_split}: {facts.num_samples:,} samples in {num_shards:,} shards"
+    evaluated = None if data.dev_percent else open_val_split(data, check_files=is_local)
+    if evaluated is not None:
+        found += f"; {data.val_split}: {evaluated.num_samples:,} samples"
+    yield ok("data", f"{found}; as in the manifest")
+
+
+def _weights(init: str) -> Check:
+    if Path(init).exists():
+        return ok("weights", init)
+    return warning(
+        "weights",
+        f"{init} does not exist here",
+        next_step="correct init=, unless another job writes it before this one starts",
+    )
+
+
+def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
+    """Shards and samples of each loader process, and cores for all processes."""
+    workers, samples = run.data.num_workers, facts.num_samples or 0
+    num_ranks = run.launch.nodes * run.launch.tasks_per_node
+    processes = num_ranks * max(1, workers)
+    each = f"{num_ranks} rank(s) x {max(1, workers)} loader process(es)"
+    num_shards = None
+    if facts.opened is not None:
+        num_shards = sum(len(part.shard_lengths) for part in facts.opened.parts)
+    if samples < run.data.global_batch:
+        yield warning(
+            "loader",
+            f"{samples:,} samples are less than one batch of {run.data.global_batch:,}",
+            next_step="lower data.global_batch, or use more samples",
+        )
+    elif num_shards is not None and num_shards < processes:
+        yield warning(
+            "loader",
+            f"{num_shards:,} shards for {each}: several processes read one file at a time",
+            next_step="make more shards (shards.min_shards) if the storage is slow at this",
+        )
+    else:
+        shards = "" if num_shards is None else f"{num_shards / processes:,.1f} shards and "
+        yield ok("loader", f"{shards}{samples / processes:,.0f} samples for each of {each}")
+    needed, cpus = 1 + workers, run.launch.cpus_per_task
+    text = f"for 1 training and {workers} loader process(es)"
+    if cpus < needed:
+        next_step = f"launch.cpus_per_task={needed}, or fewer data.num_workers"
+        yield warning("cores", f"{cpus} core(s) per task {text}", next_step=next_step)
+    else:
+        yield ok("cores", f"{cpus} per task {text}")
+
+
+def checkpoint_bytes(run: PretrainRun | FinetuneRun, *, num_classes: int) -> int:
+    """Bytes of one checkpoint: weights in fp32, optimiser states, average of the weights."""
+    arch = run.model.resolved(num_classes=num_classes)
+    average = 4 if run.optim.ema else 0
+    each = 4 + run.optim.state_bytes_per_parameter + average
+    return run.make_objective().num_parameters(arch) * each
+
+
+def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
+    """Room for two checkpoints: a new one is complete before an old one is removed."""
+    num_classes = planned_classes(run, facts)
+    if num_classes is None or MODELS[run.model.name].costs is None:
+        return
+    folder = Path(run.folder).absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"cannot write to {there}", where="output", next_step="choose another output"
+        )
+    checkpoint = checkpoint_bytes(run, num_classes=num_classes)
+    num_there = min(1, len(step_folders(folder / "checkpoints")))
+    free, needed = shutil.disk_usage(there).free, (2 - num_there) * checkpoint
+    text = f"a checkpoint has {checkpoint / GIB:.3g} GiB; {free / GIB:,.1f} GiB free in {there}"
+    if free < needed:
+        raise UserError(
+            f"{text}; {needed / GIB:.3g} GiB needed",
+            where="output",
+            next_step="free some space, or choose another output",
+        )
+    yield ok("disk", text)

@@ -22,15 +22,16 @@ from vitscale.config.redaction import redact
 from vitscale.config.source import yaml_flow
 from vitscale.data.index import MANIFEST_NAME, read_split
 from vitscale.data.storage import location_of
-from vitscale.data.training_set import open_training_set, select
+from vitscale.data.training_set import TrainingSet, open_training_set, select
 from vitscale.engine.settings import BUCKET_ELEMENTS
-from vitscale.models.costs import MemoryEstimate, memory_estimate
+from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.objective import check_evaluations, check_objective
 
 Rows = Iterator[tuple[str, str]]
+GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,15 +39,17 @@ class DataFacts:
     """Size of the training set (the whole split, or what `data` takes of it), and its source."""
 
     num_samples: int | None
-    num_classes: int | None
     source: str
+    num_classes: int | None = None
     num_dev: int = 0
     """Samples that `data.dev_percent` holds out of the training set."""
+    opened: TrainingSet | None = None
+    """None if this machine does not see the shards."""
 
 
-def data_facts(run: TrainingRun) -> DataFacts:
+def data_facts(run: TrainingRun, *, check_files: bool = False) -> DataFacts:
     """Counted as the training does if this machine sees the shards, else by
-    `data.planned_num_samples`."""
+    `data.planned_num_samples`. Raises UserError for damaged shards."""
     data = run.data
     if data.is_streamed:
         return DataFacts(
@@ -57,29 +60,30 @@ def data_facts(run: TrainingRun) -> DataFacts:
     share = "" if data.first_percent == 100 else f"data.first_percent={data.first_percent:g} of "
     planned, missing = data.planned_num_samples, _missing_part(run)
     if missing is None:
+        location = location_of(data.path)
         try:
-            opened = open_training_set(data, seed=0, check_files=False)
-            manifest = str(location_of(data.path) / MANIFEST_NAME)
+            opened = open_training_set(data, seed=0, check_files=check_files)
             return DataFacts(
                 num_samples=opened.num_samples,
                 num_classes=len(opened.classes),
-                source=share + manifest + " and data.mixture" * bool(data.mixture),
+                source=f"{share}{location / MANIFEST_NAME}"
+                + " and data.mixture" * bool(data.mixture),
                 num_dev=0 if opened.dev is None else opened.dev.num_samples,
+                opened=opened,
             )
         except UserError:
             # Only the nodes may see a URL.
-            if planned is None or isinstance(location_of(data.path), Path):
+            if planned is None or isinstance(location, Path):
                 raise
     _, path = missing or ("", data.path)
     if planned is None:
         source = f"no {MANIFEST_NAME} in {path}, and data.planned_num_samples is not set"
-        return DataFacts(num_samples=None, num_classes=None, source=source)
+        return DataFacts(num_samples=None, source=source)
     # Classes left out are not known before there is an index.
     num_taken = data.num_first(planned)
     num_dev = data.num_dev(num_taken)
     return DataFacts(
         num_samples=num_taken - num_dev,
-        num_classes=None,
         source=f"{share}data.planned_num_samples (no {MANIFEST_NAME} in {path} yet)",
         num_dev=num_dev,
     )
@@ -96,9 +100,8 @@ def _missing_part(run: TrainingRun) -> tuple[str, str] | None:
     return None
 
 
-def check_data(run: PretrainRun | FinetuneRun) -> None:
+def check_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> None:
     """Raise UserError for a job whose training images are unknown or lack what it needs."""
-    facts = data_facts(run)
     if facts.num_samples is None:
         where, path = _missing_part(run) or ("data.path", run.data.path)
         raise UserError(
@@ -107,7 +110,6 @@ def check_data(run: PretrainRun | FinetuneRun) -> None:
             next_step="make them with data_prep/make_shards.py, correct the path, or set "
             "data.planned_num_samples if only the nodes see the folder",
         )
-    num_tasks = run.launch.nodes * run.launch.tasks_per_node
     if facts.num_classes is not None:
         objective = run.make_objective()
         check_objective(
@@ -115,7 +117,7 @@ def check_data(run: PretrainRun | FinetuneRun) -> None:
         )
         check_evaluations(objective, run, num_classes=facts.num_classes)
     # Raises if the warm-up is longer than the run.
-    training_plan(run, world_size=num_tasks, num_samples=facts.num_samples)
+    known_plan(run, facts)
 
 
 def describe(run: LaunchableRun) -> str:
@@ -167,27 +169,26 @@ def _data_prep_rows(run: DataPrepRun) -> Rows:
 
 def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     """(name, value) of every derived quantity. Unknown ones name the missing setting."""
-    facts = data_facts(run)
-    world_size = run.launch.nodes * run.launch.tasks_per_node
+    facts, data = data_facts(run), run.data
+    count = "unknown number of" if facts.num_samples is None else f"{facts.num_samples:,}"
     unlabelled = " without labels" if facts.num_classes == 0 else ""
     held_out = f" without {facts.num_dev:,} held out" if facts.num_dev else ""
-    yield (
-        "data",
-        f"{_count(facts.num_samples)} training images{unlabelled}{held_out}, from {facts.source}",
-    )
-    yield from _key_rows(run)
+    yield "data", f"{count} training images{unlabelled}{held_out}, from {facts.source}"
+    if data.only_keys is not None and facts.opened is not None:
+        index = read_split(data.path, split=data.train_split, remote_settings=data.remote)
+        yield "keys", f"{select(index, data)[1]}, {data.only_keys}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
-    plan = known_plan(run, facts, world_size=world_size)
+    plan = known_plan(run, facts)
     if plan is None:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
     else:
-        yield from _plan_rows(run, facts, plan)
+        yield from _schedule_rows(run, facts, plan)
     num_classes = planned_classes(run, facts)
     if num_classes is None:
         yield "model", "unknown: make the shards, or set model.num_classes"
-        return
-    yield from _cost_rows(run, plan, num_classes=num_classes, world_size=world_size)
+    else:
+        yield from _cost_rows(run, plan, num_classes=num_classes)
 
 
 def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | None:
@@ -195,6 +196,14 @@ def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | N
     if not run.make_objective().trains_classifier:
         return 0
     return run.model.num_classes or facts.num_classes
+
+
+def known_plan(run: TrainingRun, facts: DataFacts) -> TrainingPlan | None:
+    """None while the number of steps is unknown."""
+    if facts.num_samples is None and run.schedule.steps is None:
+        return None
+    world_size = run.launch.nodes * run.launch.tasks_per_node
+    return training_plan(run, world_size=world_size, num_samples=facts.num_samples or 0)
 
 
 def _evaluation_text(run: PretrainRun | FinetuneRun, facts: DataFacts) -> str:
@@ -213,23 +222,7 @@ def _evaluation_text(run: PretrainRun | FinetuneRun, facts: DataFacts) -> str:
     return f"{', '.join(each)}; all after the last step, on {run.data.evaluated}{count}"
 
 
-def known_plan(run: TrainingRun, facts: DataFacts, *, world_size: int) -> TrainingPlan | None:
-    """None while the number of steps is unknown."""
-    if facts.num_samples is None and run.schedule.steps is None:
-        return None
-    return training_plan(run, world_size=world_size, num_samples=facts.num_samples or 0)
-
-
-def _key_rows(run: TrainingRun) -> Rows:
-    """What `only_keys` chooses; nothing of shards that this machine cannot see."""
-    data = run.data
-    if data.only_keys is None or _missing_part(run) is not None:
-        return
-    index = read_split(data.path, split=data.train_split, remote_settings=data.remote)
-    yield "keys", f"{select(index, data)[1]}, {data.only_keys}"
-
-
-def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
+def _schedule_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
     yield "batch", plan.equation
     images = plan.total_steps * plan.global_batch
     epochs = f" = {images / facts.num_samples:.4g} epochs" if facts.num_samples else ""
@@ -247,50 +240,29 @@ def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
 
 
 def _cost_rows(
-    run: PretrainRun | FinetuneRun,
-    plan: TrainingPlan | None,
-    *,
-    num_classes: int,
-    world_size: int,
+    run: PretrainRun | FinetuneRun, plan: TrainingPlan | None, *, num_classes: int
 ) -> Rows:
     objective, arch = run.make_objective(), run.model.resolved(num_classes=num_classes)
     classes = f"{num_classes:,} classes" if num_classes else "no classes"
     if MODELS[arch.name].costs is None:
         yield "model", f"{arch.summary}, {classes}; its costs are known when it is built"
         return
-    count = objective.num_parameters(arch)
-    yield "model", f"{count:,} parameters, {arch.summary}, {classes}"
+    yield "model", f"{objective.num_parameters(arch):,} parameters, {arch.summary}, {classes}"
     flops = objective.train_flops_per_image(arch)
-    total = ""
-    if plan is not None:
-        spent = flops * plan.global_batch * plan.total_steps
-        total = f", {spent:.3g} FLOPs for the whole run"
-    yield "compute", f"{flops / 1e9:,.1f} GFLOPs per training image{total}"
+    each = f"{flops / 1e9:,.1f} GFLOPs per training image"
     if plan is None:
+        yield "compute", each
         yield "memory", "unknown without a plan"
         return
-    memory, precision = peak_memory(run, plan, num_classes=num_classes, world_size=world_size)
-    yield (
-        f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",
-        f"{_gib(memory.total)} = {_gib(memory.parameters)} parameters + "
-        f"{_gib(memory.gradients)} gradients + {_gib(memory.optimizer)} optimiser + "
-        f"{_gib(memory.activations)} activations",
-    )
-    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without slack)"
-
-
-def peak_memory(
-    run: PretrainRun | FinetuneRun, plan: TrainingPlan, *, num_classes: int, world_size: int
-) -> tuple[MemoryEstimate, str]:
-    """(memory of one rank, precision)."""
+    spent = flops * plan.global_batch * plan.total_steps
+    yield "compute", f"{each}, {spent:.3g} FLOPs for the whole run"
     precision: str = run.engine.precision
     if precision == "auto":
         precision = "bf16" if run.launch.gpus_per_node else "fp32"
-    objective = run.make_objective()
-    estimate = memory_estimate(
-        run.model.resolved(num_classes=num_classes),
+    memory = memory_estimate(
+        arch,
         zero_stage=run.engine.zero_stage,
-        world_size=world_size,
+        world_size=run.launch.nodes * run.launch.tasks_per_node,
         precision=precision,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
@@ -300,12 +272,13 @@ def peak_memory(
         costs=objective,
         frozen_bytes=objective.frozen_bytes(),
     )
-    return estimate, precision
-
-
-def _count(number: int | None) -> str:
-    return "unknown number of" if number is None else f"{number:,}"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"
+    sizes = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimiser": memory.optimizer,
+        "activations": memory.activations,
+    }
+    parts = " + ".join(f"{size / GIB:.2f} GiB {name}" for name, size in sizes.items())
+    kind = "GPU" if run.launch.gpus_per_node else "process"
+    yield f"memory per {kind}", f"{memory.total / GIB:.2f} GiB = {parts}"
+    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without slack)"

@@ -1,0 +1,185 @@
+"""What is found in broken shard folders and in runs that do not fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.run import FinetuneRun
+from launch.planning.checks import (
+    Check,
+    as_table,
+    caught,
+    checkpoint_bytes,
+    ok,
+    refuse_or_warn,
+    run_checks,
+    warning,
+)
+from pretrain.run import PretrainRun
+from tests.support.corpora.shard_folders import write_shard_folder
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.data.index import read_split
+
+SECTIONS: dict[str, Any] = {
+    "name": "x",
+    "model": {"preset": "Ti/16"},
+    "optim": {"lr": 1e-3},
+    "schedule": {"steps": 100, "warmup_steps": 10},
+    "launch": {"cpus_per_task": 3},
+}
+DATA: dict[str, Any] = {"path": "shards", "global_batch": 4, "val_split": None}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=4)
+
+
+def checked(*, data: dict[str, Any] | None = None, **changes: Any) -> dict[str, Check]:
+    values = SECTIONS | changes | {"data": DATA | (data or {})}
+    return {check.name: check for check in run_checks(PretrainRun.model_validate(values))}
+
+
+def test_a_run_that_fits_has_no_finding() -> None:
+    found = checked()
+    assert {check.result for check in found.values()} == {"ok"}, found
+    assert list(found) == ["configuration", "data", "loader", "cores", "disk"]
+    assert found["data"].detail == "train: 16 samples in 4 shards; as in the manifest"
+    assert found["loader"].detail.startswith("2.0 shards and 8 samples for each of 1 rank(s) x 2")
+
+
+def change_manifest(folder: Path, change: Callable[[dict], object]) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def tar_of(folder: Path) -> Path:
+    return sorted(folder.glob("*.tar"))[1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda folder: tar_of(folder).unlink(), "tar: missing (No such file"),
+        (
+            lambda folder: tar_of(folder).write_bytes(tar_of(folder).read_bytes()[:-512]),
+            "bytes, but the manifest says",
+        ),
+        (lambda folder: (folder / "index.parquet").unlink(), "index.parquet: missing"),
+        (
+            lambda f: change_manifest(f, lambda m: m["splits"]["train"].update(num_samples=17)),
+            "disagrees with manifest.json",
+        ),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "is not a valid manifest"),
+        (lambda folder: (folder / "manifest.json").unlink(), "no shards in shards"),
+        (lambda f: change_manifest(f, lambda m: m["splits"].clear()), "no split 'train'"),
+    ],
+)
+def test_damaged_shards_are_named(
+    folder: Path, damage: Callable[[Path], object], expected: str
+) -> None:
+    damage(folder)
+    rows = run_checks(PretrainRun.model_validate(SECTIONS | {"data": DATA}))
+    errors = [row.detail for row in rows if row.result == "error" and row.name == "data"]
+    assert any(expected in detail for detail in errors), rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "result", "expected"),
+    [
+        ({"launch": {"nodes": 4}}, "loader", "warning", "4 shards for 4 rank(s) x 2"),
+        ({"data": {"global_batch": 32}}, "loader", "warning", "16 samples are less than one batch"),
+        ({"launch": {}}, "cores", "warning", "1 core(s) per task for 1 training and 2 loader"),
+        ({"data": {"global_batch": 6}, "launch": {"nodes": 4}}, "configuration", "error", "6 imag"),
+        ({"data": {"val_split": "test"}}, "data", "error", "no split 'test'"),
+        ({"output": "file/run"}, "disk", "error", "cannot write to"),
+        # 10^12 parameters.
+        (
+            {"model": {"image_size": 32, "patch_size": 16, "width": 98304, "depth": 9,
+                       "num_heads": 8, "mlp_width": 4 * 98304}},
+            "disk", "error", "GiB needed",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(
+    folder: Path, changes: dict[str, Any], row: str, result: str, expected: str
+) -> None:
+    (folder.parent / "file").touch()
+    check = checked(**changes)[row]
+    assert check.result == result and expected in check.detail
+    assert check.next_step
+
+
+def test_a_checkpoint_has_weights_optimiser_states_and_the_average() -> None:
+    optim = {"lr": 1e-3, "ema": {"decay": 0.9}}
+    run = PretrainRun.model_validate(SECTIONS | {"data": DATA, "optim": optim})
+    parameters = run.make_objective().num_parameters(run.model.resolved(num_classes=2))
+    # fp32 weights, two moments, and the average.
+    assert checkpoint_bytes(run, num_classes=2) == 16 * parameters
+
+
+def test_missing_data_may_be_planned_and_weights_written_later() -> None:
+    found = checked(data={"path": "elsewhere", "planned_num_samples": 1000})
+    assert found["data"].result == "warning"
+    assert "1,000 samples" in found["data"].detail
+    assert found["loader"].detail.startswith("500 samples for each")
+    run = FinetuneRun.model_validate(SECTIONS | {"data": DATA, "init": "runs/later"})
+    rows = {check.name: check for check in run_checks(run)}
+    assert rows["weights"].result == "warning"
+    assert "runs/later does not exist here" in rows["weights"].detail
+
+
+def test_the_table_names_each_check_once(capsys: pytest.CaptureFixture[str]) -> None:
+    error = UserErrors(
+        [
+            UserError("missing", where="a.tar", allowed="x", next_step="copy it"),
+            UserError("two\nlines"),
+        ]
+    )
+
+    def broken() -> list[Check]:
+        raise error
+
+    checks = [
+        ok("configuration", "pretrain"),
+        *caught("data", broken),
+        warning("cores", "too few", next_step="ask for more"),
+    ]
+    assert as_table(checks) == (
+        "check          result   detail\n"
+        "configuration  ok       pretrain\n"
+        "data           error    a.tar: missing; allowed: x\n"
+        "                        next: copy it\n"
+        "               error    two\n"
+        "                        lines\n"
+        "cores          warning  too few\n"
+        "                        next: ask for more"
+    )
+    with pytest.raises(UserErrors) as raised:
+        refuse_or_warn(checks)
+    assert raised.value.errors == error.errors
+    refuse_or_warn(checks[-1:])
+    assert capsys.readouterr().err == "warning: cores: too few\n  next: ask for more\n"
+
+
+def test_shards_sorted_by_class_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = [str(number) for number in range(20)]
+    path = write_shard_folder(tmp_path / "s", num_per_class=20, num_shards=20, classes=classes)
+    monkeypatch.setattr("vitscale.data.order.BLOCK_SHARDS", 1)
+    assert checked(data={"path": str(path)})["data"].result == "ok"
+    index = read_split(path, split="train")
+    sorted_index = replace(index, label=np.sort(index.label))
+    monkeypatch.setattr("vitscale.data.training_set.read_split", lambda *_, **__: sorted_index)
+    assert "sorted by class" in checked(data={"path": str(path)})["data"].detail
