@@ -10,7 +10,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.members import CompressedTarError, Member, TarDefect, members
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
 from data_prep.steps.index_tar import HashedFile
-from data_prep.steps.labels import is_numbers
 from vitscale.data.index import (
     INDEX_NAME,
     INFO_NAME,
@@ -113,8 +112,6 @@ class TarTask:
     """Rows of the index; None: it cannot be read."""
     ours: bool
     """Written by make_shards: an image and its label, if any, per sample; no other members."""
-    labels_stored: bool
-    """Whether KEY.cls holds the label of the index."""
     entry_points: Path
     """File of the entry points of its images, which may be missing."""
     write_entry_points: bool = False
@@ -123,77 +120,32 @@ class TarTask:
 def tar_tasks(
     folder: Path, index: pa.Table | None, *, manifest: Manifest, write_entry_points: bool = False
 ) -> Iterator[TarTask]:
-    """Yield a task per tar. index: of all tars; None if it cannot be read."""
-    ours = manifest.shards_root == "."
-    root = folder_of_tars(folder, manifest)
-    rows_of = {} if index is None else _rows_of_tars(index)
-    for split, entry in manifest.splits.items():
+    """Yield a task per tar. index: of all tars, in their order; None if it cannot be read."""
+    root, start = folder_of_tars(folder, manifest), 0
+    for entry in manifest.splits.values():
         for shard in entry.shards:
-            rows = None
-            if index is not None:
-                rows = rows_of.get((split, shard.name), index.slice(0, 0))
             yield TarTask(
                 path=root / shard.name,
                 entry=shard,
-                rows=rows,
-                ours=ours,
-                labels_stored=ours or stores_labels(manifest),
+                rows=None if index is None else index.slice(start, shard.samples),
+                ours=manifest.shards_root == ".",
                 entry_points=entry_points_file(folder, shard.name),
                 write_entry_points=write_entry_points,
             )
-
-
-def _rows_of_tars(index: pa.Table) -> dict[tuple[str, str], pa.Table]:
-    """(split, tar) -> its rows, which are neighbours."""
-    if not len(index):
-        return {}
-    columns = [index.column(name).combine_chunks() for name in ("split", "shard")]
-    codes = [column.indices.to_numpy() for column in columns]
-    changes = np.any([np.diff(code) != 0 for code in codes], axis=0)
-    starts = np.r_[0, 1 + np.flatnonzero(changes), len(index)].tolist()
-    return {
-        (columns[0][start].as_py(), columns[1][start].as_py()): index.slice(start, stop - start)
-        for start, stop in zip(starts, starts[1:], strict=False)
-    }
-
-
-def stores_labels(manifest: Manifest) -> bool:
-    """Whether the labels of an index of external tars are the numbers in their KEY.cls."""
-    try:
-        source, labels = manifest.config["source"], manifest.config["labels"]
-        by_number = labels["space"] is None or labels["values"] == "index"
-        plain = source["label"] in ("cls", "label") and labels["map"] is None and by_number
-    except (KeyError, TypeError):
-        return False
-    return plain and (labels["values"] == "index" or is_numbers(manifest.classes))
-
-
-@dataclass(slots=True)
-class _Reading:
-    """What is known of a tar while it is read."""
-
-    task: TarTask
-    rows: dict[int, dict[str, Any]]
-    """Rows of the index whose image was not met yet, by offset."""
-    label_of: dict[str, int]
-    """Name of each KEY.cls that was not met yet -> label."""
-    found: list[str] = field(default_factory=list)
-    points: dict[int, bytes] | None = None
-    """Entry points by the first bytes of an image's hash, if they are wanted."""
+            start += shard.samples
 
 
 def check_tar(task: TarTask) -> list[str]:
     """Compare one tar with the manifest and the index. Raises for no content of the file."""
-    rows = [] if task.rows is None else task.rows.to_pylist()
-    tar = _Reading(
-        task=task,
-        rows={row["offset"]: row for row in rows},
-        label_of={f"{r['key']}.cls": r["label"] for r in rows if r["label"] != NO_LABEL},
-        points={} if task.write_entry_points or task.entry_points.exists() else None,
-    )
-    found, defect = tar.found, None
-    if task.rows is not None and len(rows) != task.entry.samples:
-        found.append(f"the index has {len(rows):,} samples, the manifest {task.entry.samples:,}")
+    in_place = [] if task.rows is None else task.rows.to_pylist()
+    listed = [row for row in in_place if row["shard"] == task.entry.name]
+    rows = {row["offset"]: row for row in listed}
+    labels = {f"{r['key']}.cls": str(r["label"]) for r in listed if r["label"] != NO_LABEL}
+    points: dict[int, bytes] = {}
+    wants_points = task.write_entry_points or task.entry_points.exists()
+    found, defect = [], None
+    if len(listed) < len(in_place):
+        found.append("the index has samples of another tar in its place")
     try:
         with open(task.path, "rb", buffering=0) as raw:
             num_bytes = os.fstat(raw.fileno()).st_size
@@ -202,10 +154,28 @@ def check_tar(task: TarTask) -> list[str]:
             file: Any = HashedFile(raw, num_bytes)
             try:
                 for member in members(file):
-                    _check_member(file, member, tar)
+                    row = rows.pop(member.offset, None)
+                    if row is not None:
+                        problem, image = _check_image(file, member, row, ours=task.ours)
+                        if problem:
+                            found.append(f"sample {row['key']!r}: {problem}")
+                        elif wants_points:
+                            key = int.from_bytes(row["blake3"][:8], "little")
+                            points[key] = find_entry_points(image)
+                    elif not task.ours or task.rows is None:
+                        continue
+                    elif member.name in labels:
+                        label = labels.pop(member.name)
+                        file.seek(member.offset)
+                        stored = file.read(min(member.num_bytes, MAX_LABEL_BYTES))
+                        if stored != label.encode():
+                            what = f"{member.name!r} holds {stored!r}, but the index says {label}"
+                            found.append(what)
+                    else:
+                        found.append(f"member {member.name!r} is not in the index")
             except (TarDefect, CompressedTarError) as error:
                 defect = error
-            found += [f"sample {r['key']!r}: no member at {at:,}" for at, r in tar.rows.items()]
+            found += [f"sample {r['key']!r}: no member at {at:,}" for at, r in rows.items()]
             if file.hexdigest() != task.entry.blake3:
                 found.insert(0, "content differs from the manifest (BLAKE3)")
     except OSError as error:
@@ -214,77 +184,48 @@ def check_tar(task: TarTask) -> list[str]:
     if defect is not None and (task.ours or found):
         found.append(str(defect))
     elif task.ours:
-        found += [f"{name!r} is missing" for name in tar.label_of]
-    if tar.points is not None and not found:
-        if task.write_entry_points:
-            write_entry_points(task.entry_points, tar.points)
-        else:
-            found += _wrong_entry_points(task, tar.points)
+        found += [f"{name!r} is missing" for name in labels]
+    if wants_points and not found and task.write_entry_points:
+        write_entry_points(task.entry_points, points)
+    elif wants_points and not found:
+        stored = {key: read_entry_points(task.entry_points, key=key) for key in points}
+        if wrong := sum(bool(known) and known != stored[key] for key, known in points.items()):
+            found.append(
+                f"the entry points of {wrong:,} images are missing or wrong; remove "
+                f"{task.entry_points}, or write it again with --entry-points"
+            )
     return found
 
 
-def _check_member(file: Any, member: Member, tar: _Reading) -> None:
-    """Compare a member's name, place and content with the index."""
-    task, row = tar.task, tar.rows.pop(member.offset, None)
-    if row is not None:
-        own_name = f"{row['key']}.{row['format']}"
-        is_named = member.name == own_name or (
-            not task.ours and member.name.startswith(f"{row['key']}.")
-        )
-        if member.num_bytes != row["length"]:
-            what = f"has {member.num_bytes:,} bytes, but the index says {row['length']:,}"
-            tar.found.append(f"sample {row['key']!r}: {what}")
-            return
-        if not is_named:
-            tar.found.append(f"sample {row['key']!r}: is {member.name!r} in the tar")
-        file.seek(member.offset)
-        image = file.read(row["length"])
-        problem = _image_problem(image, row)
-        if problem:
-            tar.found.append(f"sample {row['key']!r}: {problem}")
-        elif tar.points is not None:
-            tar.points[int.from_bytes(row["blake3"][:8], "little")] = find_entry_points(image)
-    elif member.name in tar.label_of:
-        label = tar.label_of.pop(member.name)
-        file.seek(member.offset)
-        stored = file.read(min(member.num_bytes, MAX_LABEL_BYTES))
-        same = (stored if task.ours else stored.strip()) == str(label).encode()
-        if task.labels_stored and not same:
-            what = f"{member.name!r} holds {stored!r}, but the index says {label}"
-            tar.found.append(what)
-    elif task.ours and task.rows is not None:
-        tar.found.append(f"member {member.name!r} is not in the index")
-
-
-def _image_problem(image: bytes, row: Mapping[str, Any]) -> str | None:
+def _check_image(
+    file: Any, member: Member, row: Mapping[str, Any], *, ours: bool
+) -> tuple[str | None, bytes]:
+    """(what is wrong with an image that the index has, its bytes)."""
+    if member.num_bytes != row["length"]:
+        return f"has {member.num_bytes:,} bytes, but the index says {row['length']:,}", b""
+    is_named = member.name == f"{row['key']}.{row['format']}"
+    if not is_named and (ours or not member.name.startswith(f"{row['key']}.")):
+        return f"is {member.name!r} in the tar", b""
+    file.seek(member.offset)
+    image = file.read(row["length"])
     if blake3(image).digest() != row["blake3"]:
-        return "the image's bytes differ from the index (BLAKE3)"
+        return "the image's bytes differ from the index (BLAKE3)", image
     try:
         opened = open_image(image, format_of(image))
     except Rejected as error:
-        return f"the image cannot be read ({error.reason})"
-    suffix = SUFFIXES[format_of(image)]
-    if suffix != row["format"]:
-        return f"is {suffix}, but the index says {row['format']}"
-    if opened.size != (row["width"], row["height"]):
-        size = f"{opened.width} x {opened.height}"
-        return f"is {size}, but the index says {row['width']} x {row['height']}"
-    return None
-
-
-def _wrong_entry_points(task: TarTask, points: Mapping[int, bytes]) -> Iterator[str]:
-    path = task.entry_points
-    known = [(key, expected) for key, expected in points.items() if expected]
-    wrong = sum(read_entry_points(path, key=key) != expected for key, expected in known)
-    if wrong:
-        yield (
-            f"the entry points of {wrong:,} images are missing or wrong; remove "
-            f"{path}, or write it again with --entry-points"
-        )
+        return f"the image cannot be read ({error.reason})", image
+    stored = SUFFIXES[format_of(image)], *opened.size
+    expected = row["format"], row["width"], row["height"]
+    if stored != expected:
+        return f"is {stored}, but the index says {expected}", image
+    return None, image
 
 
 def _check_index(index: pa.Table, manifest: Manifest) -> Iterator[str]:
     """Compare labels with the classes, and the samples with each split's fingerprint."""
+    num = sum(entry.num_samples for entry in manifest.splits.values())
+    if len(index) != num:
+        yield f"has {len(index):,} samples, the manifest {num:,}"
     labels = index.column("label").to_numpy()
     low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
     if wrong := int(np.count_nonzero((labels < low) | (labels >= high))):

@@ -64,17 +64,6 @@ def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path) -> N
         findings(shards)
 
 
-def test_workers_find_what_one_process_finds(shards: Path) -> None:
-    (shards / TRAIN).write_bytes((shards / TRAIN).read_bytes()[:-700])
-    (shards / "test-000000.tar").unlink()
-    manifest = read_manifest(shards)
-    here, there = (
-        check_folder(shards, manifest=manifest, num_workers=num, advance=lambda num: None)
-        for num in (1, 2)
-    )
-    assert here == there and len({finding.partition(":")[0] for finding in here}) == 2
-
-
 def test_a_cut_at_every_offset_is_found(shards: Path) -> None:
     task = first_task(shards)
     with open(task.path, "r+b") as file:
@@ -117,18 +106,6 @@ def test_changed_images_and_labels_are_named(shards: Path) -> None:
     ]
 
 
-def test_a_missing_label_member_is_found(shards: Path) -> None:
-    task = first_task(shards)
-    assert task.rows is not None
-    name = f"{task.rows.to_pylist()[-1]['key']}.cls"
-    whole = task.path.read_bytes()
-    start = whole.index(name.encode())
-    data = whole[:start] + whole[start + 1024 :]
-    task.path.write_bytes(data)
-    entry = replace(task.entry, bytes=len(data), blake3=blake3(data).hexdigest())
-    assert check_tar(replace(task, entry=entry)) == [f"{name!r} is missing"]
-
-
 def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
     """Change the rows of the index, and let the manifest say that this is right."""
     rows = pq.read_table(folder / INDEX_NAME).to_pylist()
@@ -145,29 +122,20 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda rows: rows[2].update(width=99), "sample 'train-c0-0': is 5 x 4, but the index"),
-        (lambda rows: rows[2].update(format="jpg"), "sample 'train-c0-0': is png, but the index"),
+        (lambda rows: rows[2].update(width=99), "'train-c0-0': is ('png', 5, 4), but the index"),
         (lambda rows: rows[2].update(key="x"), "sample 'x': is 'train-c0-0.png' in the tar"),
+        (lambda rows: rows[2].update(key="x"), "are not the samples of the index"),
         (lambda rows: rows[2].update(label=7), "1 labels are outside 0 to 2"),
         (lambda rows: rows[2].update(label=1), "'train-c0-0.cls' holds b'0', but the index says 1"),
-        (lambda rows: rows[2].update(offset=0), "sample 'train-c0-0': no member at 0"),
         (lambda rows: rows[2].update(offset=1 << 40), "no member at 1,099"),
         (lambda rows: rows[2].update(length=1 << 40), "bytes, but the index says 1,099"),
-        (lambda rows: rows[2].update(offset=-5), "no member at -5"),
         (lambda rows: rows[3].update(offset=rows[2]["offset"]), "is not in the index"),
         (lambda rows: rows.pop(2), "member 'train-c0-0.png' is not in the index"),
-        (lambda rows: rows.pop(2), "has 2 samples, the manifest 3"),
-        (lambda rows: rows.insert(0, rows.pop(3)), "do not have the manifest's fingerprint"),
-        (lambda rows: rows[2].update(shard="other.tar"), "has 2 samples, the manifest 3"),
-        (lambda rows: rows.extend(rows[:2]), "do not have the manifest's fingerprint"),
-        (lambda rows: rows.clear(), "has 0 samples, the manifest 3"),
+        (lambda rows: rows.pop(2), "has 6 samples, the manifest 7"),
+        (lambda rows: rows[2].update(shard="other.tar"), "samples of another tar in its place"),
+        (lambda rows: rows.clear(), "has 0 samples, the manifest 7"),
         (lambda rows: rows.insert(2, rows.pop(3)), "do not have the manifest's fingerprint"),
-        (
-            lambda rows: rows.__setitem__(slice(2, 7), rows[5:7] + rows[2:5]),
-            "samples of split 'train' do not have the manifest's fingerprint",
-        ),
-        (lambda rows: rows[2].update(key="x"), "are not the samples of the index"),
-        (lambda rows: rows[2].update(blake3=None), "has 2 samples, the manifest 3"),
+        (lambda rows: rows[2].update(blake3=None), "has 6 samples, the manifest 7"),
     ],
 )
 def test_an_index_that_was_written_wrongly_is_found(
@@ -207,12 +175,3 @@ def test_other_index_columns_are_refused(shards: Path) -> None:
 def test_a_ledger_of_other_sums_is_found(shards: Path) -> None:
     write_manifest(shards, manifest=replace(read_manifest(shards), inputs={"num_rows": 9}))
     assert "ledger.parquet: has other sums than the manifest" in findings(shards)
-
-
-def test_ledger_rows_without_a_known_status_are_found(shards: Path) -> None:
-    table = pq.read_table(shards / "ledger.parquet").to_pylist()
-    table[0]["status"], table[-1]["reason"] = "lost", None
-    pq.write_table(pa.Table.from_pylist(table), shards / "ledger.parquet")
-    found = findings(shards)
-    assert any("1 rows have another status" in text for text in found)
-    assert any("1 rejected inputs without a reason" in text for text in found)
