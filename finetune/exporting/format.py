@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.trained_model import TrainedModel
-from vitscale.models.weights.exported import DESCRIPTION, FORMAT_VERSION
+from vitscale.models.weights.reading import DESCRIPTION, FORMAT_VERSION
 
 
 class Format:

@@ -18,7 +18,7 @@ from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.inference import Preprocessing
 from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.settings import ViTSettings
-from vitscale.models.weights.names.huggingface import to_huggingface
+from vitscale.models.weights.huggingface import to_huggingface
 
 ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
 # Model type -> class with a head, class without one.

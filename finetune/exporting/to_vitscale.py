@@ -1,6 +1,6 @@
 """Export what `init=` reads, with the settings as JSON: our names, which are timm's, or Google's.
 
-Leaves out: Google's names and shapes (`names.google`).
+Leaves out: Google's names and shapes (`weights.google`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from finetune.exporting.format import Format, save_weights, write_description
 from vitscale.evaluation.trained_model import TrainedModel, open_model
-from vitscale.models.weights.names.google import written
+from vitscale.models.weights.google import to_google
 
 
 class SafetensorsFormat(Format):
@@ -48,7 +48,7 @@ class NpzFormat(SafetensorsFormat):
         if settings.name != "vit":
             yield f"a model of the family {settings.name}"
             return
-        unnamed = [ours for ours, theirs in _google(model).items() if theirs is None]
+        _, unnamed = _google(model)
         if unnamed:
             yield f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}"
         if settings.pool not in ("cls", "gap"):
@@ -63,7 +63,7 @@ class NpzFormat(SafetensorsFormat):
             yield "**The model has GELU with erf; Google's code computes it with tanh.**"
 
     def write(self, model: TrainedModel, folder: Path) -> None:
-        named = dict(filter(None, _google(model).values()))
+        named, _ = _google(model)
         # Sorted, so that equal weights give equal bytes.
         arrays: Any = {n: np.ascontiguousarray(named[n].float().numpy()) for n in sorted(named)}
         np.savez(folder / "model.npz", **arrays)
@@ -73,10 +73,10 @@ class NpzFormat(SafetensorsFormat):
         return 'import numpy\nweights = dict(numpy.load("FOLDER/model.npz"))'
 
 
-def _google(model: TrainedModel) -> dict[str, tuple[str, torch.Tensor] | None]:
-    """Our name -> Google's name and tensor; None where there is no name."""
+def _google(model: TrainedModel) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Tensors under Google's names, and our names of those that have none."""
     arch: Any = model.arch
-    return written(
+    return to_google(
         model.network.state_dict(),
         num_heads=arch.num_heads,
         # It does not add a position to the class token; vision_transformer does.

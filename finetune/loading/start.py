@@ -14,7 +14,7 @@ from vitscale.data.label_spaces import known_space, space_of_length
 from vitscale.data.training_set import class_names
 from vitscale.evaluation.trained_model import read_source
 from vitscale.models.settings import Architecture
-from vitscale.models.weights.external import ExternalWeights
+from vitscale.models.weights.files import Weights
 from vitscale.models.weights.inferred import inferred_model
 
 # Fewer matches than this share are a mistake, not a few missing classes.
@@ -31,7 +31,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
     source = read_source(run.init, weights=run.init_weights, grid=run.init_grid, model=run.model)
     found = source.weights
     messages = [f"starting from {found.format}"]
-    tensors: Mapping[str, torch.Tensor] = found.weights
+    tensors: Mapping[str, torch.Tensor] = found.tensors
     if run.keep_head == "slice":
         wanted = class_names(run.data)
         tensors, missing = sliced_head(
@@ -70,7 +70,7 @@ def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
 
 
-def _keys_that_fit(found: ExternalWeights, run: FinetuneRun) -> str | None:
+def _keys_that_fit(found: Weights, run: FinetuneRun) -> str | None:
     """The keys of `model` that these weights need, where they can be inferred."""
     try:
         wanted, _ = inferred_model(found, chosen=None, path=Path(run.init or ""))
@@ -90,7 +90,7 @@ def _keys_that_fit(found: ExternalWeights, run: FinetuneRun) -> str | None:
     return f"these weights need {' '.join(changes)}" if changes else None
 
 
-def _differences(found: ExternalWeights, run: FinetuneRun) -> Iterator[str]:
+def _differences(found: Weights, run: FinetuneRun) -> Iterator[str]:
     """What the weights expect and the run does otherwise; shapes do not show it."""
     said = "probably expect" if found.assumed else "expect"
     known = {} if found.known.get("name") == "timm" else found.known

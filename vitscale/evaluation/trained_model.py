@@ -29,10 +29,9 @@ from vitscale.evaluation.inference import InferenceModel, Preprocessing, preproc
 from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import Architecture
-from vitscale.models.weights.external import ExternalWeights
-from vitscale.models.weights.folder import CONFIG
+from vitscale.models.weights.files import CONFIG, Weights
 from vitscale.models.weights.inferred import inferred_model
-from vitscale.models.weights.reading import is_external, read_external_weights
+from vitscale.models.weights.reading import is_external, read_weights
 from vitscale.models.weights.suffixes import SUFFIXES
 from vitscale.models.weights.transfer import transfer_weights
 from vitscale.optim.settings import EmaSettings
@@ -67,7 +66,7 @@ class Source:
 
     where: str
     """The path, for errors."""
-    weights: ExternalWeights
+    weights: Weights
     run: SourceRun | None = None
     """None for weights of another library."""
 
@@ -82,7 +81,7 @@ class Source:
         resize_patches: bool = False,
     ) -> list[str]:
         """Put the weights, or `tensors` in their place, into a model; see `transfer_weights`."""
-        found = dict(self.weights.weights if tensors is None else tensors)
+        found = dict(self.weights.tensors if tensors is None else tensors)
         num_prefix_tokens = arch.num_prefix_tokens
         if self.run is not None:
             described = self.run.checkpoint.description
@@ -201,13 +200,13 @@ def read_source(
 ) -> Source:
     """Read what `init` names. Arguments are those of `open_model`. Raises UserError."""
     if _names_weights_of_others(init, key=key):
-        found = read_external_weights(Path(init), grid=grid, model=model)
+        found = read_weights(Path(init), grid=grid, model=model)
         return Source(where=init, weights=replace(found, format=f"{init}, {found.format}"))
     checkpoint, warnings = resolve_weights(init, key=key)
     run, preprocessing = _read_run(checkpoint, weights=weights, warnings=warnings)
     rows, columns = checkpoint.description["grid"]
-    found = ExternalWeights(
-        weights=checkpoint.tensors(prefix="ema." if run.averaged else "model."),
+    found = Weights(
+        tensors=checkpoint.tensors(prefix="ema." if run.averaged else "model."),
         grid=(rows, columns),
         format=f"{checkpoint.folder}, step {checkpoint.step}",
         preprocessing=preprocessing.data_values(),
@@ -223,7 +222,7 @@ def _names_weights_of_others(init: str, *, key: str) -> bool:
     Raises UserError for paths that are none of these.
     """
     path = Path(init)
-    if is_external(init):
+    if is_external(path):
         return True
     if path.is_file():
         what = f"{path.suffix or 'a name without suffix'} is no kind of weight file"
@@ -315,9 +314,7 @@ def _class_names(folder: Path) -> tuple[str, ...] | None:
         return None
 
 
-def _assumed(
-    found: ExternalWeights, model: ModelSettings | None, preprocessing: Mapping[str, Any]
-) -> str:
+def _assumed(found: Weights, model: ModelSettings | None, preprocessing: Mapping[str, Any]) -> str:
     """What no file says and the format's usual values were taken for, in words."""
     if not found.assumed:
         return ""

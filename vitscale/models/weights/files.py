@@ -1,4 +1,4 @@
-"""Read untrusted files of weights as tensors by name, in fp32. No code of a file runs.
+"""Weights, and files of them. No code of a file runs.
 
 Every function raises UserError for files that are damaged or hold something else, and OSError.
 """
@@ -12,7 +12,8 @@ import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch.serialization import safe_globals
 
 from vitscale.config.errors import UserError
 
+CONFIG = "config.json"
+FOLDER_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+NOT_STATED = (0, 0)
 # Where training scripts put the weights. MAE, DeiT: `model`; timm: `state_dict`; DINO: `teacher`.
 WEIGHT_KEYS = ("model", "state_dict", "teacher")
 # Of `args` in the files of MAE and DeiT.
@@ -37,6 +41,27 @@ DAMAGE = (
 REFUSED = re.compile(r"Unsupported (?:global|class|operand).*?(?= was not|$)")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Tensors in fp32 under our names, heads included, and what their source says of the model."""
+
+    tensors: dict[str, torch.Tensor]
+    grid: tuple[int, int] = NOT_STATED
+    """(rows, columns) of the position embedding; (1, 1) where there is none."""
+    format: str = ""
+    """In words: whose names the tensors had."""
+    known: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `model` that shapes do not show, such as the form of GELU."""
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the evaluation's preprocessing, named as in `data`."""
+    assumed: bool = True
+    """Whether `known` and `preprocessing` are defaults of the format, not read from its source."""
+    classes: tuple[str, ...] | None = None
+    """Name of each class by label, where the source has them."""
+    left_out: tuple[str, ...] = ()
+    """Names of tensors that no model here has use for, such as DINO's training heads."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """An object."""
     try:
@@ -48,7 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_npz(path: Path, *, prefix_of: Callable[[Iterable[str]], str]) -> dict[str, torch.Tensor]:
+def read_npz(path: Path, *, prefix_of: Callable[[Collection[str]], str]) -> dict[str, torch.Tensor]:
     """Arrays whose names start with a prefix, which is removed.
 
     prefix_of: chooses it from all names; what is beside it, such as optimiser states, is not read.
@@ -104,6 +129,37 @@ def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
         return {str(k): v.detach().to(torch.float32, copy=True) for k, v in found.items()}
     except DAMAGE as error:
         raise _refused(error, path) from None
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file, under their own names."""
+    if path.suffix == ".npz":
+        return read_npz(path, prefix_of=lambda names: "")
+    is_safe = path.suffix in (".safetensors", ".json")
+    return read_safetensors(path) if is_safe else read_torch_file(path)
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors beside a config.json, under their own names."""
+    for path in (folder / name for name in FOLDER_FILES):
+        if path.is_file():
+            return read_tensors(path)
+    raise UserError(
+        f"has {CONFIG}, but no weights",
+        where=str(folder),
+        allowed=", ".join(FOLDER_FILES),
+        next_step="download the whole folder",
+    )
+
+
+def labels_in_order(names: Any) -> tuple[str, ...] | None:
+    """Names by label, of a list or an object; None for placeholders (LABEL_0) and for gaps."""
+    if isinstance(names, list):
+        names = {str(label): name for label, name in enumerate(names)}
+    if not isinstance(names, dict) or set(names) != {str(label) for label in range(len(names))}:
+        return None
+    found = tuple(str(names[str(label)]) for label in range(len(names)))
+    return None if found == tuple(f"LABEL_{label}" for label in range(len(names))) else found
 
 
 def _is_plain_zip(path: Path) -> bool:

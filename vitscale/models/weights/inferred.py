@@ -17,22 +17,13 @@ from vitscale.config.errors import UserError
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import NUMBERS, PATCH_POOLS
 from vitscale.models.timm_model import classifiers, pretrained_config
-from vitscale.models.weights.external import ExternalWeights
+from vitscale.models.weights.files import Weights
 
 PATCH = "patch_embed.proj.weight"
 # Width -> heads. The papers' sizes (ViT, DeiT, Zhai et al. 2022 (g, G), SigLIP's So400m, DINOv2's
 # g); other widths have heads of 64 channels, as most of these.
-HEADS = {
-    192: 3,
-    384: 6,
-    768: 12,
-    1024: 16,
-    1152: 16,
-    1280: 16,
-    1408: 16,
-    1536: 24,
-    1664: 16,
-}
+ATTENTION_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16}
+ATTENTION_HEADS |= {1536: 24, 1664: 16}
 HEAD_WIDTH = 64
 # What other families have: (pattern of a name, what it is).
 OTHER_FAMILIES = (
@@ -48,21 +39,19 @@ OTHER_FAMILIES = (
 
 
 def inferred_model(
-    external: ExternalWeights, *, chosen: ModelSettings | None, path: Path
+    found: Weights, *, chosen: ModelSettings | None, path: Path
 ) -> tuple[ModelSettings, int]:
     """Settings of the model that the weights are of, and its number of classes (0: no head).
 
     chosen: settings whose keys win over what is inferred, one by one.
     Raises UserError for weights of another family, and where a size cannot be inferred.
     """
-    weights = external.weights
-    is_timm = external.known.get("name") == "timm"
-    if is_timm:
-        values = dict(external.known)
-    else:
-        _refuse_other_families(weights, path)
-        values = {"name": "vit", **_transformer(weights, external.grid), **external.known}
-        values |= _pool(weights, stated=values.get("pool"))
+    tensors, values = found.tensors, dict(found.known)
+    is_timm = values.setdefault("name", "vit") == "timm"
+    if not is_timm:
+        _refuse_other_families(tensors, path)
+        values = {**_transformer(found), **values}
+        values |= _pool(tensors, stated=values.get("pool"))
     mine = {} if chosen is None else {key: getattr(chosen, key) for key in chosen.model_fields_set}
     if mine.get("name", values["name"]) != values["name"]:
         what = f"these weights are of the family {values['name']}, not {mine['name']}"
@@ -70,15 +59,13 @@ def inferred_model(
     if mine.get("preset") is not None:  # its numbers win too
         values = {key: value for key, value in values.items() if key not in NUMBERS}
     values |= mine
-    if is_timm:
-        names = classifiers(pretrained_config(values["model"]))
-        heads = [weights[f"{name}.weight"] for name in names if f"{name}.weight" in weights]
-        return _validated(values, path), len(heads[0]) if heads else 0
-    if "num_heads" not in values and "preset" not in values:
-        values["num_heads"] = _heads(int(values["width"]), path)
+    if "num_heads" not in values and "preset" not in values and not is_timm:
+        values["num_heads"] = _num_heads(int(values["width"]), path)
     if values.get("distillation_token"):
         values.pop("class_position", None)
-    return _validated(values, path), len(_head(weights))
+    layers = classifiers(pretrained_config(values["model"])) if is_timm else ("head", "head.2")
+    heads = [tensors[f"{name}.weight"] for name in layers if f"{name}.weight" in tensors]
+    return _validated(values, path), len(heads[0]) if heads else 0
 
 
 def _refuse_other_families(weights: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -102,28 +89,28 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], path: Path) -> N
         )
 
 
-def _transformer(weights: Mapping[str, torch.Tensor], grid: tuple[int, int]) -> dict[str, Any]:
-    blocks = {int(name.split(".")[1]) for name in weights if re.match(r"blocks\.\d+\.", name)}
-    hidden = weights["blocks.0.mlp.fc2.weight"].shape[1]
-    is_gated = weights["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
+def _transformer(found: Weights) -> dict[str, Any]:
+    tensors, grid = found.tensors, found.grid
+    patch, hidden = tensors[PATCH].shape[-1], tensors["blocks.0.mlp.fc2.weight"].shape[1]
+    is_gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
     values: dict[str, Any] = {
-        "width": weights[PATCH].shape[0],
-        "patch_size": weights[PATCH].shape[-1],
-        "image_size": _image_size(grid, weights[PATCH].shape[-1]),
-        "depth": max(blocks) + 1,
+        "width": tensors[PATCH].shape[0],
+        "patch_size": patch,
+        # Images here are square, and positions of another grid are resized.
+        "image_size": max(grid) * patch if grid != (1, 1) else 224 // patch * patch or patch,
+        "depth": 1 + max(int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)),
         "mlp_width": hidden,
         "mlp": "swiglu" if is_gated else "gelu",
-        "representation_layer": "head.0.weight" in weights,
-        "num_registers": weights["reg_token"].shape[1] if "reg_token" in weights else 0,
-        "distillation_token": "dist_token" in weights,
+        "representation_layer": "head.0.weight" in tensors,
+        "num_registers": tensors["reg_token"].shape[1] if "reg_token" in tensors else 0,
+        "distillation_token": "dist_token" in tensors,
         # The value is where training starts; the weights replace it.
-        "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in weights else None,
+        "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in tensors else None,
     }
-    if "pos_embed" not in weights:
+    if "pos_embed" not in tensors:
         values["positions"] = "sincos2d"
-    elif "cls_token" in weights and values["num_registers"] == 0:
-        num_prefix_rows = weights["pos_embed"].shape[1] - grid[0] * grid[1]
-        values["class_position"] = num_prefix_rows > 0
+    elif "cls_token" in tensors and values["num_registers"] == 0:
+        values["class_position"] = tensors["pos_embed"].shape[1] > grid[0] * grid[1]
     return values
 
 
@@ -142,16 +129,9 @@ def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[st
     return values | {"class_token": has_class_token} if pool in PATCH_POOLS else values
 
 
-def _head(weights: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[()]:
-    for name in ("head.weight", "head.2.weight"):
-        if name in weights:
-            return weights[name]
-    return ()
-
-
-def _heads(width: int, path: Path) -> int:
-    if width in HEADS:
-        return HEADS[width]
+def _num_heads(width: int, path: Path) -> int:
+    if width in ATTENTION_HEADS:
+        return ATTENTION_HEADS[width]
     if width % HEAD_WIDTH == 0:
         return width // HEAD_WIDTH
     raise UserError(
@@ -159,11 +139,6 @@ def _heads(width: int, path: Path) -> int:
         where=str(path),
         next_step="set model.num_heads",
     )
-
-
-def _image_size(grid: tuple[int, int], patch: int) -> int:
-    """Pixels a side: images here are square, and positions of another grid are resized."""
-    return 224 // patch * patch or patch if grid == (1, 1) else max(grid) * patch
 
 
 def _validated(values: Mapping[str, Any], path: Path) -> ModelSettings:

@@ -1,8 +1,8 @@
 """Read external weights under our names: files and folders of other code bases.
 
-Owns: which format a path has, its grid of positions, and what each format implies.
-Leaves out: bytes (`files`), names (`names`), config.json (`*_folder`), the sizes of the model
-(`inferred`), which tensors carry over (`transfer`).
+Owns: which format a path has, its grid of positions, what each format implies, and vitscale.json.
+Leaves out: bytes (`files`), names (`names`, `google`), config.json (`huggingface`, `timm_folder`),
+the sizes of the model (`inferred`), which tensors carry over (`transfer`).
 
 Nothing is downloaded, and no file runs code.
 """
@@ -10,67 +10,59 @@ Nothing is downloaded, and no file runs code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vitscale.config.errors import UserError
+from vitscale.models import timm_model
 from vitscale.models.settings import Architecture, TimmSettings
-from vitscale.models.timm_model import pretrained_config
-from vitscale.models.weights.exported import DESCRIPTION, read_description
-from vitscale.models.weights.external import NOT_STATED, ExternalWeights
+from vitscale.models.weights import google, names
 from vitscale.models.weights.files import (
+    CONFIG,
+    NOT_STATED,
+    Weights,
     read_json,
     read_npz,
-    read_safetensors,
-    read_torch_file,
+    read_tensors,
 )
-from vitscale.models.weights.folder import CONFIG
-from vitscale.models.weights.huggingface_folder import read_huggingface_folder
-from vitscale.models.weights.names import google as google_names
-from vitscale.models.weights.names import timm as timm_names
+from vitscale.models.weights.huggingface import read_huggingface_folder
 from vitscale.models.weights.suffixes import SUFFIXES
 from vitscale.models.weights.timm_folder import read_timm_folder, timm_preprocessing
 
-TIMM_NAME = timm_names.FIRST_NAME
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# Written by an export (`finetune/exporting/format.py`): what a folder says of its weights.
+DESCRIPTION = "vitscale.json"
+FORMAT_VERSION = 1
+EXPORTED = ("model.safetensors", "model.npz")
+PREPROCESSING = ("eval_resize", "eval_crop_fraction", "eval_interpolation", "eval_antialias")
 # What a file does not say, by format: values of `model` and of `data`. Google: vision_transformer,
 # models_vit.py and input_pipeline.py. PyTorch: the defaults of timm's models and of MAE, DeiT and
 # DINOv2, which evaluate on the centre of bicubically resized images.
-GOOGLE_DEFAULTS: tuple[dict[str, Any], dict[str, Any]] = (
-    {"gelu": "tanh", "layer_norm_eps": 1e-6},
-    {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "eval_resize": "squash"},
-)
-PYTORCH_DEFAULTS: tuple[dict[str, Any], dict[str, Any]] = (
-    {"gelu": "erf", "layer_norm_eps": 1e-6},
-    {
-        "mean": IMAGENET_MEAN,
-        "std": IMAGENET_STD,
+GOOGLE: dict[str, Any] = {
+    "known": {"gelu": "tanh", "layer_norm_eps": 1e-6},
+    "preprocessing": {"mean": (0.5,) * 3, "std": (0.5,) * 3, "eval_resize": "squash"},
+}
+PYTORCH: dict[str, Any] = {
+    "known": {"gelu": "erf", "layer_norm_eps": 1e-6},
+    "preprocessing": {
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
         "eval_resize": "center_crop",
         "eval_crop_fraction": 0.875,
         "eval_interpolation": "bicubic",
     },
-)
+}
 
 
-def is_weight_file(path: str) -> bool:
-    """Whether a path names a file of weights rather than a folder."""
-    return Path(path).suffix in SUFFIXES
-
-
-def is_external(path: str) -> bool:
+def is_external(path: Path) -> bool:
     """Whether `init=` names weights of other code bases rather than a run or a checkpoint."""
-    return is_weight_file(path) or any(
-        (Path(path) / name).is_file() for name in (CONFIG, DESCRIPTION)
-    )
+    return path.suffix in SUFFIXES or any((path / name).is_file() for name in (CONFIG, DESCRIPTION))
 
 
-def read_external_weights(
-    path: Path, *, grid: tuple[int, int] | None, model: Architecture | None = None
-) -> ExternalWeights:
+def read_weights(
+    path: Path, *, grid: tuple[int, int] | None = None, model: Architecture | None = None
+) -> Weights:
     """Read and rename a file, or a folder of timm or transformers.
 
     grid: of the position embedding; None: inferred where the patches form a square. model: the
@@ -79,123 +71,122 @@ def read_external_weights(
     """
     timm_name = model.model if isinstance(model, TimmSettings) else None
     try:
-        if is_weight_file(str(path)) and timm_name is not None:
-            read = _read_timm_file(path, timm_name)
-        elif is_weight_file(str(path)):
-            read = READERS.get(path.suffix, _read_pytorch)(path)
+        if path.suffix in SUFFIXES:
+            found = _read_file(path, timm_name)
         elif (path / DESCRIPTION).is_file():
-            read = _read_exported(path)
+            found = _read_exported(path)
+        elif "architecture" in (config := read_json(path / CONFIG)):
+            found = read_timm_folder(path, config, as_timm=timm_name is not None)
         else:
-            config = read_json(path / CONFIG)
-            if "architecture" in config:
-                read = read_timm_folder(path, config, as_timm=timm_name is not None)
-            else:
-                read = read_huggingface_folder(path, config)
+            found = read_huggingface_folder(path, config)
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    if not read.weights:
+    if not found.tensors:
         raise UserError("holds no tensors", where=str(path))
-    if read.known.get("name") == "timm":
-        return replace(read, grid=(1, 1))
-    weights = timm_names.with_representation(read.weights)
+    if found.known.get("name") == "timm":
+        return replace(found, grid=(1, 1))
+    tensors = names.with_representation(found.tensors)
     if grid is None:
-        grid = _square_grid(weights, path) if read.grid == NOT_STATED else read.grid
-    return replace(read, weights=weights, grid=grid, left_out=tuple(sorted(read.left_out)))
+        grid = _square_grid(tensors, path) if found.grid == NOT_STATED else found.grid
+    return replace(found, tensors=tensors, grid=grid, left_out=tuple(sorted(found.left_out)))
 
 
-def _read_exported(folder: Path) -> ExternalWeights:
-    described, path = read_description(folder)
-    if described["known"].get("name") == "timm":
-        read = _read_timm_file(path, described["known"]["model"])
+def _read_file(path: Path, timm_name: str | None) -> Weights:
+    """Weights under their names in timm with `timm_name`, else under ours."""
+    if timm_name is not None:
+        config = timm_model.pretrained_config(timm_name)
+        return Weights(
+            tensors=read_tensors(path),
+            format=f"timm's {timm_name}",
+            known={"name": "timm", "model": timm_name, "image_size": config.input_size[-1]},
+            # The pixels that timm's own weights expect.
+            preprocessing=timm_preprocessing(asdict(config), where=timm_name),
+        )
+    if path.suffix != ".npz":
+        tensors = read_tensors(path)
     else:
-        read = READERS.get(path.suffix, _read_pytorch)(path)
-    return replace(read, **described, assumed=False)
-
-
-def _read_pytorch(path: Path) -> ExternalWeights:
-    return _with_pytorch_names(_read_tensors(path), path)
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    if path.suffix == ".npz":
-        return read_npz(path, prefix_of=lambda names: "")
-    return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
-
-
-def _read_timm_file(path: Path, name: str) -> ExternalWeights:
-    """Weights of a model of timm under its names, and the pixels that timm's own weights expect."""
-    config = pretrained_config(name)
-    return ExternalWeights(
-        weights=_read_tensors(path),
-        format=f"timm's {name}",
-        known={"name": "timm", "model": name, "image_size": config.input_size[-1]},
-        preprocessing=timm_preprocessing(asdict(config), where=name),
-    )
-
-
-def _with_pytorch_names(found: dict[str, torch.Tensor], path: Path) -> ExternalWeights:
-    theirs = [name for name in found if "embeddings.patch_embeddings.projection" in name]
+        tensors = read_npz(path, prefix_of=lambda stored: _prefix(stored, path))
+        if not any(name.endswith(names.FIRST_NAME) for name in tensors):
+            tensors, num_heads = google.from_google(tensors)
+            found = Weights(tensors=tensors, format="Google's names", **GOOGLE)
+            if num_heads is None:
+                return found
+            return replace(found, known={**found.known, "num_heads": num_heads})
+    theirs = [name for name in tensors if "embeddings.patch_embeddings.projection" in name]
     if theirs:
-        beside = path.parent / CONFIG
-        next_step = f"set init={path.parent}" if beside.is_file() else f"put its {CONFIG} beside it"
+        has_config = (path.parent / CONFIG).is_file()
         raise UserError(
             f"has Hugging Face's names, such as {theirs[0]!r}; they need {CONFIG}",
             where=str(path),
             allowed="a folder with config.json and the weights",
-            next_step=next_step,
+            next_step=f"set init={path.parent}" if has_config else f"put its {CONFIG} beside it",
         )
-    weights, left_out = timm_names.from_pytorch(found)
-    known, preprocessing = PYTORCH_DEFAULTS
-    return ExternalWeights(
-        weights=weights,
-        format="timm's names",
-        known=known,
-        preprocessing=preprocessing,
-        left_out=tuple(left_out),
-    )
+    tensors, left_out = names.from_pytorch(tensors)
+    return Weights(tensors=tensors, format="timm's names", left_out=tuple(left_out), **PYTORCH)
 
 
-def _read_npz(path: Path) -> ExternalWeights:
-    found = read_npz(path, prefix_of=lambda names: _prefix(names, path))
-    if any(name.endswith(TIMM_NAME) for name in found):
-        return _with_pytorch_names(found, path)
-    known, preprocessing = GOOGLE_DEFAULTS
-    heads = google_names.heads_of(found)
-    return ExternalWeights(
-        weights=google_names.renamed(found),
-        format="Google's names",
-        known=known if heads is None else {**known, "num_heads": heads},
-        preprocessing=preprocessing,
-    )
-
-
-def _prefix(names: Iterable[str], path: Path) -> str:
+def _prefix(stored: Collection[str], path: Path) -> str:
     """vit_jax stores weights bare, older files below `opt/target/`, big_vision below `params/`,
     beside a text tower below `params/img/`.
     """
-    if any(name.endswith(TIMM_NAME) for name in names):
+    if any(name.endswith(names.FIRST_NAME) for name in stored):
         return ""
-    first = google_names.FIRST_NAME
     for prefix in ("", "params/", "params/img/", "img/", "opt/target/", "optimizer/target/"):
-        if f"{prefix}{first}" in names:
+        if f"{prefix}{google.FIRST_NAME}" in stored:
             return prefix
     raise UserError(
-        f"holds no {first!r}; its first names: {', '.join(sorted(names)[:3])}",
+        f"holds no {google.FIRST_NAME!r}; its first names: {', '.join(sorted(stored)[:3])}",
         where=str(path),
         allowed="weights of vision_transformer or big_vision",
     )
 
 
-def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, int]:
+def _read_exported(folder: Path) -> Weights:
+    """Weights and description of a folder that was exported here."""
+    where = str(folder / DESCRIPTION)
+    described = read_json(folder / DESCRIPTION)
+    try:
+        version, known = described["format_version"], dict(described["model"])
+        rows, columns = map(int, described["grid"])
+        how, classes = described["preprocessing"], described["classes"]
+        preprocessing = {key: how[key] for key in PREPROCESSING}
+        preprocessing |= {key: tuple(map(float, how[key])) for key in ("mean", "std")}
+        classes = None if classes is None else tuple(map(str, classes))
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"is no description of exported weights ({type(error).__name__}: {error})"
+        raise UserError(what, where=where) from None
+    if version != FORMAT_VERSION:
+        what = f"format version {version!r} is unknown"
+        raise UserError(what, where=where, allowed=str(FORMAT_VERSION))
+    path = next((folder / name for name in EXPORTED if (folder / name).is_file()), None)
+    if path is None:
+        raise UserError(
+            f"has {DESCRIPTION}, but no weights",
+            where=str(folder),
+            allowed=", ".join(EXPORTED),
+            next_step="export the run again with --to safetensors",
+        )
+    found = _read_file(path, known["model"] if known.get("name") == "timm" else None)
+    return replace(
+        found,
+        known=known,
+        grid=(rows, columns),
+        preprocessing=preprocessing,
+        classes=classes,
+        assumed=False,
+    )
+
+
+def _square_grid(tensors: names.Tensors, path: Path) -> tuple[int, int]:
     """No file stores the grid. With and without the class token, at most one count is a square.
 
     A distillation token always comes with positions of both tokens.
     """
-    if "pos_embed" not in weights:
+    if "pos_embed" not in tensors:
         return (1, 1)
-    num_rows = weights["pos_embed"].shape[-2] if weights["pos_embed"].ndim == 3 else 0
-    counts = (num_rows - 1, num_rows) if "cls_token" in weights else (num_rows,)
-    for num_patches in (num_rows - 2,) if "dist_token" in weights else counts:
+    num_rows = tensors["pos_embed"].shape[-2] if tensors["pos_embed"].ndim == 3 else 0
+    counts = (num_rows - 1, num_rows) if "cls_token" in tensors else (num_rows,)
+    for num_patches in (num_rows - 2,) if "dist_token" in tensors else counts:
         side = math.isqrt(max(0, num_patches))
         if side and side * side == num_patches:
             return (side, side)
@@ -204,6 +195,3 @@ def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, 
         where=str(path),
         next_step="give it: init_grid='[ROWS, COLUMNS]'",
     )
-
-
-READERS: dict[str, Callable[[Path], ExternalWeights]] = {".npz": _read_npz}

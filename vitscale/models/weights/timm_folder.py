@@ -1,4 +1,4 @@
-"""Read a folder of timm: config.json with `architecture`, and weights.
+"""Folders of timm: config.json with `architecture`, and weights.
 
 Owns: what config.json says, in our settings' names. The architecture is looked up in timm, whose
 models are built without memory for it.
@@ -19,9 +19,14 @@ from torch import nn
 
 from vitscale.config.errors import UserError
 from vitscale.models.timm_model import pretrained_config
-from vitscale.models.weights.external import NOT_STATED, ExternalWeights
-from vitscale.models.weights.folder import CONFIG, labels_in_order, read_weights
-from vitscale.models.weights.names.timm import from_pytorch
+from vitscale.models.weights.files import (
+    CONFIG,
+    NOT_STATED,
+    Weights,
+    labels_in_order,
+    read_folder,
+)
+from vitscale.models.weights.names import from_pytorch
 
 POOLS = {"token": "cls", "avg": "gap", "map": "map"}
 # Of timm.data.create_transform; others resize in a way that the evaluations here do not.
@@ -37,65 +42,55 @@ DEFAULTS = {
 }
 
 
-def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) -> ExternalWeights:
+def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) -> Weights:
     """Weights of the family vit, or with `as_timm` and for other models of the family timm.
 
     Raises UserError where timm does not know the model.
     """
-    where = str(folder / CONFIG)
+    where, name = str(folder / CONFIG), str(config["architecture"])
     described: Any = config.get("pretrained_cfg") or {}
-    names = config.get("label_names") or described.get("label_names")
-    found = read_weights(folder)
+    arguments = dict(config.get("model_args") or {})
+    tensors, grid = read_folder(folder), NOT_STATED
     left_out: list[str] = []
-    model = None if as_timm else _plain_transformer(config, where=where)
+    model = None if as_timm else _plain_transformer(name, arguments, where=where)
     if model is None:
-        known, grid = _timm_settings(config, described), NOT_STATED
+        size = described.get("input_size") or pretrained_config(name, where=where).input_size
+        size = arguments.pop("img_size", None) or size[-1]
+        known = {"name": "timm", "model": name, "image_size": size, "arguments": arguments}
     else:
-        rows, columns = model.patch_embed.grid_size
-        grid = (int(rows), int(columns))
-        known = _known(model, where=where)
-        found, left_out = from_pytorch(found)
-    return ExternalWeights(
-        weights=found,
-        format=f"timm's {config['architecture']}",
+        known, grid = _known(model, where=where), model.patch_embed.grid_size
+        tensors, left_out = from_pytorch(tensors)
+    names = config.get("label_names") or described.get("label_names")
+    words = config.get("label_descriptions")
+    if isinstance(names, list) and isinstance(words, dict):  # instead of synset ids
+        names = [words.get(each, each) for each in names]
+    return Weights(
+        tensors=tensors,
+        format=f"timm's {name}",
         known=known,
         preprocessing=timm_preprocessing({**DEFAULTS, **described}, where=where),
-        classes=_descriptions(config) or labels_in_order(names),
+        classes=labels_in_order(names),
         grid=grid,
         assumed=False,
         left_out=tuple(left_out),
     )
 
 
-def _timm_settings(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of `model` with name=timm; `model.arguments` are checked as settings."""
-    size = described.get("input_size") or pretrained_config(config["architecture"]).input_size
-    arguments = dict(config.get("model_args") or {})
-    return {
-        "name": "timm",
-        "model": config["architecture"],
-        "image_size": arguments.pop("img_size", None) or size[-1],
-        "arguments": arguments,
-    }
-
-
-def _plain_transformer(config: Mapping[str, Any], *, where: str) -> VisionTransformer | None:
+def _plain_transformer(
+    name: str, arguments: Mapping[str, Any], *, where: str
+) -> VisionTransformer | None:
     """The model that timm would build, without memory; None if it is of another family."""
-    name, arguments = config["architecture"], config.get("model_args") or {}
-    pretrained_config(str(name), where=where)
+    pretrained_config(name, where=where)
     # Of the model alone: timm's factory also takes paths of files to load.
     if not set(arguments) <= set(inspect.signature(VisionTransformer).parameters):
         return None
     try:
         with torch.device("meta"):
             # Without classes the rest is the same, and classes are counted in the weights.
-            model: Any = timm.create_model(
-                name, pretrained=False, **{**arguments, "num_classes": 0}
-            )
+            model: Any = timm.create_model(name, **{**arguments, "num_classes": 0})
     except (TypeError, ValueError, RuntimeError, AssertionError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        what = f"timm does not build {name} from it ({reason})"
-        raise UserError(what, where=where) from None
+        raise UserError(f"timm does not build {name} from it ({reason})", where=where) from None
     is_plain = isinstance(model, VisionTransformer) and isinstance(model.patch_embed, PatchEmbed)
     return model if is_plain else None
 
@@ -111,23 +106,23 @@ def _known(model: VisionTransformer, *, where: str) -> dict[str, Any]:
         "pool": POOLS[model.global_pool],
     }
     activation = block.mlp.act
-    if isinstance(activation, nn.GELU):
-        known["gelu"] = "tanh" if activation.approximate == "tanh" else "erf"
-    elif type(activation).__name__ == "GELUTanh":
-        known["gelu"] = "tanh"
-    elif not isinstance(activation, nn.SiLU):  # of SwiGLU, which shapes show
+    if isinstance(activation, nn.SiLU):  # of SwiGLU, which shapes show
+        return known
+    form = getattr(activation, "approximate", type(activation).__name__)
+    gelus = {"none": "erf", "tanh": "tanh", "GELUTanh": "tanh"}
+    if form not in gelus:
         what = f"{type(activation).__name__} is no activation of the models here"
         raise UserError(what, where=where, allowed="GELU, with erf or tanh")
-    return known
+    return known | {"gelu": gelus[form]}
 
 
 def timm_preprocessing(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """What `pretrained_cfg` says of the pixels, in our settings' names."""
     crop, interpolation = config["crop_mode"], config["interpolation"]
-    if crop not in CROPS:
-        raise UserError(f"unknown crop_mode {crop!r}", where=where, allowed=", ".join(CROPS))
-    if interpolation not in FILTERS:
-        what = f"unknown interpolation {interpolation!r}"
-        raise UserError(what, where=where, allowed=", ".join(FILTERS))
+    for key, allowed in (("crop_mode", CROPS), ("interpolation", FILTERS)):
+        if config[key] not in allowed:
+            what = f"unknown {key} {config[key]!r}"
+            raise UserError(what, where=where, allowed=", ".join(allowed))
     try:
         found = {
             "mean": tuple(float(value) for value in config["mean"]),
@@ -138,14 +133,4 @@ def timm_preprocessing(config: Mapping[str, Any], *, where: str) -> dict[str, An
         share = float(config["crop_pct"])
     except (TypeError, ValueError) as error:
         raise UserError(f"pretrained_cfg: {error}", where=where) from None
-    if crop == "center":
-        found["eval_crop_fraction"] = share
-    return found
-
-
-def _descriptions(config: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Words instead of synset ids, where the folder has both."""
-    names, described = config.get("label_names"), config.get("label_descriptions")
-    if isinstance(names, list) and isinstance(described, dict):
-        return tuple(str(described.get(name, name)) for name in names)
-    return None
+    return found | ({"eval_crop_fraction": share} if crop == "center" else {})

@@ -20,9 +20,7 @@ from vitscale.models.timm_model import TimmModel
 # The last two: names of MAE's published files.
 OBJECTIVE = ("objective.", "decoder_", "mask_token")
 HEADS = ("head.", "head_dist.")
-POSITION_NAME = "pos_embed"
-PATCH_NAME = "patch_embed.proj.weight"
-CLASS_NAME = "cls_token"
+POSITIONS, PATCH, CLASS = "pos_embed", "patch_embed.proj.weight", "cls_token"
 
 
 def transfer_weights(
@@ -55,15 +53,15 @@ def transfer_weights(
         for tensors in (model.state_dict(), weights)
     )
     replaced = _replaced_norm(own, given)
-    if POSITION_NAME in given:
-        num_rows = given[POSITION_NAME].shape[1]
-        num_prefix_rows = num_rows - source_grid[0] * source_grid[1]
+    if POSITIONS in given:
+        num_patches = source_grid[0] * source_grid[1]
+        num_prefix_rows = given[POSITIONS].shape[1] - num_patches
         # The class token may have no position of its own, and registers never have one.
         if num_prefix_rows not in (0, min(1, num_prefix_tokens)):
             num_prefix_rows = num_prefix_tokens  # refused below, with the shapes
         try:
             resized_LD = resize_position_embedding(
-                given[POSITION_NAME][0],
+                given[POSITIONS][0],
                 source_grid=source_grid,
                 target_grid=target_grid,
                 num_prefix_tokens=num_prefix_rows,
@@ -71,15 +69,25 @@ def transfer_weights(
             )
         except ValueError as error:
             raise UserError(str(error), where=where) from None
-        given[POSITION_NAME] = resized_LD[None]
-        if POSITION_NAME in own:
-            num_wanted = own[POSITION_NAME].shape[1] - target_grid[0] * target_grid[1]
-            _match_class_position(given, num_prefix_rows=num_prefix_rows, num_wanted=num_wanted)
-    other_patch = _has_other_patch(own, given)
-    if other_patch and resize_patches:
-        size = own[PATCH_NAME].shape[-1]
-        given[PATCH_NAME] = resize_patch_embedding(given[PATCH_NAME], patch_size=size)
-    next_step = _advice(keep_head=keep_head, other_patch=other_patch)
+        given[POSITIONS] = resized_LD[None]
+        if POSITIONS in own and CLASS in given:
+            # Add or remove the class token's position; their sum stays the same.
+            num_wanted = own[POSITIONS].shape[1] - target_grid[0] * target_grid[1]
+            pos_1LD = given[POSITIONS]
+            if (num_prefix_rows, num_wanted) == (1, 0):
+                given[CLASS] = given[CLASS].float() + pos_1LD[:, :1]
+                given[POSITIONS] = pos_1LD[:, 1:]
+            elif (num_prefix_rows, num_wanted) == (0, 1):
+                given[POSITIONS] = torch.cat([torch.zeros_like(pos_1LD[:, :1]), pos_1LD], dim=1)
+    next_step = "set the keys of `model` to those of the checkpoint's run"
+    next_step += ", or keep_head=false" if keep_head else ""
+    ours, theirs = (tuple(each[PATCH].shape) if PATCH in each else () for each in (own, given))
+    if ours != theirs and ours[:2] == theirs[:2] and len(theirs) == 4:
+        # Alike but for the rows and columns of a patch.
+        next_step += "; or set init_patch=resize"
+        if resize_patches:
+            size = own[PATCH].shape[-1]
+            given[PATCH] = resize_patch_embedding(given[PATCH], patch_size=size)
     refuse_misfits(own, given, where=where, next_step=next_step)
     model.load_state_dict(given, strict=False)
     return sorted([*(name for name in weights if name.startswith(OBJECTIVE)), *replaced])
@@ -99,36 +107,3 @@ def _replaced_norm(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor])
     for name in after:
         del own[name]
     return before
-
-
-def _advice(*, keep_head: bool, other_patch: bool) -> str:
-    next_step = (
-        "set model.name, preset, patch_size, pool, class_token, num_registers, positions and "
-        "layer_scale "
-    )
-    next_step += "to those of the checkpoint's run" + (", or keep_head=false" if keep_head else "")
-    if other_patch:
-        next_step += "; or set init_patch=resize"
-    return next_step
-
-
-def _has_other_patch(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> bool:
-    """Whether both have kernels of patches, alike but for the rows and columns of a patch."""
-    if PATCH_NAME not in own or PATCH_NAME not in given:
-        return False
-    ours, theirs = own[PATCH_NAME].shape, given[PATCH_NAME].shape
-    return len(theirs) == 4 and ours[:2] == theirs[:2] and ours[2:] != theirs[2:]
-
-
-def _match_class_position(
-    given: dict[str, torch.Tensor], *, num_prefix_rows: int, num_wanted: int
-) -> None:
-    """Add or remove the class token's position; the sum of token and position stays the same."""
-    if CLASS_NAME not in given or (num_prefix_rows, num_wanted) not in ((1, 0), (0, 1)):
-        return
-    pos_1LD = given[POSITION_NAME]
-    if num_wanted == 0:
-        given[CLASS_NAME] = given[CLASS_NAME].float() + pos_1LD[:, :1]
-        given[POSITION_NAME] = pos_1LD[:, 1:]
-    else:
-        given[POSITION_NAME] = torch.cat([torch.zeros_like(pos_1LD[:, :1]), pos_1LD], dim=1)

@@ -17,7 +17,7 @@ from tests.support.engine.numpy_vit import vit_logits
 from tests.support.engine.small_models import small_model
 from vitscale.config.errors import UserError
 from vitscale.evaluation.trained_model import TrainedModel, open_model
-from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.reading import read_weights
 
 GELUS = ("tanh", "erf")
 # What timm's folders hold beside the plain model.
@@ -109,7 +109,7 @@ def test_weights_are_read_back_as_they_are(
     loaded = small_model(**settings)
     folder = export(loaded, to, tmp_path / "out")
     path = folder / f"model.{to}"
-    found = read_external_weights(path, grid=loaded.arch.grid).weights
+    found = read_weights(path, grid=loaded.arch.grid).tensors
     own = loaded.network.state_dict()
     assert found.keys() == own.keys()
     assert all(torch.equal(found[name], own[name]) for name in own)

@@ -13,7 +13,7 @@ from timm.models.deit import VisionTransformerDistilled
 from vitscale.models.costs import num_parameters, train_flops_per_image
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model, decayed, layers_above
-from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.reading import read_weights
 from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ViTSettings(
@@ -88,12 +88,12 @@ def test_training_outputs_the_mean_of_both_heads_too() -> None:
 def test_deit_weights_load_from_a_file(tmp_path: Path, keep_head: bool) -> None:
     theirs = timms()
     save_file(theirs.state_dict(), tmp_path / "deit.safetensors")
-    external = read_external_weights(tmp_path / "deit.safetensors", grid=None)
+    external = read_weights(tmp_path / "deit.safetensors", grid=None)
     assert external.grid == (4, 4)
     ours = built(head_std=0.02)
     transfer_weights(
         ours,
-        weights=external.weights,
+        weights=external.tensors,
         source_grid=external.grid,
         target_grid=(4, 4),
         num_prefix_tokens=2,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from vitscale.models.weights.inferred import inferred_model
-from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.reading import read_weights
 
 
 def bare_file(folder: Path, *, width: int, rows: int = 1, columns: int = 1) -> Path:
@@ -37,7 +37,5 @@ def bare_file(folder: Path, *, width: int, rows: int = 1, columns: int = 1) -> P
 def test_heads_are_those_of_the_known_model(tmp_path: Path, width: int, heads: int) -> None:
     path = bare_file(tmp_path, width=width)
     settings: Any
-    settings, classes = inferred_model(
-        read_external_weights(path, grid=None), chosen=None, path=path
-    )
+    settings, classes = inferred_model(read_weights(path, grid=None), chosen=None, path=path)
     assert (settings.num_heads, settings.width, classes) == (heads, width, 0)

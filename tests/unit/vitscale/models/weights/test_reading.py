@@ -16,7 +16,7 @@ from timm.models.vision_transformer import _load_weights as load_as_timm_does
 from vitscale.config.errors import UserError
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
-from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.reading import read_weights
 from vitscale.models.weights.transfer import transfer_weights
 
 WIDTH, HEADS, DEPTH, MLP, CLASSES = 24, 2, 2, 40, 5
@@ -77,10 +77,10 @@ def built(**changes: Any) -> VisionTransformer:
 def loaded(path: Path, *, grid: tuple[int, int] | None = None, **changes: Any) -> VisionTransformer:
     """Our model with the file's trunk and, for the comparison, its head."""
     model = built(**changes)
-    external = read_external_weights(path, grid=grid)
+    external = read_weights(path, grid=grid)
     transfer_weights(
         model,
-        weights=external.weights,
+        weights=external.tensors,
         source_grid=external.grid,
         target_grid=(model.patch_embed.grid_size[0], model.patch_embed.grid_size[1]),
         num_prefix_tokens=model.num_prefix_tokens,
@@ -89,7 +89,7 @@ def loaded(path: Path, *, grid: tuple[int, int] | None = None, **changes: Any) -
     )
     assert model.head.weight.abs().max() == 0
     model.head.load_state_dict(
-        {name: external.weights[f"head.{name}"] for name in ("weight", "bias")}
+        {name: external.tensors[f"head.{name}"] for name in ("weight", "bias")}
     )
     return model
 
@@ -117,8 +117,8 @@ def test_older_prefix_and_both_head_layers_are_read(tmp_path: Path) -> None:
     path = npz(tmp_path / "old.npz", content | extra, prefix="opt/target/")
     with zipfile.ZipFile(path, "a") as archive:  # beside the weights, and never read
         archive.writestr("opt/state/step.npy", b"whatever")
-    found = read_external_weights(path, grid=None).weights
-    plain = read_external_weights(npz(tmp_path / "plain.npz", content), grid=None).weights
+    found = read_weights(path, grid=None).tensors
+    plain = read_weights(npz(tmp_path / "plain.npz", content), grid=None).tensors
     heads = {name: tuple(found.pop(name).shape) for name in list(found) if name[:4] == "head"}
     assert heads == {
         "head.0.weight": (WIDTH, WIDTH),
@@ -154,7 +154,7 @@ def test_bfloat16_is_read_as_numpy_stores_it(tmp_path: Path) -> None:
 def test_nonsquare_grid_must_be_given(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", arrays(rows=19))
     with pytest.raises(UserError, match="form no square") as caught:
-        read_external_weights(path, grid=None)
+        read_weights(path, grid=None)
     assert "init_grid" in str(caught.value)
     assert loaded(path, grid=(3, 6)).pos_embed.shape == (1, 17, WIDTH)
     with pytest.raises(UserError, match="does not hold"):
@@ -230,7 +230,7 @@ def test_pickled_objects_are_refused_unread(tmp_path: Path) -> None:
     content = arrays() | {"cls": np.array([Trap(tmp_path / "sprung")], dtype=object)}
     path = npz(tmp_path / "trap.npz", content)
     with pytest.raises(UserError, match="Object arrays cannot be loaded"):
-        read_external_weights(path, grid=None)
+        read_weights(path, grid=None)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -248,12 +248,12 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=name):
-            read_external_weights(tmp_path / name, grid=None)
+            read_weights(tmp_path / name, grid=None)
     with pytest.raises(UserError, match="cannot be read .No such file"):
-        read_external_weights(tmp_path / "missing.npz", grid=None)
+        read_weights(tmp_path / "missing.npz", grid=None)
     npz(tmp_path / "other.npz", {"a": np.ones(2), "b": np.ones(2)})
     with pytest.raises(UserError, match="its first names: a, b"):
-        read_external_weights(tmp_path / "other.npz", grid=None)
+        read_weights(tmp_path / "other.npz", grid=None)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
@@ -272,12 +272,12 @@ def test_weights_of_mae_load_without_their_decoder(tmp_path: Path, suffix: str) 
         np.savez(path, **{name: value.numpy() for name, value in both.items()})
     else:
         save_file(both, path)
-    found = read_external_weights(path, grid=None)
+    found = read_weights(path, grid=None)
     assert found.grid == (4, 4)
     target = built(pool="gap", class_token=True, pool_norm=True)
     left_out = transfer_weights(
         target,
-        weights=found.weights,
+        weights=found.tensors,
         source_grid=found.grid,
         target_grid=(4, 4),
         num_prefix_tokens=1,

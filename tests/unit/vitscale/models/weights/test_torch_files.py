@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.external import ExternalWeights
-from vitscale.models.weights.files import read_torch_file
-from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.files import Weights, read_torch_file
+from vitscale.models.weights.reading import read_weights
 
 STATE = {
     "cls_token": torch.full((1, 1, 8), 2.0),
@@ -29,8 +28,8 @@ def saved(path: Path, content: Any, **options: Any) -> Path:
     return path
 
 
-def read(path: Path) -> ExternalWeights:
-    return read_external_weights(path, grid=None)
+def read(path: Path) -> Weights:
+    return read_weights(path, grid=None)
 
 
 def under(prefix: str) -> dict[str, torch.Tensor]:
@@ -60,9 +59,9 @@ def test_files_of_trainers_load_as_their_weights(
     path = saved(tmp_path / "model.pth", content, _use_new_zipfile_serialization=zipped)
     found = read(path)
     assert found.grid == (3, 3)
-    assert {k for k in found.weights if k != "mask_token"} == STATE.keys()
-    assert all(torch.equal(found.weights[name], STATE[name].float()) for name in STATE)
-    assert all(value.dtype == torch.float32 for value in found.weights.values())
+    assert {k for k in found.tensors if k != "mask_token"} == STATE.keys()
+    assert all(torch.equal(found.tensors[name], STATE[name].float()) for name in STATE)
+    assert all(value.dtype == torch.float32 for value in found.tensors.values())
 
 
 def test_a_file_that_was_zipped_again_is_read(tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_chunks_of_dinov2_are_one_row_of_blocks(tmp_path: Path) -> None:
     }
     del chunked["blocks.0.norm1.weight"]
     chunked["blocks.0.0.norm1.weight"] = torch.ones(8)
-    names = read(saved(tmp_path / "model.pth", chunked)).weights.keys()
+    names = read(saved(tmp_path / "model.pth", chunked)).tensors.keys()
     assert {"blocks.0.norm1.weight", "blocks.5.ls1.gamma", "reg_token"} <= names
 
 

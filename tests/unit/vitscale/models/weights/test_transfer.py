@@ -134,7 +134,7 @@ def test_another_kind_of_model_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserError) as caught:
         transfer(shaken(**target), shaken(**source))
-    assert row in str(caught.value) and "num_registers" in str(caught.value)
+    assert row in str(caught.value) and "keys of `model`" in str(caught.value)
 
 
 def test_a_wrong_grid_is_refused_with_registers_too() -> None:

@@ -1,0 +1,163 @@
+"""Google's names and shapes of tensors, and ours: vision_transformer and big_vision.
+
+Owns: one table for both directions, and how names of old and new files differ.
+Leaves out: reading files (`reading`) and writing them (`finetune.exporting.to_vitscale`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+from vitscale.models.weights.names import Tensors, joined, numbered, split
+
+# Every file of a model has it.
+FIRST_NAME = "embedding/kernel"
+
+
+class Layout(NamedTuple):
+    """How a tensor is stored there."""
+
+    num_dims: int
+    read: Callable[[torch.Tensor], torch.Tensor]
+    write: Callable[[torch.Tensor, int], torch.Tensor]
+    """(our tensor, number of attention heads) -> theirs."""
+
+
+SAME = Layout(3, lambda x: x, lambda x, heads: x)
+VECTOR = Layout(1, lambda x: x, lambda x, heads: x)
+# [in, out]
+DENSE = Layout(2, lambda x: x.T, lambda x, heads: x.T)
+# [height, width, in, out]
+CONV = Layout(4, lambda x: x.permute(3, 2, 0, 1), lambda x, heads: x.permute(2, 3, 1, 0))
+# [width, heads, head width], with biases [heads, head width]
+INTO_HEADS = Layout(3, lambda x: x.flatten(1).T, lambda x, heads: x.T.unflatten(1, (heads, -1)))
+BIASES = Layout(2, torch.flatten, lambda x, heads: x.unflatten(0, (heads, -1)))
+# [heads, head width, width]
+OUT_OF_HEADS = Layout(
+    3, lambda x: x.flatten(0, 1).T, lambda x, heads: x.T.unflatten(0, (heads, -1))
+)
+Row = tuple[str, str, Layout]
+"""(theirs, ours, layout)"""
+
+
+def _layer(theirs: str, ours: str, kernel: Layout = DENSE, bias: Layout = VECTOR) -> list[Row]:
+    return [
+        (f"{theirs}/kernel", f"{ours}.weight", kernel),
+        (f"{theirs}/bias", f"{ours}.bias", bias),
+    ]
+
+
+def _norm(theirs: str, ours: str) -> list[Row]:
+    return [
+        (f"{theirs}/scale", f"{ours}.weight", VECTOR),
+        (f"{theirs}/bias", f"{ours}.bias", VECTOR),
+    ]
+
+
+def _attention(theirs: str, ours: str, *, query: str = "query") -> Iterator[Row]:
+    theirs = f"{theirs}/MultiHeadDotProductAttention_0"
+    for part, name in (("query", query), ("key", "key"), ("value", "value")):
+        yield from _layer(f"{theirs}/{part}", f"{ours}.{name}", INTO_HEADS, BIASES)
+    yield from _layer(f"{theirs}/out", f"{ours}.proj", OUT_OF_HEADS)
+
+
+def _mlp(theirs: str, ours: str) -> Iterator[Row]:
+    for number in (0, 1):
+        yield from _layer(f"{theirs}/MlpBlock_0/Dense_{number}", f"{ours}.mlp.fc{number + 1}")
+
+
+def _rows() -> Iterator[Row]:
+    """As big_vision numbers the modules of a block; {} is the number of the block."""
+    block, pool = "Transformer/encoderblock_{}", "MAPHead_0"
+    yield "cls", "cls_token", SAME
+    yield "pos_embedding", "pos_embed", SAME
+    yield from _layer("embedding", "patch_embed.proj", CONV)
+    yield from _norm(f"{block}/LayerNorm_0", "blocks.{}.norm1")
+    yield from _attention(block, "blocks.{}.attn")
+    yield from _norm(f"{block}/LayerNorm_1", "blocks.{}.norm2")
+    yield from _mlp(block, "blocks.{}")
+    yield from _norm("Transformer/encoder_norm", "norm")
+    yield from _layer("pre_logits", "pre_logits")
+    # The pooling head of big_vision, models/vit.py, `MAPHead`.
+    yield f"{pool}/probe", "attn_pool.latent", SAME
+    yield from _attention(pool, "attn_pool", query="q")
+    yield from _norm(f"{pool}/LayerNorm_0", "attn_pool.norm")
+    yield from _mlp(pool, "attn_pool")
+    yield from _layer("head", "head")
+
+
+READ = {theirs: (ours, layout) for theirs, ours, layout in _rows()}
+WRITE = {ours: (theirs, layout) for theirs, (ours, layout) in READ.items()}
+# In a block: (of big_vision, of vision_transformer).
+NUMBERS = (
+    ("MultiHeadDotProductAttention_0", "MultiHeadDotProductAttention_1"),
+    ("LayerNorm_1", "LayerNorm_2"),
+    ("MlpBlock_0", "MlpBlock_3"),
+)
+
+
+def from_google(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, int | None]:
+    """The tensors under our names, and the number of heads, which only Google's shapes show.
+
+    What has no name here keeps its own, for the table of what does not fit.
+    """
+    found: Tensors = {}
+    num_heads = None
+    for name, tensor in _unstacked(tensors):
+        if re.fullmatch(r"(Transformer/)?(posembed_input/)?pos_embedding", name):
+            name = "pos_embedding"
+        template, number = numbered(name)
+        if number:
+            for new, old in NUMBERS:
+                template = template.replace(f"/{old}/", f"/{new}/")
+        ours, layout = READ.get(template, (name, None))
+        if layout is None or layout.num_dims != tensor.ndim:
+            found[name] = tensor
+            continue
+        if layout is INTO_HEADS and number:
+            num_heads = int(tensor.shape[1])
+        found[ours.format(number)] = layout.read(tensor).contiguous()
+    return joined(found), num_heads
+
+
+def _unstacked(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Blocks that big_vision scans are stacked along the first axis; here each has its name."""
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"Transformer/encoderblock/(.*)", name)
+        if match is None or tensor.ndim < 2:
+            yield name, tensor
+            continue
+        for block, part in enumerate(tensor):
+            yield f"Transformer/encoderblock_{block}/{match[1]}", part
+
+
+def to_google(
+    weights: Mapping[str, torch.Tensor], *, num_heads: int, is_big_vision: bool
+) -> tuple[Tensors, list[str]]:
+    """Tensors under their names, and our names of those that their code has no module for.
+
+    is_big_vision: else of vision_transformer.
+    """
+    found: Tensors = {}
+    unnamed = []
+    for name, tensor in split(weights).items():
+        # A head with a hidden layer.
+        own = name.replace("head.0.", "pre_logits.").replace("head.2.", "head.")
+        template, number = numbered(own)
+        if template not in WRITE:
+            unnamed.append(name)
+            continue
+        theirs, layout = WRITE[template]
+        if is_big_vision:
+            theirs = f"params/{theirs}"
+        elif theirs == "pos_embedding":
+            theirs = "Transformer/posembed_input/pos_embedding"
+        elif number:
+            for new, old in NUMBERS:
+                theirs = theirs.replace(f"/{new}/", f"/{old}/")
+        found[theirs.format(number)] = layout.write(tensor, num_heads)
+    return found, unnamed
