@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from launch.chains.load import Chain, ChainStep
-from launch.chains.states import States, chain_states, check_unchanged, step_state
+from launch.chains.states import States, StepState, chain_states, check_unchanged, step_state
 from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.monitor import StopFlag
 from launch.jobs.preparation import job_folder, prepare_job, submit_run, with_num_workers
 from launch.jobs.queue import NoAnswerError, QueuedJob, ask_slurm, jobs_of, submitted_ids, user_jobs
 from launch.jobs.submission import require_slurm
 from launch.jobs.supervision.foreground import start_and_watch
-from launch.planning.checks import Check, refuse_or_warn, run_checks, slurm_check
+from launch.planning.checks import refuse_or_warn, run_checks, slurm_check
 from launch.planning.dry_run import batch_script, check_data, data_facts
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.distributed.processes import num_cores
@@ -38,16 +38,9 @@ def overview(chain: Chain, states: States) -> str:
     """All runs with what they wait for, what each asks for, and their states."""
     rows = []
     for step in chain.steps:
-        after = dict.fromkeys(name.partition("/")[0] for name in step.needs)
-        rows.append(
-            (
-                step.name,
-                step.kind,
-                ", ".join(after) or ABSENT,
-                _resources(step),
-                states[step.name].text,
-            )
-        )
+        after = ", ".join(dict.fromkeys(name.partition("/")[0] for name in step.needs))
+        state = states[step.name].text
+        rows.append((step.name, step.kind, after or ABSENT, _resources(step), state))
     num_done = sum(state.is_done for state in states.values())
     title = f"Chain {chain.name}: {len(chain.steps)} runs, {num_done} done"
     header = ("run", "what", "after", "each", "state")
@@ -57,55 +50,52 @@ def overview(chain: Chain, states: States) -> str:
 def _resources(step: ChainStep) -> str:
     """What one run asks SLURM for."""
     launch = step.run.launch
-    if isinstance(step.run, DataPrepRun):
-        return f"{launch.num_tasks} tasks x {launch.cpus_per_task} cores"
     if launch.gpus_per_node:
         return f"{launch.nodes} nodes x {launch.gpus_per_node} GPUs"
-    return f"{launch.nodes * launch.tasks_per_node} tasks x {launch.cpus_per_task} cores"
+    is_array = isinstance(step.run, DataPrepRun)
+    num_tasks = launch.num_tasks if is_array else launch.nodes * launch.tasks_per_node
+    return f"{num_tasks} tasks x {launch.cpus_per_task} cores"
 
 
-def _check_data(chain: Chain, states: States) -> None:
-    """Check the shards of all trainings but those whose shards the chain makes.
-
-    Raises UserErrors with equal errors once.
-    """
+def _start(chain: Chain) -> dict[str, StepState]:
+    """Show the runs with their states. Raises UserErrors for what stops the chain."""
+    states = chain_states(chain)
+    say(overview(chain, states))
+    check_unchanged(states)
     errors: dict[str, UserError] = {}
-    for step in chain.steps:
-        if isinstance(step.run, TrainingRun) and not states[step.name].is_done:
+    for step in _unprepared(chain, states):
+        if isinstance(step.run, TrainingRun):
             try:
-                if not _is_made_here(chain, step, states):
-                    check_data(step.run, data_facts(step.run))
+                check_data(step.run, data_facts(step.run))
             except UserError as error:
                 errors.setdefault(error.text(), error)
     if errors:
         raise UserErrors(list(errors.values()))
+    return states
 
 
-def _is_made_here(chain: Chain, step: ChainStep, states: States) -> bool:
-    """Whether the chain is still to make the shards of a run."""
-    sources = chain.sources(step)
-    return any(s.kind == "data_prep" and not states[s.name].is_done for s in sources)
+def _unprepared(chain: Chain, states: States) -> Iterator[ChainStep]:
+    """Runs to do, but those whose shards the chain is still to make."""
+    kinds = {step.name: step.kind for step in chain.steps}
+    for step in chain.steps:
+        missing = (name for name in step.needs if not states[name].is_done)
+        if not states[step.name].is_done and "data_prep" not in map(kinds.get, missing):
+            yield step
 
 
 def _compare_line(chain: Chain) -> str:
     return f"  compare  python launch/compare.py {chain.folder}"
 
 
-# ---- here -------------------------------------------------------------------------------------
-
-
 def run_here(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
     """Run what is missing, each with num_procs processes: 0, 1 after a failure, 75 if stopped."""
-    states = chain_states(chain)
-    say(overview(chain, states))
-    check_unchanged(states)
-    _check_data(chain, states)
+    states = _start(chain)
     failures: list[str] = []
     for number, step in enumerate(chain.steps, start=1):
         title = f"[{number}/{len(chain.steps)}] {step.name}"
         missing = [name for name in step.needs if not states[name].is_done]
         # Its input may have been made a moment ago.
-        states[step.name] = state = step_state(step, [states[name] for name in step.needs])
+        states[step.name] = state = step_state(step, states)
         if state.is_done:
             say(f"{title}: done before")
         elif missing:
@@ -120,7 +110,7 @@ def run_here(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
                 return code
             if code:
                 failures.append(f"{step.name}: ended with code {code}\n    alone: {command}")
-            states[step.name] = step_state(step, [states[name] for name in step.needs])
+            states[step.name] = step_state(step, states)
     if failures:
         say(f"{len(failures)} run(s) of the chain are not done:")
         say("\n".join(f"  {failure}" for failure in failures))
@@ -143,13 +133,18 @@ def _run(step: ChainStep, *, num_procs: int, stop: StopFlag) -> tuple[int, str]:
 # ---- on SLURM ---------------------------------------------------------------------------------
 
 
+def _scripts(chain: Chain, states: States) -> dict[str, str]:
+    """A step of each stage that has something to do -> its batch script: they ask for the same."""
+    stages = {s.stage: s for s in reversed(chain.steps) if not states[s.name].is_done}
+    return {step.name: batch_script(step.run) for step in reversed(stages.values())}
+
+
 def describe_chain(chain: Chain) -> str:
     """The table, and a batch script of each stage that has something to do. Writes nothing."""
     states = chain_states(chain)
     parts = [overview(chain, states)]
-    for step in _first_missing(chain, states):
-        script = batch_script(step.run)
-        parts.append(f"# Batch script of {step.name}\n{script.rstrip()}\n")
+    for name, script in _scripts(chain, states).items():
+        parts.append(f"# Batch script of {name}\n{script.rstrip()}\n")
         refuse_or_warn(slurm_check(script))
     return "\n".join(parts)
 
@@ -160,15 +155,21 @@ def submit_chain(chain: Chain) -> None:
     Raises UserErrors before anything is submitted, and UserError if sbatch refuses a job; what was
     accepted before stays submitted.
     """
-    states = chain_states(chain)
-    say(overview(chain, states))
-    check_unchanged(states)
+    states = _start(chain)
     if all(state.is_done for state in states.values()):
         say(_compare_line(chain))
         return
-    _check_data(chain, states)
     require_slurm()
-    refuse_or_warn(_checks(chain, states), leave_out={"weights"})
+    scripts = _scripts(chain, states)
+    rows = [row for script in scripts.values() for row in slurm_check(script)]
+    rows += [
+        row
+        for step in _unprepared(chain, states)
+        if step.name in scripts
+        for row in run_checks(step.run)
+    ]
+    each_once = {(row.name, row.detail): row for row in rows}
+    refuse_or_warn(list(each_once.values()), leave_out={"weights"})
     try:
         queue = user_jobs()
     except NoAnswerError as error:
@@ -179,50 +180,29 @@ def submit_chain(chain: Chain) -> None:
         if states[step.name].is_done:
             say(f"skipped   {step.name}: done")
             continue
-        needed = {job for name in step.needs for job in jobs.get(name, ())}
-        if kept := _kept(step, queue, is_stale=not needed.isdisjoint(new)):
+        needed = sorted({job for name in step.needs for job in jobs.get(name, ())})
+        kept = jobs_of(job_folder(step.run, cluster="slurm").parent, jobs=queue)
+        if set(needed) & set(new):
+            kept = _without_waiting(step, kept)
+        if kept:
             jobs[step.name] = submitted_ids(kept)
             say(f"kept      {step.name}: job {kept[0].job_id} is {kept[0].state.lower()}")
             continue
-        before = sorted(needed)
-        submission = submit_run(step.run, after_ok=before, earlier="ignore")
+        submission = submit_run(step.run, after_ok=needed, earlier="ignore")
         jobs[step.name] = [submission.job_id]
         new.append(submission.job_id)
-        after = f", after {' and '.join(before)}" if before else ""
+        after = f", after {' and '.join(needed)}" if needed else ""
         say(f"submitted {step.name}: job {submission.job_id}{after}")
     if new:
-        say(
-            f"  state    python launch/status.py {chain.folder}\n  cancel   scancel {' '.join(new)}"
-        )
+        say(f"  state    python launch/status.py {chain.folder}")
+        say(f"  cancel   scancel {' '.join(new)}")
     say(_compare_line(chain))
     say("When the jobs have ended, the same command submits what is not done.")
 
 
-def _first_missing(chain: Chain, states: States) -> list[ChainStep]:
-    """One run of each stage that has something to do: all ask for the same resources."""
-    first: dict[str, ChainStep] = {}
-    for step in chain.steps:
-        if not states[step.name].is_done:
-            first.setdefault(step.stage, step)
-    return list(first.values())
-
-
-def _checks(chain: Chain, states: States) -> list[Check]:
-    rows: list[Check] = []
-    for step in _first_missing(chain, states):
-        rows += slurm_check(batch_script(step.run))
-        if not _is_made_here(chain, step, states):
-            rows += run_checks(step.run)
-    return list({(row.name, row.detail): row for row in rows}.values())
-
-
-def _kept(step: ChainStep, queue: Sequence[QueuedJob], *, is_stale: bool) -> list[QueuedJob]:
-    """The jobs of a run that stay. One that waits for jobs that have failed is cancelled.
-
-    is_stale: whether what the run needs was submitted again.
-    """
-    jobs = jobs_of(job_folder(step.run, cluster="slurm").parent, jobs=queue)
-    waiting = [job for job in jobs if is_stale and job.state == "PENDING"]
+def _without_waiting(step: ChainStep, jobs: list[QueuedJob]) -> list[QueuedJob]:
+    """Cancel the jobs of a run that wait for jobs which have failed. Returns the others."""
+    waiting = [job for job in jobs if job.state == "PENDING"]
     for job_id in submitted_ids(waiting):
         try:
             ask_slurm("scancel", job_id)

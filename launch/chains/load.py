@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from vitscale.runs.data_prep import DataPrepRun
 TRAININGS = ("pretrain", "finetune")
 # Key -> kinds of stages that it can be the folder of.
 SOURCES = {"data.path": ("data_prep",), "init": TRAININGS}
-MAX_EXAMPLES = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +58,6 @@ class Chain:
     folder: Path
     steps: tuple[ChainStep, ...]
 
-    def sources(self, step: ChainStep) -> list[ChainStep]:
-        return [each for each in self.steps if each.name in step.needs]
-
 
 def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None) -> Chain:
     """Load and validate every run.
@@ -71,191 +67,62 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
     """
     if problems := [UserError(text, where=key) for key, text in settings.problems()]:
         raise UserErrors(problems)
-    loading = _Loading(chain=settings, cluster=cluster, num_tasks=num_tasks)
-    by_name = {stage.name: stage for stage in settings.stages}
-    for name in TopologicalSorter({s.name: s.needs for s in settings.stages}).static_order():
-        stage = by_name[name]
-        if set(stage.needs) <= loading.found.keys():
-            try:
-                loading.add(stage)
-            except UserError as error:
-                loading.note(error, f"stage {name}")
-    steps = [step for stage in loading.found.values() for step in stage]
-    errors = [_in_runs(text, names) for text, names in loading.errors.items()]
-    errors += _unused_overrides(settings, loading.kinds)
-    errors += _shared_folders(steps)
-    if errors:
-        raise UserErrors(errors)
-    return Chain(name=settings.name, folder=Path(settings.folder), steps=tuple(steps))
+    stages = {stage.name: stage for stage in settings.stages}
+    found: dict[str, list[ChainStep]] = {}
+    kinds: set[str] = set()
+    # Error -> where it is.
+    errors: dict[str, list[str]] = {}
 
-
-def _in_runs(text: str, names: Sequence[str]) -> UserError:
-    """An error that several runs have, with the first of their names."""
-    shown = ", ".join(names[:MAX_EXAMPLES])
-    more = f" and {len(names) - MAX_EXAMPLES} more" if len(names) > MAX_EXAMPLES else ""
-    return UserError(f"{text}\n  in: {shown}{more}")
-
-
-def _unused_overrides(settings: ChainRun, kinds: set[str]) -> Iterator[UserError]:
-    for text in settings.overrides:
-        if kinds and not any(_has_key(kind, text) for kind in kinds):
-            yield UserError(f"{text}: no stage has this key", where="overrides")
-
-
-def _shared_folders(steps: Sequence[ChainStep]) -> Iterator[UserError]:
-    """Two data preparations may name the same shards, and two values the same run."""
-    names: dict[Path, str] = {}
-    for step in steps:
-        other = names.setdefault(step.folder.absolute(), step.name)
-        if other != step.name or [s.name for s in steps].count(other) > 1:
-            what = f"{other} and another run both write {step.folder}"
-            yield UserError(what, where="stages", next_step="rename one value, or set output")
-            return
-
-
-def _has_key(kind: str, override: str) -> bool:
-    return override.partition("=")[0].split(".")[0].strip() in RUN_TYPES[kind].model_fields
-
-
-@dataclass(kw_only=True, slots=True)
-class _Loading:
-    chain: ChainRun
-    cluster: str
-    num_tasks: int | None
-    found: dict[str, list[ChainStep]] = field(default_factory=dict)
-    """Stage -> its runs."""
-    kinds: set[str] = field(default_factory=set)
-    errors: dict[str, list[str]] = field(default_factory=dict)
-    """Error -> where it is."""
-
-    def note(self, error: UserError, name: str) -> None:
+    def note(error: UserError, name: str) -> None:
         for each in error.errors if isinstance(error, UserErrors) else (error,):
             text = each.text().replace(f"{COMMAND_LINE}: ", "override ", 1)
-            self.errors.setdefault(text, []).append(name)
+            errors.setdefault(text, []).append(name)
 
-    def add(self, stage: ChainStage) -> None:
-        """Load the runs of a stage. Raises UserErrors for what all of them share."""
-        kind = _kind_of(stage.config)
-        self.kinds.add(kind)
-        self._check(stage, kind)
-        steps = []
-        for sources in itertools.product(*(self.found[name] for name in stage.inputs.values())):
-            inherited = _merged(sources)
-            if inherited is None:
-                continue
-            for labels, overrides in _choices(stage, inherited):
-                step = self._step(stage, kind, sources, {**inherited, **labels}, overrides)
-                if step is not None:
-                    steps.append(step)
-        if steps:
-            self.found[stage.name] = steps
-
-    def _check(self, stage: ChainStage, kind: str) -> None:
-        if kind == "data_prep" and (stage.sweep or stage.variants):
-            raise UserError("data_prep has no sweep and no variants", where="stages")
-        if kind != "data_prep" and "output" in {text.partition("=")[0] for text in stage.overrides}:
-            what = "the chain sets output itself, from the names of chain and stage"
-            raise UserError(what, where="output", next_step="set output of the chain")
-        for key, name in stage.inputs.items():
-            source = self.found[name][0].kind
-            if source not in SOURCES.get(key, (source,)):
-                what = f"{key}: stage {name} is {source}"
-                raise UserError(what, where="inputs", allowed=" or ".join(SOURCES[key]))
-
-    def _step(
-        self,
-        stage: ChainStage,
-        kind: str,
-        sources: Sequence[ChainStep],
-        labels: dict[str, str],
-        overrides: Sequence[str],
-    ) -> ChainStep | None:
-        """None if the run is invalid."""
-        from_sources = [name for source in sources if (name := source.name.partition("/")[2])]
-        earlier = [value for source in sources for value in source.labels.values()]
-        own = [
-            _slug(key, value)
-            for key, value in labels.items()
-            if key.partition(".")[0] == stage.name
-            and not (key.endswith(".variant") and value in earlier)
-        ]
-        name = "/".join(filter(None, [stage.name, "_".join([*from_sources, *own])]))
-        words = [text for text in self.chain.overrides if _has_key(kind, text)]
-        words += stage.overrides
-        words += [
-            f"{key}={yaml_flow(str(source.folder))}"
-            for key, source in zip(stage.inputs, sources, strict=True)
-        ]
-        seeds = [value for key, value in labels.items() if key.endswith(".seed")]
-        if seeds and kind in TRAININGS and not any(w.startswith("seed=") for w in words):
-            words.append(f"seed={seeds[-1]}")
-        words += overrides
-        if kind != "data_prep":
-            tags = {"chain": self.chain.name, "chain.stage": stage.name}
-            tags |= {f"chain.{key}": value for key, value in labels.items()}
-            words += [
-                f"name={yaml_flow(f'{self.chain.name}-{name}'.replace('/', '-'))}",
-                f"output={yaml_flow(f'{self.chain.folder}/{name}')}",
-                f"tracking.tags={yaml_flow(tags)}",
-            ]
+    for name in TopologicalSorter({s.name: s.needs for s in settings.stages}).static_order():
+        stage = stages[name]
+        if not found.keys() >= set(stage.needs):
+            continue  # its errors are reported
         try:
-            run = launchable(load_run(RUN_TYPES, stage.config, overrides=words).run)
-            num_tasks = self.num_tasks or run.launch.nodes * run.launch.tasks_per_node
-            check_job(run, num_tasks=num_tasks, cluster=self.cluster)
+            kind = _kind_of(stage.config)
+            kinds.add(kind)
+            _check_stage(stage, kind, found)
         except UserError as error:
-            self.note(error, name)
-            return None
-        after = [step.name for each in stage.after for step in self.found[each]]
-        needs = (*(source.name for source in sources), *after)
-        return ChainStep(name=name, kind=kind, run=run, needs=needs, labels=labels)
-
-
-def _merged(sources: Sequence[ChainStep]) -> dict[str, str] | None:
-    """The labels of all sources; None if two of them come from different runs of one stage."""
-    merged: dict[str, str] = {}
-    for source in sources:
-        if any(merged.get(key, value) != value for key, value in source.labels.items()):
-            return None
-        merged |= source.labels
-    return merged
-
-
-def _choices(
-    stage: ChainStage, inherited: dict[str, str]
-) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """(labels, overrides) of each combination of the stage's own variants and sweep.
-
-    A run that starts from a variant of one of these names has the variant of that name.
-    """
-    axes = [
-        [(f"{stage.name}.{key}", _shown(value), [f"{key}={yaml_flow(value)}"]) for value in values]
-        for key, values in stage.sweep.items()
-    ]
-    if stage.variants:
-        before = {value for key, value in inherited.items() if key.endswith(".variant")}
-        names = before & stage.variants.keys() or stage.variants.keys()
-        axes.insert(
-            0,
-            [
-                (f"{stage.name}.variant", name, list(words))
-                for name, words in stage.variants.items()
-                if name in names
-            ],
+            note(error, f"stage {name}")
+            continue
+        steps = []
+        for wanted in _wanted(settings, stage, kind, found):
+            try:
+                run = launchable(load_run(RUN_TYPES, stage.config, overrides=wanted.words).run)
+                tasks = num_tasks or run.launch.nodes * run.launch.tasks_per_node
+                check_job(run, num_tasks=tasks, cluster=cluster)
+            except UserError as error:
+                note(error, wanted.name)
+                continue
+            steps.append(
+                ChainStep(
+                    name=wanted.name, kind=kind, run=run, needs=wanted.needs, labels=wanted.labels
+                )
+            )
+        if steps:
+            found[name] = steps
+    every = [step for steps in found.values() for step in steps]
+    problems = []
+    for text, names in errors.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        problems.append(UserError(f"{text}\n  in: {names[0]}{more}"))
+    for text in settings.overrides:
+        if kinds and not any(_has_key(kind, text) for kind in kinds):
+            problems.append(UserError(f"{text}: no stage has this key", where="overrides"))
+    folders = [step.folder.absolute() for step in every]
+    # Two data preparations may name the same shards, and two values the same run.
+    if shared := next((step for step in every if folders.count(step.folder.absolute()) > 1), None):
+        what = f"{shared.name} and another run both write {shared.folder}"
+        problems.append(
+            UserError(what, where="stages", next_step="rename one value, or set output")
         )
-    for choice in itertools.product(*axes):
-        labels = {key: label for key, label, _ in choice}
-        yield labels, [word for _, _, words in choice for word in words]
-
-
-def _shown(value: object) -> str:
-    return value if isinstance(value, str) else yaml_flow(value)
-
-
-def _slug(key: str, value: str) -> str:
-    """A part of a run's name: lr-0.003, or the name of a variant."""
-    last = key.rpartition(".")[2]
-    text = value if last == "variant" else f"{last}-{value}"
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")
+    if problems:
+        raise UserErrors(problems)
+    return Chain(name=settings.name, folder=Path(settings.folder), steps=tuple(every))
 
 
 def _kind_of(file: str) -> str:
@@ -265,3 +132,106 @@ def _kind_of(file: str) -> str:
         what = "stage is missing" if stage is None else f"stage {stage!r} cannot be launched"
         raise UserError(what, where=file, allowed=", ".join(RUN_TYPES))
     return str(stage)
+
+
+def _check_stage(stage: ChainStage, kind: str, found: dict[str, list[ChainStep]]) -> None:
+    """Raise UserError for what the kind of a stage, or of its inputs, does not allow."""
+    if kind == "data_prep" and (stage.sweep or stage.variants):
+        raise UserError("data_prep has no sweep and no variants", where="stages")
+    if kind != "data_prep" and "output" in {text.partition("=")[0] for text in stage.overrides}:
+        what = "the chain sets output itself, from the names of chain and stage"
+        raise UserError(what, where="output", next_step="set output of the chain")
+    for key, name in stage.inputs.items():
+        source = found[name][0].kind
+        if source not in SOURCES.get(key, (source,)):
+            what = f"{key}: stage {name} is {source}"
+            raise UserError(what, where="inputs", allowed=" or ".join(SOURCES[key]))
+
+
+def _has_key(kind: str, override: str) -> bool:
+    return override.partition("=")[0].split(".")[0].strip() in RUN_TYPES[kind].model_fields
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Wanted:
+    """A run of a stage before it is validated."""
+
+    name: str
+    words: list[str]
+    """Its overrides."""
+    needs: tuple[str, ...]
+    labels: dict[str, str]
+
+
+def _wanted(
+    chain: ChainRun, stage: ChainStage, kind: str, found: dict[str, list[ChainStep]]
+) -> Iterator[_Wanted]:
+    """Each combination of the runs of the inputs with the stage's own variants and sweep."""
+    after = [step.name for each in stage.after for step in found[each]]
+    general = [text for text in chain.overrides if _has_key(kind, text)]
+    for sources in itertools.product(*(found[name] for name in stage.inputs.values())):
+        inherited: dict[str, str] = {}
+        for source in sources:
+            inherited |= source.labels
+        # Two inputs may come from one stage: from the same run of it.
+        if any(inherited[key] != s.labels[key] for s in sources for key in s.labels):
+            continue
+        inputs = [
+            f"{key}={yaml_flow(str(source.folder))}"
+            for key, source in zip(stage.inputs, sources, strict=True)
+        ]
+        for own, words in _choices(stage, inherited):
+            labels = inherited | own
+            name = _name(stage, sources, own)
+            words = [*general, *stage.overrides, *inputs, *words]
+            seeds = [value for key, value in inherited.items() if key.endswith(".seed")]
+            if seeds and kind in TRAININGS and not any(w.startswith("seed=") for w in words):
+                words.append(f"seed={seeds[-1]}")
+            if kind != "data_prep":
+                tags = {"chain": chain.name, "chain.stage": stage.name}
+                tags |= {f"chain.{key}": value for key, value in labels.items()}
+                words += [
+                    f"name={yaml_flow(f'{chain.name}-{name}'.replace('/', '-'))}",
+                    f"output={yaml_flow(f'{chain.folder}/{name}')}",
+                    f"tracking.tags={yaml_flow(tags)}",
+                ]
+            needs = (*(source.name for source in sources), *after)
+            yield _Wanted(name=name, words=words, needs=needs, labels=labels)
+
+
+def _choices(
+    stage: ChainStage, inherited: dict[str, str]
+) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """(labels, overrides) of each combination of the stage's own variants and sweep.
+
+    A run that starts from a variant of one of these names has the variant of that name.
+    """
+    before = {value for key, value in inherited.items() if key.endswith(".variant")}
+    axes: list[list[tuple[str, str, list[str]]]] = []
+    if stage.variants:
+        names = before & stage.variants.keys() or stage.variants.keys()
+        variants = stage.variants.items()
+        axes.append([("variant", name, list(words)) for name, words in variants if name in names])
+    for key, values in stage.sweep.items():
+        axes.append([(key, _shown(value), [f"{key}={yaml_flow(value)}"]) for value in values])
+    for choice in itertools.product(*axes):
+        labels = {f"{stage.name}.{key}": text for key, text, _ in choice}
+        yield labels, [word for _, _, words in choice for word in words]
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else yaml_flow(value)
+
+
+def _name(stage: ChainStage, sources: Sequence[ChainStep], own: dict[str, str]) -> str:
+    """STAGE, or STAGE/PARTS: the names of the inputs' runs, variants, and KEY-VALUE of a sweep."""
+    parts = [part for source in sources if (part := source.name.partition("/")[2])]
+    earlier = {value for source in sources for value in source.labels.values()}
+    for key, value in own.items():
+        last = key.rpartition(".")[2]
+        if last != "variant":
+            value = f"{last}-{value}"
+        elif value in earlier:
+            continue
+        parts.append(re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-."))
+    return "/".join(filter(None, [stage.name, "_".join(parts)]))

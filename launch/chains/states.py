@@ -29,20 +29,20 @@ WITHOUT_EFFECT = (
     *("data.num_workers", "data.remote", "data.planned_num_samples"),
     *("engine.num_threads", "engine.timeout_min"),
     *("engine.max_micro_batch", "engine.profile_steps"),
+    # Of a data preparation.
+    *("num_workers", "source.path"),
 )
-# Settings of a data preparation that do not change the shards.
-EXECUTION = ("output", "num_workers", "launch", "source.path")
 MAX_CHANGES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepState:
     text: str
-    """missing, resumable (step N), done, old or changed."""
+    """done, missing, old, resumable (step N) or changed."""
     finished: float | None = None
-    """When it was done, unix seconds; None if it is not."""
+    """When it was finished, unix seconds; None: it is not done."""
     error: UserError | None = None
-    """Why it can be neither skipped nor run."""
+    """Why the run is neither skipped nor run."""
 
     @property
     def is_done(self) -> bool:
@@ -57,7 +57,7 @@ def chain_states(chain: Chain) -> dict[str, StepState]:
     """The state of every run."""
     states: dict[str, StepState] = {}
     for step in chain.steps:
-        states[step.name] = step_state(step, [states[name] for name in step.needs])
+        states[step.name] = step_state(step, states)
     return states
 
 
@@ -67,15 +67,21 @@ def check_unchanged(states: States) -> None:
         raise UserErrors(errors)
 
 
-def step_state(step: ChainStep, needs: list[StepState]) -> StepState:
-    """needs: the states of the steps that it needs."""
+def step_state(step: ChainStep, states: States) -> StepState:
+    """states: at least of the steps that it needs."""
     if isinstance(step.run, DataPrepRun):
         return _data_prep_state(step, step.run)
-    complete = all(state.is_done for state in needs)
-    newest = max((state.finished or 0.0 for state in needs), default=0.0)
-    if step.kind == "evaluate":
-        return _evaluation_state(step, newest if complete else None)
-    return _training_state(step, complete=complete)
+    needs = [states[name] for name in step.needs]
+    if step.kind != "evaluate":
+        return _training_state(step, complete=all(state.is_done for state in needs))
+    finished = _time_of(step.folder / RESULTS_NAME)
+    if finished is None:
+        return StepState(text="missing")
+    files = sorted(step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
+    is_newest = all(state.is_done and finished >= (state.finished or 0) for state in needs)
+    if not is_newest or not files or list(_changes(step.run, files[-1])):
+        return StepState(text="old")
+    return StepState(text="done", finished=finished)
 
 
 def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
@@ -87,29 +93,17 @@ def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     changes = [
         f"{key}: made with {made[key]}, now {now[key]}"
         for key in sorted(made.keys() & now.keys())
-        if made[key] != now[key] and not key.startswith(EXECUTION)
+        if made[key] != now[key] and _has_effect(key)
     ]
-    if not changes:
-        return StepState(text="done", finished=finished)
-    return _changed("exists already, made with other settings", changes, folder)
-
-
-def _evaluation_state(step: ChainStep, newest: float | None) -> StepState:
-    """newest: when the last input was finished; None if one is not."""
-    finished = _time_of(step.folder / RESULTS_NAME)
-    if finished is None:
-        return StepState(text="missing")
-    files = sorted(step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
-    is_current = newest is not None and finished >= newest and bool(files)
-    if not is_current or list(_changes(step.run, files[-1])):
-        return StepState(text="old")
+    if changes:
+        return _changed("exists already, made with other settings", changes, folder)
     return StepState(text="done", finished=finished)
 
 
 def _training_state(step: ChainStep, *, complete: bool) -> StepState:
     """complete: whether all that it needs is done."""
-    whole = (path for path in step_folders(step.folder / "checkpoints") if looks_whole(path))
-    newest = next(whole, None)
+    folders = step_folders(step.folder / "checkpoints")
+    newest = next((path for path in folders if looks_whole(path)), None)
     if newest is None:
         return StepState(text="missing")
     at = step_of(newest)
@@ -139,24 +133,19 @@ def _changed(what: str, changes: list[str], folder: Path) -> StepState:
 def _changes(run: Run, path: Path) -> Iterator[str]:
     """Settings with an effect that differ from a configuration that was run."""
     try:
-        saved = _effective(load_run_file(RUN_TYPES, path))
+        saved = {".".join(key): value for key, value in run_leaves(load_run_file(RUN_TYPES, path))}
     except UserError:
         yield f"{path} cannot be read by this version"
         return
-    now = _effective(run)
-    for key in sorted(saved.keys() | now.keys()):
+    now = {".".join(key): value for key, value in run_leaves(run)}
+    for key in sorted(filter(_has_effect, saved.keys() | now.keys())):
         if saved.get(key) != now.get(key):
             old, new = (yaml_flow(v[key]) if key in v else "nothing" for v in (saved, now))
             yield f"{key}: trained with {old}, now {new}"
 
 
-def _effective(run: Run) -> dict[str, Any]:
-    keys = {".".join(path): value for path, value in run_leaves(run)}
-    return {
-        key: value
-        for key, value in keys.items()
-        if not any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
-    }
+def _has_effect(key: str) -> bool:
+    return not any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,19 +8,18 @@ Owns: which overrides are sweeps, and the chain of one stage that they stand for
 from __future__ import annotations
 
 import argparse
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel
+from pydantic import TypeAdapter, ValidationError
 
 from finetune.run import FinetuneRun
 from launch.chains.settings import ChainRun, ChainStage
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors
-from vitscale.config.fields import locate
+from vitscale.config.fields import groups_in, locate
 from vitscale.config.loader import read_values
 from vitscale.config.section import Run
 from vitscale.config.source import read_yaml, yaml_flow
@@ -35,9 +34,10 @@ def sweep_command(
 
     Raises UserErrors for all but the values that are swept, which `load_chain` validates.
     """
-    values, others = _split(argv)
+    values = _sweeps(argv)
     if not values:
         return None
+    others = [word for word in argv if word.partition("=")[0].strip() not in values]
     first = [f"{key}={yaml_flow(each[0])}" for key, each in values.items()]
     command = load_command(
         TRAININGS,
@@ -59,86 +59,41 @@ def sweep_command(
     return replace(command, run=chain)
 
 
-def _split(argv: Sequence[str]) -> tuple[dict[str, list[Any]], list[str]]:
-    """(key -> values of the sweeps, the other words)."""
+def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
+    """Key -> values: lists that are no value of their key."""
+    lists = [word for word in argv if "=[" in word and not word.startswith("-")]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?", const="", default="")
+    parser.add_argument("--config", nargs="?")
     file = parser.parse_known_args(argv)[0].config
-    known = _content(file, argv) if file and any("=[" in word for word in argv) else {}
-    run_type = TRAININGS.get(str(known.get("stage")))
-    if run_type is None:
-        return {}, list(argv)
-    values: dict[str, list[Any]] = {}
-    others = []
-    for word in argv:
-        key, _, text = word.partition("=")
-        found = None if word.startswith("-") else _sweep(run_type, key.strip(), text, known)
-        if found:
-            values[key.strip()] = found
-        else:
-            others.append(word)
-    return values, others
-
-
-def _sweep(run_type: type[Run], key: str, text: str, known: Any) -> list[Any] | None:
-    """The values of a sweep; None where the text is one value of the key."""
-    if not text.strip().startswith("["):
-        return None
-    try:
-        value = read_yaml(text, name=key)
-    except UserErrors:
-        return None
-    info = locate(run_type, tuple(key.split(".")), known)[1]
-    if info is None or not isinstance(value, list):
-        return None
-    if _is_scalar(info.annotation):
-        return value
-    # A list for each value of a key that takes a list.
-    is_nested = bool(value) and all(isinstance(item, list) for item in value)
-    return value if is_nested and _is_flat_list(info.annotation) else None
-
-
-def _members(annotation: Any) -> Iterator[Any]:
-    """The types that a value can have, without null."""
-    if get_origin(annotation) is Annotated:
-        yield from _members(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from _members(member)
-    elif annotation is not types.NoneType:
-        yield annotation
-
-
-def _is_scalar(annotation: Any) -> bool:
-    return all(
-        member in (int, float, str, bool) or get_origin(member) is Literal
-        for member in _members(annotation)
-    )
-
-
-def _is_flat_list(annotation: Any) -> bool:
-    members = list(_members(annotation))
-    items = [
-        item
-        for member in members
-        if get_origin(member) is tuple
-        for item in get_args(member)
-        if item is not Ellipsis
-    ]
-    groups = [each for each in members if isinstance(each, type) and issubclass(each, BaseModel)]
-    return bool(items) and not groups and all(map(_is_scalar, items))
-
-
-def _content(file: str, words: Sequence[str]) -> dict[str, Any]:
-    """The values of a run file with its bases and overrides; empty where it cannot be read."""
-    try:
-        content = read_values(file)
-    except UserErrors:
+    if not lists or not file:
         return {}
-    for word in words:
+    values = {}
+    try:
+        known = read_values(file)
         # A name chooses a group, and thereby the keys that there are.
-        key, _, value = word.partition("=")
-        group, _, last = key.partition(".")
-        if last == "name" and not value.startswith("["):
-            content[group] = {**(content.get(group) or {}), "name": value}
-    return content
+        for word in argv:
+            group, _, name = word.partition(".name=")
+            if name and not name.startswith("["):
+                known[group] = {**(known.get(group) or {}), "name": name}
+        for word in lists:
+            key, _, text = word.partition("=")
+            value = read_yaml(text, name=key)
+            run_type = TRAININGS.get(str(known.get("stage")))
+            if run_type and value and _is_sweep(run_type, key, value, known):
+                values[key] = value
+    except UserErrors:
+        return {}  # `load_command` reports them
+    return values
+
+
+def _is_sweep(run_type: type[Run], key: str, value: Any, known: dict[str, Any]) -> bool:
+    """Whether there is such a key, and the list is no value of it."""
+    info = locate(run_type, tuple(key.split(".")), known)[1]
+    if info is None or groups_in(info) is not None or not isinstance(value, list):
+        return False
+    allowed: Any = info.annotation
+    try:
+        TypeAdapter(allowed).validate_python(value)
+    except ValidationError:
+        return True
+    return False

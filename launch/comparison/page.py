@@ -86,7 +86,11 @@ def render(comparison: Comparison) -> str:
         lstrip_blocks=True,
     )
     scripts = (get_plotlyjs(), DRAW)
-    keys = sorted((line.key for line in comparison.metrics), key=metric_place)
+    deciding = comparison.deciding
+    keys = sorted(
+        (line.key for line in comparison.metrics),
+        key=lambda key: (deciding is None or key != deciding.key, metric_place(key)),
+    )
     varied = {key for key in keys if any(any(run.series(key)[1]) for run in comparison.runs)}
     first = {key for key in varied if key.startswith("val/") or key == LAST_RESORT}
     runs_table, *other_tables = tables(comparison)
@@ -232,7 +236,7 @@ def _figure(traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1b1f24"},
         "plot_bgcolor": "white",
         "showlegend": len(traces) > 1,
-        "legend": {"orientation": "h", "y": -0.2},
+        "legend": {"orientation": "h", "y": -0.25},
         "xaxis": {**axis, "title": {"text": x_title}, "type": x_type},
         "yaxis": axis,
     }

@@ -127,8 +127,7 @@ def test_equal_errors_of_many_runs_are_one(folder: Path) -> None:
     with pytest.raises(UserError) as caught:
         chain_of(write_chain(folder, text))
     assert caught.value.text().count("unknown key optim.lrr") == 1
-    assert "in: finetune/lr-0.01_seed-3, finetune/lr-0.01_seed-4, " in caught.value.text()
-    assert "and 1 more" in caught.value.text()
+    assert "in: finetune/lr-0.01_seed-3 and 3 more" in caught.value.text()
 
 
 @pytest.mark.parametrize(
