@@ -16,7 +16,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
-from vitscale.distributed.node_share import once_per_node
+from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, gather_objects
 from vitscale.evaluation.evaluation import FILES, Evaluation, Subject, results
 from vitscale.evaluation.registry import EVALUATIONS
@@ -43,14 +43,11 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     folder = Path(run.folder)
     say: Callable[[str], None] = print if world.is_first else lambda _: None
     model = open_model(**run.source())
-    (train, val), lines = once_per_node(
+    train, val = once_per_node(
         lambda: splits(run, check_files=world.is_first),
-        rank=world.rank,
+        is_maker=world.local_rank == 0,
         gather=gather_objects,
-        for_workers=run.data.num_workers > 0,
     )
-    for line in lines:
-        say(f"index of {run.data.path}: {line}")
     subject = subject_of(run, model, world, train=train, val=val)
     evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
     for each in evaluations:

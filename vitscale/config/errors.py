@@ -116,6 +116,9 @@ class UserErrors(UserError):
         self.errors = tuple(errors)
         super().__init__("\n".join(error.text() for error in errors))
 
+    def __reduce__(self) -> tuple[type, tuple[Sequence[UserError]]]:
+        return UserErrors, (self.errors,)
+
 
 def not_written(error: OSError, *, key: str, path: str) -> UserError:
     """The error for a path in a setting that cannot be written."""

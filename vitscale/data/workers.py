@@ -35,7 +35,6 @@ from vitscale.distributed.fork_server import (
     start_server,
     worker_context,
 )
-from vitscale.distributed.node_share import FilePart, receive, share
 from vitscale.distributed.processes import process_state
 
 # With these torch, the decoders and all readers of samples.
@@ -127,11 +126,9 @@ def fill_batch(
 class _Task(NamedTuple):
     """What the workers of a stream fill batches with."""
 
-    pieces: tuple[FilePart, ...]
-    num_descriptors: int
-    """Of the pieces and the slots; they are sent through the pipe."""
+    samples: Samples
     slots: tuple[int, ...]
-    """Shape of the slots."""
+    """Shape of the slots, whose descriptor is sent through the pipe."""
     cores: Sequence[int]
     """Those of the trainer, which may be bound."""
     num_workers: int
@@ -178,12 +175,9 @@ class Workers:
         try:
             os.ftruncate(memory, math.prod(shape))
             self._slots = _mapped(memory, shape)
-            with share(samples) as shared:
-                descriptors = (*shared.descriptors, memory)
-                cores = sorted(os.sched_getaffinity(0))
-                task = _Task(shared.pieces, len(descriptors), shape, cores, num_workers)
-                for number in range(num_workers):
-                    self._workers.append(_Worker(number, task, descriptors))
+            task = _Task(samples, shape, sorted(os.sched_getaffinity(0)), num_workers)
+            for number in range(num_workers):
+                self._workers.append(_Worker(number, task, memory))
         except BaseException:
             self.close()
             raise
@@ -270,7 +264,7 @@ class Workers:
 class _Worker:
     """One worker process."""
 
-    def __init__(self, number: int, task: _Task, descriptors: Sequence[int]) -> None:
+    def __init__(self, number: int, task: _Task, memory: int) -> None:
         context = worker_context(IMPORTS)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
@@ -278,8 +272,7 @@ class _Worker:
         )
         try:
             self.process.start()
-            for descriptor in descriptors:
-                reduction.send_handle(self.connection, descriptor, self.process.pid)
+            reduction.send_handle(self.connection, memory, self.process.pid)
         except (EOFError, OSError) as error:
             raise WorkerError(
                 f"a loader worker cannot be started ({error or 'its server has ended'})",
@@ -308,11 +301,9 @@ def _run(connection: Connection, task: _Task, number: int) -> None:
 
 
 def _serve(connection: Connection, task: _Task, number: int) -> None:
-    descriptors = [reduction.recv_handle(connection) for _ in range(task.num_descriptors)]
-    slots, crash = _mapped(descriptors[-1], task.slots), None
+    slots, crash = _mapped(reduction.recv_handle(connection), task.slots), None
     try:
-        samples: Samples = receive(task.pieces, descriptors[:-1])
-        samples.start(worker=number, num_workers=task.num_workers)
+        task.samples.start(worker=number, num_workers=task.num_workers)
     except Exception:  # the trainer learns it with the first batch
         crash = traceback.format_exc()
     while True:
@@ -320,7 +311,7 @@ def _serve(connection: Connection, task: _Task, number: int) -> None:
         if crash is not None:
             reply = _Reply(crash=crash)
         else:
-            reply = _filled(samples, positions, slots[slot])
+            reply = _filled(task.samples, positions, slots[slot])
         connection.send(reply)
 
 

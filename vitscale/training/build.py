@@ -17,7 +17,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, open_loader, training_batches
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.private_folder import private_folder
+from vitscale.distributed.node_files import private_folder
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World, broadcast_object, broadcast_tensor
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision

@@ -20,7 +20,7 @@ from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.failures.events import EVENTS_NAME, record_start
 from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.failures.storage import or_warn
-from vitscale.distributed.node_share import once_per_node
+from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.world import (
     World,
@@ -87,7 +87,11 @@ def _open(
     objective: Objective,
     initial_weights: InitialWeights | None,
 ) -> TrainingSession:
-    data, val_index, index_lines = _read_data(run, world)
+    data, val_index = once_per_node(
+        lambda: _read_index(run, check_files=world.is_first),
+        is_maker=world.local_rank == 0,
+        gather=gather_objects,
+    )
     num_classes = len(data.classes)
     check_objective(objective, num_classes=num_classes, views=run.data.views, path=run.data.path)
     check_evaluations(objective, run, num_classes=num_classes)
@@ -107,7 +111,6 @@ def _open(
     model = build_model(run, objective, arch)
     if initial_weights is not None and checkpoint is None:
         messages += start_from(model, arch, initial_weights, world)
-    messages += index_lines
     engine = build_engine(run, plan, world, arch, model)
     evaluations = build_evaluations(run, objective, arch, engine, data, val_index)
     facts = provenance(run, world, dtype=engine.dtype)
@@ -222,18 +225,8 @@ def _open_log(
     )
 
 
-def _read_data(run: TrainingRun, world: World) -> tuple[TrainingSet, SplitIndex | None, list[str]]:
-    """Training and evaluated samples, and lines for the log."""
-    (data, val_index), lines = once_per_node(
-        lambda: _read_index(run, check_files=world.is_first),
-        rank=world.rank,
-        gather=gather_objects,
-        for_workers=run.data.num_workers > 0,
-    )
-    return data, val_index, [f"index of {run.data.path}: {line}" for line in lines]
-
-
 def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:
+    """Training and evaluated samples."""
     training_set = open_training_set(run.data, seed=run.seed, check_files=check_files)
     if training_set.dev is not None:
         return training_set, training_set.dev

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import select
+import socket
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from vitscale.distributed.node_share import node_identity
 from vitscale.distributed.world import World
 
 KEY = "vitscale/process"
@@ -69,6 +70,20 @@ class Neighbour:
         if self._watched is not None:
             os.close(self._watched)
         self._watched, self._was_gone = None, False
+
+
+def node_identity() -> str:
+    """The same for processes that see the same shared memory, and for no others.
+
+    Host names are not unique, and containers on one machine may each have their own.
+    """
+    facts = [socket.gethostname()]
+    with suppress(OSError):
+        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        with suppress(OSError):
+            facts.append(str(os.stat(folder).st_dev))
+    return " ".join(facts)
 
 
 def _place(address: str) -> str:

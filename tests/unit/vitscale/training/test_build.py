@@ -11,7 +11,7 @@ import torch
 
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
-from vitscale.distributed.private_folder import private_folder
+from vitscale.distributed.node_files import private_folder
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import ViT, build_model
 from vitscale.training.build import choose_kernels
