@@ -49,7 +49,10 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(forkserver, "_forkserver", server)
     for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
         monkeypatch.setattr(forkserver, name, getattr(server, name))
+    ended = threading.Event()
+    threading.Thread(target=ended.wait).start()  # a fork of this process would not be safe
     yield
+    ended.set()
     server._stop()
 
 
