@@ -12,7 +12,7 @@ import hashlib
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -41,7 +41,7 @@ MAKE_SHARDS = (
 )
 INDEX_SHARDS = (
     "python data_prep/index_shards.py --config configs/data/index_shards.yaml "
-    "source.path={folder} output=INDEX"
+    "source.path={folder} output=INDEX, then set data.path=INDEX"
 )
 
 
@@ -94,8 +94,7 @@ class Manifest:
     path relative to this folder, or a URL."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteShards:
+class RemoteShards(NamedTuple):
     """The shards of one split at a URL, which are read from a local cache."""
 
     cache: ShardCache
@@ -181,15 +180,21 @@ def index_schema() -> pa.Schema:
 
 def read_manifest(folder: Location | str) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
-    if isinstance(folder, str):
-        folder = location_of(folder)
-    path = folder / MANIFEST_NAME
-    if isinstance(path, Url):
-        text = _remote_manifest(path)
-    else:
-        _check_is_shard_folder(path.parent)
-        text = path.read_bytes()
-    return _parsed_manifest(text, where=str(path))
+    path = location_of(folder) / MANIFEST_NAME
+    text = _remote_manifest(path) if isinstance(path, Url) else _local_manifest(path)
+    try:
+        raw = json.loads(text)
+        if raw["format_version"] == FORMAT_VERSION:
+            return _manifest_from_json(raw)
+        what = f"format version {raw['format_version']!r} is unknown"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"is not a valid manifest ({type(error).__name__}: {error})"
+    raise UserError(
+        what,
+        where=str(path),
+        allowed=f"format version {FORMAT_VERSION}",
+        next_step="install the vitscale version that wrote it, or make the shards again",
+    )
 
 
 def _remote_manifest(url: Url) -> bytes:
@@ -205,54 +210,28 @@ def _remote_manifest(url: Url) -> bytes:
             f"has {num_bytes:,} bytes, too many for a manifest",
             where=str(url),
             allowed=f"at most {MAX_MANIFEST_BYTES:,}",
-            next_step="check the address; make fewer, larger shards",
         )
     return read_range(url, offset=0, num_bytes=num_bytes)
 
 
-def _check_is_shard_folder(folder: Path) -> None:
-    make = f"set data.path, or run: {MAKE_SHARDS.format(folder=folder)}"
+def _local_manifest(path: Path) -> bytes:
+    if path.is_file():
+        return path.read_bytes()
+    folder, next_step = path.parent, f"set data.path, or run: {MAKE_SHARDS}"
     if not folder.is_dir():
         what = "is a file, not a shard folder" if folder.exists() else "no such folder"
-        raise UserError(what, where=str(folder), next_step=make)
-    if not (folder / MANIFEST_NAME).is_file():
-        tars = sum(1 for _ in folder.glob("*.tar"))
-        what = f"has {tars} tar files but no" if tars else "is not a shard folder: it has no"
-        index = INDEX_SHARDS.format(folder=folder) + ", then set data.path=INDEX"
-        next_step = index if tars else make
-        raise UserError(f"{what} {MANIFEST_NAME}", where=str(folder), next_step=next_step)
-
-
-def _parsed_manifest(text: bytes, *, where: str) -> Manifest:
-    try:
-        raw = json.loads(text)
-        version = raw["format_version"]
-        if version == FORMAT_VERSION:
-            return _manifest_from_json(raw)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"is not a valid manifest ({type(error).__name__}: {error})",
-            where=where,
-            next_step="remove the folder and make the shards again",
-        ) from None
-    raise UserError(
-        f"format version {version!r} is unknown",
-        where=where,
-        allowed=str(FORMAT_VERSION),
-        next_step="install the vitscale version that wrote it, or make the shards again",
-    )
+    elif tars := sum(1 for _ in folder.glob("*.tar")):
+        what, next_step = f"has {tars} tar files but no {MANIFEST_NAME}", INDEX_SHARDS
+    else:
+        what = f"is not a shard folder: it has no {MANIFEST_NAME}"
+    raise UserError(what, where=str(folder), next_step=next_step.format(folder=folder))
 
 
 def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
-    splits = {
-        name: SplitEntry(
-            **{
-                **entry,
-                "shards": tuple(ShardEntry(**shard) for shard in entry["shards"]),
-            }
-        )
-        for name, entry in raw["splits"].items()
-    }
+    splits = {}
+    for name, entry in raw["splits"].items():
+        shards = tuple(ShardEntry(**shard) for shard in entry["shards"])
+        splits[name] = SplitEntry(**{**entry, "shards": shards})
     known = {field.name: raw[field.name] for field in fields(Manifest) if field.name in raw}
     return Manifest(**{**known, "classes": tuple(raw["classes"]), "splits": splits})
 
@@ -270,8 +249,7 @@ def read_split(
     key: the setting that names the split. check_files: False where another rank checks them.
     Raises UserError, with all problems at once.
     """
-    if isinstance(folder, str):
-        folder = location_of(folder)
+    folder = location_of(folder)
     manifest = read_manifest(folder)
     if split not in manifest.splits:
         raise UserError(
@@ -281,36 +259,33 @@ def read_split(
             next_step=f"set {key}" if key else None,
         )
     entry = manifest.splits[split]
-    root = location_of_tars(folder, manifest)
-    cache = None
-    if isinstance(root, Url) or isinstance(folder, Url):
+    root, index_path = location_of_tars(folder, manifest), folder / INDEX_NAME
+    remote: RemoteShards | None = None
+    tars: tuple[Path, ...] = ()
+    if isinstance(root, Url) or isinstance(index_path, Url):
         cache = open_cache(remote_settings or RemoteSettings())
-    index_path = folder / INDEX_NAME
     if isinstance(index_path, Url):
-        assert cache is not None
         file = RemoteFile(index_path, manifest.index_bytes, manifest.index_blake3)
         index_path = cache.verified(file)
-    remote = None
-    tars: tuple[Path, ...] = ()
     if isinstance(root, Url):
-        assert cache is not None
-        shards = entry.shards
-        files = tuple(RemoteFile(root / each.name, each.bytes, each.blake3) for each in shards)
-        remote = RemoteShards(cache=cache, files=files)
+        files = [RemoteFile(root / each.name, each.bytes, each.blake3) for each in entry.shards]
+        remote = RemoteShards(cache, tuple(files))
     else:
         tars = tuple(root / shard.name for shard in entry.shards)
     if check_files:
         sizes = dict(zip(tars, (shard.bytes for shard in entry.shards), strict=False))
         check_sizes({index_path: manifest.index_bytes} | sizes, folder=folder, split=split)
     table = read_columns(index_path, split, list(COLUMNS))
-    positions = {shard.name: position for position, shard in enumerate(entry.shards)}
-    shard_column = table.column("shard").combine_chunks()
-    stored_names = shard_column.dictionary.to_pylist()
-    to_position = np.array([positions.get(name, -1) for name in stored_names], dtype=np.int32)
+    shards = table.column("shard").combine_chunks()
+    numbers = {shard.name: number for number, shard in enumerate(entry.shards)}
+    stored = [numbers.get(name, -1) for name in shards.dictionary.to_pylist()]
+    points: tuple[Path, ...] = ()
+    if isinstance(folder, Path) and (folder / FOLDER_NAME).is_dir():
+        points = tuple(entry_points_file(folder, shard.name) for shard in entry.shards)
     index = SplitIndex(
         folder=folder,
         split=split,
-        shard_of=to_position[shard_column.indices.to_numpy()],
+        shard_of=np.array(stored, dtype=np.int32)[shards.indices.to_numpy()],
         offset=table.column("offset").to_numpy(),
         length=table.column("length").to_numpy(),
         label=table.column("label").to_numpy(),
@@ -322,16 +297,10 @@ def read_split(
         remote=remote,
         hash_prefix=_hash_prefixes(table.column("blake3")),
         index_path=index_path,
-        entry_points=_entry_points(folder, entry),
+        entry_points=points,
     )
     _check_index(index, entry)
     return index
-
-
-def _entry_points(folder: Location, entry: SplitEntry) -> tuple[Path, ...]:
-    if not isinstance(folder, Path) or not (folder / FOLDER_NAME).is_dir():
-        return ()
-    return tuple(entry_points_file(folder, shard.name) for shard in entry.shards)
 
 
 def location_of_tars(folder: Location, manifest: Manifest) -> Location:

@@ -21,7 +21,6 @@ from vitscale.data.index import SplitIndex, read_columns
 KEY = "data.only_keys"
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
 
@@ -48,54 +47,44 @@ class ChosenByKey:
 
 
 def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
-    """The samples of an index whose keys a text file lists.
+    """The samples of an index whose keys a text file lists, one per line.
 
     Raises UserError if the file cannot be read, or no sample has one of its keys.
     """
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    wanted = _listed_keys(path)
+    try:
+        text = pa.array([Path(path).expanduser().read_text("utf-8")], pa.large_string())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error})",
+            where=KEY,
+            allowed="UTF-8 text with one key per line",
+        ) from None
+    lines = pc.split_pattern(text, "\n").flatten()
+    wanted = pc.unique(lines.filter(pc.not_equal(lines, "")))
     assert index.index_path is not None
     keys = read_columns(index.index_path, index.split, ["key"]).column("key").cast(wanted.type)
-    is_listed = pc.is_in(keys, value_set=wanted).to_numpy()
+    is_listed = pc.is_in(keys, value_set=wanted)
     stored = np.arange(len(keys)) if index.stored is None else index.stored
-    rows = np.flatnonzero(is_listed[stored])
+    rows = np.flatnonzero(is_listed.to_numpy()[stored])
     if not len(rows):
-        examples = f"such as {keys[0].as_py()!r}"
         raise UserError(
             f"none of the {index.num_samples:,} samples has one of the {len(wanted):,} keys of "
             f"{path}" + (f", such as {wanted[0].as_py()!r}" if len(wanted) else ""),
             where=KEY,
-            allowed=f"keys of {index.split!r} of {index.folder}, {examples}",
+            allowed=f"keys of {index.split!r} of {index.folder}, such as {keys[0].as_py()!r}",
             next_step="correct the file",
         )
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
-    num_found = len(pc.unique(keys.filter(pc.is_in(keys, value_set=wanted))))
     return ChosenByKey(
         index=index.subset(rows, name=f"keys {digest}"),
         sha256=digest,
         num_listed=len(wanted),
-        num_missing=len(wanted) - num_found,
+        num_missing=len(wanted) - len(pc.unique(keys.filter(is_listed))),
         num_before=index.num_samples,
     )
-
-
-def _listed_keys(path: str) -> pa.Array:
-    """large_string: the different lines of a file. Raises UserError."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    file = Path(path).expanduser()
-    try:
-        text = pa.array([file.read_bytes().decode("utf-8")], pa.large_string())
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{file} cannot be read ({error})",
-            where=KEY,
-            allowed="UTF-8 text with one key per line",
-        ) from None
-    lines = pc.utf8_rtrim(pc.split_pattern(text, "\n").flatten(), "\r")
-    return pc.unique(lines.filter(pc.not_equal(lines, "")))
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
@@ -162,5 +151,5 @@ def _rows_of_split(file: pq.ParquetFile, group: int, split: str) -> np.ndarray:
     statistics = metadata.column(file.schema_arrow.get_field_index("split")).statistics
     if statistics is not None and statistics.has_min_max and statistics.min == statistics.max:
         return np.arange(metadata.num_rows if statistics.min == split else 0)
-    column: pa.ChunkedArray = file.read_row_group(group, columns=["split"]).column(0)
-    return np.flatnonzero([name == split for name in column.to_pylist()])
+    names = file.read_row_group(group, columns=["split"]).column(0).to_pylist()
+    return np.flatnonzero([name == split for name in names])

@@ -9,20 +9,19 @@ are the same for any number of ranks and workers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 
 import torch
 
 from vitscale.config.errors import UserError
 from vitscale.data.cache import prefix_of_hash
-from vitscale.data.index import NO_LABEL, SplitIndex
+from vitscale.data.index import SplitIndex
 from vitscale.data.index_keys import sample_names
 from vitscale.data.order import Draw
 from vitscale.data.settings import DataSettings
 from vitscale.data.shards import read_shard
 from vitscale.data.training_set import TrainingSet
-from vitscale.data.webdataset import StreamedTars, TarSample, TarStream
+from vitscale.data.webdataset import StreamedTars, tar_samples
 from vitscale.data.workers import Samples, Unreadable
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
@@ -106,19 +105,15 @@ class Augmentation:
         """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
         settings = self.settings
         random = CounterRandom(augmentation_key(self.seed, draw))
-        width, height = self.decoder.size(data)
+        size = self.decoder.size(data)
         right = down = 0
         if settings.crop == "plain":
-            box, right, down = crops.plain_crop_box(
-                width, height, size=self.image_size, random=random
-            )
+            box, right, down = crops.plain_crop_box(*size, size=self.image_size, random=random)
         elif settings.crop == "squash":
-            box = crops.squash_crop_box(width, height, share=settings.crop_share, random=random)
+            box = crops.squash_crop_box(*size, share=settings.crop_share, random=random)
         else:
-            draw_box = CROPS[settings.crop]
-            box = draw_box(
-                width, height, area=settings.crop_area, aspect=settings.crop_aspect, random=random
-            )
+            area, aspect = settings.crop_area, settings.crop_aspect
+            box = CROPS[settings.crop](*size, area=area, aspect=aspect, random=random)
         flip = settings.horizontal_flip and random.uniform() < 0.5
         request = crops.CropRequest(
             box=box,
@@ -216,26 +211,18 @@ class StreamedSamples(Samples):
     ) -> None:
         """start: position of training where the streams begin."""
         self.streamed, self.image_size, self.seed = streamed, image_size, seed
-        self.first_position = start
-        self.process, self.num_processes = rank, world_size
+        self.first_position, self.rank, self.world_size = start, rank, world_size
         self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
 
     def start(self, *, worker: int, num_workers: int) -> None:
         """Read the tars of this worker of the rank."""
-        self.process = self.process * num_workers + worker
-        self.num_processes *= num_workers
-
-    @cached_property
-    def _samples(self) -> Iterator[TarSample]:
-        """Opened in the process that reads them."""
-        stream = TarStream(
+        self._samples = tar_samples(
             self.streamed,
             seed=self.seed,
             start=self.first_position,
-            process=self.process,
-            num_processes=self.num_processes,
+            process=self.rank * num_workers + worker,
+            num_processes=self.world_size * num_workers,
         )
-        return iter(stream)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the next image of this process into `out`, uint8 [3, rows, columns].
@@ -250,7 +237,7 @@ class StreamedSamples(Samples):
             try:
                 if sample.error is None:
                     self.augmentation.write(sample.image, Draw(0, epoch, number, 0), out)
-                    return NO_LABEL if sample.label is None else sample.label, unreadable
+                    return sample.label, unreadable
             except (OSError, ValueError) as caught:
                 error = str(caught)
             unreadable.append(
@@ -274,61 +261,52 @@ class EvaluationResize:
 
     def __init__(self, settings: DataSettings, *, image_size: int) -> None:
         self.settings, self.image_size = settings, image_size
+        self.is_center = settings.eval_resize == "center_crop"
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
 
     def __call__(self, data: bytes, out: torch.Tensor) -> None:
         """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
         if self.settings.eval_interpolation == "area":
-            out.copy_(self._averaged(self.decoder.whole(data)))
-        elif self.settings.eval_resize == "center_crop":
-            plan = self._center(*self.decoder.size(data))
-            request = self._request(plan.box, plan.resized)
-            out.copy_(_cut(self.decoder.crop(data, request), plan, out))
+            self.of_pixels(self.decoder.whole(data), out)
+            return
+        request, window = self._plan(*self.decoder.size(data))
+        if self.is_center:
+            out.copy_(self.decoder.crop(data, request)[window])
         else:
-            width, height = self.decoder.size(data)
-            request = self._request(crops.CropBox(0, 0, width, height), self.image_size)
             self.decoder.crop(data, request, out=out)
 
     def of_pixels(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
         """The same for a decoded image, uint8 [H, W, 3]."""
         height, width, _ = pixels_HW3.shape
-        if self.settings.eval_interpolation == "area":
-            out.copy_(self._averaged(pixels_HW3))
-        elif self.settings.eval_resize == "center_crop":
-            plan = self._center(width, height)
-            request = self._request(plan.box, plan.resized)
-            out.copy_(_cut(crops.crop_and_resize(pixels_HW3, request), plan, out))
-        else:
-            request = self._request(crops.CropBox(0, 0, width, height), self.image_size)
-            out.copy_(crops.crop_and_resize(pixels_HW3, request))
+        if self.settings.eval_interpolation != "area":
+            request, window = self._plan(width, height)
+            out.copy_(crops.crop_and_resize(pixels_HW3, request)[window])
+            return
+        resized = self.image_size, self.image_size
+        if self.is_center:
+            short = round(self.image_size / self.settings.eval_crop_fraction)
+            factor = short / min(height, width)
+            resized = round(height * factor), round(width * factor)
+        out.copy_(crops.area_resized(pixels_HW3, resized=resized, size=self.image_size))
 
-    def _center(self, width: int, height: int) -> crops.CenterCrop:
-        fraction = self.settings.eval_crop_fraction
-        return crops.center_crop(width, height, size=self.image_size, fraction=fraction)
-
-    def _request(self, box: crops.CropBox, size: int | tuple[int, int]) -> crops.CropRequest:
-        settings = self.settings
-        return crops.CropRequest(
-            box=box,
-            size=size,
+    def _plan(self, width: int, height: int) -> tuple[crops.CropRequest, tuple[slice, ...]]:
+        """What is resized, and the part of the result that is kept."""
+        settings, side = self.settings, self.image_size
+        plan = crops.CenterCrop(
+            box=crops.CropBox(0, 0, width, height), resized=(side, side), top=0, left=0
+        )
+        if self.is_center:
+            fraction = settings.eval_crop_fraction
+            plan = crops.center_crop(width, height, size=side, fraction=fraction)
+        request = crops.CropRequest(
+            box=plan.box,
+            size=plan.resized,
             interpolation=settings.eval_interpolation or settings.interpolation,
             antialias=settings.eval_antialias,
             flip=False,
         )
-
-    def _averaged(self, pixels_HW3: torch.Tensor) -> torch.Tensor:
-        resized = self.image_size, self.image_size
-        if self.settings.eval_resize == "center_crop":
-            height, width, _ = pixels_HW3.shape
-            fraction = self.settings.eval_crop_fraction
-            factor = round(self.image_size / fraction) / min(height, width)
-            resized = round(height * factor), round(width * factor)
-        return crops.area_resized(pixels_HW3, resized=resized, size=self.image_size)
-
-
-def _cut(resized_3RC: torch.Tensor, plan: crops.CenterCrop, out: torch.Tensor) -> torch.Tensor:
-    _, rows, columns = out.shape
-    return resized_3RC[:, plan.top : plan.top + rows, plan.left : plan.left + columns]
+        rows, columns = (slice(start, start + side) for start in (plan.top, plan.left))
+        return request, (slice(None), rows, columns)
 
 
 class EvaluationSamples(Samples):

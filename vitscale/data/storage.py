@@ -115,12 +115,14 @@ class Url:
 Location = Path | Url
 
 
-def location_of(path: Path | str, *, where: str = "data.path") -> Location:
+def location_of(place: Location | str, *, where: str = "data.path") -> Location:
     """Parse a path or URL. Raises UserError for a URL that is not allowed."""
-    if isinstance(path, Path) or not is_url(path):
-        return Path(path)
-    url = Url.checked(path, where=where)
-    return Path(path.removeprefix("file://")) if url.scheme == "file" else url
+    if not isinstance(place, str):
+        return place
+    if not is_url(place):
+        return Path(place)
+    url = Url.checked(place, where=where)
+    return Path(place.removeprefix("file://")) if url.scheme == "file" else url
 
 
 T = TypeVar("T")

@@ -16,14 +16,14 @@ import math
 import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitscale.config.errors import UserError
+from vitscale.data.index import NO_LABEL
 from vitscale.data.settings import DataSettings
 from vitscale.data.shards import DATA_LOSS_ERRNOS
 from vitscale.distributed.random_numbers import permutation, stream_key
@@ -41,8 +41,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamedTars:
+class StreamedTars(NamedTuple):
     """The tars of a training set."""
 
     tars: tuple[Path, ...]
@@ -58,15 +57,13 @@ class StreamedTars:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class TarSample:
+class TarSample(NamedTuple):
     """One sample as stored, or a tar that ends early."""
 
     tar: str
     key: str
     image: bytes = b""
-    label: int | None = None
-    """None: the tars have no labels."""
+    label: int = NO_LABEL
     error: str | None = None
     """Why it cannot be used."""
 
@@ -75,110 +72,103 @@ def open_tars(settings: DataSettings) -> StreamedTars:
     """Raises UserError where tars are missing."""
     tars = tars_of_split(Path(settings.path), settings.train_split, where="data.train_split")
     assert settings.webdataset.num_samples is not None  # the settings are validated
-    return StreamedTars(
-        tars=tuple(tars),
-        num_samples=settings.webdataset.num_samples,
-        classes=tar_classes(settings),
-    )
+    return StreamedTars(tuple(tars), settings.webdataset.num_samples, tar_classes(settings))
 
 
 def tar_classes(settings: DataSettings) -> tuple[str, ...]:
     return tuple(map(str, range(settings.webdataset.num_classes or 0)))
 
 
-class TarStream:
-    """The infinite stream of samples of one loader process."""
+def tar_samples(
+    streamed: StreamedTars, *, seed: int, start: int, process: int, num_processes: int
+) -> Iterator[TarSample]:
+    """The infinite stream of samples of one loader process.
 
-    def __init__(
-        self, streamed: StreamedTars, *, seed: int, start: int, process: int, num_processes: int
-    ) -> None:
-        """start: position of training where it begins; the order of the tars depends on it.
+    start: position of training where it begins; the order of the tars depends on it. process:
+    number of this one among the loader processes of all ranks.
+    Raises UserError if nothing can be read, or for a label outside the classes.
+    """
+    import webdataset as wds
 
-        process: number of this one among the loader processes of all ranks.
-        """
-        self.streamed, self.seed, self.start = streamed, seed, start
-        self.process, self.num_processes = process, num_processes
-        self._damaged: list[TarSample] = []
-        self._tar, self._num_empty = "", 0
+    damaged: list[TarSample] = []
+    tar, num_empty = "", 0
 
-    def __iter__(self) -> Iterator[TarSample]:
-        """Raises UserError if nothing can be read, or for a label outside the classes."""
-        import webdataset as wds
-
-        key = stream_key("tar samples", self.seed, self.start, self.process)
-        pipeline = wds.DataPipeline(
-            self._files,
-            lambda files: wds.tariterators.tar_file_expander(
-                files, handler=self._note_damage, select_files=_is_wanted
-            ),
-            lambda files: wds.tariterators.group_by_keys(files, handler=self._note_damage),
-            wds.map(self._sample),
-            wds.shuffle(self.streamed.shuffle, rng=Random(key)),
-        )
-        for sample in pipeline:
-            damaged, self._damaged = self._damaged, []
-            yield from damaged
-            yield sample
-
-    def _files(self) -> Iterator[dict[str, Any]]:
+    def files() -> Iterator[dict[str, Any]]:
         """Open every tar once per epoch over all processes; each epoch deals them anew."""
-        tars, epoch = self.streamed.tars, 0
-        own = slice(self.process, None, self.num_processes)
-        while True:
-            key = stream_key("tars", self.seed, self.start, epoch)
-            for number in permutation(len(tars), key=key)[own].tolist():
-                tar = tars[number]
-                if self._num_empty == MAX_EMPTY_TARS:
+        nonlocal tar, num_empty
+        for epoch in count():
+            key = stream_key("tars", seed, start, epoch)
+            order = permutation(len(streamed.tars), key=key)[process::num_processes]
+            for number in order.tolist():
+                tar = str(streamed.tars[number])
+                if num_empty == MAX_EMPTY_TARS:
                     raise UserError(
                         f"{MAX_EMPTY_TARS} tars in a row have no image and no label, the next is "
                         "this",
-                        where=str(tar),
+                        where=tar,
                         allowed=f"members KEY.{{{','.join((*IMAGE_SUFFIXES, LABEL_SUFFIX))}}}",
                         next_step="check data.train_split",
                     )
-                self._tar, self._num_empty = str(tar), self._num_empty + 1
+                num_empty += 1
                 try:
                     file = open(tar, "rb")
                 except OSError as error:
-                    raise _unreachable(str(tar), error) from None
+                    raise _unreachable(tar, error) from None
                 with file:
-                    yield {"url": str(tar), "stream": file}
-            epoch += 1
+                    yield {"url": tar, "stream": file}
 
-    def _note_damage(self, error: Exception) -> bool:
+    def note_damage(error: Exception) -> bool:
         """Remember that the open tar is damaged; reading goes on. Raises UserError for outages."""
         if isinstance(error, OSError) and error.errno not in (None, *DATA_LOSS_ERRNOS):
-            raise _unreachable(self._tar, error) from None
+            raise _unreachable(tar, error) from None
         if not isinstance(error, OSError | ValueError | tarfile.TarError):
             raise error
         text = getattr(error, "strerror", None) or str(error.args[0] if error.args else error)
-        if all(each.tar != self._tar for each in self._damaged):
-            self._damaged.append(TarSample(self._tar, "after the last", error=f"damaged: {text}"))
+        if all(each.tar != tar for each in damaged):
+            damaged.append(TarSample(tar, "after the last", error=f"damaged: {text}"))
         return True
 
-    def _sample(self, members: dict[str, Any]) -> TarSample:
-        key, tar = members["__key__"], members["__url__"]
-        images = [members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members]
-        label = members.get(LABEL_SUFFIX)
-        if images or label is not None:
-            self._num_empty = 0
-        if not images:
-            return TarSample(tar, key, error="no image")
-        if not self.streamed.classes:
-            return TarSample(tar, key, images[0])
-        if label is None:
-            return TarSample(tar, key, error=f"no member .{LABEL_SUFFIX}")
-        value = label[:MAX_LABEL_BYTES].decode("utf-8", errors="replace").strip()
-        num_classes = len(self.streamed.classes)
-        if not (value.isdecimal() and int(value) < num_classes):
-            raise UserError(
-                f"sample {key!r} has label {value[:60]!r}",
-                where=tar,
-                allowed=f"0 to {num_classes - 1}",
-                next_step="correct data.webdataset.num_classes, or make an index with "
-                "data_prep/index_shards.py",
-            )
-        return TarSample(tar, key, images[0], int(value))
+    def sample(members: dict[str, Any]) -> TarSample:
+        nonlocal num_empty
+        num_empty = 0
+        return _sample(members, num_classes=len(streamed.classes))
+
+    pipeline = wds.DataPipeline(
+        files,
+        lambda tars: wds.tariterators.tar_file_expander(
+            tars, handler=note_damage, select_files=_is_wanted
+        ),
+        lambda tars: wds.tariterators.group_by_keys(tars, handler=note_damage),
+        wds.map(sample),
+        wds.shuffle(streamed.shuffle, rng=Random(stream_key("tar samples", seed, start, process))),
+    )
+    for each in pipeline:
+        yield from damaged
+        damaged.clear()
+        yield each
+
+
+def _sample(members: dict[str, Any], *, num_classes: int) -> TarSample:
+    """Raises UserError for a label outside the classes."""
+    key, tar = members["__key__"], members["__url__"]
+    images = [members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members]
+    label = members.get(LABEL_SUFFIX)
+    if not images:
+        return TarSample(tar, key, error="no image")
+    if not num_classes:
+        return TarSample(tar, key, images[0])
+    if label is None:
+        return TarSample(tar, key, error=f"no member .{LABEL_SUFFIX}")
+    value = label[:MAX_LABEL_BYTES].decode("utf-8", errors="replace").strip()
+    if not (value.isdecimal() and int(value) < num_classes):
+        raise UserError(
+            f"sample {key!r} has label {value[:60]!r}",
+            where=tar,
+            allowed=f"0 to {num_classes - 1}",
+            next_step="correct data.webdataset.num_classes, or make an index with "
+            "data_prep/index_shards.py",
+        )
+    return TarSample(tar, key, images[0], int(value))
 
 
 def _is_wanted(name: str) -> bool:
