@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 try:
-    from finetune.evaluating.settings import EvaluateRun, settings_of_run
+    from finetune.settings import EvaluateRun, settings_of_run
     from vitscale.config.command_line import load_command
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 def evaluate(run: EvaluateRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.evaluating.run import check_folder, evaluate_run
+    from finetune.evaluating import check_folder, evaluate_run
     from vitscale.distributed.failures.heartbeat import watched_ranks
 
     compute, folder = run.compute, Path(run.folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from finetune.exporting.settings import ExportRun
+    from finetune.settings import ExportRun
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import run_script
 except ModuleNotFoundError as error:

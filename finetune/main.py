@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 
 def train(run: FinetuneRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
-    from finetune.loading.start import load_initial_weights
+    from finetune.start import load_initial_weights
     from vitscale.training.session import open_session
 
     objective = run.make_objective()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from finetune.predicting.settings import PredictRun
+    from finetune.settings import PredictRun
     from vitscale.config.command_line import load_command
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 def predict(run: PredictRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.predicting.run import find_inputs, predict_images
+    from finetune.predicting import find_inputs, predict_images
     from vitscale.distributed.failures.heartbeat import watched_ranks
     from vitscale.evaluation.trained_model import open_model
 

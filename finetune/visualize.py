@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from finetune.inspection.settings import VisualizeRun
+    from finetune.settings import VisualizeRun
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError
     from vitscale.distributed.failures.ending import run_rank_script

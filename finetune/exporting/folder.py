@@ -13,11 +13,11 @@ import torch
 
 from finetune.exporting.card import model_card
 from finetune.exporting.format import Format
-from finetune.exporting.settings import ExportRun
 from finetune.exporting.to_huggingface import HuggingFaceFormat
 from finetune.exporting.to_onnx import OnnxFormat
 from finetune.exporting.to_timm import TimmFormat
 from finetune.exporting.to_vitscale import NpzFormat, SafetensorsFormat
+from finetune.settings import ExportRun
 from vitscale.config.errors import UserError, not_written
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_text
 from vitscale.evaluation.trained_model import TrainedModel

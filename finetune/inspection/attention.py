@@ -142,16 +142,10 @@ def draw_distance(subject: Visualized) -> Figure:
 
     arch = subject.vit
     grid, stride = arch.grid, arch.patch_size
-    batches = [0]
-
-    def pixels() -> Iterable[torch.Tensor]:
-        for batch in subject.images.spaced(MEASURED_IMAGES, batch=subject.attention_batch):
-            batches[0] += len(batch)
-            yield batch.pixels_B3SS
-
+    _, images_B3SS = subject.sheet(MEASURED_IMAGES)
     distances_NH = head_distances(
         subject.model,
-        pixels(),
+        images_B3SS.split(subject.attention_batch),
         grid=grid,
         stride=stride,
         num_prefix_tokens=arch.num_prefix_tokens,
@@ -172,8 +166,8 @@ def draw_distance(subject: Visualized) -> Figure:
     axes.set_ylabel("Mean attention distance (pixels)")
     axes.spines[["top", "right"]].set_visible(False)
     text = (
-        f"Attention distance of {num_heads} heads, one dot each; mean over {batches[0]} images "
-        f"of {arch.image_size} px"
+        f"Attention distance of {num_heads} heads, one dot each; mean over {len(images_B3SS)} "
+        f"images of {arch.image_size} px"
     )
     figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
     return figure
@@ -236,7 +230,7 @@ def draw_rollout(subject: Visualized) -> Figure:
     from matplotlib.figure import Figure
 
     arch = subject.vit
-    sheet = subject.images.sheet(subject.run.num_images)
+    titles, images_B3SS = subject.sheet(subject.run.num_images)
     is_pooled = arch.pool != "cls"
     weights_BRC = torch.cat(
         [
@@ -246,14 +240,14 @@ def draw_rollout(subject: Visualized) -> Figure:
                 grid=arch.grid,
                 pooled=is_pooled,
             ).cpu()
-            for some_B3SS in sheet.pixels_B3SS.split(subject.attention_batch)
+            for some_B3SS in images_B3SS.split(subject.attention_batch)
         ]
     )
-    count = len(sheet)
+    count = len(titles)
     figure = Figure(figsize=(count * 1.5 + 1.4, 5.3), layout="constrained")
     axes = figure.subplots(3, count, squeeze=False)
-    for column, (image_3SS, weights_RC) in enumerate(
-        zip(sheet.pixels_B3SS, weights_BRC, strict=True)
+    for column, (title, image_3SS, weights_RC) in enumerate(
+        zip(titles, images_B3SS, weights_BRC, strict=True)
     ):
         weights_HW = F.interpolate(
             weights_RC[None, None], size=image_3SS.shape[1:], mode="bilinear", align_corners=False
@@ -263,9 +257,7 @@ def draw_rollout(subject: Visualized) -> Figure:
         pixels_HW3, weights_HW = pixels_HW3[::skip, ::skip], weights_HW[::skip, ::skip]
         grey_HW = pixels_HW3.mean(axis=2)
         axes[0, column].imshow(pixels_HW3)
-        axes[0, column].set_title(
-            caption(sheet.titles[column], width=14), fontsize=9, parse_math=False
-        )
+        axes[0, column].set_title(caption(title, width=14), fontsize=9, parse_math=False)
         axes[1, column].imshow(grey_HW, cmap="gray", vmin=0, vmax=255)
         heat = axes[1, column].imshow(weights_HW, cmap="inferno", vmin=0, vmax=1, alpha=OPACITY)
         masked_HW3 = pixels_HW3 * weights_HW[:, :, None]

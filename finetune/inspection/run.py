@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.inspection.attention import draw_distance, draw_rollout
-from finetune.inspection.settings import PICTURES, VisualizeRun
 from finetune.inspection.visualized import Visualized
 from finetune.inspection.weights import draw_filters, draw_positions
-from vitscale.config.errors import UserError, UserErrors
+from finetune.settings import PICTURES, VisualizeRun
+from vitscale.config.errors import UserError, UserErrors, not_written
 from vitscale.distributed.world import World
 from vitscale.evaluation.trained_model import open_model
 from vitscale.images.sheet import save_figure
@@ -41,27 +40,33 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
     missing = {
         name: why for name in PICTURES if (why := reason_unavailable(name, subject)) is not None
     }
-    if not run.pictures:
-        chosen = [name for name in PICTURES if name not in missing]
-        _say_left_out(missing)
-    else:
-        chosen = [name for name in PICTURES if name in run.pictures]
-        _refuse([name for name in chosen if name in missing], missing)
+    has = [name for name in PICTURES if name not in missing]
+    errors = [
+        UserError(
+            missing[name],
+            where=f"pictures: {name}",
+            allowed=", ".join(has),
+            next_step="remove it from pictures",
+        )
+        for name in run.pictures
+        if name in missing
+    ]
+    if errors:
+        raise UserErrors(errors)
+    for why in dict.fromkeys(missing.values()) if not run.pictures else ():
+        print(f"left out {', '.join(name for name in missing if missing[name] == why)}: {why}")
     written = []
-    for name in chosen:
-        figure = DRAW[name](subject)
+    for name in [name for name in has if not run.pictures or name in run.pictures]:
         path = subject.folder / f"{name}.png"
         try:
-            save_figure(figure, path)
+            save_figure(DRAW[name](subject), path)
         except OSError as error:
-            raise UserError(
-                f"cannot be written ({error.strerror})",
-                where=str(path),
-                next_step="choose another folder with output=",
-            ) from None
+            raise not_written(error, key="output", path=str(path)) from None
         written.append(path)
         print(f"wrote {path}", flush=True)
-    _say_skipped(subject)
+    if subject.skipped:
+        skipped = dict.fromkeys(subject.skipped)
+        print(f"skipped {len(skipped)} unreadable images; the first: {next(iter(skipped))}")
     if run.mlflow and loaded.run is not None:
         upload_to_linked_run(loaded.run.folder, written, say=print)
     return written
@@ -78,34 +83,3 @@ def reason_unavailable(name: str, subject: Visualized) -> str | None:
         except UserError as error:
             return f"no images: {error.what}; {error.next_step}"
     return None
-
-
-def _say_left_out(missing: dict[str, str]) -> None:
-    names = defaultdict(list)
-    for name, why in missing.items():
-        names[why].append(name)
-    for why, some in names.items():
-        print(f"left out {', '.join(some)}: {why}")
-
-
-def _refuse(names: list[str], missing: dict[str, str]) -> None:
-    if names:
-        has = [name for name in PICTURES if name not in missing]
-        raise UserErrors(
-            [
-                UserError(
-                    missing[name],
-                    where=f"pictures: {name}",
-                    allowed=", ".join(has),
-                    next_step="remove it from pictures",
-                )
-                for name in names
-            ]
-        )
-
-
-def _say_skipped(subject: Visualized) -> None:
-    reader = vars(subject).get("images")  # opened, if it is there
-    if reader is not None and reader.skipped:
-        first = next(iter(reader.skipped.values()))
-        print(f"skipped {len(reader.skipped)} unreadable images; the first: {first}")

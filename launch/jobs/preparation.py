@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from finetune.evaluating.settings import EvaluateRun
 from finetune.run import FinetuneRun
+from finetune.settings import EvaluateRun
 from launch.jobs.job import StageJob, stage_job
 from launch.jobs.queue import NoAnswerError, already_queued, depending_on, jobs_of, submitted_ids
 from launch.jobs.snapshot import kept_code

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from finetune.evaluating.settings import EvaluateRun
 from finetune.run import FinetuneRun
+from finetune.settings import EvaluateRun
 from launch.jobs.preparation import LaunchableRun, check_job
 from launch.jobs.queue import NoAnswerError
 from launch.jobs.submission import try_start

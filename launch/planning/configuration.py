@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from finetune.exporting.settings import ExportRun
-from finetune.inspection.settings import VisualizeRun
-from finetune.predicting.settings import PredictRun
+from finetune.settings import ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from launch.jobs.preparation import RUN_TYPES
 from vitscale.config.reference import as_markdown, settings_reference

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.evaluating.settings import EvaluateRun
 from finetune.run import FinetuneRun
+from finetune.settings import EvaluateRun
 from launch.jobs.preparation import LaunchableRun, job_folder, run_name
 from launch.jobs.snapshot import planned_folder
 from launch.jobs.submission import sbatch_text

@@ -6,11 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from finetune.evaluating.settings import EvaluateRun
-from finetune.exporting.settings import ExportRun
-from finetune.inspection.settings import VisualizeRun
-from finetune.predicting.settings import PredictRun
 from finetune.run import FinetuneRun
+from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT

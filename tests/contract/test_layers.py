@@ -51,10 +51,7 @@ NEIGHBOURS = {
 # What launch/ may import of the stages: their run types.
 RUN_TYPES = {
     "finetune.run",
-    "finetune.exporting.settings",
-    "finetune.evaluating.settings",
-    "finetune.predicting.settings",
-    "finetune.inspection.settings",
+    "finetune.settings",
     "pretrain.run",
 }
 

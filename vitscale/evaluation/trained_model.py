@@ -2,7 +2,7 @@
 
 Owns: what `init=` names, and a model with its weights, preprocessing and classes.
 Leaves out: reading weights of others (`vitscale.models.weights`), and starting a training from
-weights (`finetune.loading`).
+weights (`finetune.start`).
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from finetune.exporting.folder import write_folder
-from finetune.exporting.settings import ExportRun
-from finetune.loading.settings import ModelRun
+from finetune.settings import ExportRun, ModelRun
 from tests.support.engine.numpy_vit import vit_logits
 from tests.support.golden import Golden
 from vitscale.evaluation.trained_model import open_model

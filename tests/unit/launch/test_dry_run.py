@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.evaluating.settings import EvaluateRun
+from finetune.settings import EvaluateRun
 from launch.planning.dry_run import batch_script, check_data, data_facts, describe, plan_rows
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT

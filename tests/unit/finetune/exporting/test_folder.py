@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from finetune.exporting.folder import EXPORTS, check_packages, write_folder
-from finetune.exporting.settings import ExportRun
 from finetune.exporting.to_vitscale import SafetensorsFormat
+from finetune.settings import ExportRun
 from tests.support.engine.small_models import small_model
 from vitscale.config.errors import UserError
 

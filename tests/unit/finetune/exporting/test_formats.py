@@ -12,7 +12,7 @@ import timm
 import torch
 
 from finetune.exporting.folder import EXPORTS, write_folder
-from finetune.exporting.settings import ExportRun
+from finetune.settings import ExportRun
 from tests.support.engine.numpy_vit import vit_logits
 from tests.support.engine.small_models import small_model
 from vitscale.config.errors import UserError

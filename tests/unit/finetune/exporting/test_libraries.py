@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from finetune.exporting.folder import write_folder
-from finetune.exporting.settings import ExportRun
+from finetune.settings import ExportRun
 from tests.support.engine.numpy_vit import vit_logits
 from tests.support.engine.small_models import small_model
 from vitscale.evaluation.trained_model import TrainedModel, open_model

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from finetune.exporting.folder import write_folder
-from finetune.exporting.settings import ExportRun
+from finetune.settings import ExportRun
 from tests.support.corpora.photographs import jpeg, photograph
 from tests.support.engine.small_models import small_model
 from vitscale.data.samples import EvaluationResize

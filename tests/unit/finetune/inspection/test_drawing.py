@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from finetune.inspection.run import draw_pictures
-from finetune.inspection.settings import PICTURES, VisualizeRun
+from finetune.settings import PICTURES, VisualizeRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.engine.vit_models import CPU, SMALL

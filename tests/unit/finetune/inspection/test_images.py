@@ -4,73 +4,59 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
-from finetune.inspection.visualized import ImageReader
-from finetune.predicting.inputs import Files, Shards, find_files
+from finetune.inspection.visualized import Visualized
+from finetune.settings import VisualizeRun
 from tests.support.corpora.small_shards import image_bytes, make_shard_folder
+from tests.support.engine.small_models import small_model
+from tests.support.engine.vit_models import CPU
+from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
 
-SIZE = 6
-SETTINGS = DataSettings(path="", global_batch=1)
+SIZE = 16
 
 
-def reader(inputs: Files | Shards, *roots: Path) -> ImageReader:
-    return ImageReader(inputs, settings=SETTINGS, image_size=SIZE, roots=[*map(str, roots)])
-
-
-def files(path: Path) -> ImageReader:
-    return reader(find_files([str(path)]), path)
-
-
-def folder_of(folder: Path, *, good: int, bad: tuple[int, ...] = ()) -> Path:
-    for number in range(good + len(bad)):
-        path = folder / "abc"[number % 3] / f"{number:03}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"no image" if number in bad else image_bytes("png", seed=number))
-    (folder / "notes.txt").write_text("no image either")
-    return folder
+def visualized(*images: Path) -> Visualized:
+    run = VisualizeRun(init="x", images=tuple(map(str, images)))
+    return Visualized(run, small_model(), CPU)
 
 
 def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> None:
-    found = files(folder_of(tmp_path, good=12)).sheet(3)
-    assert found.numbers == (0, 4, 8)
-    assert found.titles == ("a", "b", "c")
-    assert found.pixels_B3SS.shape == (3, 3, SIZE, SIZE)
-    batch = files(tmp_path / "b/001.png").sheet(8)
-    assert (len(batch), batch.titles) == (1, ("001",))
-
-
-def test_unreadable_images_are_replaced_and_counted(tmp_path: Path) -> None:
-    images = files(folder_of(tmp_path, good=9, bad=(0, 3, 6)))
-    batches = list(images.spaced(6, batch=4))  # of a: 0, 3, 6, 9; two files for each place
-    assert [batch.numbers for batch in batches] == [(3, 4, 6, 8), (10,)]
-    assert set(images.skipped) == {0, 1, 2}
-    assert "000.png: cannot identify image file" in images.skipped[0]
-    assert " at 0x" not in images.skipped[0]
+    for number in range(12):
+        path = tmp_path / "abc"[number % 3] / f"{number:03}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(image_bytes("png", seed=number))
+    titles, pixels = visualized(tmp_path).sheet(3)
+    assert titles == ["a", "b", "c"] and pixels.shape == (3, 3, SIZE, SIZE)
+    titles, pixels = visualized(tmp_path / "b/001.png").sheet(8)
+    assert titles == ["001"] and len(pixels) == 1
+    (tmp_path / "a/000.png").write_bytes(b"no image")
+    subject = visualized(tmp_path)
+    assert subject.sheet(3)[0] == ["b", "c"]
+    (skipped,) = subject.skipped
+    assert "000.png: cannot identify image file" in skipped and " at 0x" not in skipped
+    with pytest.raises(UserError, match="no image can be read"):
+        visualized(tmp_path / "a/000.png").sheet(3)
 
 
 def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
+    """Of a damaged sample it is said where it is."""
     make_shard_folder(tmp_path / "shards", lengths={"test": (4, 3)})
     index = read_split(str(tmp_path / "shards"), split="test")
-    found = reader(Shards(index)).sheet(3)
+    with open(index.shard_paths[0], "r+b") as file:
+        file.seek(int(index.offset[2]))
+        file.write(bytes(int(index.length[2])))
+    subject = visualized(tmp_path / "shards")
+    titles, pixels = subject.sheet(3)
     expected = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)
-    samples = EvaluationSamples(index, settings=SETTINGS, image_size=SIZE)
-    for row, number in enumerate(found.numbers):
+    settings = DataSettings(path="", global_batch=1)
+    samples = EvaluationSamples(index, settings=settings, image_size=SIZE)
+    for title, found, number in zip(titles, pixels, (0, 4), strict=True):
         label, _ = samples.fill(number, expected)
-        assert torch.equal(found.pixels_B3SS[row], expected)
-        assert found.titles[row] == index.classes[label]
-
-
-def test_a_damaged_sample_of_a_shard_is_skipped(tmp_path: Path) -> None:
-    make_shard_folder(tmp_path / "shards", lengths={"test": (4,)})
-    index = read_split(str(tmp_path / "shards"), split="test")
-    path, start = index.shard_paths[0], int(index.offset[1])
-    with open(path, "r+b") as file:
-        file.seek(start)
-        file.write(bytes(int(index.length[1])))
-    images = reader(Shards(index))
-    assert images.sheet(4).numbers == (0, 2, 3)
-    assert f" in {path}: " in images.skipped[1]
+        assert torch.equal(found, expected) and title == index.classes[label]
+    (skipped,) = subject.skipped
+    assert f" in {index.shard_paths[0]}: " in skipped

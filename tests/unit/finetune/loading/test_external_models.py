@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
 
-from finetune.loading.settings import ModelRun
+from finetune.settings import ModelRun
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.costs import num_parameters
 

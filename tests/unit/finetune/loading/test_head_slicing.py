@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.loading.start import sliced_head
+from finetune.start import sliced_head
 from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import known_space
 

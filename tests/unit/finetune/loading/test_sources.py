@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finetune.loading.settings import ModelRun
-from finetune.loading.start import load_initial_weights
 from finetune.run import FinetuneRun
+from finetune.settings import ModelRun
+from finetune.start import load_initial_weights
 from vitscale.config.errors import UserError
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models.settings import ViTSettings

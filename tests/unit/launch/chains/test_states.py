@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.evaluating.settings import EvaluateRun
+from finetune.settings import EvaluateRun
 from launch.chains.load import Chain, ChainStep
 from launch.chains.states import chain_states, check_unchanged
 from launch.jobs.preparation import prepare_job

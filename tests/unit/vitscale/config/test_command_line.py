@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune.predicting.settings import PredictRun
+from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors

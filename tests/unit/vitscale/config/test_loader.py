@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finetune.inspection.settings import VisualizeRun
 from finetune.run import FinetuneRun
+from finetune.settings import VisualizeRun
 from pretrain.run import PretrainRun
 from tests.support.run_files import VALID, errors_of
 from vitscale.config.errors import UserError, UserErrors

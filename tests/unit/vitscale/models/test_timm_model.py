@@ -13,8 +13,7 @@ from timm.optim import param_groups_layer_decay
 from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.exporting.folder import write_folder
-from finetune.exporting.settings import ExportRun
-from finetune.loading.settings import ModelRun
+from finetune.settings import ExportRun, ModelRun
 from pretrain.run import PretrainRun
 from tests.support.engine.small_models import small_model
 from vitscale.config.errors import UserError

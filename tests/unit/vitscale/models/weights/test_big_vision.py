@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.loading.settings import ModelRun
+from finetune.settings import ModelRun
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models.costs import num_parameters
 

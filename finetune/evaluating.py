@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.evaluating.results import EvaluationResult, as_results, text_table, write_results
-from finetune.evaluating.settings import EvaluateRun
+from finetune.results import Row, as_rows, text_table, write_results
+from finetune.settings import EvaluateRun
 from vitscale.checkpoint.store import run_folder_lock
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
@@ -18,7 +18,7 @@ from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, gather_objects
-from vitscale.evaluation.evaluation import FILES, Evaluation, Subject, results
+from vitscale.evaluation.evaluation import FILES, Subject, results
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.tracking.parent_run import origin_tags
@@ -48,7 +48,24 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
         is_maker=world.local_rank == 0,
         gather=gather_objects,
     )
-    subject = subject_of(run, model, world, train=train, val=val)
+    subject = Subject(
+        model=model.for_inference(world, precision=run.compute.precision),
+        train=train,
+        val=val,
+        # Read as the model expects its images.
+        data=DataSettings(
+            path=run.data.path,
+            global_batch=run.compute.batch,
+            num_workers=run.data.num_workers,
+            remote=run.data.remote,
+            **model.preprocessing.data_values(),
+        ),
+        image_size=model.preprocessing.image_size,
+        micro_batch=run.compute.batch,
+        num_outputs=model.num_classes,
+        classes=model.classes,
+        folder=folder / FILES,
+    )
     evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
     for each in evaluations:
         each.check(subject)
@@ -56,15 +73,23 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     with run_folder_lock(folder, world=world), open_tracker(run, model, world) as tracker:
         if world.is_first:
             shutil.rmtree(folder / FILES, ignore_errors=True)
-        found = evaluate_all(evaluations, subject, say=say)
-        metrics = {f"val/{row.metric}": row.value for row in found}
-        tracker.log(metrics, step=model.run.checkpoint.step if model.run else 0)
+        names = ", ".join(each.name for each in run.evaluate)
+        say(f"{subject.image_size} px: {val.num_samples} images; {names}")
+        rows, start = list[Row](), time.perf_counter()
+        for settings, metrics in zip(run.evaluate, results(evaluations, subject), strict=True):
+            rows += as_rows(settings.name, metrics, image_size=subject.image_size)
+            seconds = time.perf_counter() - start
+            say(f"{subject.image_size} px: {settings.name} after {seconds:.1f} s")
+        tracker.log(
+            {f"val/{row['metric']}": row["value"] for row in rows},
+            step=model.run.checkpoint.step if model.run else 0,
+        )
         if world.is_first:
-            for path in write_results(folder, found, description=describe(run, model, val)):
+            for path in write_results(folder, rows, description=describe(run, model, val)):
                 tracker.artifact(path)
             if (folder / FILES).exists():
                 tracker.artifact(folder / FILES)
-    say(f"\n{text_table(found)}\n\nresults: {folder}/results.json, .csv, .md")
+    say(f"\n{text_table(rows)}\n\nresults: {folder}/results.json, .csv, .md")
 
 
 def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
@@ -78,51 +103,6 @@ def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ..
     if all(EVALUATIONS[each.name].needs == "logits" for each in run.evaluate):
         return (), val
     return (read(split=data.train_split, key="data.train_split"),), val
-
-
-def subject_of(
-    run: EvaluateRun,
-    model: TrainedModel,
-    world: World,
-    *,
-    train: tuple[SplitIndex, ...],
-    val: SplitIndex,
-) -> Subject:
-    """The model and the shards, read as it expects its images."""
-    data = DataSettings(
-        path=run.data.path,
-        train_split=run.data.train_split,
-        val_split=run.data.val_split,
-        global_batch=run.compute.batch,
-        num_workers=run.data.num_workers,
-        remote=run.data.remote,
-        **model.preprocessing.data_values(),
-    )
-    return Subject(
-        model=model.for_inference(world, precision=run.compute.precision),
-        train=train,
-        val=val,
-        data=data,
-        image_size=model.preprocessing.image_size,
-        micro_batch=run.compute.batch,
-        num_outputs=model.num_classes,
-        classes=model.classes,
-        folder=Path(run.folder) / FILES,
-    )
-
-
-def evaluate_all(
-    evaluations: Sequence[Evaluation], subject: Subject, *, say: Callable[[str], None]
-) -> list[EvaluationResult]:
-    """Return the results, equal on every rank. Collective."""
-    rows, shown = [], f"{subject.image_size} px"
-    names = ", ".join(each.settings.name for each in evaluations)
-    say(f"{shown}: {subject.val.num_samples} images; {names}")
-    start = time.perf_counter()
-    for each, metrics in zip(evaluations, results(evaluations, subject), strict=True):
-        rows += as_results(each.settings.name, metrics, image_size=subject.image_size)
-        say(f"{shown}: {each.settings.name} after {time.perf_counter() - start:.1f} s")
-    return rows
 
 
 def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str, Any]:
@@ -152,8 +132,8 @@ def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker
     """Open the MLflow run of an evaluation: a child of the training, in the same store."""
     tags = {"vitscale.evaluated": model.source}
     if model.run is not None:
-        uri, tag = run.tracking.uri, "vitscale.evaluated_run_id"
-        tags |= origin_tags(model.run.folder, uri=uri, tag=tag)
+        tag = "vitscale.evaluated_run_id"
+        tags |= origin_tags(model.run.folder, uri=run.tracking.uri, tag=tag)
     return Tracker.open(
         folder=run.folder,
         settings=run.tracking,

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,6 +30,38 @@ OTHER_SUFFIXES = frozenset("bmp gif tif tiff heic heif avif jp2 ppm".split())
 MAX_FILE_BYTES = 512 * 2**20
 
 
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Images by number: of a split of shards, or files."""
+
+    index: SplitIndex | None = None
+    paths: Sequence[str] = ()
+    """Files; without an index."""
+    num_left_out: int = 0
+    """Files in folders that are no images by their name."""
+
+    @property
+    def total(self) -> int:
+        return len(self.paths) if self.index is None else self.index.num_samples
+
+    def names(self, numbers: Sequence[int]) -> list[str]:
+        """Keys, or paths; a name that is no UTF-8 would break a table."""
+        if self.index is not None:
+            return sample_keys(self.index, numbers)
+        paths = (os.fsencode(self.paths[number]) for number in numbers)
+        return [path.decode(errors="backslashreplace") for path in paths]
+
+    def label_name(self, label: int) -> str | None:
+        """The true class, where the shards have it."""
+        return None if self.index is None or label == NO_LABEL else self.index.classes[label]
+
+    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
+        """Reads and resizes them."""
+        if self.index is not None:
+            return ShardSamples(self.index, settings=settings, image_size=image_size)
+        return FileSamples(self.paths, settings=settings, image_size=image_size)
+
+
 def shard_folder(paths: Sequence[str]) -> str | None:
     """The shard folder or URL that `images` is; None for files and folders of files.
 
@@ -44,67 +77,7 @@ def shard_folder(paths: Sequence[str]) -> str | None:
     return shards[0] if shards else None
 
 
-# ---- shards -------------------------------------------------------------------------------------
-
-
-class Shards:
-    """Samples of one split, by number."""
-
-    num_left_out = 0
-
-    def __init__(self, index: SplitIndex) -> None:
-        self.index, self.num_images = index, index.num_samples
-
-    def names(self, numbers: Sequence[int]) -> list[str]:
-        """Keys of samples."""
-        return sample_keys(self.index, numbers)
-
-    def label_name(self, label: int) -> str | None:
-        """The true class, where the shards have it."""
-        return self.index.classes[label] if label != NO_LABEL else None
-
-    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
-        """Reads and resizes them."""
-        return ShardSamples(self.index, settings=settings, image_size=image_size)
-
-
-class ShardSamples(EvaluationSamples):
-    """Samples of an evaluation; unreadable ones are reported and do not end the command."""
-
-    def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        try:
-            self.resize(self.reader.bytes_of(sample), out)
-        except UserError:
-            raise  # the storage cannot be accessed
-        except (OSError, ValueError) as error:
-            out.zero_()
-            return self.reader.label(sample), [self.reader.unreadable(sample, error)]
-        return self.reader.label(sample), []
-
-
-# ---- files --------------------------------------------------------------------------------------
-
-
-class Files:
-    """Image files, by number."""
-
-    def __init__(self, paths: Sequence[str], *, num_left_out: int = 0) -> None:
-        """num_left_out: files in folders that are no images by their name."""
-        self.paths, self.num_images, self.num_left_out = paths, len(paths), num_left_out
-
-    def names(self, numbers: Sequence[int]) -> list[str]:
-        """Paths; a name that is no UTF-8 would break the table."""
-        paths = (os.fsencode(self.paths[number]) for number in numbers)
-        return [path.decode(errors="backslashreplace") for path in paths]
-
-    def label_name(self, label: int) -> str | None:
-        return None
-
-    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
-        return FileSamples(self.paths, settings=settings, image_size=image_size)
-
-
-def find_files(given: Sequence[str]) -> Files:
+def find_files(given: Sequence[str]) -> Images:
     """Files as given; of folders every image below, sorted by path. Hidden ones are left out.
 
     Raises UserError for a path that does not exist, and if there are no images.
@@ -126,7 +99,7 @@ def find_files(given: Sequence[str]) -> Files:
     if not paths:
         what = f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files"
         raise UserError(what, where="images", allowed=f"names in .{', .'.join(sorted(SUFFIXES))}")
-    return Files(paths, num_left_out=num_left_out)
+    return Images(paths=paths, num_left_out=num_left_out)
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -143,6 +116,21 @@ def _walk(folder: str) -> Iterator[str]:
 
 def _suffix(path: str) -> str:
     return path.rpartition(".")[2].lower()
+
+
+class ShardSamples(EvaluationSamples):
+    """Samples of an evaluation; unreadable ones are reported and do not end the command."""
+
+    def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        label = self.reader.label(sample)
+        try:
+            self.resize(self.reader.bytes_of(sample), out)
+        except UserError:
+            raise  # the storage cannot be accessed
+        except (OSError, ValueError) as error:
+            out.zero_()
+            return label, [self.reader.unreadable(sample, error)]
+        return label, []
 
 
 class FileSamples(Samples):

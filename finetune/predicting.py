@@ -1,0 +1,203 @@
+"""Predict the classes of images: each rank takes a contiguous share.
+
+Owns: the order, the table of predictions (whole or absent), and what is printed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+
+from finetune.images import Images, find_files, shard_folder
+from finetune.settings import PredictRun
+from vitscale.config.errors import UserError, not_written
+from vitscale.data.index import read_split
+from vitscale.data.loader import batches_of
+from vitscale.data.settings import DataSettings
+from vitscale.distributed.atomic_files import atomic_file, make_folders
+from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
+from vitscale.evaluation.trained_model import TrainedModel
+
+# The prediction of one image, with the columns of `schema`.
+Row = dict[str, Any]
+
+MAX_PRINTED = 100
+# Rows between two writes; the keys of shards are looked up for as many at once.
+CHUNK_ROWS = 4096
+SHOWN_ERRORS = 3
+
+
+def find_inputs(run: PredictRun) -> Images:
+    """The images of `run`.
+
+    Raises UserError for paths that do not exist, shards beside other images, and more images than
+    a person reads where nothing is written.
+    """
+    shards = shard_folder(run.images)
+    if shards is None:
+        images = find_files(run.images)
+    else:
+        split = read_split(shards, split=run.split, key="split", remote_settings=run.remote)
+        images = Images(index=split)
+    if run.output is None and images.total > MAX_PRINTED:
+        raise UserError(
+            f"{images.total:,} images and no output",
+            where="output",
+            allowed=f"at most {MAX_PRINTED} images are printed",
+            next_step="set output=predictions.csv or output=predictions.parquet",
+        )
+    return images
+
+
+def predict_images(
+    run: PredictRun, model: TrainedModel, images: Images, world: World
+) -> Iterator[str]:
+    """Write the table, or none without `output`; yields lines for people. Collective.
+
+    Raises UserError on every rank if one of them fails; then there is no file.
+    """
+    if model.num_classes == 0:
+        raise UserError(
+            "this model has no head, so it predicts no classes",
+            where=model.source,
+            next_step="fine-tune it with finetune/main.py, and give that run",
+        )
+    top = min(run.top, model.num_classes)
+    chunks = predictions(run, model, images, world, top=top)
+    if run.output is None:
+        rows = _on_all_ranks(run, lambda: [row for chunk in chunks for row in chunk])
+        for row in (row for part in gather_objects(rows) for row in part):
+            label = f" ({row['label']})" if row["label"] is not None else ""
+            reason = f": cannot be read: {row['error']}" if row["error"] is not None else ""
+            yield f"{row['image']}{label}{reason}"
+            for rank in range(1, top + 1) if not reason else ():
+                yield f"  {row[f'p_{rank}']:7.2%}  {row[f'class_{rank}']}"
+        return
+    output = Path(run.output).absolute()
+    # Each rank writes a Parquet file; the first joins them in the order of the images.
+    parts = output.with_name(broadcast_object(f".{output.name}.{uuid.uuid4().hex[:8]}.parts"))
+
+    def write_part() -> None:
+        make_folders(parts)
+        with pq.ParquetWriter(parts / f"{world.rank:05d}", schema(top)) as writer:
+            for chunk in chunks:
+                writer.write_table(pa.Table.from_pylist(chunk, schema(top)))
+
+    try:
+        _on_all_ranks(run, write_part)
+        counts = _on_all_ranks(run, lambda: _join(parts, output) if world.is_first else None)
+    finally:
+        if world.is_first:
+            shutil.rmtree(parts, ignore_errors=True)
+    if counts is not None:
+        yield from _report(run.output, *counts, num_left_out=images.num_left_out)
+
+
+def _on_all_ranks(run: PredictRun, work: Callable[[], Any]) -> Any:
+    """`work()`. Raises UserError on every rank if one of them fails. Collective."""
+    found, error = None, None
+    try:
+        found = work()
+    except UserError as caught:
+        error = caught.text()
+    except OSError as caught:
+        error = not_written(caught, key="output", path=str(run.output)).text()
+    agree_no_error(error)
+    return found
+
+
+def predictions(
+    run: PredictRun, model: TrainedModel, images: Images, world: World, *, top: int
+) -> Iterator[list[Row]]:
+    """The predictions of this rank's share, in order, some thousand at a time."""
+    start, stop = (images.total * rank // world.world_size for rank in (world.rank, world.rank + 1))
+    size = run.compute.batch
+    positions = [range(at, min(stop, at + size)) for at in range(start, stop, size)]
+    settings = DataSettings(
+        path=run.images[0],
+        global_batch=size,
+        num_workers=run.num_workers,
+        remote=run.remote,
+        **model.preprocessing.data_values(),
+    )
+    samples = images.samples(settings, image_size=model.preprocessing.image_size)
+    pinned = world.device.type == "cuda"
+    batches = batches_of(samples, positions, settings=settings, pin_memory=pinned)
+    network, names = model.for_inference(world, precision=run.compute.precision), model.class_names
+    config = {} if model.run is None else model.run.config
+    # Trained with a sigmoid of each class, whose probabilities need not sum to 1.
+    is_sigmoid = (config.get("objective") or {}).get("loss") == "sigmoid"
+    pending: list[Row] = []
+    with closing(batches):
+        for numbers, cpu_batch in zip(positions, batches, strict=True):
+            logits_BC = network.logits(cpu_batch.to(world.device).images)
+            shares_BC = logits_BC.sigmoid() if is_sigmoid else logits_BC.softmax(dim=1)
+            shares_BK, ranked_BK = (part.tolist() for part in shares_BC.topk(top, dim=1))
+            errors = {each.sample: each.error for each in cpu_batch.unreadable}
+            labels = map(images.label_name, cpu_batch.labels.tolist())
+            for number, label, shares, ranked in zip(
+                numbers, labels, shares_BK, ranked_BK, strict=True
+            ):
+                row: Row = {"label": label, "error": errors.get(number)}
+                for rank in range(top) if number not in errors else ():
+                    row |= {f"class_{rank + 1}": names[ranked[rank]], f"p_{rank + 1}": shares[rank]}
+                pending.append(row)
+            if len(pending) >= CHUNK_ROWS or numbers.stop == stop:
+                found = images.names(range(numbers.stop - len(pending), numbers.stop))
+                yield [{"image": name, **row} for name, row in zip(found, pending, strict=True)]
+                pending = []
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+def schema(top: int) -> pa.Schema:
+    """top: classes of each image."""
+    pairs = [(f"class_{rank}", f"p_{rank}") for rank in range(1, top + 1)]
+    names = ["image", "label", *(name for pair in pairs for name in pair), "error"]
+    return pa.schema(
+        [(name, pa.float32() if name.startswith("p_") else pa.string()) for name in names]
+    )
+
+
+def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
+    """Write `output`, .csv or .parquet, from the files of all ranks.
+
+    Returns the numbers of images, and a sentence on each of the first unreadable ones.
+    """
+    files = [pq.ParquetFile(part) for part in sorted(parts.iterdir())]
+    kind = pq.ParquetWriter if output.suffix == ".parquet" else pa_csv.CSVWriter
+    counts, errors = Counter[str](), list[str]()
+    with atomic_file(output) as file, kind(file, files[0].schema_arrow) as writer:
+        for batch in (batch for each in files for batch in each.iter_batches()):
+            writer.write_batch(batch)
+            columns = (batch[name].to_pylist() for name in ("image", "label", "class_1", "error"))
+            for image, label, guess, error in zip(*columns, strict=True):
+                labelled = error is None and label is not None
+                counts.update(images=1, unread=error is not None, labelled=labelled)
+                counts.update(right=labelled and guess == label)
+                if error is not None and len(errors) < SHOWN_ERRORS:
+                    errors.append(f"unreadable: {image}: {error}")
+    return counts, errors
+
+
+def _report(
+    output: str, counts: Counter[str], errors: list[str], *, num_left_out: int
+) -> Iterator[str]:
+    yield f"{output}: {counts['images']:,} images, {counts['unread']:,} of them unreadable"
+    if labelled := counts["labelled"]:
+        yield f"top-1 {counts['right'] / labelled:.2%} of {labelled:,} images with a label"
+    if num_left_out:
+        yield f"left out {num_left_out:,} files that are no images by their name"
+    yield from errors
+    if counts["unread"] > len(errors):
+        yield f"... {counts['unread'] - len(errors):,} more, with the reason in column error"

@@ -1,0 +1,247 @@
+"""The run types of the commands that apply a trained model. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from vitscale.checkpoint.folders import resolve_weights
+from vitscale.config.section import Run, Section
+from vitscale.config.source import read_yaml
+from vitscale.data.settings import RemoteSettings
+from vitscale.data.storage import is_url, url_problem
+from vitscale.evaluation.registry import EvaluationSettings
+from vitscale.models.registry import ModelSettings
+from vitscale.runs.launching import LaunchSettings, launch_problems
+from vitscale.tracking.settings import TrackingSettings
+
+TABLES = (".csv", ".parquet")
+# Needs images, or the weights alone.
+PICTURES = {
+    "patch_filters": False,
+    "position_similarity": False,
+    "attention_distance": True,
+    "attention_rollout": True,
+}
+if TYPE_CHECKING:
+    PictureName = str
+else:
+    PictureName = Literal[tuple(PICTURES)]
+
+
+class DeviceSettings(Section):
+    """Where and how the model computes."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: GPU where torch finds one, else CPU."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """auto: bf16 on GPU, fp32 on CPU. Weights stay in fp32."""
+    batch: int = Field(default=64, gt=0)
+    """Images that one process takes through one forward pass."""
+    num_threads: int | None = Field(default=None, gt=0)
+    """CPU threads of each process; null: its share of the cores."""
+    timeout_min: float = Field(default=10.0, gt=0)
+    """A collective that takes longer ends the command."""
+
+
+class PreprocessingSettings(Section):
+    """How images become the model's input; null: as the model was trained or published."""
+
+    mean: tuple[float, float, float] | None = Field(default=None, strict=False)
+    """Subtracted from red, green and blue, each in [0, 1]."""
+    std: tuple[float, float, float] | None = Field(default=None, strict=False)
+    """Red, green and blue are divided by it."""
+    eval_resize: Literal["squash", "center_crop"] | None = None
+    """As `data.eval_resize` of a training."""
+    eval_crop_fraction: float | None = Field(default=None, gt=0, le=1)
+    """center_crop only: image size / resized short side."""
+    eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
+    """Filter of the resize."""
+    eval_antialias: bool | None = None
+    """Of the resize."""
+
+    def chosen(self) -> dict[str, Any]:
+        """The keys that are not null."""
+        return {key: value for key, value in self.model_dump().items() if value is not None}
+
+
+class ModelRun(Run):
+    """A command that applies a trained model."""
+
+    init: str
+    """The model: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth),
+    or a folder of Hugging Face or timm; see docs/weights.md."""
+    init_weights: Literal["auto", "model", "ema"] = "auto"
+    """The weights themselves (model) or their average (ema). auto: the average, unless
+    there is none or more than 1 % of it is the random start."""
+    init_grid: tuple[int, int] | None = Field(default=None, strict=False)
+    """[rows, columns] of the position embedding in a file; null: a square grid."""
+    model: ModelSettings | None = None
+    """Keys of the model that win over what is inferred from external weights, one by one, such as
+    num_heads; a run folder has its own."""
+    preprocessing: PreprocessingSettings = PreprocessingSettings()
+    """Keys that win over the preprocessing that comes with the model, one by one."""
+    image_size: PositiveInt | None = None
+    """Apply the model at another image size, in pixels a side, its position embeddings resized;
+    null: its own."""
+    position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
+    """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
+    compute: DeviceSettings = DeviceSettings()
+    """Device, precision and batch."""
+
+    def source(self) -> dict[str, Any]:
+        """Arguments of `open_model`."""
+        return {
+            "init": self.init,
+            "weights": self.init_weights,
+            "grid": self.init_grid,
+            "model": self.model,
+            "preprocessing": self.preprocessing.chosen(),
+            "image_size": self.image_size,
+            "position_embedding": self.position_embedding,
+        }
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+class EvaluationData(Section):
+    """The shards that a model is evaluated on. Its preprocessing comes with the model."""
+
+    path: str
+    """Shard folder or its URL, as `data.path` of a training."""
+    train_split: str = "train"
+    """Split that kNN, few-shot and linear probes learn from; not read without them."""
+    val_split: str = "test"
+    """Split that the metrics are of."""
+    num_workers: int = Field(default=2, ge=0)
+    """Loader processes per rank."""
+    remote: RemoteSettings = RemoteSettings()
+
+
+class EvaluateRun(ModelRun):
+    """trained model -> one table of results."""
+
+    stage: Literal["evaluate"] = "evaluate"
+    """Which script runs this file: finetune/evaluate_model.py."""
+    name: str
+    """Name in MLflow and of the folder of results."""
+    output: str | None = None
+    """Folder of results; null: runs/NAME."""
+    data: EvaluationData
+    evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
+    """The evaluations, in the order of the table."""
+    tracking: TrackingSettings = TrackingSettings()
+    launch: LaunchSettings = LaunchSettings()
+
+    @property
+    def folder(self) -> str:
+        return self.output or f"runs/{self.name}"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        names = [each.name for each in self.evaluate]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
+        for each in self.evaluate:
+            if each.every_steps is not None:
+                yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")
+        yield from launch_problems(self.launch)
+
+
+def settings_of_run(argv: Sequence[str]) -> list[str]:
+    """Overrides that evaluate the run of `init=` on its own data, as it evaluates itself.
+
+    Of weights outside a run folder: a name, and classification. Raises UserError if nothing is
+    there.
+    """
+    init = next((word[5:] for word in reversed(argv) if word.startswith("init=")), None)
+    if init is None:
+        return []
+    if not Path(init).exists():
+        resolve_weights(init)
+    files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]
+    path = next((each for each in files if each.is_file()), None)
+    config: Any = (read_yaml(path.read_text(), name=str(path)) if path is not None else None) or {}
+    evaluations = [
+        {key: value for key, value in each.items() if key != "every_steps"}
+        for each in config.get("evaluate") or [{"name": "classification"}]
+    ]
+    name = f"{config.get('name', Path(init).stem)}-evaluation"
+    data = {key: config.get("data", {}).get(key) for key in ("path", "train_split", "val_split")}
+    values = {"name": name, "evaluate": evaluations}
+    values |= {f"data.{key}": value for key, value in data.items() if value is not None}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+# ---- predictions, exports, pictures --------------------------------------------------------------
+
+
+class PredictRun(ModelRun):
+    """trained model and images -> the most probable classes of each image."""
+
+    stage: Literal["predict"] = "predict"
+    """Which script runs this file: finetune/predict.py."""
+    images: tuple[str, ...] = Field(min_length=1, strict=False)
+    """Image files and folders of images; or one shard folder, or its URL."""
+    top: int = Field(default=5, gt=0)
+    """Classes of each image, the most probable first."""
+    output: str | None = None
+    """Table to write, .csv or .parquet; replaced if it exists. null: print, for few images."""
+    split: str = "test"
+    """Split of the shard folder."""
+    num_workers: int = Field(default=2, ge=0)
+    """Processes per rank that decode images."""
+    remote: RemoteSettings = RemoteSettings()
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.output is not None and not self.output.endswith(TABLES):
+            yield ("output", f"{self.output!r} does not end in {' or '.join(TABLES)}")
+
+
+class ExportRun(ModelRun):
+    """trained model -> a folder that another library loads."""
+
+    stage: Literal["export"] = "export"
+    """Which script runs this file: finetune/export.py."""
+    to: Literal["timm", "huggingface", "npz", "onnx", "safetensors"]
+    """timm: timm.create_model and transformers' Auto classes. huggingface: transformers' own ViT.
+    npz: Google's names. onnx: a graph with any batch size. safetensors: vitscale's names."""
+    output: str
+    """Folder to write: a new one, or an empty one."""
+    mlflow: bool = False
+    """Upload the folder to the MLflow run that trained the model, below exported/."""
+
+
+class VisualizeRun(ModelRun):
+    """trained model -> pictures of what it has learned."""
+
+    stage: Literal["visualize"] = "visualize"
+    """Which script runs this file: finetune/visualize.py."""
+    output: str | None = None
+    """Folder of the pictures; null: pictures/ in the run folder that `init` is in, else
+    runs/visualize/pictures."""
+    pictures: tuple[PictureName, ...] = Field(default=(), strict=False)
+    """The pictures to draw; empty: all that the model has."""
+    images: tuple[str, ...] = Field(default=(), strict=False)
+    """Image files and folders of images, or one shard folder or its URL. Empty: the shards that the
+    run was trained on."""
+    split: str | None = None
+    """Split of the shards that `images` are taken from; null: the run's validation split."""
+    num_images: int = Field(default=8, gt=0, le=32)
+    """Images in a sheet, evenly spaced over `images`."""
+    remote: RemoteSettings = RemoteSettings()
+    mlflow: bool = True
+    """Upload the pictures to the MLflow run of the run folder that `init` is in."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        for path in self.images:
+            problem = url_problem(path) if is_url(path) else None
+            if problem is not None:
+                yield ("images", problem)
