@@ -12,12 +12,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 from vitscale.config.errors import UserError
@@ -36,49 +38,28 @@ CARD_NAME = "README.md"
 
 # Up to these numbers of images, `training_command` takes a small model, and DeiT's recipe.
 SMALL_SAMPLES, MEDIUM_SAMPLES = 50_000, 2_000_000
-# Rows per parquet row group: held in memory by the writer, skipped as one by readers of a split.
+# Rows per parquet row group, which readers of a split skip as one.
 ROW_GROUP_ROWS = 1 << 13
 
 
 def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
-    """Write index.parquet from tables in stored order, each of one split; few are held at a time.
+    """Write index.parquet from tables in stored order, each of one split.
 
     The bytes depend only on the rows, not on their division into tables.
     """
-    import pyarrow.parquet as pq
-
+    schema = index_schema()
+    names = [field.name for field in schema if pa.types.is_dictionary(field.type)]
     with atomic_file(folder / INDEX_NAME) as file:
-        with pq.ParquetWriter(file, index_schema(), compression="zstd") as writer:
-            waiting: list[pa.Table] = []
-            split = None
-            for table in tables:
-                if not len(table):
-                    continue
-                next_split = table.column("split")[0].as_py()
-                if next_split != split:
-                    _write_row_groups(writer, waiting, rest=True)
-                split = next_split
-                waiting.append(table)
-                _write_row_groups(writer, waiting, rest=False)
-            _write_row_groups(writer, waiting, rest=True)
-
-
-def _write_row_groups(writer: Any, waiting: list[pa.Table], *, rest: bool) -> None:
-    """Write full row groups (rest: all rows) and leave the remainder in `waiting`."""
-    num_rows = sum(map(len, waiting))
-    if not num_rows or (num_rows < ROW_GROUP_ROWS and not rest):
-        return
-    names = [field.name for field in index_schema() if pa.types.is_dictionary(field.type)]
-    table = pa.concat_tables(waiting).combine_chunks()
-    num_written = num_rows if rest else num_rows // ROW_GROUP_ROWS * ROW_GROUP_ROWS
-    for start in range(0, num_written, ROW_GROUP_ROWS):
-        part = table.slice(start, min(ROW_GROUP_ROWS, num_written - start))
-        for name in names:
-            # A new dictionary: those of the tables depend on the division.
-            column = part.column(name).cast(pa.string()).combine_chunks().dictionary_encode()
-            part = part.set_column(part.schema.get_field_index(name), name, column)
-        writer.write_table(part)
-    waiting[:] = [table.slice(num_written)] if num_written < num_rows else []
+        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+            for _, group in groupby(filter(len, tables), lambda table: table["split"][0].as_py()):
+                table = pa.concat_tables(group)
+                for start in range(0, len(table), ROW_GROUP_ROWS):
+                    part = table.slice(start, ROW_GROUP_ROWS).combine_chunks()
+                    for name in names:
+                        # A new dictionary: those of the tables depend on the division.
+                        column = part[name].cast(pa.string()).combine_chunks().dictionary_encode()
+                        part = part.set_column(schema.get_field_index(name), name, column)
+                    writer.write_table(part)
 
 
 def info_of(splits: Mapping[str, SplitEntry], *, shards_root: str = ".") -> dict[str, Any]:

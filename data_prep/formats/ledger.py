@@ -8,7 +8,7 @@ Leaves out: deciding outcomes (`sources` by name, `images.check` by content, `st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +144,9 @@ class LedgerWriter:
         self._writer.close()
         self._commit.__exit__(*error)
 
-    def add(self, rows: pa.Table | Mapping[str, Sequence[Any]]) -> None:
+    def add(self, rows: pa.Table) -> None:
         """Add rows: `path`, `split`, `class`, `reason` (of a rejection), `changes`, `detail`,
         `key` and `blake3`."""
-        if not isinstance(rows, pa.Table):
-            types = {"blake3": pa.binary(32)}
-            arrays = {k: pa.array(v, types.get(k, pa.string())) for k, v in rows.items()}
-            rows = pa.table(arrays)
         reason, changes = (rows.column(name).cast(pa.string()) for name in ("reason", "changes"))
         is_rejected, is_repaired = pc.is_valid(reason), pc.is_valid(changes)
         status = pc.if_else(is_rejected, "rejected", pc.if_else(is_repaired, "repaired", "kept"))

@@ -36,6 +36,12 @@ class Labels:
     """`space` as a set."""
     map: dict[str, str] | None
 
+    @classmethod
+    def of(cls, settings: LabelSettings) -> Labels:
+        space = None if settings.space is None else load_space(settings.space)
+        label_map = None if settings.map is None else read_map(settings.map)
+        return cls(settings=settings, space=space, known=frozenset(space or ()), map=label_map)
+
     def class_of(self, source_class: str | None) -> str | None:
         """The class of an image; None if the map or the space does not contain it."""
         if self.settings.values == "none":
@@ -78,51 +84,39 @@ class Labels:
         if not unknown or (self.settings.unknown == "reject" and not none_match):
             return
         name, images = min(unknown.items(), key=lambda item: (-item[1], item[0]))
-        steps = [self._better_space(unknown, found)]
+        is_mapped = self.map is None or name in self.map
+        value = name if self.map is None else self.map.get(name)
+        size = len(self.space or ())
+        if not is_mapped:
+            problem = f"have no class in {self.settings.map!r} ({len(self.map or ()):,} rows)"
+        elif self.settings.values == "index":
+            problem = f"are not positions in {self.settings.space} (0 to {size - 1:,})"
+        else:
+            problem = f"are not among the {size:,} of {self.settings.space}"
+        problem += f" (mapped to {value!r})" if is_mapped and self.map else ""
+        steps = []
         if self.map is None:
+            positions = self.settings.values == "index"
+            steps.append(self._better_space({*unknown} if positions else {*unknown, *found}))
             steps.append("set labels.map to a table of source class and class")
         if not none_match:
             steps.append("set labels.unknown=reject to leave these images out")
         raise UserError(
             f"{len(unknown):,} {'class' if len(unknown) == 1 else 'classes'} of the source "
-            f"({sum(unknown.values()):,} images) {self._problem_with(name)}; {len(found):,} match "
+            f"({sum(unknown.values()):,} images) {problem}; {len(found):,} match "
             f"({sum(found.values()):,} images); for example {name!r} ({images:,} images)",
-            where="labels.map" if self._is_outside_map(name) else "labels.space",
+            where="labels.space" if is_mapped else "labels.map",
             next_step="; or ".join(filter(None, steps)) or "correct the map",
         )
 
-    def _is_outside_map(self, name: str) -> bool:
-        """Whether the class is missing in the map, not in the space."""
-        return self.map is not None and name not in self.map
-
-    def _problem_with(self, name: str) -> str:
-        if self._is_outside_map(name):
-            return f"have no class in {self.settings.map!r} ({len(self.map or ()):,} rows)"
-        if self.space is None:
-            return "have no name"
-        mapped = f" (mapped to {self.map[name]!r})" if self.map else ""
-        if self.settings.values == "index":
-            last = len(self.space) - 1
-            return f"are not positions in {self.settings.space} (0 to {last:,}){mapped}"
-        return f"are not among the {len(self.space):,} of {self.settings.space}{mapped}"
-
-    def _better_space(self, unknown: Mapping[str, int], found: Mapping[str, int]) -> str | None:
+    def _better_space(self, wanted: set[str]) -> str | None:
         """Name the known space that contains most of these classes, if it contains more."""
-        if self._is_outside_map(next(iter(unknown))) or self.space is None:
-            return None
-        wanted = {self.map[n] if self.map else n for n in unknown if not self._is_outside_map(n)}
-        sizes = {name: len(known_space(name)) for name in LABEL_SPACES}
-        if self.settings.values == "index":
-            last = max((int(each) for each in wanted if POSITION.fullmatch(each)), default=None)
-            large = [name for name in sizes if last is not None and sizes[name] > last]
-            if not large:
-                return None
-            best = min(large, key=lambda name: sizes[name])
-            return f"position {last:,} exists in labels.space={best} ({sizes[best]:,} classes)"
-        wanted |= set(found)
-        num_in = {name: len(wanted.intersection(known_space(name))) for name in LABEL_SPACES}
-        best = max(sizes, key=lambda name: (num_in[name], -sizes[name]))
-        if best == self.settings.space or num_in[best] <= len(wanted & self.known):
+        num_in = {}
+        for name in LABEL_SPACES:
+            other = Labels.of(self.settings.model_copy(update={"space": name, "map": None}))
+            num_in[name] = sum(other.class_of(each) is not None for each in wanted)
+        best = max(num_in, key=lambda name: (num_in[name], -len(known_space(name))))
+        if num_in[best] <= sum(self.class_of(each) is not None for each in wanted):
             return None
         return f"labels.space={best} contains {num_in[best]:,} of these {len(wanted):,} classes"
 
@@ -136,35 +130,21 @@ def _refuse_mixture(names: Collection[str], found: Mapping[str, int]) -> None:
     others = [name for name in names if not PLAIN_NUMBER.fullmatch(name)]
     # Numbers padded with zeros (001, 002, 100) sort numerically.
     padded = all(re.fullmatch("[0-9]+", name) for name in names) and len(set(map(len, names))) == 1
-    if 2 * len(others) >= len(names) or padded:
-        return
-    name = max(others, key=lambda name: found[name])
-    raise UserError(
-        f"{len(names) - len(others):,} of the source's {len(names):,} labels are numbers from 0 to "
-        f"999,999, and {len(others):,} ({sum(map(found.__getitem__, others)):,} images) "
-        f"{'is' if len(others) == 1 else 'are'} not; for example {name!r} ({found[name]:,} images)",
-        where="source.label",
-        next_step="correct these labels, or name the classes: labels.map, labels.space",
-    )
+    if 2 * len(others) < len(names) and not padded:
+        name = max(others, key=lambda name: found[name])
+        raise UserError(
+            f"{len(names) - len(others):,} of the source's {len(names):,} labels are numbers from "
+            f"0 to 999,999, and {len(others):,} are not; for example {name!r} "
+            f"({found[name]:,} images)",
+            where="source.label",
+            next_step="correct these labels, or name the classes: labels.map, labels.space",
+        )
 
 
 @lru_cache(maxsize=1)  # a map may have a million rows
 def load_labels(settings: LabelSettings) -> Labels:
     """Read the label files. Raises UserError for unknown spaces and malformed files."""
-    space = None if settings.space is None else load_space(settings.space)
-    label_map = None if settings.map is None else read_map(settings.map)
-    labels = Labels(settings=settings, space=space, known=frozenset(space or ()), map=label_map)
-    if label_map and space and all(labels.class_of(key) is None for key in label_map):
-        key, value = next(iter(label_map.items()))
-        kind = "positions in" if settings.values == "index" else "class names of"
-        raise UserError(
-            f"none of the {len(label_map):,} rows of {settings.map!r} matches: the second column "
-            f"must contain {kind} {settings.space} ({len(space):,} classes); such as {key!r} -> "
-            f"{value!r}",
-            where="labels.map",
-            next_step="check that the columns are source class, class; and check labels.values",
-        )
-    return labels
+    return Labels.of(settings)
 
 
 def load_space(space: str) -> tuple[str, ...]:

@@ -104,15 +104,6 @@ def rows_table(inputs: Sequence[Input], *, seed: int, holds_out: bool) -> pa.Tab
     return pa.Table.from_arrays(arrays, schema=ROW_SCHEMA)
 
 
-def stored_order(high: np.ndarray, low: np.ndarray, paths: pa.Array) -> np.ndarray:
-    """Return positions by order hash; rows with equal hashes by path."""
-    order = np.lexsort((low, high))
-    for group in equal_groups(high, low, order):
-        members = order[group].tolist()
-        order[group] = sorted(members, key=lambda i: paths[i].as_py())
-    return order
-
-
 def equal_groups(high: np.ndarray, low: np.ndarray, order: np.ndarray) -> list[slice]:
     """Return the ranges of `order` with equal hashes, which are few: names listed again."""
     high, low = high[order], low[order]

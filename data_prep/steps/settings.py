@@ -16,6 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from data_prep.formats.index_files import training_command
+from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.errors import Outage, hash_named_file
 from data_prep.steps.labels import label_hashes
 from data_prep.steps.work import (
@@ -29,22 +31,23 @@ from data_prep.steps.work import (
 from vitscale.config.errors import UserError
 from vitscale.data.index import Manifest, read_manifest
 from vitscale.distributed.atomic_files import write_json
+from vitscale.distributed.processes import num_gpus
 from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
-SETTINGS_WAIT_S = 5.0
 # Format of the files in a work folder: raised when a release cannot resume another's work.
 WORK_FORMAT = 6
 # Settings that do not change the bytes of the result.
 EXECUTION_KEYS = ("output", "launch", "num_workers", "script")
 
 
-def make_output(run: DataPrepRun, steps: Sequence[Step]) -> tuple[Path, Manifest, bool]:
-    """Make the output together with other tasks; return (folder, manifest, it was there already).
+def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
+    """Make the output together with other tasks, or find it made already; print what it holds.
 
     After an interruption the work is kept; an error of the corpus is noted in it for other tasks,
     and the next command starts over.
     """
+    start = time.monotonic()
     work = WorkFolder(at_real_output(run))
     made = find_existing(work)
     if made is None:
@@ -59,10 +62,21 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> tuple[Path, Manifest
             raise
     # Left by a process that was killed after its commit, or made again by a task that began late.
     shutil.rmtree(work.path, ignore_errors=True)
+    if made is not None:
+        print(f"{work.output}: already there, made with the same settings")
+        return
     # Compare settings again: another command may have finished it in the meantime.
-    manifest = made or find_existing(work)
+    manifest = find_existing(work)
     assert manifest is not None
-    return work.output, manifest, made is not None
+    print(f"\n{work.output}: {describe_inputs(manifest.inputs)}")
+    for split, entry in manifest.splits.items():
+        print(
+            f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, "
+            f"{entry.num_bytes / 2**20:,.1f} MiB"
+        )
+    classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
+    print(f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input")
+    print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
 
 
 def at_real_output(run: DataPrepRun) -> DataPrepRun:
@@ -80,7 +94,7 @@ def at_real_output(run: DataPrepRun) -> DataPrepRun:
             where="output",
             next_step=f"choose a folder in it, such as {real / 'shards'}",
         )
-    return run if real is output else run.model_copy(update={"output": str(real)})
+    return run.model_copy(update={"output": str(real)})
 
 
 def find_existing(work: WorkFolder) -> Manifest | None:
@@ -95,11 +109,8 @@ def find_existing(work: WorkFolder) -> Manifest | None:
         what = f"exists already and was not made by this script\n{error.text()}"
         raise UserError(what, where="output", next_step=advice) from None
     if changed := changed_settings(manifest.config, content_config(work.run)):
-        raise UserError(
-            f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}",
-            where="output",
-            next_step=advice,
-        )
+        what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
+        raise UserError(what, where="output", next_step=advice)
     return manifest
 
 
@@ -185,16 +196,13 @@ def open_work_folder(work: WorkFolder) -> None:
 
 def _begin_or_join(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Create the folder with these settings, or return the settings that another process wrote."""
-    with suppress(FileExistsError):
-        folder.mkdir(parents=True)  # one of several processes succeeds
-        write_json(folder / SETTINGS_NAME, settings)
-    deadline = time.monotonic() + SETTINGS_WAIT_S
-    while not (folder / SETTINGS_NAME).exists() and time.monotonic() < deadline:
-        time.sleep(SETTINGS_WAIT_S / 100)
-    if folder.exists() and not (folder / SETTINGS_NAME).exists():
-        raise UserError(
-            f"has no {SETTINGS_NAME}", where=str(folder), next_step="remove this folder"
-        )
+    if not folder.exists():
+        fresh = folder.with_name(f"{folder.name}-{this_process()}")
+        fresh.mkdir(parents=True, exist_ok=True)
+        write_json(fresh / SETTINGS_NAME, settings)
+        with suppress(OSError):
+            fresh.rename(folder)  # one of several processes succeeds
+        shutil.rmtree(fresh, ignore_errors=True)
     found: dict[str, Any] = json.loads((folder / SETTINGS_NAME).read_text())
     return found
 

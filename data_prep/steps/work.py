@@ -215,7 +215,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
             os.utime(path)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Step:
     """One step of the work. Its functions are module-level: workers get them by name."""
 
@@ -381,12 +381,6 @@ def storage_error(error: Exception, work: WorkFolder) -> UserError:
     if isinstance(error, SpoolError):
         what, error = "the spool cannot be used", error.error
     work.raise_failure()
-    if not work.path.exists() and work.output.parent.exists():
-        return Outage(
-            "was removed during the work: another task stopped this preparation",
-            where=str(work.path),
-            next_step="read that task's log, fix the cause, and run the command again",
-        )
     code = error.errno if isinstance(error, OSError) else None
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return Outage(

@@ -26,7 +26,6 @@ from tests.support.corpora.image_corpus import (
     make_shards,
 )
 from vitscale.data.index import read_manifest, read_split
-from vitscale.data.index_keys import sample_keys
 
 
 @pytest.fixture(scope="module")
@@ -48,29 +47,6 @@ def test_order_of_creation_does_not_change_the_shards(
     code = one_core + f"os.execv(sys.executable, {command_line!r})"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
     assert contents(tmp_path / "again") == contents(shards)
-
-
-def test_webdataset_reads_every_sample_of_the_index(
-    made: tuple[Path, Path, str],
-) -> None:
-    source, shards, _ = made
-    originals = {p.read_bytes() for p in source.rglob("*.*")}
-    seen = set()
-    for split in ("train", "test"):
-        index = read_split(shards, split=split)
-        keys = sample_keys(index, range(index.num_samples))
-        stream = webdataset.WebDataset(
-            [str(path) for path in index.shard_paths], shardshuffle=False
-        )
-        for i, sample in enumerate(stream):
-            (image,) = (sample[k] for k in ("jpg", "png", "webp") if k in sample)
-            tar = index.shard_paths[index.shard_of[i]].read_bytes()
-            assert image == tar[index.offset[i] : index.offset[i] + index.length[i]]
-            assert int(sample["cls"]) == index.label[i]
-            assert sample["__key__"] == keys[i]
-            seen.add(image)
-        assert i + 1 == index.num_samples
-    assert seen == originals
 
 
 def test_timm_reads_the_info_file(made: tuple[Path, Path, str]) -> None:
@@ -101,19 +77,6 @@ def test_index_manifest_and_ledger_agree_with_the_tars(made: tuple[Path, Path, s
     assert {row["key"] for row in index} == {row["key"] for row in rows.values()}
     assert index == sorted(index, key=lambda r: (r["split"], r["shard"], r["offset"]))
     assert "24 inputs = 24 kept + 0 rejected" in text and "next: deepspeed" in text
-
-
-def test_seed_changes_the_order_but_not_the_samples(
-    made: tuple[Path, Path, str], tmp_path: Path
-) -> None:
-    source, shards, _ = made
-    options = ("shards.min_shards=2", "source.holdout_fraction=0.0")
-    make_shards(source, tmp_path / "a", *options)
-    make_shards(source, tmp_path / "b", *options, "seed=1")
-    a, b = (read_split(tmp_path / name, split="train") for name in "ab")
-    of_a, of_b = (sample_keys(index, range(index.num_samples)) for index in (a, b))
-    assert sorted(of_a) == sorted(of_b) and of_a != of_b
-    assert a.fingerprint != b.fingerprint
 
 
 def test_an_existing_output_is_recognised_or_refused(

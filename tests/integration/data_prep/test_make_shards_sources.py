@@ -133,19 +133,6 @@ def test_every_kind_of_source_gives_the_same_samples(
     assert {path.name for path in tmp_path.iterdir()} == {"source", "shards"}
 
 
-def test_numeric_labels_stay_even_with_gaps(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "source").mkdir()
-    with tarfile.open(tmp_path / "source" / "0.tar", "w") as tar:
-        for i, label in enumerate((2, 10, 2)):
-            add_member(tar, f"{i}.jpg", photo(i))
-            add_member(tar, f"{i}.cls", str(label).encode())
-    make(tmp_path / "source", tmp_path / "shards", "source.kind=webdataset")
-    index = read_split(tmp_path / "shards", split="train")
-    assert sorted(index.label.tolist()) == [2, 2, 10] and len(index.classes) == 11
-
-
 def save(image: Image.Image, path: Path, **options: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, **options)  # type: ignore[arg-type]  # Pillow takes any encoder option

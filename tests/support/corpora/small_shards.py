@@ -91,29 +91,28 @@ def make_shard_folder(
         )
     write_index(folder, tables=tables)
     write_info(folder, splits=entries)
+    inputs = [
+        (f"{key}.jpg", split, classes[label] if classes else None, None, key, image_hash)
+        for table in tables
+        for key, split, label, image_hash in zip(
+            *(table[name].to_pylist() for name in ("key", "split", "label", "blake3")), strict=True
+        )
+    ]
+    inputs += [(path, "train", name, reason, None, None) for path, name, reason in rejected]
+    names = "path", "split", "class", "reason", "key", "blake3"
+    columns = dict(zip(names, zip(*inputs, strict=True), strict=True))
+    nothing = pa.nulls(len(inputs), pa.string())
     with LedgerWriter(folder) as ledger:
-        for table in tables:
-            keys = table.column("key").to_pylist()
-            ledger.add(
-                {
-                    "path": [f"{key}.jpg" for key in keys],
-                    "split": table.column("split").to_pylist(),
-                    "class": [
-                        classes[i] if classes else None for i in table.column("label").to_pylist()
-                    ],
-                    "reason": [None] * len(keys),
-                    "changes": [None] * len(keys),
-                    "detail": [None] * len(keys),
-                    "key": keys,
-                    "blake3": table.column("blake3").to_pylist(),
-                }
-            )
-        paths, names, reasons = zip(*rejected, strict=True) if rejected else ((), (), ())
-        nothing = [None] * len(paths)
-        fixed = dict.fromkeys(("changes", "detail", "key", "blake3"), nothing)
         ledger.add(
-            {"path": paths, "split": ["train"] * len(paths), "class": names, "reason": reasons}
-            | fixed
+            pa.table(
+                {
+                    name: pa.array(values, pa.string())
+                    for name, values in columns.items()
+                    if name != "blake3"
+                }
+                | {"blake3": pa.array(columns["blake3"], pa.binary(32))}
+                | {"changes": nothing, "detail": nothing}
+            )
         )
     manifest = Manifest(
         format_version=FORMAT_VERSION,

@@ -274,11 +274,3 @@ def test_truncation_is_found_at_every_offset(name: str, check: str) -> None:
 def test_bytes_behind_the_end_do_no_harm(tail: bytes, check: str) -> None:
     for name in ("jpeg", "jpeg progressive", "png", "webp"):
         assert checked(SAMPLES[name] + tail, check=check).reason is None, name
-
-
-def test_every_damaged_byte_of_png_pixels_is_found_by_decoding() -> None:
-    data = SAMPLES["png"]
-    start = data.index(b"IDAT") + 4
-    for place in range(start, len(data) - 20, 7):
-        damaged = data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :]
-        assert checked(damaged).reason is not None, place

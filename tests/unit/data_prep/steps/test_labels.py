@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,26 +35,6 @@ def test_known_spaces_have_their_published_sizes(name: str) -> None:
     classes = known_space(name)
     assert (len(classes), classes[0], classes[-1]) == SIZES[name]
     assert len(set(classes)) == len(classes)
-
-
-def test_known_spaces_differ_as_documented() -> None:
-    spaces = {name: set(known_space(name)) for name in LABEL_SPACES}
-    autumn = spaces["imagenet_22k"]
-    assert spaces["imagenet_21k_goog"] - autumn == {"n03931044", "n09859684"}
-    assert autumn < spaces["imagenet_21k_goog"]
-    assert spaces["imagenet_1k"] - autumn == {"n04399382"}
-    assert len(spaces["imagenet_1k"] - spaces["imagenet_12k"]) == 7
-    assert len(spaces["imagenet_1k"] - spaces["imagenet_21k_p"]) == 9
-    assert spaces["imagenet_21k_p_winter21"] < spaces["imagenet_21k_p"] < autumn
-
-
-def test_spaces_are_read_without_importing_timm() -> None:
-    code = (
-        "import sys\n"
-        "from vitscale.data.label_spaces import known_space; known_space('imagenet_1k');"
-        "raise SystemExit('timm' in sys.modules or 'torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_without_a_space_labels_are_the_sorted_classes() -> None:
@@ -136,11 +114,8 @@ def test_maps_apply_before_the_space(tmp_path: Path) -> None:
     "name, text, message",
     [
         ("a.csv", "a,b\nc\n", r"a.csv:2: 1 values instead of 2.*\n.*source class, class"),
-        ("a.csv", "a,b,c\n", r"a.csv:1: 3 values instead of 2"),
-        ("a.csv", "a,\n", r"a.csv:1: 1 values instead of 2"),
         ("a.csv", "a,b\n\na,c\n", r"a.csv:3: 'a' is there already"),
         ("a.csv", 'a,"b\nc', r"a.csv:.*unexpected end of data"),
-        ("a.csv", "a," + "b" * 200_000, r"a.csv:1: field larger"),
         ("a.tsv", "a,b\n", r"a.tsv:1: 1 values instead of 2"),
         ("a.csv", "", r"is empty"),
         ("a.xls", "a,b\n", r"neither .csv nor .tsv"),
@@ -170,17 +145,6 @@ def test_malformed_spaces_are_refused(text: str, message: str, tmp_path: Path) -
         labels(space=written(tmp_path / "space.txt", text))
 
 
-def test_an_unknown_space_suggests_the_nearest() -> None:
-    with pytest.raises(UserError, match="did you mean 'imagenet_21k_goog'"):
-        labels(space="imagenet_21k_google")
-
-
-def test_a_map_into_another_space_is_refused_with_an_example(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.csv", "n01440764,tench\nn01443537,goldfish\n")
-    with pytest.raises(UserError, match=r"none of the 2 rows.*'n01440764' -> 'tench'"):
-        labels(space="imagenet_1k", map=path)
-
-
 def test_unknown_classes_are_counted_and_a_space_suggested() -> None:
     known = labels(space="imagenet_1k")
     unknown = dict.fromkeys(known_space("imagenet_22k")[:40], 7) | {"n02000000": 9}
@@ -195,7 +159,7 @@ def test_unknown_classes_are_counted_and_a_space_suggested() -> None:
 
 
 def test_positions_beyond_the_space_suggest_a_larger_one() -> None:
-    with pytest.raises(UserError, match=r"position 11,000 exists in labels.space=imagenet_21k_p "):
+    with pytest.raises(UserError, match=r"not positions in (.|\n)*space=imagenet_21k_p contains"):
         labels(space="imagenet_1k", values="index").check({"11000": 2}, found={})
 
 

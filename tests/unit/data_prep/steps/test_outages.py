@@ -28,9 +28,8 @@ from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.data.index import read_manifest
 from vitscale.runs.data_prep import SourceSettings
 
-OUTAGES = [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.ENOTCONN]
-OUTAGES += [errno.EREMOTEIO, errno.EKEYEXPIRED]
-FAULTS = [errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR]
+OUTAGES = [errno.ESTALE, errno.EMFILE, errno.EREMOTEIO]
+FAULTS = [errno.EIO, errno.EACCES]
 
 
 def parquet(folder: Path, *, num: int) -> Path:
@@ -61,16 +60,12 @@ def test_a_full_spool_loses_no_row(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 30
 
 
-@pytest.mark.parametrize("damage", ["gone", "short"])
-def test_an_unreadable_spool_stops_and_keeps_the_work(damage: str, tmp_path: Path) -> None:
+def test_an_unreadable_spool_stops_and_keeps_the_work(tmp_path: Path) -> None:
     source = parquet(tmp_path / "rows", num=4)
     run = run_of(source, tmp_path / "shards", source={"kind": "parquet"})
     p = prepare_here(run, until="write shards")
     (spool,) = (p.path / "spool").iterdir()
-    if damage == "gone":
-        spool.unlink()
-    else:
-        os.truncate(spool, 100)
+    os.truncate(spool, 100)
     with pytest.raises(Outage, match="the spool cannot be used"):
         prepare_here(run)
     assert p.path.exists()

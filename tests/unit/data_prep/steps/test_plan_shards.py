@@ -8,12 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.registry import SOURCES
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import encoded, ledger
 from tests.support.corpora.preparing import prepare_here, run_of
-from vitscale.config.errors import UserError
 from vitscale.data.index import read_manifest, read_split
 from vitscale.data.index_keys import sample_keys
 
@@ -37,35 +34,6 @@ def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
 def write(path: Path, *, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encoded("PNG", seed=seed))
-
-
-@pytest.mark.parametrize("has_label_values, classes", [(False, ("10", "2")), (True, ("2", "10"))])
-def test_numbers_of_a_new_source_are_labels_if_it_says_so(
-    has_label_values: bool,
-    classes: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class NewSource(ImageFolder):
-        pass
-
-    NewSource.has_label_values = has_label_values
-    monkeypatch.setitem(SOURCES, "image_folder", NewSource)
-    for number in (2, 10):
-        write(tmp_path / f"images/train/{number}/a.png", seed=number)
-        write(tmp_path / f"images/val/{number}/a.png", seed=100 + number)
-    source = {"splits": {"train": "train", "val": "val"}}
-    prepare_here(run_of(tmp_path / "images", tmp_path / "shards", source=source))
-    found = read_manifest(str(tmp_path / "shards")).classes
-    assert tuple(name for name in found if name in classes) == classes
-
-
-def test_a_corpus_with_splits_holds_nothing_out(tmp_path: Path) -> None:
-    for number in range(20):
-        write(tmp_path / f"images/{'val' if number < 5 else 'train'}/cat/{number}.png", seed=number)
-    prepare_here(run_of(tmp_path / "images", tmp_path / "s", source={"holdout_fraction": 0.2}))
-    splits = read_manifest(tmp_path / "s").splits
-    assert {name: entry.num_samples for name, entry in splits.items()} == {"train": 15, "val": 5}
 
 
 def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
@@ -93,14 +61,6 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
     assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
     found = check_folder(tmp_path / "s", manifest=manifest, num_workers=1, advance=lambda num: None)
     assert found == []
-
-
-def test_without_labels_a_corpus_of_bad_images_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
-    (tmp_path / "images/bad.png").write_bytes(b"no image")
-    sections = {"labels": {"values": "none"}, "images": {"max_bad_fraction": 1.0}}
-    with pytest.raises(UserError, match="no usable image is left\n"):
-        prepare_here(run_of(tmp_path / "images", tmp_path / "s", **sections))
 
 
 @pytest.mark.parametrize(

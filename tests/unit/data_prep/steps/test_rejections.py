@@ -15,17 +15,6 @@ from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
 
 
-def test_a_bad_corpus_is_refused(tmp_path: Path) -> None:
-    for i in range(200):
-        path = tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f"rotten {i}".encode())
-    sections = {"shards": {"min_shards": 40}, "images": {"max_bad_fraction": 0.2}}
-    run = run_of(tmp_path / "images", tmp_path / "shards", **sections)
-    with pytest.raises(UserError, match="of 200 images are bad, more than the fraction 0.2"):
-        prepare_here(run)
-
-
 def test_a_rotten_corpus_is_refused_before_all_of_it_is_read(tmp_path: Path) -> None:
     for i in range(40):
         path = tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg"

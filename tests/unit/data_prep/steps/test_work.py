@@ -16,7 +16,6 @@ from data_prep.steps import work as sharing
 from data_prep.steps.work import DEAD_AFTER_S, WorkFolder, machine
 from tests.support.corpora.preparing import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
-from vitscale.config.errors import UserError
 
 
 @pytest.fixture
@@ -123,15 +122,6 @@ def test_a_skewed_clock_ends_no_claim(
     assert run(work, ["fresh", "old"]) == ["old"]
 
 
-def test_a_failing_unit_releases_its_claim(work: WorkFolder) -> None:
-    def fail(work: WorkFolder, unit: str) -> None:
-        raise UserError("no")
-
-    with pytest.raises(UserError):
-        work.work_through(["a"], fail, start=0)
-    assert run(work, ["a"]) == ["a"]
-
-
 def test_unfinished_files_of_dead_processes_are_cleared(work: WorkFolder) -> None:
     old = work.scratch.with_name(f"{machine()}.{dead_pid()}")
     other = work.scratch.with_name(f"elsewhere.{dead_pid()}")
@@ -140,10 +130,3 @@ def test_unfinished_files_of_dead_processes_are_cleared(work: WorkFolder) -> Non
         (folder / "tar").write_bytes(b"half")
     work.open()
     assert not old.exists() and other.exists() and work.scratch.exists()
-
-
-def test_a_folder_removed_by_another_process_ends_the_wait(work: WorkFolder) -> None:
-    claim(work, "a", where="elsewhere", pid=1)
-    threading.Timer(0.5, lambda: work.path.rename(work.path.with_name("gone"))).start()
-    with pytest.raises(FileNotFoundError, match="it was removed"):
-        run(work, ["a"])
