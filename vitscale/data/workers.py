@@ -301,18 +301,11 @@ def _run(connection: Connection, task: _Task, number: int) -> None:
 
 
 def _serve(connection: Connection, task: _Task, number: int) -> None:
-    slots, crash = _mapped(reduction.recv_handle(connection), task.slots), None
-    try:
-        task.samples.start(worker=number, num_workers=task.num_workers)
-    except Exception:  # the trainer learns it with the first batch
-        crash = traceback.format_exc()
+    slots = _mapped(reduction.recv_handle(connection), task.slots)
+    task.samples.start(worker=number, num_workers=task.num_workers)
     while True:
         slot, positions = connection.recv()
-        if crash is not None:
-            reply = _Reply(crash=crash)
-        else:
-            reply = _filled(task.samples, positions, slots[slot])
-        connection.send(reply)
+        connection.send(_filled(task.samples, positions, slots[slot]))
 
 
 def _filled(samples: Samples, positions: Sequence[int], images: torch.Tensor) -> _Reply:

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.formats import index_files as index_writing
 from data_prep.formats.index_files import write_index, write_info, write_manifest
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
@@ -160,41 +159,6 @@ def test_a_manifest_that_does_not_fit_is_refused(
     edit_manifest(folder, **changes)
     with pytest.raises(UserError, match=message):
         read_split(folder, split="train")
-
-
-@pytest.mark.parametrize("cuts", [[0, 3, 4, 20, 35], [0, 10, 20, 30, 35], range(36)])
-def test_index_bytes_do_not_depend_on_the_tables_of_rows(
-    cuts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(index_writing, "ROW_GROUP_ROWS", 10)
-
-    def table(split: str, start: int, stop: int) -> pa.Table:
-        rows = [
-            {
-                "key": f"{split}-{i}",
-                "split": split,
-                "shard": f"{split}-{i // 7}",
-                "offset": i,
-                "length": 1,
-                "format": "jpg" if i % 3 else "png",
-                "label": i,
-                "width": 1,
-                "height": 1,
-                "blake3": bytes(32),
-            }
-            for i in range(start, stop)
-        ]
-        return pa.Table.from_pylist(rows, schema=index_schema())
-
-    written = []
-    for name, parts in (("whole", [0, 35]), ("divided", list(cuts))):
-        (tmp_path / name).mkdir()
-        tables = [
-            table(s, a, b) for s in ("a", "b") for a, b in zip(parts, parts[1:], strict=False)
-        ]
-        write_index(tmp_path / name, tables=tables)
-        written.append((tmp_path / name / INDEX_NAME).read_bytes())
-    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,31 @@
-"""The order of samples, against its contract: exact coverage, purity, any layout."""
+"""The order of samples, mixtures and views: exact coverage, purity, any layout."""
 
 from __future__ import annotations
 
-import pickle
+import hashlib
+from collections import Counter
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitscale.config.errors import UserError
 from vitscale.data import order as order_module
-from vitscale.data.order import BLOCK_SHARDS, REMEMBERED, SampleOrder, check_mixed, rank_batches
-from vitscale.distributed.random_numbers import CounterRandom, permutation, stream_key
+from vitscale.data.order import (
+    BLOCK_SHARDS,
+    MIXTURE_BLOCK,
+    ORDER_VERSION,
+    REMEMBERED,
+    VIEW_BLOCK,
+    Draw,
+    SampleOrder,
+    TrainingOrder,
+    check_mixed,
+    rank_batches,
+)
+from vitscale.distributed.random_numbers import permutation, stream_key
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(lambda x: sum(x) > 0)
 
@@ -47,9 +59,10 @@ def test_order_changes_with_seed_epoch_and_data() -> None:
 
 def test_order_is_pinned_for_all_time() -> None:
     # A changed order would silently break the resume of every run in the world.
-    assert permutation(8, key=42).tolist() == PINNED_PERMUTATION
-    assert [order([3, 2, 4], seed=7).at(p)[1] for p in range(9)] == PINNED_ORDER
-    assert stream_key("a", 1) == PINNED_KEY
+    assert permutation(8, key=42).tolist() == [4, 1, 6, 2, 3, 0, 7, 5]
+    found = [order([3, 2, 4], seed=7).at(p)[1] for p in range(9)]
+    assert found == [1, 6, 0, 7, 2, 5, 3, 4, 8]
+    assert stream_key("a", 1) == 5635535206041787705
 
 
 def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +82,6 @@ def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) ->
     for position in range(0, 10_000, 40):
         orders[0].at(position)
     assert len(orders[0]._recent_epochs) == len(orders[0]._recent_blocks) == REMEMBERED
-
-
-def test_an_order_is_the_same_in_a_worker_that_gets_it_pickled() -> None:
-    sample_order = order([3, 2, 4] * 20)
-    before = epoch_samples(sample_order, 1)
-    assert epoch_samples(pickle.loads(pickle.dumps(sample_order)), 1) == before
 
 
 def test_the_shards_of_this_block_and_the_next_are_wanted_ahead() -> None:
@@ -111,19 +118,6 @@ def test_global_batches_are_equal_on_every_layout(world_size: int, micro_batch: 
         assert seen == list(range(first, first + global_batch))
 
 
-def test_counter_random_is_uniform_and_repeatable() -> None:
-    draws = np.array([CounterRandom(key).uniform() for key in range(20_000)])
-    assert 0 <= draws.min() and draws.max() < 1
-    assert abs(draws.mean() - 0.5) < 0.01 and abs(draws.var() - 1 / 12) < 0.005
-    first, second = CounterRandom(5), CounterRandom(5)
-    assert [first.uniform(2, 3) for _ in range(5)] == [second.uniform(2, 3) for _ in range(5)]
-
-
-PINNED_PERMUTATION = [4, 1, 6, 2, 3, 0, 7, 5]
-PINNED_ORDER = [1, 6, 0, 7, 2, 5, 3, 4, 8]
-PINNED_KEY = 5635535206041787705
-
-
 @pytest.mark.parametrize(
     "num_classes, num_tars, is_refused", [(1000, 1000, True), (1000, 40, False), (20, 200, False)]
 )
@@ -137,3 +131,89 @@ def test_tars_sorted_by_class_are_refused(
     refused = pytest.raises(UserError, match=r"16 classes; shuffled they would have 4\d\d")
     with refused if is_refused else nullcontext():
         check_mixed(labels, shard_lengths=lengths, where="x")
+
+
+# ---- mixtures and views -------------------------------------------------------------------------
+
+
+def part(num: int, name: str = "f") -> SampleOrder:
+    lengths = (num // 2, num - num // 2)
+    return SampleOrder(shard_lengths=lengths, fingerprint=name, seed=0)
+
+
+def mixture(*shares: int, nums: tuple[int, ...], views: int = 1) -> TrainingOrder:
+    parts = tuple(part(num, f"part {i}") for i, num in enumerate(nums))
+    return TrainingOrder(parts=parts, shares=shares, views=views)
+
+
+def test_one_set_in_one_view_is_its_own_order() -> None:
+    single = part(50)
+    order = TrainingOrder(parts=(single,), shares=(1_000_000,))
+    for position in range(120):
+        epoch, sample = single.at(position)
+        assert order.at(position) == Draw(0, epoch, sample, 0)
+
+
+def test_order_of_this_version_is_pinned() -> None:
+    """An intended change must raise ORDER_VERSION, so that no run resumes in another order."""
+    parts = tuple(
+        SampleOrder(shard_lengths=tuple(range(3, 3 + num)), fingerprint=f"part {num}", seed=5)
+        for num in (40, 20)
+    )
+    order = TrainingOrder(parts=parts, shares=(700_000, 300_000), views=2)
+    draws = [order.at(position) for position in range(0, 4 * MIXTURE_BLOCK, 29)]
+    text = repr([(draw.part, draw.epoch, draw.sample, draw.view) for draw in draws])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert (ORDER_VERSION, digest[:16]) == (1, "b3d807c974a49307")
+
+
+def test_each_set_keeps_its_own_order_and_share() -> None:
+    order = mixture(700_000, 300_000, nums=(1000, 77))
+    draws = [order.at(position) for position in range(3 * MIXTURE_BLOCK)]
+    for number, share in enumerate((0.7, 0.3)):
+        own = [(d.epoch, d.sample) for d in draws if d.part == number]
+        assert abs(len(own) - share * len(draws)) < 2
+        assert own == [order.parts[number].at(i) for i in range(len(own))]
+    # Mixed, not one after the other: every stretch of 1,000 holds both in about their shares.
+    for start in range(0, len(draws) - 1000, 1000):
+        assert 230 < sum(d.part for d in draws[start : start + 1000]) < 370
+
+
+@settings(deadline=None, max_examples=40)
+@given(shares=st.lists(st.integers(1, 50), min_size=2, max_size=4), blocks=st.integers(1, 5))
+def test_no_position_is_skipped_or_repeated_at_any_shares(shares: list[int], blocks: int) -> None:
+    total = sum(shares)
+    parts = [1_000_000 * share // total for share in shares]
+    parts[0] += 1_000_000 - sum(parts)
+    order = mixture(*parts, nums=tuple(100 for _ in parts))
+    seen: list[list[int]] = [[] for _ in parts]
+    for block in range(blocks):
+        of, places = order_module._mixture_block(order, block)
+        for number in range(len(parts)):
+            seen[number] += places[of == number].tolist()
+    assert all(places == list(range(len(places))) for places in seen)
+    assert sum(map(len, seen)) == blocks * MIXTURE_BLOCK
+
+
+@pytest.mark.parametrize("views", [2, 3])
+def test_every_sample_comes_once_in_each_view(views: int) -> None:
+    num = 5 * VIEW_BLOCK
+    order = TrainingOrder(parts=(part(num),), shares=(1_000_000,), views=views)
+    draws = [order.at(position) for position in range(views * num)]
+    assert Counter((d.sample, d.view) for d in draws) == {
+        (sample, view): 1 for sample in range(num) for view in range(views)
+    }
+    # A sample's views fall into one stretch: a global batch that is a multiple holds them together.
+    for start in range(0, views * num, views * VIEW_BLOCK):
+        stretch = [d.sample for d in draws[start : start + views * VIEW_BLOCK]]
+        assert len(set(stretch)) == VIEW_BLOCK
+    # ... and neighbours are different samples, which mixing relies on.
+    assert all(a.sample != b.sample for a, b in zip(draws[::2], draws[1::2], strict=True))
+
+
+def test_mixture_is_pinned_for_all_time() -> None:
+    order = mixture(600_000, 400_000, nums=(9, 4), views=2)
+    samples = [(0, 4), (0, 3), (1, 3), (0, 6), (1, 1), (0, 2)]
+    for view in (0, 1):
+        found = [order.at(view * VIEW_BLOCK + i) for i in range(6)]
+        assert [(d.part, d.sample, d.view) for d in found] == [(*each, view) for each in samples]

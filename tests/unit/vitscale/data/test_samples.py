@@ -162,23 +162,6 @@ def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
     assert differs >= 6
 
 
-def test_substitutes_differ_and_come_again(shards: Path) -> None:
-    def tried(position: int) -> list[int]:
-        samples, found = training(shards), []
-
-        def fail(sample: int, *, verify: bool) -> bytes:
-            found.append(sample)
-            raise OSError("lost")
-
-        samples.parts[0].bytes_of = fail  # type: ignore[method-assign]  # a stand-in
-        with pytest.raises(UserError, match="nor can 8 substitutes"):
-            samples.fill(position, OUT)
-        return found
-
-    assert tried(0) == tried(0) != tried(1)
-    assert len(tried(0)) == 9 and len(set(tried(0))) > 4
-
-
 def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path) -> None:
     index = read_split(shards, split="train")
     data = DataSettings(path=str(shards), global_batch=4, num_workers=0)

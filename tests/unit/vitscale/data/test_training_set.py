@@ -88,20 +88,6 @@ def test_dev_and_training_are_disjoint_and_complete(
     assert len({cut.fingerprint, uncut.fingerprint, cut.dev.fingerprint}) == 3
 
 
-def test_the_cut_of_a_mixture_is_of_its_first_set(shards: Path, tmp_path: Path) -> None:
-    other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
-    mixed = opened(shards, mixture=[{"path": str(other), "share": 0.25}], dev_percent=10.0)
-    assert mixed.dev is not None and mixed.dev.folder == shards
-    assert [part.num_samples for part in mixed.parts] == [18, 8]
-
-
-def test_another_cut_is_another_fingerprint(shards: Path) -> None:
-    found = {opened(shards, dev_percent=percent).fingerprint for percent in (0.0, 5.0, 10.0)}
-    assert len(found) == 3
-    # 4.9 and 5 % of 20 images are the same image.
-    assert opened(shards, dev_percent=4.9).fingerprint in found
-
-
 def test_a_cut_that_leaves_a_side_empty_is_refused(shards: Path) -> None:
     with pytest.raises(UserError, match="1 % of 20 training samples is 0, .* none to evaluate"):
         opened(shards, dev_percent=1.0)

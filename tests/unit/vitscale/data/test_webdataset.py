@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import tarfile
 from collections import Counter
@@ -163,14 +162,6 @@ def test_a_tar_that_cannot_be_opened_ends_the_run(folder: Path) -> None:
     tars = StreamedTars((folder / "missing.tar",), NUM, ())
     with pytest.raises(UserError, match=r"missing\.tar: cannot be read \(No such file"):
         next(tar_samples(tars, seed=0, start=0, process=0, num_processes=1))
-
-
-def test_compressed_tars_are_read(tmp_path: Path) -> None:
-    write_tar(tmp_path / "whole", {"a.jpg": photo(1), "a.cls": b"1"})
-    with gzip.open(tmp_path / "train-0.tar", "wb") as packed:
-        packed.write((tmp_path / "whole").read_bytes())
-    (sample,) = taken(settings(tmp_path), 1)
-    assert (sample.key, sample.label, sample.error) == ("a", 1, None)
 
 
 NAMES = [f"train-{number:06d}.tar" for number in range(TARS)]

@@ -4,7 +4,7 @@ import io
 import random
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,17 +24,9 @@ from vitscale.images.decoders import DECODERS, resolve_decoder
 WIDTH, HEIGHT = 83, 61
 
 
-def plain(
-    box: CropBox,
-    *,
-    size: int | tuple[int, int] = 8,
-    interpolation: str = "bilinear",
-    antialias: bool = False,
-    flip: bool = False,
-) -> CropRequest:
-    return CropRequest(
-        box=box, size=size, interpolation=interpolation, antialias=antialias, flip=flip
-    )
+def plain(box: CropBox, *, size: int | tuple[int, int] = 8, **more: Any) -> CropRequest:
+    options = {"interpolation": "bilinear", "antialias": False, "flip": False} | more
+    return CropRequest(box=box, size=size, **options)
 
 
 def _require(name: str) -> None:
@@ -73,44 +65,33 @@ def picture(width: int, height: int, *, kind: str = "smooth", seed: int = 0) -> 
     return np.uint8(np.stack(waves, axis=-1) * 120 + 128)
 
 
+CODINGS: dict[str, dict[str, Any]] = {
+    "4:4:4": {"subsampling": "4:4:4"},
+    "4:2:2": {"subsampling": "4:2:2"},
+    "4:2:0": {"subsampling": "4:2:0"},
+    "4:1:1": {},
+    "4:4:0": {},
+    "4:2:0 progressive": {"subsampling": "4:2:0", "progressive": True},
+    "4:4:4 progressive": {"subsampling": "4:4:4", "progressive": True},
+    "restarts": {"subsampling": "4:2:0", "restart_marker_blocks": 2},
+    "restarts inside rows": {"subsampling": "4:4:4", "restart_marker_blocks": 3},
+    "RGB": {"keep_rgb": True},
+    "coarse": {"subsampling": "4:2:0", "quality": 5},
+    "fine": {"subsampling": "4:4:4", "quality": 100, "optimize": True},
+    "grey": {},
+}
+
+
 def encode(pixels: np.ndarray, coding: str) -> bytes:
     if coding in ("4:1:1", "4:4:0"):  # Pillow cannot write these
         return simplejpeg.encode_jpeg(
             np.ascontiguousarray(pixels), colorsubsampling=coding.replace(":", "")
         )
-    options = {
-        "4:4:4": {"subsampling": "4:4:4"},
-        "4:2:2": {"subsampling": "4:2:2"},
-        "4:2:0": {"subsampling": "4:2:0"},
-        "4:2:0 progressive": {"subsampling": "4:2:0", "progressive": True},
-        "4:4:4 progressive": {"subsampling": "4:4:4", "progressive": True},
-        "restarts": {"subsampling": "4:2:0", "restart_marker_blocks": 2},
-        "RGB": {"keep_rgb": True},
-        "restarts inside rows": {"subsampling": "4:4:4", "restart_marker_blocks": 3},
-        "coarse": {"subsampling": "4:2:0", "quality": 5},
-        "fine": {"subsampling": "4:4:4", "quality": 100, "optimize": True},
-        "grey": {},
-    }[coding]
     image, file = Image.fromarray(pixels), io.BytesIO()
-    (image.convert("L") if coding == "grey" else image).save(file, "JPEG", **options)
+    (image.convert("L") if coding == "grey" else image).save(file, "JPEG", **CODINGS[coding])
     return file.getvalue()
 
 
-CODINGS = (
-    "4:4:4",
-    "4:2:2",
-    "4:2:0",
-    "4:1:1",
-    "4:4:0",
-    "4:2:0 progressive",
-    "4:4:4 progressive",
-    "restarts",
-    "restarts inside rows",
-    "RGB",
-    "coarse",
-    "fine",
-    "grey",
-)
 BOXES = {
     "whole": CropBox(0, 0, WIDTH, HEIGHT),
     "left top corner": CropBox(0, 0, 20, 10),
@@ -353,25 +334,6 @@ def _both_ways(data: bytes, box: CropBox) -> tuple[bool, bool]:
             break
         found.append(pixels)
     return took, len(found) < 2 or np.array_equal(*found)
-
-
-def test_threads_do_not_disturb_each_other(decoder: decoders.Decoder) -> None:
-    cases = [(encode(picture(WIDTH, HEIGHT, seed=seed), "4:2:0"), box) for seed in range(4)
-             for box in BOXES.values()]  # fmt: skip
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda case: decoder.crop(case[0], plain(case[1])), cases * 4))
-    for pixels, (data, box) in zip(found, cases * 4, strict=True):
-        assert torch.equal(pixels, reference(data, plain(box)))
-
-
-def test_auto_is_the_first_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    working = dict.fromkeys(DECODERS)
-    monkeypatch.setattr(decoders, "missing", lambda name: working[name])
-    assert resolve_decoder("auto") == "region"
-    working["region"] = "no compiler"
-    assert resolve_decoder("auto") == "simplejpeg"
-    working["simplejpeg"] = "no wheel"
-    assert resolve_decoder("auto") == "pillow"
 
 
 def test_a_machine_without_the_extension_says_how_to_get_it(
