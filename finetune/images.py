@@ -21,7 +21,7 @@ from vitscale.data.samples import EvaluationResize, EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.storage import is_url
 from vitscale.data.workers import Samples, Unreadable
-from vitscale.images.photographs import converted_pixels
+from vitscale.images.crops import converted_pixels
 
 # Files with these names are images; others in a folder are left out.
 SUFFIXES = frozenset("jpg jpeg jpe jfif mpo png apng webp".split())

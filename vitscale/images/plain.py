@@ -1,4 +1,4 @@
-"""Turn decoded images into upright, opaque grey or RGB with 8 bits per sample. Needs no torch.
+"""Turn decoded images into upright, opaque grey or RGB with 8 bits per sample.
 
 The rules of data preparation (docs/images.md), which unprepared images follow too.
 """

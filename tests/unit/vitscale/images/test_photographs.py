@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.support.corpora.photographs import jpeg, photograph
-from vitscale.images.photographs import converted_pixels
+from vitscale.images.crops import converted_pixels
 
 PHOTO = photograph(40, 30)
 
