@@ -16,12 +16,12 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
+from vitscale.distributed.atomic_files import write_text
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, gather_objects
 from vitscale.evaluation.evaluation import FILES, Subject, results
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.trained_model import TrainedModel, open_model
-from vitscale.tracking.parent_run import origin_tags
 from vitscale.tracking.tracker import Tracker
 
 
@@ -85,10 +85,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
             step=model.run.checkpoint.step if model.run else 0,
         )
         if world.is_first:
-            for path in write_results(folder, rows, description=describe(run, model, val)):
-                tracker.artifact(path)
-            if (folder / FILES).exists():
-                tracker.artifact(folder / FILES)
+            write_results(folder, rows, description=describe(run, model, val))
     say(f"\n{text_table(rows)}\n\nresults: {folder}/results.json, .csv, .md")
 
 
@@ -130,18 +127,15 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
 
 def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker:
     """Open the MLflow run of an evaluation: a child of the training, in the same store."""
-    tags = {"vitscale.evaluated": model.source}
-    if model.run is not None:
-        tag = "vitscale.evaluated_run_id"
-        tags |= origin_tags(model.run.folder, uri=run.tracking.uri, tag=tag)
-    return Tracker.open(
-        folder=run.folder,
+    if world.is_first:
+        write_text(Path(run.folder) / "config.yaml", run_to_yaml(run))
+    return Tracker(
+        run.folder,
         settings=run.tracking,
-        run_name=run.name,
+        name=run.name,
         stage=run.stage,
-        params=run.model_dump(mode="json"),
-        tags=tags,
-        config_yaml=run_to_yaml(run),
+        tags={"vitscale.evaluated": model.source},
         resume_step=0,
         is_writer=world.is_first,
+        origin=None if model.run is None else str(model.run.folder),
     )

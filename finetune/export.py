@@ -24,17 +24,17 @@ def export(run: ExportRun) -> None:
     from finetune.exporting.folder import check_folder, check_packages, write_folder
     from vitscale.config.errors import UserError
     from vitscale.evaluation.trained_model import open_model
-    from vitscale.tracking.mlflow_client import read_link
-    from vitscale.tracking.mlflow_run import upload_to_linked_run
+    from vitscale.tracking.mlflow_sync import upload
+    from vitscale.tracking.run_facts import read_links
 
     check_folder(run.output)
     check_packages(run.to)
     model = open_model(**run.source())
-    if run.mlflow and (model.run is None or read_link(model.run.folder) is None):
+    if run.mlflow and (model.run is None or not read_links(model.run.folder)):
         raise UserError(
             "no MLflow run trained this model",
             where=f"mlflow: {model.source}",
-            allowed="a run folder with mlflow.json",
+            allowed="the folder of a run that MLflow has",
             next_step="python launch/compare.py sync RUN copies a run folder into MLflow; or "
             "export without mlflow=true",
         )
@@ -43,7 +43,7 @@ def export(run: ExportRun) -> None:
     if run.mlflow and model.run is not None:
         folder = Path(run.output)
         place = f"exported/{folder.name}"
-        upload_to_linked_run(model.run.folder, sorted(folder.iterdir()), place=place, say=print)
+        upload(model.run.folder, sorted(folder.iterdir()), place=place, say=print)
 
 
 def main() -> None:

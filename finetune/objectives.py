@@ -5,7 +5,7 @@ Needs no torch when imported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ NAME_WIDTH, NAME_LINES = 18, 2
 
 
 class PredictionsDrawn(Objective):
-    def pictures(self, session: TrainingSession) -> Iterable[Path]:
+    def draw(self, session: TrainingSession) -> None:
         """Predict samples evenly spaced over the split and draw them. Collective; rank 0 writes."""
         import torch
 
@@ -32,7 +32,7 @@ class PredictionsDrawn(Objective):
 
         index, engine, size = session.val_index, session.engine, session.arch.image_size
         if index is None:
-            return []
+            return
         count = min(SHEET_ROWS * SHEET_COLUMNS, index.num_samples)
         chosen = torch.linspace(0, index.num_samples - 1, count).long().tolist()
         samples = EvaluationSamples(index, settings=session.run.data, image_size=size)
@@ -43,11 +43,10 @@ class PredictionsDrawn(Objective):
         with torch.no_grad():
             predicted = engine.logits(images.to(engine.world.device)).argmax(dim=1).tolist()
         engine.train()
-        path = session.folder / "pictures" / "test_predictions.png"
         if engine.world.is_first:
+            path = session.folder / "pictures" / "test_predictions.png"
             labels = [int(index.label[sample]) for sample in chosen]
             _draw(images, predicted, labels, classes=index.classes, path=path)
-        return [path]
 
 
 def _draw(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from hypothesis import settings
 from tests.support.golden import Golden
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.required import skip_or_fail
-from vitscale.tracking.mlflow_client import open_client
+from vitscale.tracking.mlflow_sync import open_client
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:
 # a shared machine may stall.
@@ -43,11 +44,18 @@ def warm_starter() -> Iterator[WarmStarter]:
 
 
 @pytest.fixture(scope="session")
-def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def new_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without runs, to copy: making its tables flushes the disk 200 times."""
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     open_client(f"sqlite:///{database}", say=lambda text: None)
     return database
+
+
+@pytest.fixture
+def mlflow_database(new_mlflow_database: Path, tmp_path: Path) -> Path:
+    """A copy of it, in a folder of its own."""
+    (tmp_path / "store").mkdir()
+    return Path(shutil.copy(new_mlflow_database, tmp_path / "store"))
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from vitscale.data.index import MANIFEST_NAME
 from vitscale.distributed.fork_server import end_with_server, worker_context
 from vitscale.distributed.processes import is_alive, num_cores
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.tracking.console import ItemProgress
+from vitscale.tracking.console import item_progress
 
 FAILED_NAME = "failed.json"
 FOLDERS = ("claims", "list", "spool", "tars")
@@ -291,22 +291,19 @@ def _follow(
     units = step.units(work)
     sizes = dict(zip(units, step.sizes(work) if step.sizes else [1] * len(units), strict=True))
     folder = work.path / os.path.dirname(units[0]) if units else work.path
-    waiting, num_done, num_bad = set(units), 0, 0
-    progress = ItemProgress(step.title, total=sum(sizes.values()), unit=step.counted)
-    try:
+    waiting, num_bad = set(units), 0
+    total = sum(sizes.values())
+    with item_progress(step.title, total=total, unit=step.counted) as advance:
         while waiting and not work.is_finished:
             prefix = f"{folder.name}/" if folder != work.path else ""
             done = waiting.intersection(prefix + name for name in os.listdir(folder))
             waiting -= done
-            num_done += sum(sizes[unit] for unit in done)
-            progress.update(num_done)
+            advance(sum(sizes[unit] for unit in done))
             if step.num_bad and step.check_bad and done:
                 num_bad += sum(step.num_bad(work, unit) for unit in done)
                 step.check_bad(work, num_bad)
             if waiting:
                 _check(work, workers, messages, stop)
-    finally:
-        progress.close()
 
 
 def _check(work: WorkFolder, workers: list[Any], messages: Any, stop: threading.Event) -> None:

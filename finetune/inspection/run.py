@@ -15,7 +15,7 @@ from vitscale.distributed.world import World
 from vitscale.evaluation.trained_model import open_model
 from vitscale.images.sheet import save_figure
 from vitscale.models.settings import ViTSettings
-from vitscale.tracking.mlflow_run import upload_to_linked_run
+from vitscale.tracking.mlflow_sync import upload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
         skipped = dict.fromkeys(subject.skipped)
         print(f"skipped {len(skipped)} unreadable images; the first: {next(iter(skipped))}")
     if run.mlflow and loaded.run is not None:
-        upload_to_linked_run(loaded.run.folder, written, say=print)
+        upload(loaded.run.folder, written, say=print)
     return written
 
 

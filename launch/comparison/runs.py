@@ -26,9 +26,9 @@ from vitscale.config.redaction import redact, short_reason
 from vitscale.config.section import Run
 from vitscale.config.source import read_yaml
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
-from vitscale.tracking.mlflow_store import StoredRun, find_stored_run, find_stored_runs
+from vitscale.tracking.mlflow_sync import StoredRun, find_stored_run, find_stored_runs
 from vitscale.tracking.run_facts import (
-    CONFIG_ARTIFACT,
+    CONFIG_NAME,
     absolute_uri,
     flatten_params,
     origin_line,
@@ -37,6 +37,7 @@ from vitscale.tracking.run_facts import (
 )
 
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
+MAX_FILTERED = 50
 AXES = ("steps", "samples", "hours", "flops")
 TRAININGS: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 Answer = TypeVar("Answer")
@@ -156,7 +157,7 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
     Raises UserError if none is found.
     """
     uri = default_uri() if uri is None else uri
-    stored = _asked(uri, lambda uri: find_stored_runs(uri, query, say=lambda text: None))
+    stored = _asked(uri, lambda uri: find_stored_runs(uri, query, limit=MAX_FILTERED))
     runs = [_from_store(run) for run in stored or [] if run.rows]
     if not runs:
         raise UserError(f"no run with metrics matches {query!r}", where="--filter")
@@ -212,7 +213,7 @@ def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
             where="RUN",
             next_step="give the output folder of a training run that has logged at least one step",
         )
-    config, record = folder / CONFIG_ARTIFACT, read_record(folder)
+    config, record = folder / CONFIG_NAME, read_record(folder)
     return ComparedRun(
         label=folder.resolve().name,
         source=str(folder),
@@ -220,12 +221,12 @@ def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
         status=str(read_state(folder.resolve(), jobs).state),
         params=flatten_params(read_config(config)[1]) if config.is_file() else {},
         rows=rows,
-        origin=origin_line(record.tags, record.datasets, time_s=rows[0].time) if record else "",
+        origin=origin_line(record.tags, time_s=rows[0].time) if record else "",
     )
 
 
 def _read_mlflow(name: str, uri: str) -> ComparedRun | None:
-    found = _asked(uri, lambda uri: find_stored_run(uri, name, say=lambda text: None))
+    found = _asked(uri, lambda uri: find_stored_run(uri, name))
     if found is None or found[0] is None:
         return None
     if not found[0].rows:
@@ -257,5 +258,5 @@ def _from_store(stored: StoredRun) -> ComparedRun:
         status=stored.status.lower(),
         params=stored.params,
         rows=tuple(stored.rows),
-        origin=origin_line(stored.tags, stored.datasets, time_s=stored.rows[0].time),
+        origin=origin_line(stored.tags, time_s=stored.rows[0].time),
     )

@@ -2,14 +2,14 @@
 
     python launch/compare.py sync RUN ... [--uri URI] [--experiment NAME]
 
-Owns: the command line, what of a run folder is copied, and how a run ended that could not say so.
-Leaves out: MLflow (`vitscale.tracking.mlflow_run`).
+Owns: the command line, and how a run ended that could not say so.
+Leaves out: MLflow (`vitscale.tracking.mlflow_sync`).
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,20 +19,17 @@ from launch.jobs.queue import QueuedJob
 from launch.jobs.status.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.redaction import redact, short_reason
+from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.mlflow_run import copy_run
 from vitscale.tracking.run_facts import (
-    CONFIG_ARTIFACT,
-    RunDescription,
+    CONFIG_NAME,
     RunRecord,
     Status,
     absolute_uri,
     chart_page,
     read_record,
 )
-from vitscale.tracking.settings import TrackingSettings
 
-PICTURES = "pictures/*.png"
 STATUS: dict[RunState, Status] = {
     RunState.RUNNING: "RUNNING",
     RunState.QUEUED: "PAUSED",
@@ -45,13 +42,12 @@ KILLED = (Ending.KILLED, Ending.LOST, Ending.ENDED_BY_SLURM, None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunToCopy:
-    """A run folder to copy."""
+    """A run folder to copy. Times are Unix seconds."""
 
-    description: RunDescription
-    files: tuple[Path, ...]
+    folder: Path
+    started: float
     status: Status
     ended: float
-    """Unix seconds."""
 
 
 def sync(arguments: Sequence[str]) -> None:
@@ -70,14 +66,15 @@ def sync(arguments: Sequence[str]) -> None:
     parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
     given = parser.parse_args(arguments)
     uri = absolute_uri(given.uri or default_uri(), where="--uri")
-    for source in _read_all(given.runs, uri=uri, experiment=given.experiment):
-        folder = source.description.folder
+    for source in _read_all(given.runs):
+        folder = source.folder
         try:
-            done = copy_run(
-                source.description,
-                files=source.files,
+            done = mlflow_sync.sync(
+                folder,
+                uri,
                 status=source.status,
                 ended=source.ended,
+                experiment=given.experiment,
                 say=print,
             )
         # Any failure of a server or its database is reported as a problem of the address.
@@ -89,70 +86,41 @@ def sync(arguments: Sequence[str]) -> None:
             ) from None
         print(
             f"{folder}: sent {done.num_points} points, {done.num_files} files; "
-            f"{source.status.lower()}; run {done.run.run_id}"
+            f"{source.status.lower()}; run {done.run_id}"
         )
-    print(f"MLflow: {chart_page(uri, done.run.experiment)}")
+    print(f"MLflow: {chart_page(uri, done.experiment)}")
 
 
-def _read_all(names: Sequence[str], *, uri: str, experiment: str | None) -> list[RunToCopy]:
+def _read_all(names: Sequence[str]) -> list[RunToCopy]:
     jobs = known_jobs()
     sources: list[RunToCopy] = []
     errors: list[UserError] = []
     for folder in find_runs(names):
         try:
-            sources.append(_read(folder, jobs, uri=uri, experiment=experiment))
+            sources.append(_read(folder, jobs))
         except UserError as error:
             errors.append(error)
     if errors:
         raise UserErrors(errors)
     # A parent starts before its children, which name it.
-    return sorted(sources, key=lambda source: source.description.start_time)
+    return sorted(sources, key=lambda source: source.started)
 
 
-def _read(
-    folder: Path, jobs: list[QueuedJob] | None, *, uri: str, experiment: str | None
-) -> RunToCopy:
-    journal, config = folder / JOURNAL_NAME, folder / CONFIG_ARTIFACT
+def _read(folder: Path, jobs: list[QueuedJob] | None) -> RunToCopy:
+    journal, config = folder / JOURNAL_NAME, folder / CONFIG_NAME
     first = next(read_rows(journal), None) if journal.is_file() else None
     if first is None:
         raise UserError("has no metrics", where=str(journal), next_step="give a run that has")
-    text, params = read_config(config)
-    if not params:
+    if not read_config(config)[1]:
         raise UserError("is no configuration of a run", where=str(config))
-    state, record = read_state(folder, jobs), read_record(folder)
-    status, ended = _ending(state, record)
-    if record is None:
-        record = RunRecord(
-            name=str(params.get("name") or folder.resolve().name),
-            experiment=TrackingSettings().experiment,
-            tags={"vitscale.stage": str(params.get("stage"))},
-        )
-    if experiment is not None:
-        record = record.model_copy(update={"experiment": experiment})
-    description = RunDescription(
-        folder=folder,
-        uri=uri,
-        record=record,
-        params=params,
-        config_yaml=text,
-        start_time=first[0].time,
-    )
+    state = read_state(folder, jobs)
+    status, ended = _ending(state, read_record(folder))
     return RunToCopy(
-        description=description,
-        files=tuple(dict.fromkeys(_files(folder, record))),
+        folder=folder,
+        started=first[0].time,
         status=status,
         ended=ended or state.logged.time or first[0].time,
     )
-
-
-def _files(folder: Path, record: RunRecord) -> Iterator[Path]:
-    """Uploaded files and pictures. Nothing outside the folder, whatever the record says."""
-    root = folder.resolve()
-    named = [folder / name for name in record.files]
-    for path in [*named, *sorted(folder.glob(PICTURES))]:
-        if path.resolve().is_relative_to(root):
-            found = sorted(path.rglob("*")) if path.is_dir() else [path]
-            yield from (each for each in found if each.is_file() and not each.is_symlink())
 
 
 def _ending(state: RunStatus, record: RunRecord | None) -> tuple[Status, float | None]:

@@ -5,8 +5,7 @@ Source: He et al. 2022 (Masked Autoencoders Are Scalable Vision Learners); faceb
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -171,7 +170,7 @@ class Mae(Objective):
         )
         return predicted_BLP, patches_BLP, order_BL[:, kept:]
 
-    def pictures(self, session: TrainingSession) -> Iterable[Path]:
+    def draw(self, session: TrainingSession) -> None:
         import numpy as np
 
         from pretrain.objectives.pictures import draw_predictions
@@ -191,4 +190,4 @@ class Mae(Objective):
                 std=session.run.data.std,
             )
 
-        return [draw_predictions(session, rows)]
+        draw_predictions(session, rows)

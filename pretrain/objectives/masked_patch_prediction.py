@@ -6,8 +6,7 @@ output token. Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -131,7 +130,7 @@ class MaskedPatchPrediction(Objective):
         self.record(COLOR_ACCURACY, accuracy)
         return loss
 
-    def pictures(self, session: TrainingSession) -> Iterable[Path]:
+    def draw(self, session: TrainingSession) -> None:
         import numpy as np
 
         from pretrain.objectives.pictures import draw_predictions
@@ -143,4 +142,4 @@ class MaskedPatchPrediction(Objective):
             logits_BKC = session.engine.forward(images_B3SS, "objective", **inputs)
             return picture_rows(images_B3SS, logits_BKC, inputs, patch_size=self._arch.patch_size)
 
-        return [draw_predictions(session, rows)]
+        draw_predictions(session, rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +19,8 @@ NUM_IMAGES = 8
 @torch.no_grad()
 def draw_predictions(
     session: TrainingSession, rows: Callable[[torch.Tensor], dict[str, torch.Tensor]]
-) -> Path:
-    """Draw a sheet in the run folder. Collective; rank 0 writes. Returns the file's path.
+) -> None:
+    """Draw a sheet in the run folder. Collective; rank 0 writes.
 
     The images are evenly spaced over the validation split, or the training split without one.
     rows: uint8 images [B, 3, S, S] on the device -> title -> such images, of a model in eval mode.
@@ -35,7 +34,5 @@ def draw_predictions(
     session.engine.eval()
     drawn = rows(images_B3SS.to(session.world.device))
     session.engine.train()
-    path = session.folder / "pictures/reconstructions.png"
     if session.world.is_first:
-        save_figure(sheet(drawn), path)
-    return path
+        save_figure(sheet(drawn), session.folder / "pictures/reconstructions.png")

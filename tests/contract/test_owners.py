@@ -20,12 +20,7 @@ from tests.contract.tree import (
 OWNERS: dict[str, set[str]] = {
     "fsspec": {"vitscale.data.storage"},
     "deepspeed": {"vitscale.engine.layouts"},
-    "mlflow": {
-        "vitscale.tracking.mlflow_client",
-        "vitscale.tracking.mlflow_run",
-        "vitscale.tracking.mlflow_store",
-        "vitscale.tracking.system_metrics",
-    },
+    "mlflow": {"vitscale.tracking.mlflow_sync"},
     "submitit": {"launch.jobs.submission"},
     # Tests and benchmarks read our shards with it, too.
     "webdataset": {"vitscale.data.webdataset"},

@@ -2,7 +2,7 @@
 
 Owns: writing, truncating to a resumed step, and reading `journal.jsonl`. The journal is the source
 of truth; MLflow is filled from it and can always be filled again.
-Leaves out: MLflow (`mlflow_run`) and when lines are sent there (`delivery`).
+Leaves out: MLflow (`mlflow_sync`).
 
 A line: {"step": 120, "time": 1763700000.25, "train/loss": 1.25}. JSON has no NaN, so values that
 are not finite are the strings "NaN", "Infinity", "-Infinity": float() in Python and Number() in

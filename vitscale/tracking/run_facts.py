@@ -1,8 +1,8 @@
-"""Describe a run to MLflow: parameters, tags, datasets, tracking URI.
+"""Describe a run to MLflow: parameters, tags, the record of a run in its folder, tracking URI.
 
-Owns: flattening a configuration to parameters, removing secrets, tags about this process, the
-record of all this in the run folder, and the supported tracking URIs.
-Leaves out: sending (`mlflow_run`). Environment variables are never sent.
+Owns: flattening a configuration to parameters, removing secrets, tags about this process, what
+events.jsonl has for MLflow, and the supported tracking URIs.
+Leaves out: sending (`mlflow_sync`). Environment variables are never sent.
 """
 
 from __future__ import annotations
@@ -13,26 +13,24 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vitscale.config.errors import UserError, nearest
 from vitscale.config.redaction import redact
 from vitscale.config.source import shown_path
-from vitscale.distributed.atomic_files import write_text
+from vitscale.distributed.failures.events import read_events
+from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import source_version
 
-RECORD_NAME = "tracking.json"
-# Beside a local database.
-ARTIFACTS_FOLDER = "mlflow-artifacts"
-CONFIG_ARTIFACT = "config.yaml"
-NOTE_TAG = "mlflow.note.content"
-# Metrics of the nodes, which are not in the journal.
-NODE_PREFIX = "vitals/nodes/"
+CONFIG_NAME = "config.yaml"
+# Events of a run folder: a start of a run, its end, and an MLflow run of it.
+TRACKED, ENDED, LINKED = "tracked", "ended", "mlflow"
+# The training data: name, number of images, fingerprint.
+DATA_TAG = "vitscale.data"
 
 # MLflow's limits (mlflow/utils/validation.py, 3.17).
 MAX_KEY_CHARS = 250
@@ -61,74 +59,70 @@ _SENT_SIZES = ("nodes", "tasks_per_node", "num_tasks", "gpus_per_node", "cpus_pe
 Status = Literal["RUNNING", "PAUSED", "FINISHED", "FAILED", "KILLED"]
 
 
-class DatasetFacts(BaseModel):
-    """One split that a run reads."""
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    digest: str
-    """Fingerprint of its samples and their order."""
-    source: str
-    """Folder or URL of the shards."""
-    context: str
-    """training or validation."""
-    num_samples: int
-    num_classes: int
-    """0: without labels."""
-
-    def counts(self) -> dict[str, int]:
-        return {"num_samples": self.num_samples, "num_classes": self.num_classes}
-
-
-class RunRecord(BaseModel):
-    """`tracking.json` in a run folder: what MLflow is told beside metrics and configuration."""
-
-    model_config = ConfigDict(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What MLflow is told of a run beside metrics and configuration, and how the run ended."""
 
     name: str
     experiment: str
-    tags: dict[str, str] = {}
+    tags: dict[str, str]
     note: str = ""
     """Description of the run, in Markdown."""
-    datasets: tuple[DatasetFacts, ...] = ()
-    files: tuple[str, ...] = ()
-    """Uploaded files of the run folder, relative to it."""
+    origin: str | None = None
+    """Run folder, or a checkpoint in one, that the weights come from."""
+    started: float = 0.0
+    """Unix seconds."""
     status: Status = "RUNNING"
     """A process that was killed outright leaves RUNNING."""
     ended: float | None = None
     """Unix seconds; None while it is RUNNING."""
 
-    def write(self, folder: Path) -> None:
-        write_text(folder / RECORD_NAME, self.model_dump_json(indent=2) + "\n")
-
-
-def read_record(folder: Path) -> RunRecord | None:
-    """The record of a run folder; None if there is none. Raises UserError for another content."""
-    path = folder / RECORD_NAME
-    try:
-        return RunRecord.model_validate_json(path.read_bytes())
-    except OSError:
-        return None
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        what = f"is no record of a run: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise UserError(what, where=str(path), next_step="remove the file") from None
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, folder: Path) -> RunRecord:
+        """For a folder whose events were lost."""
+        return cls(
+            name=str(config.get("name") or folder.resolve().name),
+            experiment=TrackingSettings().experiment,
+            tags={"vitscale.stage": str(config.get("stage"))},
+            started=time.time(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunDescription:
-    """Everything needed to find or create the MLflow run of a run folder."""
+class Link:
+    """An MLflow run of a run folder. The store's address is without credentials."""
 
-    folder: Path
     uri: str
-    record: RunRecord
-    params: dict[str, Any]
-    config_yaml: str
-    start_time: float
-    """Unix seconds of the first journal line."""
-    resume_step: int = 0
-    """Step of the checkpoint that a training resumes from."""
+    run_id: str
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """The record of the last start of a run; None if there is none."""
+    record = None
+    for row in read_events(folder):
+        with suppress(KeyError, TypeError):
+            if row["event"] == TRACKED:
+                record = RunRecord(
+                    name=row["name"],
+                    experiment=row["experiment"],
+                    tags=row["tags"],
+                    note=row["note"],
+                    origin=row["origin"],
+                    started=row["time"],
+                )
+            elif row["event"] == ENDED and record is not None:
+                record = replace(record, status=row["status"], ended=row["time"])
+    return record
+
+
+def read_links(folder: Path) -> list[Link]:
+    """The MLflow runs of a folder, oldest first."""
+    links = []
+    for row in read_events(folder):
+        if row["event"] == LINKED:
+            with suppress(KeyError):
+                links.append(Link(uri=row["uri"], run_id=row["run_id"]))
+    return links
 
 
 def shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,15 +187,14 @@ def process_tags() -> dict[str, str]:
     return tags
 
 
-def origin_line(tags: Mapping[str, str], datasets: Sequence[DatasetFacts], *, time_s: float) -> str:
+def origin_line(tags: Mapping[str, str], *, time_s: float) -> str:
     """When, from which commit, on which data and by whom a run was made, in one line."""
     parts = [time.strftime("%Y-%m-%d", time.localtime(time_s))]
     if commit := tags.get("mlflow.source.git.commit"):
         edited = " with edits" if tags.get("mlflow.source.git.dirty") == "true" else ""
         parts.append(f"commit {commit[:12]}{edited}")
-    for each in datasets:
-        if each.context == "training":
-            parts.append(f"{each.name}, {each.num_samples:,} images, {each.digest[:12]}")
+    if data := tags.get(DATA_TAG):
+        parts.append(data)
     if user := tags.get("mlflow.user"):
         parts.append(f"by {user}")
     return "; ".join(parts)
@@ -238,18 +231,13 @@ def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
     return "sqlite:///" + str(Path(rest[3:]).absolute())
 
 
-def chart_page(uri: str, experiment: str, *, run: str | None = None) -> str:
+def chart_page(uri: str, experiment: str) -> str:
     """Where to see the charts of an experiment: its address, for a database with the command.
 
-    uri: absolute. experiment: its id. run: id of a run, to see its charts alone: those of the
-    experiment leave out children whose parent is not opened. MLflow 3 starts in its view for
-    generative models otherwise.
+    uri: absolute. experiment: its id. MLflow 3 starts in its view for generative models otherwise.
     """
-    page = f"#/experiments/{experiment}/runs"
-    if run is None:
-        page += "?workflowType=machine_learning&compareRunsMode=CHART"
-    else:
-        page += f"/{run}/model-metrics"
+    query = "workflowType=machine_learning&compareRunsMode=CHART"
+    page = f"#/experiments/{experiment}/runs?{query}"
     if uri.startswith("http"):
         return f"{redact(uri).rstrip('/')}/{page}"
     database = sqlite_path(uri)

@@ -20,5 +20,5 @@ class TrackingSettings(Section):
     tags: dict[str, str] = {}
     """Extra MLflow tags."""
     system_metrics: bool = True
-    """Send the use of CPU, memory, disk, network and GPUs of each node to MLflow, a point every
-    30 s."""
+    """Send the use of CPU, memory, disk, network and GPUs of the first node to MLflow, a point
+    every 30 s."""

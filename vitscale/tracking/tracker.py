@@ -1,136 +1,100 @@
-"""Track a run's metrics: `log`, `artifact`, `close`.
+"""Track a run: metrics into its journal at once, and into MLflow by a thread.
 
-Owns: writing from one rank only, and the final status of a run.
-Leaves out: the journal's format (`journal`), sending (`delivery`), MLflow (`mlflow_run`).
+Owns: writing from one rank only, the thread, outages of the server, and the final status of a run.
+Leaves out: the journal's format (`journal`), and what MLflow is sent (`mlflow_sync`).
 
+The journal is the queue: memory stays bounded, and a slow server never slows a step.
 Importing this module imports neither mlflow nor torch.
 """
 
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Sequence
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.config.redaction import redact, short_reason
 from vitscale.distributed.atomic_files import write_text
+from vitscale.distributed.failures.events import EVENTS_NAME, append_event
 from vitscale.distributed.failures.storage import or_warn
-from vitscale.tracking.delivery import Delivery
-from vitscale.tracking.journal import JOURNAL_NAME, Journal, read_rows
-from vitscale.tracking.mlflow_client import Say
+from vitscale.tracking import mlflow_sync
+from vitscale.tracking.journal import JOURNAL_NAME, Journal
 from vitscale.tracking.run_facts import (
-    DatasetFacts,
-    RunDescription,
-    RunRecord,
+    ENDED,
+    MAX_NOTE_CHARS,
+    TRACKED,
     Status,
     absolute_uri,
+    chart_page,
+    clean_tags,
     process_tags,
-    read_record,
     redact_yaml,
 )
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import source_version
 
-# Limit of the wait for the first connection, which imports mlflow (2 s) and may create the database
-# (2.5 s; 2 cores, November 2026).
-OPEN_WAIT_S = 30.0
-CLOSE_WAIT_S = 30.0
-# After a failure, when the process ends within seconds.
-FAILED_CLOSE_WAIT_S = 3.0
-
-
-def print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+RETRY_S = 20.0
+# Limits of the wait for MLflow at the end of a run; after a failure, the process ends in seconds.
+CLOSE_WAIT_S, FAILED_CLOSE_WAIT_S = 30.0, 3.0
 
 
 class Tracker:
-    """Metrics of one run, in journal and MLflow. On other ranks every call does nothing."""
+    """Metrics of one run. Its folder has a config.yaml. On other ranks every call does nothing."""
 
     def __init__(
         self,
-        *,
-        folder: Path,
-        journal: Journal | None,
-        delivery: Delivery | None,
-        record: RunRecord | None,
-        say: Say,
-    ) -> None:
-        self.folder, self._journal, self._delivery, self._say = folder, journal, delivery, say
-        self._record = record
-
-    @classmethod
-    def open(
-        cls,
-        *,
         folder: str | Path,
+        *,
         settings: TrackingSettings,
-        run_name: str,
+        name: str,
         stage: str,
-        params: dict[str, Any],
         tags: dict[str, str],
-        config_yaml: str,
         resume_step: int,
         is_writer: bool,
         note: str = "",
-        datasets: Sequence[DatasetFacts] = (),
-        say: Say = print_to_stderr,
-    ) -> Tracker:
+        origin: str | None = None,
+        say: mlflow_sync.Say = lambda text: print(text, file=sys.stderr, flush=True),
+    ) -> None:
         """Open the journal at `resume_step` (0: from the start) and start sending it to MLflow.
 
-        note: description of the run, in Markdown.
+        note: description of the run, in Markdown. origin: run folder, or a checkpoint in one, that
+        the weights come from.
         Raises UserError for an unsupported URI. An unreachable server is not an error.
         """
-        folder = Path(folder)
+        self.folder, self._say = Path(folder), say
+        self._journal: Journal | None = None
+        self._thread: threading.Thread | None = None
         if not is_writer:
-            return cls(folder=folder, journal=None, delivery=None, record=None, say=say)
-        uri = None if settings.uri is None else absolute_uri(settings.uri)
-        journal = Journal(folder / JOURNAL_NAME, resume_step=resume_step)
-        known = read_record(folder) if resume_step else None
-        record = RunRecord(
-            name=run_name,
+            return
+        self._uri = None if settings.uri is None else absolute_uri(settings.uri)
+        self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
+        self._record(
+            TRACKED,
+            name=name,
             experiment=settings.experiment,
-            tags=process_tags() | settings.tags | tags | {"vitscale.stage": stage},
-            note=note,
-            datasets=tuple(datasets),
-            files=() if known is None else known.files,
+            tags=clean_tags(process_tags() | settings.tags | tags | {"vitscale.stage": stage}),
+            note=redact(note)[:MAX_NOTE_CHARS],
+            origin=origin,
         )
-        record.write(folder)
-        tracker = cls(folder=folder, journal=journal, delivery=None, record=record, say=say)
-        if uri is not None:
-            first = next(read_rows(journal.path), None)
-            description = RunDescription(
-                folder=folder,
-                uri=uri,
-                record=record,
-                params=params,
-                config_yaml=config_yaml,
-                resume_step=resume_step,
-                start_time=first[0].time if first else time.time(),
-            )
-            tracker._connect(Delivery(description, say=say))
-        tracker._keep_diff()
-        return tracker
-
-    def _connect(self, delivery: Delivery) -> None:
-        self._delivery = delivery
-        if not delivery.start(wait_s=OPEN_WAIT_S):
-            self._say(f"MLflow did not answer for {OPEN_WAIT_S:.0f} s; training starts")
-
-    def _keep_diff(self) -> None:
-        """Write the edits of the checkout beside the run, named after its version."""
         version = source_version()
         if version is not None and version.is_dirty:
-            path = self.folder / f"source-{version.short}.diff"
-            write_text(path, redact_yaml(version.patch))
-            self.artifact(path)
+            write_text(self.folder / f"source-{version.short}.diff", redact_yaml(version.patch))
+        if self._uri is None:
+            return
+        mlflow_sync.prepare()
+        self._starts_anew, self._watches = resume_step == 0, settings.system_metrics
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._status: Status = "RUNNING"
+        self._is_complete = False
+        self._thread = threading.Thread(target=self._deliver, name="mlflow-delivery", daemon=True)
+        self._thread.start()
 
-    @property
-    def run_id(self) -> str | None:
-        """The MLflow run; None on other ranks, without MLflow, and before the first connection."""
-        return None if self._delivery is None else self._delivery.run_id
+    def _record(self, event: str, **values: object) -> None:
+        with or_warn(self.folder / EVENTS_NAME, self._say):
+            append_event(self.folder, event, values)
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
         """Record metrics of a step. Never waits for MLflow."""
@@ -143,41 +107,75 @@ class Tracker:
                 f"warning: {self._journal.path}: cannot be written ({error.strerror}); training "
                 "goes on, and metrics are kept until there is space"
             )
-        if self._delivery is not None:
-            self._delivery.notify()
-
-    def artifact(self, path: str | Path) -> None:
-        """Upload a file of the run folder to MLflow, in the background."""
-        path = Path(path)
-        if self._record is not None and path.is_relative_to(self.folder):
-            name = path.relative_to(self.folder).as_posix()
-            files = tuple(dict.fromkeys([*self._record.files, name]))
-            self._note(self._record.model_copy(update={"files": files}))
-        if self._delivery is not None:
-            self._delivery.add_artifact(path)
-
-    def _note(self, record: RunRecord) -> None:
-        self._record = record
-        with or_warn(self.folder, self._say):
-            record.write(self.folder)
+        if self._thread is not None:
+            self._wake.set()
 
     def close(self, *, status: Status) -> None:
         """Flush within a bounded time and record the final status. A second call does nothing."""
-        if self._journal is not None:
-            with or_warn(self._journal.path, self._say):
-                self._journal.close()
-        if self._record is not None:
-            self._note(self._record.model_copy(update={"status": status, "ended": time.time()}))
-        if self._delivery is not None:
-            wait_s = FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S
-            if not self._delivery.finish(status, wait_s=wait_s):
+        if self._journal is None:
+            return
+        with or_warn(self._journal.path, self._say):
+            self._journal.close()
+        self._record(ENDED, status=status)
+        if self._thread is not None:
+            self._status = status
+            self._closing.set()
+            self._wake.set()
+            self._thread.join(FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S)
+            if not self._is_complete:
                 self._say(
                     "warning: MLflow did not receive everything; all metrics are in "
-                    f"{self.folder / JOURNAL_NAME}; run the same command again to send the rest"
+                    f"{self.folder / JOURNAL_NAME}; "
+                    f"python launch/compare.py sync {self.folder} sends the rest"
                 )
-            elif self._delivery.page is not None:
-                self._say(f"MLflow: {self._delivery.page}")
-        self._journal = self._delivery = self._record = None
+        self._journal = self._thread = None
+
+    def _deliver(self) -> None:
+        """Send each new line until the run is closed. No failure of the store stops training."""
+        assert self._uri is not None
+        run: mlflow_sync.MlflowRun | None = None
+        monitor: Any = None
+        is_away = False
+        while True:
+            self._wake.clear()  # before the status is read, or its wake-up could be lost
+            status = self._status if self._closing.is_set() else "RUNNING"
+            try:
+                before = run
+                run = mlflow_sync.sync(
+                    self.folder,
+                    self._uri,
+                    run=run,
+                    status=status,
+                    starts_anew=self._starts_anew,
+                    say=self._say,
+                )
+                if before is None and not is_away or status != "RUNNING":
+                    self._say(f"MLflow: {chart_page(self._uri, run.experiment)}")
+                if is_away:
+                    self._say("MLflow is reachable again; the journal was sent")
+                    is_away = False
+                if before is None and self._watches and status == "RUNNING":
+                    if monitor is not None:
+                        monitor.finish()
+                    monitor = mlflow_sync.start_monitor(run, self._uri, say=self._say)
+            except Exception as error:
+                run = None
+                if not is_away:
+                    is_away = True
+                    self._say(
+                        f"warning: MLflow is unreachable ({short_reason(error)}); training "
+                        f"continues, metrics are kept in {JOURNAL_NAME} and sent later"
+                    )
+                if status != "RUNNING":
+                    return
+                self._closing.wait(RETRY_S)
+                continue
+            if status != "RUNNING":
+                self._is_complete = True
+                if monitor is not None:
+                    monitor.finish()
+                return
+            self._wake.wait()
 
     def __enter__(self) -> Tracker:
         return self
@@ -201,8 +199,7 @@ def final_status(error: BaseException | None) -> Status:
     if isinstance(error, KeyboardInterrupt):
         return "KILLED"
     if isinstance(error, SystemExit):
-        code = error.code
-        if code is None or code == 0:
+        if not error.code:
             return "FINISHED"
-        return "PAUSED" if code == EXIT_STOPPED_RESUMABLE else "FAILED"
+        return "PAUSED" if error.code == EXIT_STOPPED_RESUMABLE else "FAILED"
     return "FAILED"

@@ -9,7 +9,7 @@ from pathlib import Path
 from vitscale.distributed.world import World
 from vitscale.engine.engine import Engine
 from vitscale.runs.training import TrainingPlan
-from vitscale.tracking.console import ProgressLine
+from vitscale.tracking.console import Console
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.detectors import SkippedUpdateMonitor, UnreadableSampleMonitor
 from vitscale.training.meters import IntervalMeter, peak_memory_gib
@@ -25,7 +25,7 @@ class IntervalLog:
     plan: TrainingPlan
     start_step: int
     tracker: Tracker
-    progress: ProgressLine
+    console: Console
     meter: IntervalMeter
     skipped: SkippedUpdateMonitor
     unreadable: UnreadableSampleMonitor
@@ -39,11 +39,11 @@ class IntervalLog:
     """Whether a step ended since the start."""
 
     def advance(self, step: int) -> None:
-        """After every step: the live line, the clock of the first interval, and the profiler."""
-        self.progress.advance(step)
+        """After every step: the clocks of the first interval, and the profiler."""
         if not self.is_warm:
             self.is_warm = True
             self.meter.end_warm_up()
+            self.console.end_warm_up(step)
         self.profile()
 
     def write(self, step: int, *, lr: float, engine: Engine, metrics: dict[str, float]) -> None:
@@ -66,13 +66,13 @@ class IntervalLog:
             metrics["vitals/mfu"] = flops / self.peak_flops
         self.tracker.log(metrics, step=step)
         wait = metrics["vitals/data_wait"]
-        self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
-        self.skipped.update(health, step=step, loss_scale=scale, say=self.progress.message)
+        self.console.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
+        self.skipped.update(health, step=step, loss_scale=scale, say=self.console.message)
 
     def _report_unreadable(self, step: int) -> None:
         messages = self.unreadable.collect(step)
         for message in messages:
-            self.progress.message(message)
+            self.console.message(message)
         if messages:
             self.tracker.log({"vitals/unreadable": float(self.unreadable.num_replaced)}, step=step)
             seen = (step - self.start_step) * self.plan.global_batch
@@ -82,4 +82,4 @@ class IntervalLog:
         """subject: what was evaluated, for the console."""
         self.tracker.log(metrics, step=step)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self.progress.message(f"step {step}: {shown} on {subject}")
+        self.console.message(f"step {step}: {shown} on {subject}")

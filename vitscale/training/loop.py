@@ -29,7 +29,6 @@ from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
-from vitscale.evaluation.evaluation import FILES
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.settings import Architecture
 from vitscale.optim.schedules import learning_rate
@@ -95,7 +94,7 @@ class TrainingSession:
             self.engine.set_learning_rate(self.lr)
             yield step
         self._finish_save()
-        self.log.progress.message(f"done: {self.folder} at step {self.plan.total_steps}")
+        self.log.console.message(f"done: {self.folder} at step {self.plan.total_steps}")
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
@@ -156,16 +155,13 @@ class TrainingSession:
         if self.evaluations.due(done, is_last=is_last):
             self._evaluate(done, is_last=is_last)
         if is_last:
-            pictures = self.objective.pictures(self)
-            written = sorted((Path(self.run.folder) / FILES).rglob("*.*"))
-            for path in [*pictures, *written]:
-                self.log.tracker.artifact(path)
+            self.objective.draw(self)
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
             self._save(done)
         if preempted:
             self._finish_save()
-            self.log.progress.message(f"stopped by a signal at step {done}; rerun to resume")
+            self.log.console.message(f"stopped by a signal at step {done}; rerun to resume")
             raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
     def _write_log(self, done: int) -> None:
@@ -182,7 +178,7 @@ class TrainingSession:
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
         self.heartbeat.mark("saving")
-        self._report(self.store.wait(say=self.log.progress.message))
+        self._report(self.store.wait(say=self.log.console.message))
         self.store.save(
             self.engine.export_state(),
             step=done,
@@ -206,5 +202,5 @@ class TrainingSession:
     def _report(self, commit: Commit | None) -> None:
         if commit is not None:
             for warning in commit.warnings:
-                self.log.progress.message(warning)
-            self.log.progress.message(f"step {commit.step}: checkpoint {commit.folder}")
+                self.log.console.message(warning)
+            self.log.console.message(f"step {commit.step}: checkpoint {commit.folder}")

@@ -9,8 +9,7 @@ machines without torch. Import torch inside the methods; modules belong into `vi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitscale.config.errors import UserError
@@ -134,9 +133,11 @@ class Objective:
             self._means = IntervalMeans(self.metric_names, device)
         return self._means
 
-    def pictures(self, session: Any) -> Iterable[Path]:
-        """PNG files drawn after the last step, in `session.folder`. Collective; rank 0 writes."""
-        return ()
+    def draw(self, session: Any) -> None:
+        """Draw PNG files after the last step, in `session.folder`/pictures.
+
+        Collective; rank 0 writes.
+        """
 
 
 def check_objective(objective: Objective, *, num_classes: int, views: int, path: str) -> None:

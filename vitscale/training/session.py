@@ -34,7 +34,7 @@ from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
-from vitscale.tracking.console import ProgressLine
+from vitscale.tracking.console import Console
 from vitscale.tracking.run_facts import read_record
 from vitscale.training.build import (
     InitialWeights,
@@ -122,7 +122,7 @@ def _open(
         stack, run, objective, plan, arch, engine, data, val_index, start_step, facts=size
     )
     for line in [*messages, *_opening_lines(run, start_step, size)]:
-        log.progress.message(line)
+        log.console.message(line)
     return TrainingSession(
         run=run,
         objective=objective,
@@ -184,25 +184,24 @@ def _open_log(
         write_text(folder / "config.yaml", run_to_yaml(run))
         if objective.trains_classifier:
             write_json(folder / CLASSES_NAME, list(data.classes))
-    progress = stack.enter_context(
-        ProgressLine.open(
-            folder=folder,
+    console = stack.enter_context(
+        Console(
+            folder,
             total_steps=plan.total_steps,
             start_step=start_step,
-            title=run.name,
             is_writer=world.is_first,
         )
     )
     if world.is_first and start_step < plan.total_steps:
-        with or_warn(folder / EVENTS_NAME, progress.message):
+        with or_warn(folder / EVENTS_NAME, console.message):
             record_start(folder, first_step=start_step, total_steps=plan.total_steps)
     return IntervalLog(
         folder=folder,
         world=world,
         plan=plan,
         start_step=start_step,
-        tracker=open_tracker(stack, run, world, progress, start_step, data, val_index, facts=facts),
-        progress=progress,
+        tracker=open_tracker(stack, run, world, console, start_step, data, val_index, facts=facts),
+        console=console,
         meter=IntervalMeter(world.device),
         skipped=SkippedUpdateMonitor(
             data=data,
@@ -219,7 +218,7 @@ def _open_log(
             profiled(
                 folder / "profile.json" if world.is_first else None,
                 steps=run.engine.profile_steps,
-                say=progress.message,
+                say=console.message,
             )
         ),
     )

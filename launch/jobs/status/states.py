@@ -31,7 +31,7 @@ from vitscale.distributed.failures.events import (
 )
 from vitscale.distributed.processes import is_alive, node_name
 from vitscale.tracking.journal import JOURNAL_NAME, decode
-from vitscale.tracking.run_facts import ARTIFACTS_FOLDER
+from vitscale.tracking.mlflow_sync import ARTIFACTS_FOLDER
 
 RUNS_FOLDER = Path("runs")
 # runs/CHAIN/STAGE/RUN

@@ -39,14 +39,12 @@ def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 def make_run(root: Path, name: str, *, lr: float, gain: float, odd: str = EVIL) -> None:
     folder = root / "runs" / name
     config = f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\nnote: '{EVIL}'\n"
-    with Tracker.open(
-        folder=folder,
+    with Tracker(
+        folder,
         settings=TrackingSettings(uri=None),
-        run_name=name,
+        name=name,
         stage="pretrain",
-        params={"name": name, "seed": 7, "optim": {"lr": lr}},
         tags={},
-        config_yaml=config,
         resume_step=0,
         is_writer=True,
         say=lambda text: None,
@@ -110,8 +108,7 @@ def test_the_report_is_one_file_that_loads_nothing(root: Path) -> None:
 
 
 def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database: Path) -> None:
-    shutil.copy(mlflow_database, tmp_path / "other.db")
-    uri = f"sqlite:///{tmp_path}/other.db"
+    uri = f"sqlite:///{mlflow_database}"
     make_run(tmp_path, "stored", lr=0.125, gain=0.875, odd="name")
     sent = run_compare(tmp_path, "sync", "stored", "--uri", uri)
     assert sent.returncode == 0, sent.stderr

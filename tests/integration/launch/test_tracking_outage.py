@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import wait_until
-from vitscale.tracking.mlflow_store import find_stored_run
+from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.tracking import tracker as tracker_module
+from vitscale.tracking.mlflow_sync import find_stored_run
+from vitscale.tracking.run_facts import read_links
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 
@@ -78,28 +80,31 @@ def stop(server: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 def test_a_killed_server_costs_no_step_and_no_point(
-    start_server: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
+    start_server: Callable[[], subprocess.Popen[bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tracker_module, "CLOSE_WAIT_S", PATIENCE_S)
     server = start_server()
     uri = server.address  # type: ignore[attr-defined]  # our own mark
     said: list[str] = []
 
     def open_tracker(resume_step: int) -> Tracker:
-        return Tracker.open(
-            folder=tmp_path / "run",
+        return Tracker(
+            tmp_path / "run",
             settings=TrackingSettings(uri=uri),
-            run_name="digits",
+            name="digits",
             stage="pretrain",
-            params={"seed": 0},
             tags={},
-            config_yaml="seed: 0\n",
             resume_step=resume_step,
             is_writer=True,
             say=said.append,
         )
 
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("seed: 0\n")
     tracker = open_tracker(0)
-    run_id = tracker.run_id
+    wait_until(lambda: any("MLflow: http" in text for text in said))
     for step in range(1, 41):
         if step == 20:
             stop(server)
@@ -112,10 +117,10 @@ def test_a_killed_server_costs_no_step_and_no_point(
     said.clear()
     away = open_tracker(40)  # the server is still down when the job starts again
     away.log({"train/loss": 0.01}, step=41)
-    assert any("training continues" in text for text in said)
+    wait_until(lambda: any("training continues" in text for text in said))
     start_server()
     away.log({"train/loss": 0.01}, step=42)
     away.close(status="FINISHED")
-    stored, _ = find_stored_run(uri, str(run_id), say=said.append)
+    stored, _ = find_stored_run(uri, read_links(tmp_path / "run")[0].run_id)
     assert stored is not None and stored.status == "FINISHED"
     assert [row.step for row in stored.rows] == list(range(1, 43))

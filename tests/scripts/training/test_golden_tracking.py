@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sqlite3
 import subprocess
 import sys
@@ -28,9 +27,8 @@ POINTS = "training/mlflow_points.json"
 
 
 @pytest.fixture
-def folder(mlflow_database: Path, tmp_path: Path) -> Path:
-    shutil.copy(mlflow_database, tmp_path / "mlflow.db")
-    return tmp_path
+def folder(mlflow_database: Path) -> Path:
+    return mlflow_database.parent
 
 
 def train(starter: WarmStarter, folder: Path, **how: Any) -> None:

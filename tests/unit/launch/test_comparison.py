@@ -23,8 +23,8 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.failures.events import append_event
 from vitscale.models.costs import train_flops_per_image
+from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import Row
-from vitscale.tracking.run_facts import DatasetFacts
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 
@@ -289,25 +289,23 @@ def test_hostile_names_are_text() -> None:
         assert not re.search("<[a-z!/]", json.dumps(figure))
 
 
-def test_a_run_says_when_by_whom_and_from_what(tmp_path: Path) -> None:
+def test_a_run_says_when_by_whom_and_from_what(tmp_path: Path, mlflow_database: Path) -> None:
     """From its folder, and the same from MLflow."""
-    facts = DatasetFacts(
-        name="digits/train", digest="d" * 64, source="x", context="training", num_samples=1437,
-        num_classes=10,
-    )  # fmt: skip
-    with Tracker.open(
-        folder=tmp_path / "run",
-        settings=TrackingSettings(uri=f"sqlite:///{tmp_path}/mlflow.db", system_metrics=False),
-        run_name="run", stage="pretrain", params={}, tags={}, config_yaml="name: run\n",
-        resume_step=0, is_writer=True, say=lambda text: None, datasets=(facts,),
+    data = "digits/train, 1,437 images, dddddddddddd"
+    folder, store = tmp_path / "run", f"sqlite:///{mlflow_database}"
+    with Tracker(
+        folder, settings=TrackingSettings(uri=None), name="run", stage="pretrain",
+        tags={"vitscale.data": data}, resume_step=0, is_writer=True,
     ) as tracker:  # fmt: skip
         tracker.log({"val/top1": 0.5}, step=1)
-    [found] = load_runs([str(tmp_path / "run")], uri=None)
-    [stored] = load_runs(["run"], uri=f"sqlite:///{tmp_path}/mlflow.db")
+    (folder / "config.yaml").write_text("name: run\n")
+    mlflow_sync.sync(folder, store, status="FINISHED", say=print)
+    [found] = load_runs([str(folder)], uri=None)
+    [stored] = load_runs(["run"], uri=store)
     assert found.origin == stored.origin
-    day, *_, data, author = found.origin.split("; ")
+    day, *_, read, author = found.origin.split("; ")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", day) and author.startswith("by ")
-    assert data == "digits/train, 1,437 images, dddddddddddd"
+    assert read == data
     assert found.origin in render(compare([found]))
 
 

@@ -1,4 +1,4 @@
-"""Which runs are copied into a store, which files, and how a run is said to have ended."""
+"""Which runs are copied into a store, and how a run is said to have ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launch.comparison.runs import DEFAULT_URI, default_uri
-from launch.comparison.sync import _ending, _files, sync
+from launch.comparison.sync import _ending, sync
 from launch.jobs.attempts import Ending, begin_attempt, end_attempt
 from launch.jobs.status.states import read_state
 from vitscale.config.errors import UserError, UserErrors
@@ -18,7 +18,7 @@ from vitscale.tracking.tracker import Tracker
 
 
 def record(**changes: Any) -> RunRecord:
-    return RunRecord(**({"name": "a", "experiment": "b"} | changes))
+    return RunRecord(**({"name": "a", "experiment": "b", "tags": {}} | changes))
 
 
 def ending_of(folder: Path, found: RunRecord | None) -> str:
@@ -54,21 +54,10 @@ def test_a_later_attempt_says_more(tmp_path: Path, ending: Ending | None, expect
     assert ending_of(tmp_path, None) == expected
 
 
-def test_no_file_outside_the_folder_is_sent(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    (folder / "pictures").mkdir(parents=True)
-    for path in (tmp_path / "secret", folder / "pictures/a.png", folder / "results.csv"):
-        path.write_bytes(b"x")
-    (folder / "link").symlink_to(tmp_path / "secret")
-    names = ("../secret", str(tmp_path / "secret"), "link", "results.csv", "pictures", "gone")
-    found = set(_files(folder, record(files=names)))
-    assert found == {folder / "pictures/a.png", folder / "results.csv"}
-
-
 def run_folder(folder: Path) -> Path:
-    with Tracker.open(
-        folder=folder, settings=TrackingSettings(uri=None), run_name="a", stage="pretrain",
-        params={}, tags={}, config_yaml="", resume_step=0, is_writer=True,
+    with Tracker(
+        folder, settings=TrackingSettings(uri=None), name="a", stage="pretrain", tags={},
+        resume_step=0, is_writer=True,
     ) as tracker:  # fmt: skip
         tracker.log({"train/loss": 1.0}, step=1)
     (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
@@ -79,14 +68,13 @@ def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
     good = run_folder(tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/config.yaml").write_text("stage: pretrain\n")
-    run_folder(tmp_path / "odd")
-    (tmp_path / "odd/tracking.json").write_text('{"name": 1}')
+    (run_folder(tmp_path / "odd") / "config.yaml").write_text("- 1\n")
     store = tmp_path / "store.db"
     names = [str(good), str(tmp_path / "bad"), str(tmp_path / "odd")]
     with pytest.raises(UserErrors) as caught:
         sync([*names, "--uri", f"sqlite:///{store}"])
     text = caught.value.text()
-    assert "bad/journal.jsonl" in text and "odd/tracking.json" in text
+    assert "bad/journal.jsonl" in text and "odd/config.yaml" in text
     assert not store.exists()
     with pytest.raises(UserError, match="not a tracking URI"):
         sync([str(good), "--uri", "nonsense"])

@@ -1,29 +1,108 @@
-"""One MLflow run across resumes, in a real SQLite store."""
+"""One MLflow run across attempts, in a real SQLite store, by a tracker or by `sync` alone."""
 
 from __future__ import annotations
 
-import shutil
 import sqlite3
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from tests.support.engine.mlflow_store import log_steps, points, query, tags_of
+from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
-from vitscale.distributed.atomic_files import write_json
-from vitscale.tracking import run_facts
+from vitscale.distributed.failures.events import append_event
+from vitscale.tracking import mlflow_sync, run_facts
 from vitscale.tracking import tracker as tracker_module
-from vitscale.tracking.mlflow_client import experiment_id, open_client, read_link
-from vitscale.tracking.mlflow_run import upload_to_linked_run
-from vitscale.tracking.parent_run import origin_tags
-from vitscale.tracking.run_facts import DatasetFacts
+from vitscale.tracking.journal import read_rows
+from vitscale.tracking.mlflow_sync import MlflowRun, find_stored_run, sync, upload
+from vitscale.tracking.run_facts import read_links, read_record
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import SourceVersion
 from vitscale.tracking.tracker import Tracker, final_status
+
+CONFIG: dict[str, Any] = {
+    "optim": {"lr": 0.001},
+    "data": {"path": "http://me:hunter2@host/x"},
+    "launch": {"nodes": 2, "setup": ["x"]},
+}
+
+
+@pytest.fixture
+def database(mlflow_database: Path) -> Path:
+    return mlflow_database
+
+
+@pytest.fixture
+def open_tracker(
+    database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Tracker]:
+    # Nothing here is about the waits that are bounded for a training's sake.
+    for name in ("CLOSE_WAIT_S", "FAILED_CLOSE_WAIT_S"):
+        monkeypatch.setattr(tracker_module, name, PATIENCE_S)
+    set_version(monkeypatch, SourceVersion(commit="a" * 40, diff="", untracked=()))
+
+    def open_it(config: dict[str, Any] = CONFIG, **changes: Any) -> Tracker:
+        folder = changes.pop("folder", tmp_path / "run")
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        arguments: dict[str, Any] = {
+            "settings": TrackingSettings(uri=f"sqlite:///{database}", system_metrics=False),
+            "name": "digits",
+            "stage": "pretrain",
+            "tags": {},
+            "resume_step": 0,
+            "is_writer": True,
+            "say": lambda text: None,
+        }
+        return Tracker(folder, **(arguments | changes))
+
+    return open_it
+
+
+def set_version(monkeypatch: pytest.MonkeyPatch, version: SourceVersion) -> None:
+    for module in (run_facts, tracker_module):
+        monkeypatch.setattr(module, "source_version", lambda: version)
+
+
+def log_steps(tracker: Tracker, steps: range) -> None:
+    for step in steps:
+        tracker.log({"train/loss": 1 / step, "train/lr": 0.1}, step=step)
+
+
+def query(database: Path, sql: str, *values: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute(sql, values).fetchall()
+
+
+def run_ids(database: Path) -> list[str]:
+    return [run_id for (run_id,) in query(database, "select run_uuid from runs")]
+
+
+def points(database: Path, run_id: str) -> list[tuple[Any, ...]]:
+    sql = "select key, step from metrics where run_uuid = ? order by key, step"
+    return query(database, sql, run_id)
+
+
+def status(database: Path, run_id: str) -> str:
+    return str(query(database, "select status from runs where run_uuid = ?", run_id)[0][0])
+
+
+def tags_of(database: Path, run_id: str) -> dict[str, str]:
+    return dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
+
+
+def artifact(database: Path, run_id: str, name: str) -> Path:
+    return database.parent / "mlflow-artifacts" / run_id / "artifacts" / name
+
+
+def send(folder: Path, database: Path, **how: Any) -> MlflowRun:
+    how = {"status": "FINISHED", "ended": 2e9} | how
+    return sync(folder, f"sqlite:///{database}", **how, say=lambda text: None)
 
 
 def test_a_resumed_run_is_one_run_with_each_step_once(
@@ -31,38 +110,36 @@ def test_a_resumed_run_is_one_run_with_each_step_once(
 ) -> None:
     with pytest.raises(SystemExit), open_tracker() as first:
         log_steps(first, range(1, 11))
-        run_id = first.run_id
         raise SystemExit(75)
-    status = "select status from runs where run_uuid = ?"
-    assert query(database, status, str(run_id)) == [("SCHEDULED",)]
+    (run_id,) = run_ids(database)
+    assert status(database, run_id) == "SCHEDULED"
+    assert tags_of(database, run_id)["vitscale.status"] == "paused"
 
     second = open_tracker(resume_step=6)  # the checkpoint was older than the last line
-    assert query(database, status, str(run_id)) == [("RUNNING",)]
+    wait_until(lambda: status(database, run_id) == "RUNNING")
     log_steps(second, range(7, 15))
-    assert second.run_id == run_id
     second.close(status="FINISHED")
-    assert query(database, status, str(run_id)) == [("FINISHED",)]
+    second.close(status="FAILED")  # does nothing
+    assert run_ids(database) == [run_id] and status(database, run_id) == "FINISHED"
     assert points(database, run_id) == [
         (key, step) for key in ("train/loss", "train/lr") for step in range(1, 15)
     ]
-    # Finished for good: the tracker may be closed twice, and a new start is another run.
-    second.close(status="FAILED")
-    third = open_tracker()
-    assert third.run_id not in (None, run_id)
-    third.close(status="FINISHED")
+    # Finished for good: a new start is another run.
+    open_tracker().close(status="FINISHED")
+    assert len(run_ids(database)) == 2
 
 
-def test_a_pause_and_a_replaced_run_are_not_left_open(
-    open_tracker: Callable[..., Tracker], database: Path
+def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_code(
+    open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit), open_tracker() as first:
-        log_steps(first, range(1, 3))
-        run_id = first.run_id
-        raise SystemExit(75)
-    assert tags_of(database, run_id)["vitscale.status"] == "paused"
-    open_tracker(params={"optim": {"lr": 1.0}}).close(status="FINISHED")
-    run = "select status, end_time - max(timestamp) from runs join metrics using (run_uuid) "
-    assert query(database, run + "where run_uuid = ?", str(run_id)) == [("KILLED", 0)]
+    open_tracker().close(status="PAUSED")
+    open_tracker().close(status="PAUSED")
+    assert len(run_ids(database)) == 1
+    set_version(monkeypatch, SourceVersion(commit="b" * 40, diff="", untracked=()))
+    open_tracker().close(status="PAUSED")
+    open_tracker(CONFIG | {"optim": {"lr": 1.0}}).close(status="FINISHED")
+    found = dict(query(database, "select status, count(*) from runs group by status"))
+    assert found == {"KILLED": 2, "FINISHED": 1}
 
 
 def test_event_counts_appear_with_the_first_event(
@@ -70,226 +147,83 @@ def test_event_counts_appear_with_the_first_event(
 ) -> None:
     with open_tracker() as tracker:
         for step, count in enumerate([0, 0, 2, 2, 0], start=1):
-            tracker.log({"train/skipped_steps": count, "train/lr": 0, "never": 0}, step=step)
-        run_id = tracker.run_id
-    steps: dict[str, list[int]] = {}
-    for key, step in points(database, run_id):
-        steps.setdefault(key, []).append(step)
-    assert steps == {"train/skipped_steps": [3, 4, 5]} | dict.fromkeys(
-        ("train/lr", "never"), [1, 2, 3, 4, 5]
-    )
+            tracker.log({"train/skipped_steps": count, "never": 0}, step=step)
+    (run_id,) = run_ids(database)
+    every = [("never", step) for step in range(1, 6)]
+    assert points(database, run_id) == every + [("train/skipped_steps", n) for n in (3, 4, 5)]
 
 
-def test_a_run_has_datasets_a_description_and_its_edits(
+def test_what_a_run_shows_is_without_secrets(
     open_tracker: Callable[..., Tracker],
     database: Path,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    version = SourceVersion(commit="c" * 40, diff="+ http://me:pass@host/x\n", untracked=())
-    for module in (run_facts, tracker_module):
-        monkeypatch.setattr(module, "source_version", lambda: version)
-    facts = DatasetFacts(
-        name="digits/train", digest="d" * 64, source="shards", context="training",
-        num_samples=7, num_classes=2,
-    )  # fmt: skip
-    said: list[str] = []
-    with open_tracker(note="**What:** digits", datasets=[facts], say=said.append) as tracker:
-        run_id = str(tracker.run_id)
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    diff = "+  api_key: abc\n+uri: http://me:pw@host/x\n"
+    version = SourceVersion(commit="c" * 40, diff=diff, untracked=("vitscale/new.py",))
+    set_version(monkeypatch, version)
+    uri, said = f"sqlite:///{database}", list[str]()
+    settings = TrackingSettings(uri=uri, tags={"team": "a"}, system_metrics=False)
+    with open_tracker(
+        settings=settings, tags={"model": "B/16"}, note="**What:** http://u:p@h", say=said.append
+    ) as tracker:
+        log_steps(tracker, range(1, 3))
+        pictures = tracker.folder / "pictures"
+        pictures.mkdir()
+        (pictures / "a.png").write_bytes(b"a picture")
+    (run_id,) = run_ids(database)
     tags = tags_of(database, run_id)
-    assert tags["mlflow.note.content"] == "**What:** digits"
+    assert (tags["mlflow.runName"], tags["vitscale.stage"]) == ("digits", "pretrain")
+    assert (tags["vitscale.job_id"], tags["model"], tags["team"]) == ("4711", "B/16", "a")
+    assert tags["mlflow.note.content"] == "**What:** http://h"
     assert tags["mlflow.source.git.commit"] == "c" * 40
     assert tags["mlflow.source.git.dirty"] == "true"
-    sql = (
-        "select d.name, digest, dataset_profile, t.value from datasets d "
-        "join inputs i on source_id = dataset_uuid join input_tags t using (input_uuid) "
-        "where destination_id = ?"
-    )
-    profile = '{"num_samples": 7, "num_classes": 2}'
-    assert query(database, sql, run_id) == [("digits/train", "d" * 36, profile, "training")]
-    diff = database.parent / f"mlflow-artifacts/{run_id}/artifacts/source-{version.short}.diff"
-    assert diff.read_text().startswith("+ http://host/x\n")
-    (experiment,) = query(database, "select experiment_id from runs where run_uuid = ?", run_id)[0]
-    page = f"#/experiments/{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART"
-    assert sum(page in text for text in said) == 2  # at the start and at the end
-
-
-def test_an_evaluation_is_a_child_of_the_training(database: Path, tmp_path: Path) -> None:
-    uri = f"sqlite:///{database}"
-    (tmp_path / "run").mkdir()
-    write_json(tmp_path / "run/mlflow.json", {"uri": uri, "run_id": "x", "experiment": "y"})
-    for path in (tmp_path / "run", tmp_path / "run/checkpoints/step-00000010"):
-        assert origin_tags(path, uri=uri, tag="from") == {"from": "x", "mlflow.parentRunId": "x"}
-    assert origin_tags(tmp_path / "run", uri="http://other", tag="from") == {"from": "x"}
-    assert origin_tags(tmp_path, uri=uri, tag="from") == {}
-    assert origin_tags(tmp_path / "run", tag="from") == {"from": "x"}
-
-
-def test_tags_and_params_are_stored_without_secrets(
-    open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    own = TrackingSettings(uri=f"sqlite:///{database}", tags={"team": "a", "model": "mine"})
-    with open_tracker(tags={"model": "B/16"}, settings=own) as tracker:
-        log_steps(tracker, range(1, 3))
-        run_id = str(tracker.run_id)
-    tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
+    assert tags["vitscale.code"] == version.short and version.short.startswith("c" * 12 + "+")
     params = dict(query(database, "select key, value from params where run_uuid = ?", run_id))
-    assert tags["mlflow.runName"] == "digits" and tags["vitscale.stage"] == "pretrain"
-    assert tags["vitscale.job_id"] == "4711" and tags["model"] == "B/16" and tags["team"] == "a"
-    assert params == {"optim.lr": "0.001", "data.path": "http://host/x"}
-    config = database.parent / "mlflow-artifacts" / run_id / "artifacts" / "config.yaml"
-    assert config.read_text() == "path: http://host/x\nlaunch:\n  nodes: 2\n"
+    assert params == {"optim.lr": "0.001", "data.path": "http://host/x", "launch.nodes": "2"}
+    sent = yaml.safe_load(artifact(database, run_id, "config.yaml").read_text())
+    assert sent["data"] == {"path": "http://host/x"} and sent["launch"] == {"nodes": 2}
+    assert artifact(database, run_id, "pictures/a.png").read_bytes() == b"a picture"
+    assert artifact(database, run_id, f"source-{version.short}.diff").read_text() == (
+        "# untracked: vitscale/new.py\n+  api_key: '***'\n+uri: http://host/x\n"
+    )
+    (experiment,) = query(database, "select experiment_id from runs")[0]
+    page = f"#/experiments/{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    assert sum(page in text for text in said) >= 1
 
 
-def test_params_changed_by_a_resume_are_in_a_tag(
+def test_a_run_that_mlflow_lost_is_sent_again(
     open_tracker: Callable[..., Tracker], database: Path
-) -> None:
-    with open_tracker() as tracker:
-        log_steps(tracker, range(1, 3))
-    with open_tracker(resume_step=2, params={"optim": {"lr": 0.5}}) as tracker:
-        run_id = str(tracker.run_id)
-    tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
-    assert tags["vitscale.changed_params"] == "optim.lr: 0.001 -> 0.5"
-    assert tags["vitscale.resumed_from_step"] == "2"
-    assert "vitscale.restored_from_journal" not in tags
-
-
-def test_a_deleted_run_is_restored_from_the_journal(
-    open_tracker: Callable[..., Tracker], database: Path, tmp_path: Path
 ) -> None:
     with open_tracker() as tracker:
         log_steps(tracker, range(1, 5))
-    link = read_link(tmp_path / "run")
-    assert link is not None
+    (lost,) = run_ids(database)
     for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
-        query(database, f"delete from {table} where run_uuid = ?", link["run_id"])
+        query(database, f"delete from {table} where run_uuid = ?", lost)
     with open_tracker(resume_step=4) as tracker:
         log_steps(tracker, range(5, 7))
-        run_id = tracker.run_id
-    assert run_id != link["run_id"]
-    assert [step for key, step in points(database, run_id) if key == "train/loss"] == [*range(1, 7)]
-    tags = dict(query(database, "select key, value from tags where run_uuid = ?", str(run_id)))
-    assert tags["vitscale.restored_from_journal"] == "true"
-
-
-def test_a_link_to_another_store_is_not_followed(
-    open_tracker: Callable[..., Tracker], database: Path
-) -> None:
-    with open_tracker() as tracker:
-        log_steps(tracker, range(1, 3))
-        run_id = tracker.run_id
-    copy = database.with_name("copy.db")
-    shutil.copy(database, copy)  # contains a run of the same id
-    settings = TrackingSettings(uri=f"sqlite:///{copy}")
-    with open_tracker(settings=settings, resume_step=2) as tracker:
-        assert tracker.run_id not in (None, run_id)
-
-
-def test_a_fresh_start_continues_a_run_of_the_same_commit(
-    open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_ids = []
-    for commit in ("a" * 40, "a" * 40, "b" * 40):
-        version = SourceVersion(commit=commit, diff="", untracked=())
-        monkeypatch.setattr(run_facts, "source_version", lambda version=version: version)
-        tracker = open_tracker()
-        run_ids.append(str(tracker.run_id))
-        tracker.close(status="KILLED")
-    assert run_ids[0] == run_ids[1] != run_ids[2]
-    tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_ids[2]))
-    assert tags["vitscale.replaces_run"] == run_ids[0]
-
-
-def test_edits_of_the_code_are_an_artifact_without_secrets(
-    open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    diff = "+lr = 2\n+  api_key: abc\n+uri: http://me:pw@host/x\n"
-    version = SourceVersion(commit="a" * 40, diff=diff, untracked=("vitscale/new.py",))
-    for module in (run_facts, tracker_module):
-        monkeypatch.setattr(module, "source_version", lambda: version)
-    with open_tracker() as tracker:
-        run_id = str(tracker.run_id)
-    tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
-    assert tags["mlflow.source.git.dirty"] == "true"
-    assert tags["vitscale.code"] == version.short and version.short.startswith("a" * 12 + "+")
-    artifacts = database.parent / "mlflow-artifacts" / run_id / "artifacts"
-    assert (artifacts / f"source-{version.short}.diff").read_text() == (
-        "# untracked: vitscale/new.py\n+lr = 2\n+  api_key: '***'\n+uri: http://host/x\n"
-    )
+    (run_id,) = run_ids(database)
+    assert run_id != lost
+    assert [step for key, step in points(database, run_id) if key == "train/lr"] == [*range(1, 7)]
 
 
 def test_other_ranks_write_nothing(open_tracker: Callable[..., Tracker], tmp_path: Path) -> None:
     with open_tracker(is_writer=False) as tracker:
         log_steps(tracker, range(1, 3))
-        tracker.artifact(tmp_path / "missing")
-        assert tracker.run_id is None
-    assert not (tmp_path / "run").exists()
-
-
-def test_without_uri_only_the_journal_is_written(
-    open_tracker: Callable[..., Tracker], tmp_path: Path
-) -> None:
-    with open_tracker(settings=TrackingSettings(uri=None)) as tracker:
-        log_steps(tracker, range(1, 3))
-    names = {path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".diff"}
-    assert names == {"journal.jsonl", "tracking.json"}
-
-
-def test_a_missing_artifact_does_not_block_metrics(
-    open_tracker: Callable[..., Tracker], database: Path, tmp_path: Path
-) -> None:
-    said: list[str] = []
-    with open_tracker(say=said.append) as tracker:
-        tracker.artifact(tmp_path / "missing.html")
-        log_steps(tracker, range(1, 3))
-        run_id = tracker.run_id
-    assert len(points(database, run_id)) == 4
-    times = query(database, "select timestamp from metrics where run_uuid = ?", str(run_id))
-    assert all(abs(time.time() - moment / 1000) < 3600 for (moment,) in times), "milliseconds"
-    assert any("missing.html was not uploaded" in text for text in said)
-
-
-def test_files_are_uploaded_to_the_linked_run(database: Path, tmp_path: Path) -> None:
-    uri = f"sqlite:///{database}"
-    client = open_client(uri, say=lambda text: None)
-    run_id = client.create_run(experiment_id(client, "uploads", uri=uri)).info.run_id
-    write_json(tmp_path / "mlflow.json", {"uri": uri, "run_id": run_id, "experiment": "uploads"})
-    file = tmp_path / "picture.png"
-    file.write_bytes(b"a picture")
-    said: list[str] = []
-    assert upload_to_linked_run(tmp_path, [file], say=said.append)
-    assert said == [f"uploaded to MLflow run {run_id}"]
-    uploaded = database.parent / "mlflow-artifacts" / run_id / "artifacts/picture.png"
-    assert uploaded.read_bytes() == b"a picture"
-    upload_to_linked_run(tmp_path, [file], place="exported/x", say=said.append)
-    assert (uploaded.parent / "exported/x/picture.png").exists()
-
-
-def test_an_upload_without_a_store_is_a_warning(tmp_path: Path) -> None:
-    """Nor does it create the store."""
-    said: list[str] = []
-    assert not upload_to_linked_run(tmp_path, [tmp_path / "a.png"], say=said.append)
-    assert not said  # never tracked
-    for uri, message in (
-        (f"sqlite:///{tmp_path}/gone.db", "not uploaded to MLflow (there is no"),
-        ("nonsense://host", "not uploaded to MLflow"),
-    ):
-        write_json(tmp_path / "mlflow.json", {"uri": uri, "run_id": "x", "experiment": "y"})
-        assert not upload_to_linked_run(tmp_path, [tmp_path / "a.png"], say=said.append)
-        assert message in said[-1]
-    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.json"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
 
 def test_logging_does_not_wait_for_the_store(
     open_tracker: Callable[..., Tracker], database: Path
 ) -> None:
-    with open_tracker() as tracker:
-        run_id = tracker.run_id
-        with sqlite3.connect(database, isolation_level=None) as blocking:
-            blocking.execute("begin exclusive")
-            log_steps(tracker, range(1, 101))
-            blocking.execute("rollback")
+    with (
+        sqlite3.connect(database, isolation_level=None) as blocking,
+        open_tracker() as tracker,
+    ):
+        blocking.execute("begin exclusive")
+        log_steps(tracker, range(1, 101))
+        blocking.execute("rollback")
+    (run_id,) = run_ids(database)
     assert len(points(database, run_id)) == 200
 
 
@@ -298,11 +232,118 @@ def test_an_invalid_uri_is_refused_before_any_write(
 ) -> None:
     with pytest.raises(UserError):
         open_tracker(settings=TrackingSettings(uri="htp://host"))
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "run/journal.jsonl").exists()
+
+
+def test_the_node_is_watched_until_the_run_ends(
+    open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_sync, "SYSTEM_SAMPLE_S", 0.05)
+    with open_tracker(settings=TrackingSettings(uri=f"sqlite:///{database}")) as tracker:
+        log_steps(tracker, range(1, 2))
+        sql = "select distinct key from metrics where key like 'system/%'"
+        wait_until(lambda: query(database, sql), every_s=0.05)
+    assert any(key.endswith("/cpu_utilization_percentage") for (key,) in query(database, sql))
+    assert "SystemMetricsMonitor" not in {thread.name for thread in threading.enumerate()}
+    stored, _ = find_stored_run(f"sqlite:///{database}", "digits")
+    assert stored is not None and set(stored.rows[0].metrics) == {"train/loss", "train/lr"}
+
+
+@pytest.fixture
+def folder(open_tracker: Callable[..., Tracker], tmp_path: Path) -> Path:
+    """Of a finished run that only has its journal."""
+    settings = TrackingSettings(uri=None, experiment="copies")
+    with open_tracker(settings=settings, note="a note") as tracker:
+        log_steps(tracker, range(1, 300))
+    (tmp_path / "run/results.csv").write_text("a\n")
+    (tmp_path / "secret.csv").write_text("b\n")
+    (tmp_path / "run/results.json").symlink_to(tmp_path / "secret.csv")
+    return tmp_path / "run"
+
+
+def content(database: Path, run_id: str) -> list[Any]:
+    """Everything that the store has of a run."""
+    tables = [
+        query(database, f"select * from {table} where run_uuid = ?", run_id)
+        for table in ("runs", "metrics", "params", "tags")
+    ]
+    files = artifact(database, run_id, "").rglob("*")
+    return [*tables, [(str(path), path.stat().st_mtime_ns) for path in files]]
+
+
+def test_a_copy_is_complete_and_made_once(folder: Path, database: Path) -> None:
+    record = read_record(folder)
+    assert record is not None and (record.status, record.experiment) == ("FINISHED", "copies")
+    first = send(folder, database)
+    assert (first.num_points, first.num_files) == (2 * 299, 2)  # nothing outside the folder
+    before = content(database, first.run_id)
+    again = send(folder, database)
+    assert (again.run_id, again.num_points, again.num_files) == (first.run_id, 0, 0)
+    assert content(database, first.run_id) == before
+    rows = [row for row, _ in read_rows(folder / "journal.jsonl")]
+    moments = query(database, "select timestamp from metrics")
+    assert {moment for (moment,) in moments} == {int(row.time * 1000) for row in rows}
+    sql = "select status, start_time, end_time from runs"
+    assert query(database, sql) == [("FINISHED", int(rows[0].time * 1000), 2 * 10**12)]
+    assert tags_of(database, first.run_id)["mlflow.note.content"] == "a note"
+
+
+def test_an_interrupted_copy_is_completed(
+    folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CutOff(Exception):
+        pass
+
+    with monkeypatch.context() as patch, pytest.raises(CutOff):
+        patch.setattr(mlflow_sync, "METRICS_PER_BATCH", 100)
+        batches = mlflow_sync._batches
+
+        def two(entries: Any, size: int) -> Any:
+            for number, batch in enumerate(batches(entries, size)):
+                if size == 100 and number == 2:
+                    raise CutOff
+                yield batch
+
+        patch.setattr(mlflow_sync, "_batches", two)
+        send(folder, database)
+    (run_id,) = run_ids(database)
+    assert 0 < len(points(database, run_id)) < 2 * 299
+    send(folder, database)
+    assert run_ids(database) == [run_id] and status(database, run_id) == "FINISHED"
+    assert len(points(database, run_id)) == len(set(points(database, run_id))) == 2 * 299
+
+
+def test_runs_name_the_run_that_their_weights_come_from(
+    folder: Path, database: Path, open_tracker: Callable[..., Tracker], tmp_path: Path
+) -> None:
+    origin = send(folder, database).run_id
+    without = TrackingSettings(uri=None)
+    for stage, tag in (("finetune", "vitscale.init_run_id"), ("evaluate", "mlflow.parentRunId")):
+        child = tmp_path / stage
+        path = str(folder / "checkpoints/step-00000010")
+        with open_tracker(folder=child, settings=without, stage=stage, origin=path) as tracker:
+            log_steps(tracker, range(1, 2))
+        assert tags_of(database, send(child, database).run_id)[tag] == origin
+
+
+def test_files_are_uploaded_to_the_run_of_a_folder(folder: Path, database: Path) -> None:
+    said: list[str] = []
+    file = folder / "results.csv"
+    assert not upload(folder, [file], say=said.append) and not said  # MLflow has no run of it
+    run_id = send(folder, database).run_id
+    assert upload(folder, [file], place="exported/x", say=said.append)
+    assert said == [f"uploaded to MLflow run {run_id}"]
+    assert artifact(database, run_id, "exported/x/results.csv").read_text() == "a\n"
+    database.unlink()
+    assert not upload(folder, [file], say=said.append)
+    assert "not uploaded to MLflow (there is no" in said[-1] and not database.exists()
+    append_event(folder, "mlflow", {"uri": "nonsense://host", "run_id": "x"})
+    assert not upload(folder, [file], say=said.append)
+    assert "not uploaded to MLflow" in said[-1] and len(read_links(folder)) == 2
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
+    ("error", "expected"),
     [
         (None, "FINISHED"),
         (SystemExit(0), "FINISHED"),
@@ -312,13 +353,13 @@ def test_an_invalid_uri_is_refused_before_any_write(
         (RuntimeError(), "FAILED"),
     ],
 )
-def test_final_status_follows_the_error(error: BaseException | None, status: str) -> None:
-    assert final_status(error) == status
+def test_final_status_follows_the_error(error: BaseException | None, expected: str) -> None:
+    assert final_status(error) == expected
 
 
 def test_the_tracker_imports_no_mlflow_and_no_torch() -> None:
     code = (
         "import sys, vitscale.tracking.tracker, vitscale.tracking.console\n"
-        "assert not {'mlflow', 'torch', 'rich'} & set(sys.modules)"
+        "assert not {'mlflow', 'torch'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
