@@ -22,7 +22,7 @@ def model_card(form: Format, model: TrainedModel, *, checked: str) -> str:
     tags = ["vitscale", model.arch.name]
     # What the Hugging Face Hub reads of a card.
     front = {"library_name": form.hub_library, "pipeline_tag": task, "tags": tags}
-    title = (model.run and model.run.config.get("name")) or model.settings.title
+    title = (model.run and model.run.config.get("name")) or model.arch.title
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n# {title}",
         "\n".join(_facts(model)),
@@ -44,7 +44,7 @@ def _facts(model: TrainedModel) -> Iterator[str]:
             f"{arch.depth} blocks of width {arch.width:,} with {arch.num_heads} heads, patches of "
             f"{arch.patch_size} px, {sizes}"
         )
-    yield f"- model: {model.settings.title}, {number:,} parameters: {sizes}"
+    yield f"- model: {model.arch.title}, {number:,} parameters: {sizes}"
     averaged = model.run is not None and model.run.averaged
     yield f"- weights from: {model.source}{', their average over training' if averaged else ''}"
     names = model.classes or ()

@@ -61,7 +61,14 @@ def check_packages(to: str) -> None:
 def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
     """Export; yields lines for people. Raises UserError, and leaves nothing then."""
     form = EXPORTS[run.to]()
-    _refuse_what_does_not_fit(run.to, form, model)
+    if problems := form.problems(model):
+        others = [f"--to {to}" for to, each in EXPORTS.items() if not each().problems(model)]
+        raise UserError(
+            f"{run.to} cannot hold this model: it has {'; '.join(problems)}",
+            where=model.source,
+            allowed=", ".join(others) or "no format",
+            next_step=f"use {others[0]}" if others else None,
+        )
     final = Path(run.output).absolute()
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -70,7 +77,9 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
         form.write(model, temporary)
         checked = _check(form, model, temporary)
         write_text(temporary / "README.md", model_card(form, model, checked=checked))
-        _flush(temporary)
+        for path in temporary.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
         check_folder(run.output)
         commit_folder(temporary, final)
     except BaseException as error:
@@ -84,19 +93,6 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
         yield f"  {run.output}/{path.name}  {path.stat().st_size:,} bytes"
     yield "load it:"
     yield from (f"  {line}" for line in form.usage(model).replace("FOLDER", run.output).split("\n"))
-
-
-def _refuse_what_does_not_fit(name: str, form: Format, model: TrainedModel) -> None:
-    problems = list(form.problems(model))
-    if not problems:
-        return
-    others = [other for other, each in EXPORTS.items() if not list(each().problems(model))]
-    raise UserError(
-        f"{name} cannot hold this model: it has {'; '.join(problems)}",
-        where=model.source,
-        allowed=", ".join(f"--to {other}" for other in others) or "no format",
-        next_step=f"use --to {others[0]}" if others else None,
-    )
 
 
 @torch.no_grad()
@@ -115,25 +111,15 @@ def _check(form: Format, model: TrainedModel, folder: Path) -> str:
     found = form.logits(model, folder, images_B3SS)
     if found is None:
         return f"not checked: {form.library} is not installed"
-    difference = float((found - expected).abs().max())
-    scale = max(1.0, float(expected.abs().max()))
-    if not difference <= TOLERANCE * scale:
+    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
+    allowed = TOLERANCE * max(1.0, largest)
+    if not difference <= allowed:
         raise UserError(
             f"{form.library} gives other logits: difference {difference:.1e}, largest logit "
-            f"{float(expected.abs().max()):.1e}",
+            f"{largest:.1e}",
             where=model.source,
-            allowed=f"{TOLERANCE * scale:.1e}",
+            allowed=f"{allowed:.1e}",
             next_step="export to another format (--to safetensors), and report this",
         )
     what = "logits" if model.num_classes else "features"
     return f"checked: the same {what} in {form.library}, largest difference {difference:.1e}"
-
-
-def _flush(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)

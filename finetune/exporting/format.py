@@ -30,9 +30,13 @@ class Format:
     needs: ClassVar[tuple[str, ...]] = ()
     """Packages that write it, beyond those of every installation."""
 
-    def problems(self, model: TrainedModel) -> Iterator[str]:
-        """Yield what the model has that the format cannot hold."""
-        yield from ()
+    def unlike(self, model: TrainedModel) -> dict[str, bool]:
+        """What the format cannot hold, and whether the model has it."""
+        return {}
+
+    def problems(self, model: TrainedModel) -> list[str]:
+        """What the model has that the format cannot hold."""
+        return [what for what, is_so in self.unlike(model).items() if is_so]
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
         """Yield what users of the files have to know, for the model card."""
@@ -55,7 +59,8 @@ class Format:
 
 def save_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
     """Write a safetensors file that others may read as far as the umask lets them."""
-    save_file(weights, path, metadata={"format": "pt"})
+    contiguous = {name: value.contiguous() for name, value in weights.items()}
+    save_file(contiguous, path, metadata={"format": "pt"})
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)  # `save_file` lets its owner alone read it
@@ -63,10 +68,10 @@ def save_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
 
 def weights_of(model: TrainedModel) -> dict[str, torch.Tensor]:
     """All weights under timm's names, which are ours; fixed positions as learned ones."""
-    weights = {name: value.contiguous() for name, value in model.network.state_dict().items()}
+    weights = dict(model.network.state_dict())
     positions = getattr(model.network, "pos_embed", None)
     if isinstance(positions, torch.Tensor):
-        weights["pos_embed"] = positions.detach().contiguous()
+        weights["pos_embed"] = positions.detach()
     return weights
 
 
@@ -74,7 +79,7 @@ def write_description(model: TrainedModel, folder: Path) -> None:
     """Write vitscale.json, because the weights do not say which model they belong to."""
     description = {
         "format_version": FORMAT_VERSION,
-        "model": model.settings.model_dump(mode="json"),
+        "model": model.arch.model_dump(mode="json", exclude={"num_classes"}),
         "num_classes": model.num_classes,
         "grid": model.arch.grid,
         "preprocessing": asdict(model.preprocessing),

@@ -18,7 +18,6 @@ from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.settings import TimmSettings
 from vitscale.models.timm_model import built_by_timm, pretrained_config
 
-WEIGHTS_NAME, CONFIG_NAME = "model.safetensors", "config.json"
 # Pillow's name of the filter that averages areas.
 INTERPOLATIONS = {"bilinear": "bilinear", "bicubic": "bicubic", "area": "box"}
 # Of timm's layer norms; it has no option for another.
@@ -30,25 +29,24 @@ class TimmFormat(Format):
     library = "timm, and transformers' Auto classes"
     hub_library = "timm"
 
-    def problems(self, model: TrainedModel) -> Iterator[str]:
-        settings: Any = model.settings
+    def unlike(self, model: TrainedModel) -> dict[str, bool]:
         arch: Any = model.arch
-        if isinstance(settings, TimmSettings):
-            return
-        if settings.pool not in POOLS:
-            yield f"pool={settings.pool}"
-        if settings.representation_layer:
-            yield "a representation layer"
-        if settings.layer_norm_eps != NORM_EPS:
-            yield f"layer_norm_eps {settings.layer_norm_eps:g} (timm has {NORM_EPS:g})"
-        if arch.attention_width != arch.width:
-            yield "attention heads of a width of their own"
-        if settings.distillation_token and settings.mlp != "gelu":
-            yield f"a distillation token beside mlp={settings.mlp}"
+        if isinstance(arch, TimmSettings):
+            return {}
+        eps = arch.layer_norm_eps
+        return {
+            f"pool={arch.pool}": arch.pool not in POOLS,
+            "a representation layer": arch.representation_layer,
+            f"layer_norm_eps {eps:g} (timm has {NORM_EPS:g})": eps != NORM_EPS,
+            "attention heads of a width of their own": arch.attention_width != arch.width,
+            f"a distillation token beside mlp={arch.mlp}": (
+                arch.distillation_token and arch.mlp != "gelu"
+            ),
+        }
 
     def write(self, model: TrainedModel, folder: Path) -> None:
-        save_weights(weights_of(model), folder / WEIGHTS_NAME)
-        write_json(folder / CONFIG_NAME, _config(model))
+        save_weights(weights_of(model), folder / "model.safetensors")
+        write_json(folder / "config.json", _config(model))
 
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
@@ -70,38 +68,19 @@ class TimmFormat(Format):
         )
 
 
-def timm_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:
-    """In the words of timm's `pretrained_cfg`."""
-    squash = preprocessing.eval_resize == "squash"
-    return {
-        "input_size": [3, preprocessing.image_size, preprocessing.image_size],
-        "mean": list(preprocessing.mean),
-        "std": list(preprocessing.std),
-        "interpolation": INTERPOLATIONS[preprocessing.eval_interpolation],
-        "crop_pct": 1.0 if squash else preprocessing.eval_crop_fraction,
-        "crop_mode": "squash" if squash else "center",
-    }
-
-
 def _config(model: TrainedModel) -> dict[str, Any]:
-    settings, arch = model.settings, model.arch
-    if isinstance(settings, TimmSettings):
-        theirs: Any = pretrained_config(settings.model)
+    arch: Any = model.arch
+    if isinstance(arch, TimmSettings):
+        theirs: Any = pretrained_config(arch.model)
         size = {"img_size": arch.image_size} if theirs.fixed_input_size else {}
-        name, arguments = settings.model.partition(".")[0], {**size, **settings.arguments}
+        name, arguments = arch.model.partition(".")[0], {**size, **arch.arguments}
         layers = {
-            "fixed_input_size": theirs.fixed_input_size,
-            "first_conv": theirs.first_conv,
-            "classifier": theirs.classifier,
+            key: getattr(theirs, key) for key in ("fixed_input_size", "first_conv", "classifier")
         }
     else:
-        name, arguments = _vit(settings, arch)
-        has_two = "deit" in name
-        layers = {
-            "fixed_input_size": True,
-            "first_conv": "patch_embed.proj",
-            "classifier": ["head", "head_dist"] if has_two else "head",
-        }
+        name, arguments = _vit(arch)
+        heads = ["head", "head_dist"] if arch.distillation_token else "head"
+        layers = {"fixed_input_size": True, "first_conv": "patch_embed.proj", "classifier": heads}
     names = {} if model.classes is None else {"label_names": list(model.classes)}
     return {
         "architecture": name,
@@ -111,13 +90,26 @@ def _config(model: TrainedModel) -> dict[str, Any]:
         "pretrained_cfg": {
             "num_classes": model.num_classes,
             **layers,
-            **timm_preprocessing(model.preprocessing),
+            **_preprocessing(model.preprocessing),
         },
         **names,
     }
 
 
-def _vit(settings: Any, arch: Any) -> tuple[str, dict[str, Any]]:
+def _preprocessing(how: Preprocessing) -> dict[str, Any]:
+    """In the words of timm's `pretrained_cfg`."""
+    squash = how.eval_resize == "squash"
+    return {
+        "input_size": [3, how.image_size, how.image_size],
+        "mean": list(how.mean),
+        "std": list(how.std),
+        "interpolation": INTERPOLATIONS[how.eval_interpolation],
+        "crop_pct": 1.0 if squash else how.eval_crop_fraction,
+        "crop_mode": "squash" if squash else "center",
+    }
+
+
+def _vit(arch: Any) -> tuple[str, dict[str, Any]]:
     """A function of timm, whose own sizes are replaced by the arguments."""
     is_gated = arch.mlp == "swiglu"
     arguments: dict[str, Any] = {
@@ -128,12 +120,12 @@ def _vit(settings: Any, arch: Any) -> tuple[str, dict[str, Any]]:
         "num_heads": arch.num_heads,
         # timm counts gates as hidden channels.
         "mlp_ratio": (2 if is_gated else 1) * arch.mlp_ratio,
-        "act_layer": "silu" if is_gated else "gelu_tanh" if settings.gelu == "tanh" else "gelu",
+        "act_layer": "silu" if is_gated else "gelu_tanh" if arch.gelu == "tanh" else "gelu",
         "global_pool": POOLS[arch.pool],
         "class_token": arch.has_class_token,
         "reg_tokens": arch.num_registers,
         "no_embed_class": not arch.has_class_position,
-        "init_values": settings.layer_scale,
+        "init_values": arch.layer_scale,
         "fc_norm": arch.pool_norm,
         "final_norm": True,
     }

@@ -23,8 +23,7 @@ class SafetensorsFormat(Format):
     library = hub_library = "vitscale"
 
     def write(self, model: TrainedModel, folder: Path) -> None:
-        weights = {name: value.contiguous() for name, value in model.network.state_dict().items()}
-        save_weights(weights, folder / "model.safetensors")
+        save_weights(model.network.state_dict(), folder / "model.safetensors")
         write_description(model, folder)
 
     def logits(
@@ -43,23 +42,21 @@ class SafetensorsFormat(Format):
 class NpzFormat(SafetensorsFormat):
     """Google's names: one .npz of vision_transformer or big_vision."""
 
-    def problems(self, model: TrainedModel) -> Iterator[str]:
-        settings: Any = model.settings
-        if settings.name != "vit":
-            yield f"a model of the family {settings.name}"
-            return
+    def unlike(self, model: TrainedModel) -> dict[str, bool]:
+        arch: Any = model.arch
+        if arch.name != "vit":
+            return {f"a model of the family {arch.name}": True}
         _, unnamed = _google(model)
-        if unnamed:
-            yield f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}"
-        if settings.pool not in ("cls", "gap"):
-            yield f"pool={settings.pool}"
-        if settings.mlp != "gelu":
-            yield f"mlp={settings.mlp}"
-        if settings.pool == "gap" and settings.class_token:
-            yield "a class token that no head reads"
+        return {
+            f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}": bool(unnamed),
+            f"pool={arch.pool}": arch.pool not in ("cls", "gap"),
+            f"mlp={arch.mlp}": arch.mlp != "gelu",
+            "a class token that no head reads": arch.pool == "gap" and arch.has_class_token,
+        }
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
-        if getattr(model.settings, "gelu", "tanh") == "erf":
+        arch: Any = model.arch
+        if arch.gelu == "erf":
             yield "**The model has GELU with erf; Google's code computes it with tanh.**"
 
     def write(self, model: TrainedModel, folder: Path) -> None:

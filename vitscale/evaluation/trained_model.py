@@ -54,7 +54,7 @@ class SourceRun:
     """Whether the weights are the average over training."""
     config: Mapping[str, Any]
     """config.yaml as plain values."""
-    settings: ModelSettings
+    arch: Architecture
     """The section `model`, at the image size of the checkpoint."""
     warnings: list[str]
     """A sentence for each newer checkpoint that is damaged."""
@@ -107,7 +107,6 @@ class TrainedModel:
 
     network: nn.Module
     """On the CPU in fp32, in eval mode."""
-    settings: ModelSettings
     arch: Architecture
     preprocessing: Preprocessing
     classes: tuple[str, ...] | None
@@ -161,19 +160,18 @@ def open_model(
     found, run = source.weights, source.run
     if run is None:
         settings, num_classes = inferred_model(found, chosen=model, path=Path(init))
+        arch = settings.resolved(num_classes=num_classes)
     elif model is None:
-        described = run.checkpoint.description["architecture"]
-        settings, num_classes = run.settings, described["num_classes"]
+        arch = run.arch
     else:
         raise UserError(
             "the run folder describes its model itself", where="model", next_step="remove `model`"
         )
-    if image_size is not None and image_size != settings.image_size:
-        settings = settings.model_copy(update={"image_size": image_size})
-        problems = [text for name, text in settings.problems() if name == "model.image_size"]
-        if problems:
-            raise UserError(problems[0], where="image_size")
-    arch = settings.resolved(num_classes=num_classes)
+    if image_size is not None:
+        arch = arch.model_copy(update={"image_size": image_size})
+        for key, problem in arch.problems():
+            if key == "model.image_size":
+                raise UserError(problem, where="image_size")
     network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)
     source.load_into(network, arch, convention=position_embedding)
     chosen = preprocessing or {}
@@ -181,7 +179,6 @@ def open_model(
     fits = found.classes is not None and len(found.classes) == arch.num_classes > 0
     return TrainedModel(
         network=network.eval(),
-        settings=settings,
         arch=arch,
         preprocessing=Preprocessing(image_size=arch.image_size, **values),
         classes=found.classes if fits else None,
@@ -253,8 +250,8 @@ def _read_run(
     try:
         values: Any = read_yaml(path.read_text(), name=str(path))
         sections = _Sections.model_validate({key: values[key] for key in ("model", "data")})
-        settings = sections.model.model_copy(update={"image_size": described["image_size"]})
-        arch = settings.resolved(num_classes=described["num_classes"])
+        arch = sections.model.resolved(num_classes=described["num_classes"])
+        arch = arch.model_copy(update={"image_size": described["image_size"]})
         error = None if arch.description() == described else "another model"
     except OSError as caught:
         error = caught.strerror
@@ -271,7 +268,7 @@ def _read_run(
         checkpoint=checkpoint,
         averaged=takes_average(checkpoint, weights),
         config=values,
-        settings=settings,
+        arch=arch,
         warnings=warnings,
     )
     return run, preprocessing_of(sections.data, image_size=arch.image_size)

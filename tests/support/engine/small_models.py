@@ -1,11 +1,17 @@
-"""Small models with random weights in every tensor, as a script would have loaded them."""
+"""Small models with random weights in every tensor, as a script would have loaded and exported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from finetune.exporting.folder import write_folder
+from finetune.settings import ExportRun
+from tests.support.engine.numpy_vit import vit_logits
 from vitscale.evaluation.inference import Preprocessing
 from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.registry import MODELS
@@ -43,9 +49,38 @@ def small_model(
             parameter += 0.2 * torch.randn(parameter.shape, generator=random)
     return TrainedModel(
         network=network,
-        settings=chosen,
         arch=arch,
         preprocessing=Preprocessing(image_size=arch.image_size, **(preprocessing or {})),
         classes=classes,
         source=f"a small {family}",
     )
+
+
+def export(model: TrainedModel, to: Any, folder: Path) -> Path:
+    list(write_folder(ExportRun(init="x", to=to, output=str(folder)), model))
+    return folder
+
+
+def images_of(model: TrainedModel, count: int = 2) -> torch.Tensor:
+    """Normalised images of the model's size."""
+    size, random = model.arch.image_size, torch.Generator().manual_seed(2)
+    return torch.randn(count, 3, size, size, generator=random)
+
+
+@torch.no_grad()
+def off_by(network: Callable[[torch.Tensor], torch.Tensor], model: TrainedModel) -> float:
+    """Largest difference between the logits of `network` and those of a ViT in NumPy."""
+    arch: Any = model.arch
+    weights = {name: value.numpy() for name, value in model.network.state_dict().items()}
+    weights["pos_embed"] = model.network.pos_embed.detach().numpy()  # type: ignore[operator, union-attr]  # learned or fixed
+    expected = vit_logits(
+        weights,
+        images_of(model).numpy(),
+        num_heads=arch.num_heads,
+        gelu=arch.gelu,
+        pool=arch.pool,
+        eps=arch.layer_norm_eps,
+    )
+    if isinstance(network, torch.nn.Module):
+        network.eval()
+    return float(np.abs(network(images_of(model)).numpy() - expected).max())

@@ -40,12 +40,6 @@ def test_components_are_those_of_scikit_learn() -> None:
         assert abs(float(component @ torch.from_numpy(other))) == pytest.approx(1.0)
 
 
-def test_equal_filters_have_a_component_of_no_variance() -> None:
-    components, shares = principal_components(torch.ones(4, 3, 2, 2), count=28)
-    assert len(components) == 1 and shares.tolist() == [0.0]
-    assert components.isfinite().all()
-
-
 def test_the_first_filters_are_those_that_see_colours() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(3, 4, 2), nn.Conv2d(3, 5, 1))
     found = first_filters(network)

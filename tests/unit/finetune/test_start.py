@@ -1,0 +1,110 @@
+"""Fine-tuning says what its weights expect, refuses misfits, and keeps a head's rows by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from finetune.run import FinetuneRun
+from finetune.start import load_initial_weights, sliced_head
+from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import known_space
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
+
+TEDDY_BEAR = "n04399382"
+SMALL: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 192, "depth": 1}
+SMALL |= {"num_heads": 3, "mlp_width": 16}
+
+
+def network(num_classes: int, *, seed: int = 0, **changes: Any) -> torch.nn.Module:
+    settings = ViTSettings.model_validate({**SMALL, **changes})
+    return build_model(settings.resolved(num_classes=num_classes), seed=seed)
+
+
+def start(init: Path) -> tuple[list[str], torch.nn.Module]:
+    values: dict[str, Any] = {"name": "x", "init": str(init), "model": SMALL}
+    values |= {"data": {"path": "none", "global_batch": 64}, "optim": {"lr": 0.1}}
+    run = FinetuneRun.model_validate(values | {"schedule": {"steps": 1}})
+    model = network(2, seed=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        return load_initial_weights(model, run.model.resolved(num_classes=2), run), model
+    except UserError:
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        raise
+
+
+def test_training_says_what_the_weights_expect(tmp_path: Path) -> None:
+    weights, theirs = tmp_path / "model.safetensors", network(4).state_dict()
+    save_file(theirs, weights)
+    said, model = start(weights)
+    assert said[0] == f"starting from {weights}, timm's names"
+    assert "these weights probably expect model.gelu=erf; this run has tanh" in said
+    assert any("data.mean=[0.485, 0.456, 0.406]; this run has [0.5" in line for line in said)
+    assert torch.equal(model.get_parameter("cls_token"), theirs["cls_token"])
+
+
+def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
+    other = network(4, pool="gap", pool_norm=True, layer_scale=0.1, mlp_width=24).state_dict()
+    np.savez(tmp_path / "model.npz", **{name: value.numpy() for name, value in other.items()})
+    with pytest.raises(UserError, match="tensors do not fit") as caught:
+        start(tmp_path / "model.npz")
+    advice = caught.value.next_step
+    assert advice is not None and advice.startswith("these weights need ")
+    assert {"model.mlp_width=24", "model.pool=gap", "model.pool_norm=true"} <= set(advice.split())
+
+
+# ---- rows of a head -----------------------------------------------------------------------------
+
+
+def head(num_classes: int, *, names: tuple[str, ...] = ("head",)) -> dict[str, torch.Tensor]:
+    """Row i has weights i and bias -i."""
+    rows = torch.arange(float(num_classes))
+    found = {"cls_token": torch.ones(1, 1, 2), "head.0.weight": torch.ones(2, 2)}
+    for name in names:
+        found |= {f"{name}.weight": rows[:, None].repeat(1, 2), f"{name}.bias": -rows}
+    return found
+
+
+def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
+    target = known_space("imagenet_1k")
+    found, missing = sliced_head(head(21_843), source=None, target=target, where="there")
+    assert missing == [TEDDY_BEAR] and target.index(TEDDY_BEAR) == 850
+    assert found["head.weight"].shape == (1000, 2)
+    lacking = found["head.weight"].abs().sum(1) == 0
+    assert lacking.nonzero().flatten().tolist() == [850]
+    assert found["head.bias"][850] == found["head.bias"].min()
+    full = known_space("imagenet_21k_goog")
+    assert [full[int(row)] for row in found["head.weight"][:3, 0]] == list(target[:3])
+    assert torch.equal(found["cls_token"], torch.ones(1, 1, 2))
+
+
+@pytest.mark.parametrize("names", [("head", "head_dist"), ("head.2",)])
+def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
+    weights, source = head(4, names=names), ("cat", "dog", "cow", "owl")
+    found, missing = sliced_head(weights, source=source, target=("owl", "cat"), where="there")
+    assert missing == []
+    for name in names:
+        assert found[f"{name}.weight"].tolist() == [[3, 3], [0, 0]]
+        assert found[f"{name}.bias"].tolist() == [-3, 0]
+
+
+@pytest.mark.parametrize(
+    "weights, source, message",
+    [
+        (head(4), ("a", "b", "c", "d"), r"\(a, b, ...\) include 0 of the 3"),
+        (head(4), None, r"\(unknown, ...\) include 0 of the 3"),
+        (head(4), ("cat", "b", "c", "d"), "include 1 of the 3"),
+        (head(5), ("cat", "dog", "cow", "d"), "include 3 of the 3"),  # one name is missing
+        ({"cls_token": torch.ones(1)}, None, "holds no classifier"),
+    ],
+)
+def test_too_few_matches_are_one_error(weights: Any, source: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        sliced_head(weights, source=source, target=("cat", "dog", "cow"), where="there")
