@@ -29,9 +29,8 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
     if run.init is None:
         return []
     source = read_source(run.init, weights=run.init_weights, grid=run.init_grid, model=run.model)
-    found = source.weights
+    found, tensors = source.weights, source.weights.tensors
     messages = [f"starting from {found.format}"]
-    tensors: Mapping[str, torch.Tensor] = found.tensors
     if run.keep_head == "slice":
         wanted = class_names(run.data)
         tensors, missing = sliced_head(
@@ -50,47 +49,42 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
             resize_patches=run.init_patch == "resize",
         )
     except UserError as error:
-        advice = _keys_that_fit(found, run) if source.run is None else None
+        advice = None if source.run else _keys_that_fit(found, arch, path=Path(run.init))
+        next_step = advice or error.next_step
         raise UserError(
-            error.what,
-            where=error.where,
-            allowed=error.allowed,
-            next_step=advice or error.next_step,
+            error.what, where=error.where, allowed=error.allowed, next_step=next_step
         ) from None
-    left_out += found.left_out
-    if left_out:
+    if left_out := [*left_out, *found.left_out]:
         what = f"{len(left_out)} tensors that this model does not have: {_first(left_out)}"
         messages.append(f"left out {what}")
     if source.run is not None:
         return [*source.run.warnings, *messages]
-    return [*messages, *_differences(found, run)]
+    return [*messages, *_differences(found, run, arch)]
 
 
 def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
 
 
-def _keys_that_fit(found: Weights, run: FinetuneRun) -> str | None:
+def _keys_that_fit(found: Weights, mine: Architecture, *, path: Path) -> str | None:
     """The keys of `model` that these weights need, where they can be inferred."""
     try:
-        wanted, _ = inferred_model(found, chosen=None, path=Path(run.init or ""))
+        wanted, _ = inferred_model(found, chosen=None, path=path)
     except UserError:
         return None
-    mine = run.model
     if wanted.name != mine.name:
         return f"set model.name={wanted.name} and its sizes to those of the weights"
-    numbers = mine.numbers() if hasattr(mine, "numbers") else {}
     free = ("image_size", "num_classes", "layer_norm_eps", "gelu")
     changes = [
         f"model.{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in wanted.model_dump(exclude_unset=True).items()
-        if key not in free and value != numbers.get(key, getattr(mine, key))
+        if key not in free and value != getattr(mine, key)
         if not (key == "layer_scale" and value and mine.model_dump()[key])
     ]
     return f"these weights need {' '.join(changes)}" if changes else None
 
 
-def _differences(found: Weights, run: FinetuneRun) -> Iterator[str]:
+def _differences(found: Weights, run: FinetuneRun, arch: Architecture) -> Iterator[str]:
     """What the weights expect and the run does otherwise; shapes do not show it."""
     said = "probably expect" if found.assumed else "expect"
     known = {} if found.known.get("name") == "timm" else found.known
@@ -98,15 +92,10 @@ def _differences(found: Weights, run: FinetuneRun) -> Iterator[str]:
     expected |= {f"data.{key}": found.preprocessing[key] for key in ("mean", "std")}
     for key, value in expected.items():
         section, _, name = key.partition(".")
-        mine = getattr(getattr(run, section), name, value)
-        if mine is None and name == "num_heads":
-            mine = run.model.numbers()[name]  # type: ignore[attr-defined]  # of a transformer
+        mine = getattr(arch if section == "model" else run.data, name, value)
         if mine != value:
-            yield f"these weights {said} {key}={_shown(value)}; this run has {_shown(mine)}"
-
-
-def _shown(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+            shown, own = (list(x) if isinstance(x, tuple) else x for x in (value, mine))
+            yield f"these weights {said} {key}={shown}; this run has {own}"
 
 
 # ---- rows of a head -----------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def _facts(model: TrainedModel) -> Iterator[str]:
             f"{arch.depth} blocks of width {arch.width:,} with {arch.num_heads} heads, patches of "
             f"{arch.patch_size} px, {sizes}"
         )
-    yield f"- model: {model.arch.title}, {number:,} parameters: {sizes}"
+    yield f"- model: {arch.title}, {number:,} parameters: {sizes}"
     averaged = model.run is not None and model.run.averaged
     yield f"- weights from: {model.source}{', their average over training' if averaged else ''}"
     names = model.classes or ()
@@ -69,14 +69,19 @@ def _images(model: TrainedModel) -> Iterator[str]:
 
 
 def _training(run: SourceRun) -> Iterator[str]:
-    described = run.checkpoint.description
+    """With the last value of each metric of an evaluation, at or before the step."""
+    step, described = run.checkpoint.step, run.checkpoint.description
     yield (
         f"## Training\n"
-        f"- steps: {run.checkpoint.step:,}\n"
+        f"- steps: {step:,}\n"
         f"- fingerprint of the training data: {described.get('data_fingerprint')}\n"
         f"- SHA-256 of the label map: {described.get('label_map_sha256')}"
     )
-    results = _results(run)
+    results: dict[str, float] = {}
+    path = run.folder / JOURNAL_NAME
+    for row, _ in read_rows(path) if path.exists() else ():
+        if row.step <= step:
+            results |= {key: value for key, value in row.metrics.items() if key[:4] == "val/"}
     if results:
         rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in sorted(results.items()))
         yield (
@@ -85,15 +90,3 @@ def _training(run: SourceRun) -> Iterator[str]:
         )
     text = redact_yaml(yaml.safe_dump(shared_config(run.config), sort_keys=False)).rstrip()
     yield f"## Configuration\n<details>\n\n```yaml\n{text}\n```\n\n</details>"
-
-
-def _results(run: SourceRun) -> dict[str, float]:
-    """The last value of each metric of an evaluation, at or before the step."""
-    found: dict[str, float] = {}
-    try:
-        for row, _ in read_rows(run.folder / JOURNAL_NAME):
-            if row.step <= run.checkpoint.step:
-                found |= {k: v for k, v in row.metrics.items() if k.startswith("val/")}
-    except OSError:
-        return {}
-    return found

@@ -176,19 +176,15 @@ def draw_distance(subject: Visualized) -> Figure:
 # ---- rollout ------------------------------------------------------------------------------------
 
 
-class Rollout:
-    """The product of the layers' attention, later ones on the left; one [T, T] for each image."""
+def rolled_out(product_BTT: torch.Tensor | None, mean_BTT: torch.Tensor) -> torch.Tensor:
+    """Multiply the next layer, averaged over its heads, onto the product of those before it.
 
-    def __init__(self) -> None:
-        self.product_BTT: torch.Tensor | None = None
-
-    def add(self, mean_BTT: torch.Tensor) -> None:
-        """The next layer, averaged over its heads; overwritten."""
-        mixed_BTT = mean_BTT.mul_(1 - RESIDUAL)
-        mixed_BTT.diagonal(dim1=1, dim2=2).add_(RESIDUAL)
-        mixed_BTT /= mixed_BTT.sum(dim=-1, keepdim=True)
-        before = self.product_BTT
-        self.product_BTT = mixed_BTT if before is None else torch.bmm(mixed_BTT, before)
+    Half of a layer is the identity. Overwrites `mean_BTT`.
+    """
+    mixed_BTT = mean_BTT.mul_(1 - RESIDUAL)
+    mixed_BTT.diagonal(dim1=1, dim2=2).add_(RESIDUAL)
+    mixed_BTT /= mixed_BTT.sum(dim=-1, keepdim=True)
+    return mixed_BTT if product_BTT is None else torch.bmm(mixed_BTT, product_BTT)
 
 
 @torch.no_grad()
@@ -197,21 +193,22 @@ def attention_rollout(model: InferenceModel, images_B3SS: torch.Tensor) -> torch
 
     images: uint8 on the model's device. Layer by layer: no other matrix is kept.
     """
-    rollout = Rollout()
     num_heads = [each.num_heads for each in attention_modules(model.network)]
+    product: torch.Tensor | None = None
     sums: list[torch.Tensor] = []
 
     def add(layer: int, head: int, p_BTT: torch.Tensor) -> None:
+        nonlocal product
         if head == 0:
             sums.append(p_BTT)
         else:
             sums[0] += p_BTT
         if head == num_heads[layer] - 1:
-            rollout.add(sums.pop() / num_heads[layer])
+            product = rolled_out(product, sums.pop() / num_heads[layer])
 
     read_attention(model, images_B3SS, add)
-    assert rollout.product_BTT is not None
-    return rollout.product_BTT
+    assert product is not None
+    return product
 
 
 def patch_weights(

@@ -7,7 +7,7 @@ Flowers and Pets often report the mean per class; those of ViT and VTAB the plai
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from vitscale.evaluation.evaluation import (
     EvaluationSettingsBase,
@@ -27,10 +27,6 @@ class ClassificationSettings(EvaluationSettingsBase):
     log-likelihood), val/ece, and val/class_mean_top1 over classes that have images. With a
     distillation token also val/cls_top1, val/dist_top1, and val/softmax_top1 of the heads' summed
     softmaxes. Files: per_class.csv, and calibration.csv with one row per bin."""
-    metrics: ClassVar[tuple[str, ...]] = (
-        *("top1", "top5", "loss", "ece", "class_mean_top1"),
-        *("cls_top1", "dist_top1", "softmax_top1"),
-    )
 
 
 class Classification(PassEvaluation):

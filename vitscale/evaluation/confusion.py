@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -21,7 +21,6 @@ class ConfusionSettings(EvaluationSettingsBase):
     name: Literal["confusion"] = "confusion"
     """Metric: val/worst_classes_top1, the mean of the worst classes. Files: confusion.csv (cells of
     the matrix that are not 0, the most frequent confusions first), worst_classes.png."""
-    metrics: ClassVar[tuple[str, ...]] = ("worst_classes_top1",)
     num_classes: int = Field(default=10, gt=0)
     """How many classes are the worst ones."""
     num_examples: int = Field(default=8, gt=0)

@@ -40,12 +40,6 @@ Output = Literal["logits", "features", "representation", "blocks"]
 class EvaluationSettingsBase(NamedSection):
     every_steps: int | None = Field(default=None, gt=0)
     """Steps between two evaluations; null: after the last step only."""
-    metrics: ClassVar[tuple[str, ...]] = ()
-    """Names of its metrics, without `val/`."""
-
-    def metric_names(self) -> tuple[str, ...]:
-        """`metrics`, and those that depend on the settings."""
-        return self.metrics
 
 
 class Outputs(NamedTuple):

@@ -37,9 +37,6 @@ class FewShotSettings(EvaluationSettingsBase):
     """pre_logits: after the representation layer (dense, tanh) of a model that has one, as in the
     paper. features: before it. The same for other models."""
 
-    def metric_names(self) -> tuple[str, ...]:
-        return tuple(f"few_shot{k}_{kind}" for k in self.shots for kind in ("top1", "std"))
-
 
 class FewShot(Evaluation):
     """Every rank solves the same small systems and scores its own validation images."""

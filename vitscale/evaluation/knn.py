@@ -7,7 +7,7 @@ rank, Q queries of all ranks, N images in this rank's share of the bank, D width
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -24,7 +24,6 @@ QUERIES = 256
 class KnnSettings(EvaluationSettingsBase):
     name: Literal["knn"] = "knn"
     """Metrics: val/knn_top1, and val/knnK_top1 for each K of `also_k`."""
-    metrics: ClassVar[tuple[str, ...]] = ("knn_top1",)
     k: int = Field(default=20, gt=0)
     """Neighbours that vote."""
     also_k: tuple[Annotated[int, Field(gt=0)], ...] = Field(default=(), strict=False)
@@ -33,9 +32,6 @@ class KnnSettings(EvaluationSettingsBase):
     """A neighbour of cosine similarity s votes with weight exp(s / temperature)."""
     max_bank_images: int | None = Field(default=50_000, gt=0)
     """Training images to search, evenly spaced over the training set; null: all of it."""
-
-    def metric_names(self) -> tuple[str, ...]:
-        return (*self.metrics, *(f"knn{k}_top1" for k in self.also_k))
 
 
 class Knn(Evaluation):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -38,9 +38,6 @@ class LinearHeadsSettings(EvaluationSettingsBase):
     """Metrics: val/linear_top1 of the best head, val/linear_dev_top1, by which it was chosen,
     val/linear_lr, its learning rate, and val/linear_lr_at_end, 1 if that is the first or the last
     of the list."""
-    metrics: ClassVar[tuple[str, ...]] = (
-        *("linear_top1", "linear_dev_top1", "linear_lr", "linear_lr_at_end"),
-    )
     learning_rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         default=RATES, min_length=1, strict=False
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
@@ -33,7 +33,6 @@ class RealLabelsSettings(EvaluationSettingsBase):
     name: Literal["real_labels"] = "real_labels"
     """Metrics: val/real_top1, val/real_top5. For ImageNet's validation images under their original
     names."""
-    metrics: ClassVar[tuple[str, ...]] = ("real_top1", "real_top5")
 
 
 class RealLabels(PassEvaluation):

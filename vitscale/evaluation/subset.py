@@ -7,7 +7,7 @@ name, and only those of the shards (or of a named set) compete.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import known_space, space_of_length
@@ -24,7 +24,6 @@ from vitscale.evaluation.evaluation import (
 class SubsetSettings(EvaluationSettingsBase):
     name: Literal["subset"] = "subset"
     """Metrics: val/subset_top1, and val/subset_top5 of more than five classes."""
-    metrics: ClassVar[tuple[str, ...]] = ("subset_top1", "subset_top5")
     classes: Literal["shards", "imagenet_1k", "imagenet_a", "imagenet_r"] = "shards"
     """Classes that compete: those of the shards' label map, or of a known set, also where the
     shards lack some. Class names such as 0, 1, 10 (the folders of ImageNet-V2) are positions in

@@ -169,9 +169,8 @@ def open_model(
         )
     if image_size is not None:
         arch = arch.model_copy(update={"image_size": image_size})
-        for key, problem in arch.problems():
-            if key == "model.image_size":
-                raise UserError(problem, where="image_size")
+        if problem := dict(arch.problems()).get("model.image_size"):
+            raise UserError(problem, where="image_size")
     network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)
     source.load_into(network, arch, convention=position_embedding)
     chosen = preprocessing or {}
@@ -196,11 +195,20 @@ def read_source(
     key: str = "init",
 ) -> Source:
     """Read what `init` names. Arguments are those of `open_model`. Raises UserError."""
-    if _names_weights_of_others(init, key=key):
-        found = read_weights(Path(init), grid=grid, model=model)
+    path = Path(init)
+    if is_external(path):
+        found = read_weights(path, grid=grid, model=model)
         return Source(where=init, weights=replace(found, format=f"{init}, {found.format}"))
-    checkpoint, warnings = resolve_weights(init, key=key)
-    run, preprocessing = _read_run(checkpoint, weights=weights, warnings=warnings)
+    is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).is_file()
+    if path.exists() and not is_run:
+        what, next_step = "holds no model", "correct the path"
+        if path.is_file():
+            what = f"{path.suffix or 'a name without suffix'} is no kind of weight file"
+        elif files := sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES):
+            next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
+        raise UserError(what, where=f"{key}={init}", allowed=KINDS, next_step=next_step)
+    run, preprocessing = _read_run(*resolve_weights(init, key=key), weights=weights)
+    checkpoint, classes = run.checkpoint, run.folder / CLASSES_NAME
     rows, columns = checkpoint.description["grid"]
     found = Weights(
         tensors=checkpoint.tensors(prefix="ema." if run.averaged else "model."),
@@ -208,29 +216,9 @@ def read_source(
         format=f"{checkpoint.folder}, step {checkpoint.step}",
         preprocessing=preprocessing.data_values(),
         assumed=False,
-        classes=_class_names(run.folder),
+        classes=tuple(json.loads(classes.read_text())) if classes.is_file() else None,
     )
     return Source(where=str(checkpoint.folder), weights=found, run=run)
-
-
-def _names_weights_of_others(init: str, *, key: str) -> bool:
-    """Whether it names weights of another library; False: a run or a checkpoint.
-
-    Raises UserError for paths that are none of these.
-    """
-    path = Path(init)
-    if is_external(path):
-        return True
-    if path.is_file():
-        what = f"{path.suffix or 'a name without suffix'} is no kind of weight file"
-        raise UserError(what, where=f"{key}={init}", allowed=", ".join(SUFFIXES))
-    if not path.is_dir() or (path / "checkpoints").is_dir() or (path / MANIFEST).is_file():
-        return False
-    files = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
-    next_step = "correct the path"
-    if files:
-        next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
-    raise UserError("holds no model", where=f"{key}={init}", allowed=KINDS, next_step=next_step)
 
 
 class _Sections(Section):
@@ -239,7 +227,7 @@ class _Sections(Section):
 
 
 def _read_run(
-    checkpoint: Checkpoint, *, weights: str, warnings: list[str]
+    checkpoint: Checkpoint, warnings: list[str], *, weights: str
 ) -> tuple[SourceRun, Preprocessing]:
     """The run of a checkpoint, and what it evaluated on.
 
@@ -302,13 +290,6 @@ def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
             file=sys.stderr,  # predictions may go to stdout
         )
     return share <= 0.01
-
-
-def _class_names(folder: Path) -> tuple[str, ...] | None:
-    try:
-        return tuple(json.loads((folder / CLASSES_NAME).read_text()))
-    except (OSError, ValueError):
-        return None
 
 
 def _assumed(found: Weights, model: ModelSettings | None, preprocessing: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ import torch
 from timm.utils import AttentionExtract
 
 from finetune.inspection.attention import (
-    Rollout,
     attention_modules,
     attention_rollout,
     head_distances,
@@ -18,6 +17,7 @@ from finetune.inspection.attention import (
     patch_distances,
     patch_weights,
     read_attention,
+    rolled_out,
 )
 from tests.support.engine.vit_models import inference_model, random_images
 from tests.support.peak_memory import peak_mib
@@ -111,10 +111,8 @@ def test_rollout_is_the_product_of_all_layers() -> None:
     found = attention_rollout(model, images)
     torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(found.sum(dim=-1), torch.ones(2, 17))
-    rollout = Rollout()
-    for _ in range(3):
-        rollout.add(torch.eye(5).repeat(2, 1, 1))
-    assert torch.equal(rollout.product_BTT, torch.eye(5).repeat(2, 1, 1))  # type: ignore[arg-type]  # it is there
+    identity = torch.eye(5).repeat(2, 1, 1)
+    assert torch.equal(rolled_out(identity.clone(), identity.clone()), identity)
 
 
 def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
