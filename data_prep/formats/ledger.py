@@ -8,7 +8,8 @@ Leaves out: deciding outcomes (`sources` by name, `images.check` by content, `st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -126,43 +127,14 @@ def describe_inputs(inputs: Mapping[str, Any]) -> str:
     return f"{text}\n{rejected.describe()}" if kept < num else text
 
 
-class LedgerWriter:
-    """Writes ledger.parquet in pieces and counts outcomes."""
+@dataclass
+class LedgerSums:
+    """Counts of inputs by outcome."""
 
-    def __init__(self, folder: Path) -> None:
-        self._commit = atomic_file(folder / LEDGER_NAME)
-        self.num_rows = self.num_kept = self.num_repaired = 0
-        self.rejected = Rejections()
-        self.source_fingerprint = ""
-
-    def __enter__(self) -> LedgerWriter:
-        file = self._commit.__enter__()
-        self._writer = pq.ParquetWriter(file, LEDGER_SCHEMA, compression="zstd")
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._writer.close()
-        self._commit.__exit__(*error)
-
-    def add(self, rows: pa.Table) -> None:
-        """Add rows: `path`, `split`, `class`, `reason` (of a rejection), `changes`, `detail`,
-        `key` and `blake3`."""
-        reason, changes = (rows.column(name).cast(pa.string()) for name in ("reason", "changes"))
-        is_rejected, is_repaired = pc.is_valid(reason), pc.is_valid(changes)
-        status = pc.if_else(is_rejected, "rejected", pc.if_else(is_repaired, "repaired", "kept"))
-        classes = rows.column("class").cast(pa.string())
-        classes = pc.if_else(pc.equal(classes, ""), None, classes)
-        made = {"class": classes, "status": status, "reason": pc.coalesce(reason, changes)}
-        columns = [
-            made[name] if name in made else rows.column(name) for name in LEDGER_SCHEMA.names
-        ]
-        table = pa.table(columns, names=LEDGER_SCHEMA.names).cast(LEDGER_SCHEMA)
-        self._writer.write_table(table)
-        self.rejected.add(reason, rows.column("path"))
-        num_rejected = pc.sum(is_rejected).as_py() or 0
-        self.num_rows += len(rows)
-        self.num_kept += len(rows) - num_rejected
-        self.num_repaired += pc.sum(pc.equal(status, "repaired")).as_py() or 0
+    num_rows: int = 0
+    num_kept: int = 0
+    num_repaired: int = 0
+    rejected: Rejections = field(default_factory=Rejections)
 
     def check_bad_fraction(self, max_bad_fraction: float) -> None:
         """Raise UserError if too many of the inputs that were meant as images are bad."""
@@ -178,3 +150,34 @@ class LedgerWriter:
             "reasons": dict(self.rejected.reasons),
             "examples": self.rejected.examples,
         }
+
+
+def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> LedgerSums:
+    """Write ledger.parquet; return its sums.
+
+    tables: `path`, `split`, `class`, `reason` (of a rejection), `changes`, `detail`, `key` and
+    `blake3`.
+    """
+    sums = LedgerSums()
+    with (
+        atomic_file(folder / LEDGER_NAME) as file,
+        pq.ParquetWriter(file, LEDGER_SCHEMA, compression="zstd") as writer,
+    ):
+        for rows in tables:
+            reason, changes = (rows[name].cast(pa.string()) for name in ("reason", "changes"))
+            is_rejected, is_repaired = pc.is_valid(reason), pc.is_valid(changes)
+            status = pc.if_else(is_repaired, "repaired", "kept")
+            status = pc.if_else(is_rejected, "rejected", status)
+            classes = rows["class"].cast(pa.string())
+            made = {
+                "class": pc.if_else(pc.equal(classes, ""), None, classes),
+                "status": status,
+                "reason": pc.coalesce(reason, changes),
+            }
+            columns = [made[n] if n in made else rows[n] for n in LEDGER_SCHEMA.names]
+            writer.write_table(pa.table(columns, LEDGER_SCHEMA.names).cast(LEDGER_SCHEMA))
+            sums.rejected.add(reason, rows["path"])
+            sums.num_rows += len(rows)
+            sums.num_kept += reason.null_count
+            sums.num_repaired += pc.sum(pc.equal(status, "repaired")).as_py() or 0
+    return sums

@@ -4,7 +4,7 @@ Owns: index, info, card, ledger and manifest over all tars, and the rename that 
 folder.
 Leaves out: their formats (`formats`).
 
-Tables are read tar by tar, twice.
+All rows of the index are in memory.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +32,7 @@ from data_prep.formats.index_files import (
     write_info,
     write_manifest,
 )
-from data_prep.formats.ledger import LedgerWriter
+from data_prep.formats.ledger import LedgerSums, write_ledger
 from data_prep.sources.errors import ChangedSource, Outage
 from data_prep.steps.index_tar import root_of, tar_units
 from data_prep.steps.labels import load_labels
@@ -66,6 +65,22 @@ class Tar:
     split: str
     entry: ShardEntry
 
+    def rows(self, work: WorkFolder, classes: Sequence[str]) -> pa.Table:
+        """Its samples as rows of the index, in its order."""
+        table = read_table(work.path / self.unit)
+        table = table.filter(pc.is_null(table["reason"])).sort_by("offset")
+        labels = pa.array(np.full(len(table), NO_LABEL, np.int32))
+        if classes:
+            labels = pc.index_in(table["class"], value_set=pa.array(classes, pa.string()))
+        made = {
+            "split": pa.array([self.split] * len(table), pa.string()),
+            "shard": pa.array([self.entry.name] * len(table), pa.string()),
+            "label": labels,
+        }
+        names = index_schema().names
+        columns = [made[name] if name in made else table[name] for name in names]
+        return pa.table(columns, names=names).cast(index_schema())
+
 
 def finish_units(work: WorkFolder) -> list[str]:
     return ["finish"]  # done when the output is there
@@ -80,14 +95,18 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
             name = f"{split}-{numbers[split]:06d}.tar"
             numbers[split] += 1
             tars.append(Tar(unit=outcomes, split=split, entry=_entry(name, facts)))
-    final, ledger = _ledger(work, [*plan.units, REJECTED])
-    kept = _write(work, final, ledger, tars, classes=plan.classes)
+    final = work.path / "final"
+    final.mkdir(exist_ok=True)
+    sums, digest = _write_ledger(work, final, [*plan.units, REJECTED])
+    tables = [tar.rows(work, plan.classes) for tar in tars]
+    labels = np.concatenate([np.zeros(0, np.int32), *(table["label"] for table in tables)])
+    kept = np.bincount(labels + 1, minlength=len(plan.classes) + 1)[1:]  # after NO_LABEL
     lost = [name for label, name in enumerate(plan.classes) if not kept[label]]
     lost = [name for name in lost if name in set(plan.present)]
-    if not ledger.num_kept or (lost and load_labels(work.run.labels).space is None):
+    if not tables or (lost and load_labels(work.run.labels).space is None):
         shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
         raise UserError(
-            f"no usable image is left{shown}\n{ledger.rejected.describe()}",
+            f"no usable image is left{shown}\n{sums.rejected.describe()}",
             where="source.path",
             next_step="fix these files" + (" or remove the classes" if lost else ""),
         )
@@ -101,7 +120,9 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
                 where=str(work.path),
                 next_step="remove this folder and run the same command again",
             )
-    _commit(work, final)
+    _commit(
+        *(work, final, tars, tables), sums=sums, source_fingerprint=digest, classes=plan.classes
+    )
 
 
 def finish_index(work: WorkFolder, unit: str) -> None:
@@ -112,27 +133,32 @@ def finish_index(work: WorkFolder, unit: str) -> None:
         facts = facts_of(work, outcomes)
         _check_unchanged(root, container.path, facts)
         table = read_table(work.path / outcomes)
-        reason, names = table.column("reason"), table.column("class")
-        _count(found, names.filter(pc.is_null(reason)))
-        _count(unknown, names.filter(pc.fill_null(pc.equal(reason, "unknown_class"), False)))
+        _count(found, table.filter(pc.is_null(table["reason"])))
+        _count(unknown, table.filter(pc.equal(table["reason"], "unknown_class")))
         if int(facts["samples"]):
             entry = _entry(container.path, facts)
             tars.append(Tar(unit=outcomes, split=container.split, entry=entry))
     labels = load_labels(work.run.labels)
     labels.check(unknown, found=found)
-    final, ledger = _ledger(work, tar_units(work))
+    final = work.path / "final"
+    final.mkdir(exist_ok=True)
+    sums, digest = _write_ledger(work, final, tar_units(work))
     if not found:
         raise UserError("contains no usable samples", where=f"source.path={root}")
     tars.sort(key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
+    tables = [tar.rows(work, classes) for tar in tars]
+    train = [table["label"] for tar, table in zip(tars, tables, strict=True) if tar.split == TRAIN]
+    labels_of_train = np.concatenate([np.zeros(0, np.int32), *train])
+    check_mixed(labels_of_train, shard_lengths=list(map(len, train)), where="source.path")
     shards_root = root_of_tars(root, output=work.output)
-    train = [tar for tar in tars if tar.split == TRAIN]
-    label_of = [_index_rows(work, tar, classes).column("label").to_numpy() for tar in train]
-    lengths = [tar.entry.samples for tar in train]
-    labels_of_train = np.concatenate([np.zeros(0, np.int32), *label_of])
-    check_mixed(labels_of_train, shard_lengths=lengths, where="source.path")
-    _write(work, final, ledger, tars, classes=classes, shards_root=shards_root)
-    _commit(work, final)
+    _commit(
+        *(work, final, tars, tables),
+        sums=sums,
+        source_fingerprint=digest,
+        classes=classes,
+        shards_root=shards_root,
+    )
 
 
 def root_of_tars(tars: Location, *, output: Path) -> str:
@@ -159,8 +185,8 @@ def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> Non
         raise ChangedSource(name)
 
 
-def _count(counts: Counter[str], names: pa.ChunkedArray) -> None:
-    for name, num in zip(*pc.value_counts(names).flatten(), strict=True):
+def _count(counts: Counter[str], rows: pa.Table) -> None:
+    for name, num in zip(*pc.value_counts(rows["class"]).flatten(), strict=True):
         counts[name.as_py() or ""] += num.as_py()
 
 
@@ -169,78 +195,55 @@ def _entry(name: str, facts: Mapping[str, str]) -> ShardEntry:
     return ShardEntry(name=name, samples=samples, bytes=num_bytes, blake3=facts["blake3"])
 
 
-def _ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Path, LedgerWriter]:
-    """Write the ledger of all inputs into the folder to commit. Raises UserError for bad images."""
-    final = work.path / "final"
-    final.mkdir(exist_ok=True)
+def _write_ledger(work: WorkFolder, final: Path, units: Sequence[str]) -> tuple[LedgerSums, str]:
+    """Write the ledger of all inputs; return its sums, and the fingerprint of the source.
+
+    Raises UserError for too many bad images.
+    """
     digest, copy_of = blake3(), left_out(work.run.source.leave_out)
-    with LedgerWriter(final) as ledger:
+
+    def tables() -> Iterator[pa.Table]:
         for unit in units:
             table = read_table(work.path / unit)
-            rows = {name: table.column(name) for name in table.column_names}
+            rows = dict(zip(table.column_names, table.columns, strict=True))
             num = len(table)
             for name in ("changes", "key"):
                 rows.setdefault(name, pa.nulls(num, pa.string()))
             hashes = rows.get("input_hash", pa.nulls(num, pa.binary(32)))
-            details = pa.nulls(num, pa.string())
-            if copy_of:
-                details = pa.array(map(copy_of.get, rows["path"].to_pylist()), pa.string())
-                is_left_out = pc.equal(rows["reason"].cast(pa.string()), "left_out")
-                details = pc.if_else(pc.fill_null(is_left_out, False), details, None)
-            ledger.add(pa.table(rows | {"blake3": hashes, "detail": details}))
-            digest.update("\0".join(rows["path"].to_pylist()).encode())
+            paths, reasons = rows["path"].to_pylist(), rows["reason"].to_pylist()
+            details = [
+                copy_of.get(path) if reason == "left_out" else None
+                for path, reason in zip(paths, reasons, strict=True)
+            ]
+            digest.update("\0".join(paths).encode())
             digest.update(b"".join(each or b"-" for each in hashes.to_pylist()))
-            digest.update("\0".join(each or "" for each in rows["reason"].to_pylist()).encode())
-    ledger.source_fingerprint = digest.hexdigest()
-    ledger.check_bad_fraction(work.run.images.max_bad_fraction)
-    return final, ledger
+            digest.update("\0".join(each or "" for each in reasons).encode())
+            yield pa.table(rows | {"blake3": hashes, "detail": pa.array(details, pa.string())})
+
+    sums = write_ledger(final, tables())
+    sums.check_bad_fraction(work.run.images.max_bad_fraction)
+    return sums, digest.hexdigest()
 
 
-def _index_rows(work: WorkFolder, tar: Tar, classes: Sequence[str]) -> pa.Table:
-    """The samples of one tar, in its order."""
-    table = read_table(work.path / tar.unit)
-    table = table.filter(pc.is_null(table.column("reason"))).sort_by("offset")
-    labels = pa.array(np.full(len(table), NO_LABEL, np.int32))
-    if classes:
-        labels = pc.index_in(table.column("class"), value_set=pa.array(classes, pa.string()))
-    made = {
-        "split": pa.array([tar.split] * len(table), pa.string()),
-        "shard": pa.array([tar.entry.name] * len(table), pa.string()),
-        "label": labels,
-    }
-    names = index_schema().names
-    columns = [made[name] if name in made else table.column(name) for name in names]
-    return pa.table(columns, names=names).cast(index_schema())
-
-
-def _write(
+def _commit(
     work: WorkFolder,
     final: Path,
-    ledger: LedgerWriter,
     tars: Sequence[Tar],
+    tables: Sequence[pa.Table],
     *,
+    sums: LedgerSums,
+    source_fingerprint: str,
     classes: tuple[str, ...],
     shards_root: str = ".",
-) -> np.ndarray:
-    """Write all files but the tars and the ledger; return the samples of each class."""
-    kept, formats = np.zeros(len(classes), np.int64), set[str]()
-
-    def tables() -> Any:
-        for tar in tars:
-            table = _index_rows(work, tar, classes)
-            formats.update(table.column("format").unique().to_pylist())
-            if classes:
-                labels = table.column("label").to_numpy()
-                kept[:] += np.bincount(labels, minlength=len(classes))
-            yield table
-
-    write_index(final, tables=tables())
+) -> None:
+    """Write all files but the tars and the ledger, then give the folder its name."""
+    write_index(final, tables=tables)
     splits = {}
     for split in sorted({tar.split for tar in tars}):
-        own = [tar for tar in tars if tar.split == split]
-        shards = tuple(tar.entry for tar in own)
-        content = (sample_bytes(_index_rows(work, tar, classes)) for tar in own)
+        own = [pair for pair in zip(tars, tables, strict=True) if pair[0].split == split]
+        shards = tuple(tar.entry for tar, _ in own)
         lengths = [shard.samples for shard in shards]
+        content = (sample_bytes(table) for _, table in own)
         splits[split] = SplitEntry(
             num_samples=sum(lengths),
             num_bytes=sum(shard.bytes for shard in shards),
@@ -249,25 +252,22 @@ def _write(
         )
     write_info(final, splits=splits, shards_root=shards_root)
     if shards_root == ".":
+        formats = {name for table in tables for name in table["format"].unique().to_pylist()}
         write_card(final, splits=splits, classes=classes, formats=sorted(formats))
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         tool_version=tool_version(),
         fingerprint=folder_fingerprint(splits, classes=classes),
-        source_fingerprint=ledger.source_fingerprint,
+        source_fingerprint=source_fingerprint,
         label_map_sha256=label_map_sha256(classes),
         classes=classes,
         index_bytes=(final / INDEX_NAME).stat().st_size,
         index_blake3=blake3_of_file(final / INDEX_NAME),
         splits=splits,
-        inputs=ledger.as_json(),
+        inputs=sums.as_json(),
         config=unchanged_config(work),
         shards_root=shards_root,
     )
     write_manifest(final, manifest=manifest)
-    return kept
-
-
-def _commit(work: WorkFolder, final: Path) -> None:
     commit_folder(final, work.output)
     shutil.rmtree(work.path, ignore_errors=True)

@@ -20,7 +20,7 @@ from data_prep.formats.index_files import (
     write_info,
     write_manifest,
 )
-from data_prep.formats.ledger import LedgerWriter
+from data_prep.formats.ledger import write_ledger
 from data_prep.formats.tar_writer import TarShard
 from vitscale.data.index import (
     FORMAT_VERSION,
@@ -102,18 +102,11 @@ def make_shard_folder(
     names = "path", "split", "class", "reason", "key", "blake3"
     columns = dict(zip(names, zip(*inputs, strict=True), strict=True))
     nothing = pa.nulls(len(inputs), pa.string())
-    with LedgerWriter(folder) as ledger:
-        ledger.add(
-            pa.table(
-                {
-                    name: pa.array(values, pa.string())
-                    for name, values in columns.items()
-                    if name != "blake3"
-                }
-                | {"blake3": pa.array(columns["blake3"], pa.binary(32))}
-                | {"changes": nothing, "detail": nothing}
-            )
-        )
+    arrays = {
+        name: pa.array(values, pa.binary(32) if name == "blake3" else pa.string())
+        for name, values in columns.items()
+    }
+    ledger = write_ledger(folder, [pa.table(arrays | {"changes": nothing, "detail": nothing})])
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         tool_version="vitscale 0",
