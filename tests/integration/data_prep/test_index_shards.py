@@ -182,20 +182,6 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
     assert finished.returncode == 2 and "cannot be read" in finished.stdout
 
 
-def test_tars_in_a_read_only_folder(tmp_path: Path) -> None:
-    stored = hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
-    folder = tmp_path / "repo/data/train"
-    for path in (*folder.iterdir(), folder):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    times = {path: path.stat().st_mtime_ns for path in (folder, *folder.iterdir())}
-    try:
-        index(folder, tmp_path / "index")
-        assert samples(tmp_path / "index", "train") == stored
-        assert times == {path: path.stat().st_mtime_ns for path in times}
-    finally:
-        folder.chmod(0o755)
-
-
 @pytest.mark.parametrize(
     "overrides, messages",
     [

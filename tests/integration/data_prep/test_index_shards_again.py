@@ -27,7 +27,6 @@ from tests.support.corpora.indexing import (
     index,
     index_command,
     run_index,
-    samples,
 )
 from tests.support.range_server import served
 from vitscale.config.command_line import load_command
@@ -79,40 +78,6 @@ def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     finished = run_index(tars, tmp_path / "index")
     assert finished.returncode == 2 and "changed while" in finished.stderr
     index(tars, tmp_path / "index")
-
-
-def test_rows_of_other_settings_are_not_reused(tmp_path: Path) -> None:
-    hugging_face_layout(tmp_path / "repo", tars=2, samples=6)
-    tars, output = tmp_path / "repo/data/train", tmp_path / "index"
-    # Refused at the end: all tars are indexed, and nothing is committed.
-    assert run_index(tars, output, "labels.space=imagenet_1k").returncode == 2
-    assert (tmp_path / ".index.preparing/failed.json").exists() and not output.exists()
-    index(tars, output)
-    assert len(samples(output, "train")) == 12
-
-
-def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
-    hugging_face_layout(tmp_path / "repo", tars=4, samples=6)
-    for num in (1, 2):
-        index(tmp_path / "repo/data/train", tmp_path / f"index{num}", f"num_workers={num}")
-    assert contents(tmp_path / "index1") == contents(tmp_path / "index2")
-    assert os.listdir(tmp_path / "index1") == os.listdir(tmp_path / "index2")
-
-
-def test_a_missing_label_map_is_refused(tmp_path: Path) -> None:
-    source, output = tmp_path / "tars", tmp_path / "index"
-    pets = [{"__key__": name, "jpg": photo(0), "cls": name} for name in ("cat", "dog")]
-    write_tar(source / "a.tar", pets)
-    label_map = tmp_path / "map.csv"
-    label_map.write_text("cat,one\ndog,two\n")
-    setting = f"labels.map={label_map}"
-    index(source, output, setting)
-    assert read_manifest(output).classes == ("one", "two")
-    assert "already there" in index(source, output, setting)
-    label_map.unlink()
-    finished = run_index(source, output, setting)
-    assert finished.returncode == 2 and "map.csv' cannot be read" in finished.stderr
-    assert "remove this folder" not in finished.stderr
 
 
 def test_tars_at_a_url_are_indexed_in_place(

@@ -25,7 +25,7 @@ from tests.support.corpora.image_corpus import (
     ledger,
     make_shards,
 )
-from vitscale.data.index import read_manifest, read_split
+from vitscale.data.index import read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,6 @@ def test_order_of_creation_does_not_change_the_shards(
     code = one_core + f"os.execv(sys.executable, {command_line!r})"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
     assert contents(tmp_path / "again") == contents(shards)
-
-
-def test_timm_reads_the_info_file(made: tuple[Path, Path, str]) -> None:
-    from timm.data.readers.reader_wds import ReaderWds
-
-    _, shards, _ = made
-    reader = ReaderWds(str(shards), split="train", batch_size=1)
-    labels = sorted(target for _, target in reader)
-    assert labels == sorted(read_split(shards, split="train").label.tolist())
-    assert len(reader) == len(labels)
 
 
 def test_index_manifest_and_ledger_agree_with_the_tars(made: tuple[Path, Path, str]) -> None:

@@ -6,16 +6,15 @@ import io
 import json
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from tests.support.corpora.eight_images import KINDS
 from tests.support.corpora.image_corpus import REPOSITORY, contents, corpus, ledger
 from tests.support.corpora.shard_folders import photo
 from vitscale.data.index import read_manifest, read_split
@@ -43,94 +42,40 @@ def samples(folder: Path, split: str = "train") -> set[tuple[bytes, str]]:
     return {(tars[s][o : o + n], index.classes[label]) for s, o, n, label in rows}
 
 
-def files_of(root: Path) -> list[tuple[str, str, bytes]]:
-    """(class, file name, content)."""
-    paths = sorted(root.rglob("*.*"))
-    return [(path.parent.name, path.name, path.read_bytes()) for path in paths]
-
-
-def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
-
-
-def class_tars(root: Path, target: Path) -> None:
-    """One tar of one tar per class."""
-    target.mkdir()
-    with tarfile.open(target / "all.tar", "w") as outer:
-        for class_name in ("cat", "dog"):
-            inner = io.BytesIO()
-            with tarfile.open(fileobj=inner, mode="w") as tar:
-                for name, file, content in files_of(root):
-                    if name == class_name:
-                        add_member(tar, file, content)
-            add_member(outer, f"{class_name}.tar", inner.getvalue())
-
-
-def webdataset_tars(root: Path, target: Path) -> None:
-    target.mkdir()
-    for number in range(2):
-        with tarfile.open(target / f"{number:05d}.tar", "w") as tar:
-            for i, (class_name, file, content) in enumerate(files_of(root)[number::2]):
-                key, _, suffix = file.rpartition(".")
-                add_member(tar, f"{number}{i}{key}.{suffix}", content)
-                add_member(tar, f"{number}{i}{key}.cls", class_name.encode())
-
-
-def parquet(root: Path, target: Path) -> None:
-    rows = [
-        {"image": {"bytes": content, "path": file}, "label": class_name}
-        for class_name, file, content in files_of(root)
-    ]
-    target.mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), target / "train.parquet", row_group_size=5)
-
-
-def path_table(root: Path, target: Path) -> None:
-    corpus(target)
-    lines = [f"{name}/{file},{name}" for name, file, _ in files_of(root)]
-    (target / "table.csv").write_text("\n".join(["image,label", *lines, lines[0]]) + "\n")
-
-
-SOURCES = {
-    "class_tars": (class_tars, "all.tar"),
-    "webdataset": (webdataset_tars, ""),
-    "parquet": (parquet, ""),
-    "path_table": (path_table, "table.csv"),
-}
-
-
 @pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(image folder, shards made from it)."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of an image folder."""
     base = tmp_path_factory.mktemp("sources")
-    root = corpus(base / "images")
-    make(root, base / "shards")
-    return root, base / "shards"
+    return made_from("image_folder", base)
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+def made_from(kind: str, base: Path) -> Path:
+    write, splits = KINDS[kind]
+    write(base / "source")
+    options = (f"source.kind={kind}", f"source.splits={splits}", "images.max_bad_fraction=1.0")
+    make(base / "source", base / "shards", *options)
+    return base / "shards"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "image_folder"])
 def test_every_kind_of_source_gives_the_same_samples(
-    images: tuple[Path, Path], kind: str, tmp_path: Path
+    images: Path, kind: str, tmp_path: Path
 ) -> None:
-    root, shards = images
-    write, name = SOURCES[kind]
-    write(root, tmp_path / "source")
-    text = make(
-        tmp_path / "source" / name,
-        tmp_path / "shards",
-        f"source.kind={kind}",
-        "images.max_bad_fraction=0.1",
-    )
-    assert samples(tmp_path / "shards") == samples(shards)
-    rows = ledger(tmp_path / "shards").values()
-    rejected = [row["reason"] for row in rows if row["status"] == "rejected"]
-    # The table contains its first path twice.
-    assert rejected == (["duplicate_path"] if kind == "path_table" else [])
-    assert "24 kept" in text
+    shards = made_from(kind, tmp_path)
+    for split in ("train", "test"):
+        assert samples(shards, split) == samples(images, split)
     # Nothing was unpacked beside the output.
     assert {path.name for path in tmp_path.iterdir()} == {"source", "shards"}
+
+
+def test_a_path_that_a_table_repeats_is_one_sample(tmp_path: Path) -> None:
+    corpus(tmp_path / "source", num=2)
+    lines = ["image,label", "cat/000.jpg,cat", "dog/000.jpg,dog", "cat/000.jpg,cat"]
+    (tmp_path / "source/table.csv").write_text("\n".join(lines))
+    options = ("source.kind=path_table", "images.max_bad_fraction=0.5")
+    make(tmp_path / "source/table.csv", tmp_path / "shards", *options)
+    rows = pq.read_table(tmp_path / "shards/ledger.parquet").to_pylist()
+    assert sorted(row["reason"] or "" for row in rows) == ["", "", "duplicate_path"]
 
 
 def save(image: Image.Image, path: Path, **options: object) -> None:

@@ -20,7 +20,7 @@ import webdataset
 from blake3 import blake3
 from PIL import Image
 
-from tests.support.corpora.external_tars import imagenet_22k_layout, img2dataset_layout
+from tests.support.corpora.external_tars import imagenet_22k_layout
 from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.levels import by_level
 from tests.support.ranks.rank_processes import ROOT, run_ranks
@@ -175,16 +175,6 @@ def train(shards: Path, folder: Path, *overrides: str) -> list[float]:
     assert code == 0, output
     lines = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
     return [line["train/loss"] for line in lines if "train/loss" in line]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_training_on_indexed_img2dataset_tars(tmp_path: Path) -> None:
-    stored = img2dataset_layout(tmp_path / "tars", tars=2, samples=20)
-    folder = index_of(tmp_path / "tars", tmp_path / "index", "source.label=json:synset")
-    assert read_split(folder, split="train").num_samples == len(stored) == 32
-    losses = train(folder, tmp_path / "run", "data.val_split=null")
-    assert len(losses) == 4 and np.isfinite(losses).all()
 
 
 @pytest.mark.distributed

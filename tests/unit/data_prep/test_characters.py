@@ -58,18 +58,6 @@ def test_letters_lie_inside_and_stand_out() -> None:
             assert np.ptp(image) >= 60
 
 
-def test_transform_is_the_one_described() -> None:
-    """The inverse takes the target to the source, and undoes scale, then shear, then rotation."""
-    a, b, c, d, e, f = characters._inverse_affine(
-        0.8, 0.3, 0.2, source=(10.0, 20.0), target=(5.0, 6.0)
-    )
-    inverse = np.array([[a, b], [d, e]])
-    rotation = np.array([[np.cos(0.3), -np.sin(0.3)], [np.sin(0.3), np.cos(0.3)]])
-    forward = rotation @ np.array([[1, 0.2], [0, 1]]) * 0.8
-    np.testing.assert_allclose(inverse @ forward, np.eye(2), atol=1e-5)
-    np.testing.assert_allclose(inverse @ [5, 6] + [c, f], [10, 20], atol=1e-5)
-
-
 def test_either_of_paper_and_ink_may_be_lighter() -> None:
     borders = [pixels("Γ", "STIXGeneral", key=key)[0, 0] for key in range(40)]
     middles = [np.median(pixels("Γ", "STIXGeneral", key=key)) for key in range(40)]

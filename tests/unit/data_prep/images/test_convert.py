@@ -186,26 +186,6 @@ def test_the_short_side_has_the_length_asked_for(format: str, size: tuple[int, i
     assert close(decoded(verdict.content)[inner], np.rint(expected).astype(int)[inner], 14)
 
 
-def test_nothing_but_pixels_goes_into_what_is_encoded_anew() -> None:
-    options = {"icc_profile": b"profile", "dpi": (300, 300), "exif": rotated(6)}
-    for mode, format in [("RGB", "JPEG"), ("RGBA", "PNG")]:
-        bare = encoded(Image.fromarray(smooth()).convert(mode), format, exif=rotated(6))
-        full = encoded(
-            Image.fromarray(smooth()).convert(mode), format, comment=b"made by", **options
-        )
-        assert converted(full).content == converted(bare).content
-
-
-def test_all_conversions_at_once() -> None:
-    image = pixels_as_cmyk().resize((100, 60))
-    verdict = converted(encoded(image, "JPEG", exif=rotated(6)), short_side=30)
-    assert verdict.changes == "cmyk,exif_rotation,short_side"
-    assert (verdict.width, verdict.height) == (30, 50)
-    deep = np.tile(pixels(4, dtype=np.uint16), (3, 3, 1))
-    verdict = converted(deep_png(deep), short_side=30)
-    assert verdict.changes == "16_bit,transparency,short_side"
-
-
 @pytest.mark.parametrize("name", small_samples())
 def test_same_bytes_every_time_and_plain_after_one_pass(name: str) -> None:
     data = small_samples()[name]

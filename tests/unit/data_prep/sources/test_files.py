@@ -39,10 +39,3 @@ def test_splits_may_share_a_folder_by_patterns(tmp_path: Path) -> None:
 
 def test_the_settings_name_every_kind_of_source() -> None:
     assert set(get_args(SourceKind)) == SOURCES.keys()
-
-
-def test_links_to_tars_are_followed(tmp_path: Path) -> None:
-    write_tars(tmp_path, {"beside/1.tar": {}, "root/2.tar": {}})
-    (tmp_path / "root/1.tar").symlink_to("../beside/1.tar")
-    (tmp_path / "root/3.tar").symlink_to("nothing")
-    assert files(tmp_path / "root") == [("train", "1.tar"), ("train", "2.tar")]

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pickle
 import tarfile
 from pathlib import Path
 
@@ -133,19 +131,6 @@ def test_members_outside_samples_have_rows(tmp_path: Path) -> None:
         "a.tar/.git/x.jpg (byte 4096)": "hidden",
         "a.tar/__info__ (byte 5120)": "other_name",
     }
-
-
-class Canary:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return os.system, (f"touch {os.environ['CANARY']}",)
-
-
-def test_pickled_members_are_never_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CANARY", str(tmp_path / "bitten"))
-    bomb = pickle.dumps(Canary())
-    members = {f"1.{suffix}": bomb for suffix in ("pyd", "pkl", "pth", "pickle", "cls", "json")}
-    assert set(fates(tmp_path, {**members, "1.jpg": b""}).values()) == {"<no_label>"}
-    assert not (tmp_path / "bitten").exists()
 
 
 def test_truncated_tars_have_a_row_and_keep_whole_samples(tmp_path: Path) -> None:

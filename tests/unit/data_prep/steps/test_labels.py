@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.sources.protocol import means_no_label
 from data_prep.steps.labels import Labels, load_labels
 from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import LABEL_SPACES, known_space
@@ -70,14 +69,6 @@ def test_numbers_mixed_with_other_labels_are_refused(others: list[str], tmp_path
 def test_zero_padded_numbers_are_sorted_names() -> None:
     names = tuple(f"{i:03d}" for i in range(1, 201))
     assert labels().label_map(dict.fromkeys(names, 1), keep_numbers=True) == names
-
-
-def test_negative_numbers_mean_no_label_without_space_or_map(tmp_path: Path) -> None:
-    pairs = written(tmp_path / "a.csv", "-1,dog\n0,cat\n")
-    for name, none in (("-1", True), ("-007", True), ("1", False), ("-", False), ("-x", False)):
-        assert means_no_label(name, LabelSettings()) == none
-        assert not means_no_label(name, LabelSettings(space="imagenet_1k", values="index"))
-        assert not means_no_label(name, LabelSettings(map=pairs))
 
 
 def test_all_classes_of_a_space_are_labels() -> None:

@@ -5,28 +5,21 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.sources.errors import ChangedSource, Outage
+from data_prep.sources.errors import Outage
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.path_table import PathTable
-from data_prep.sources.protocol import Input
 from data_prep.steps.reading import InputReader
 from data_prep.steps.work import WorkFolder
 from tests.support.corpora.image_corpus import corpus, encoded
-from tests.support.corpora.listing import list_source
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.data.index import read_manifest
-from vitscale.runs.data_prep import SourceSettings
 
 OUTAGES = [errno.ESTALE, errno.EMFILE, errno.EREMOTEIO]
 FAULTS = [errno.EIO, errno.EACCES]
@@ -111,27 +104,6 @@ def test_outages_while_listing_keep_the_work(
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 
 
-def test_outages_reject_no_path_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "table.csv").write_text("image,label\n1.jpg,cat\n")
-    settings = SourceSettings(kind="path_table", path=str(tmp_path / "table.csv"))
-
-    def fail(code: int) -> list[Input]:
-        own = os.stat
-
-        def stat(path: Any, **options: Any) -> os.stat_result:
-            if str(path).endswith("1.jpg"):
-                raise OSError(code, os.strerror(code))
-            return own(path, **options)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "stat", stat)
-            return list_source(PathTable(settings))
-
-    assert [row.reason for row in fail(errno.EIO)] == ["unreadable"]
-    with pytest.raises(Outage, match="the source cannot be read"):
-        fail(errno.ESTALE)
-
-
 @pytest.mark.parametrize("mount", ["images", "images/cat"])
 @pytest.mark.parametrize("leaves_a_folder", [False, True])
 def test_an_unmounted_source_keeps_the_work_and_resumes(
@@ -151,23 +123,5 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
     (tmp_path / "aside").rename(tmp_path / mount)
     os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))  # as after a mount
     assert (p.path / "rows.arrow").exists()
-    prepare_here(run)
-    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
-
-
-def test_a_removed_file_is_a_changed_source(tmp_path: Path) -> None:
-    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
-    prepare_here(run, until="write shards")
-    (tmp_path / "images" / "cat" / "000.jpg").unlink()
-    with pytest.raises(ChangedSource, match="cat/000.jpg.*changed while the shards were made"):
-        prepare_here(run)
-
-
-def test_a_full_disk_keeps_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
-        with pytest.raises(Outage, match=r"MiB are free(.|\n)*free space and run the same"):
-            prepare_here(run)
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6

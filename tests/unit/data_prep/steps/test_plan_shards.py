@@ -6,7 +6,6 @@ import tarfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import encoded, ledger
@@ -61,24 +60,6 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
     assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
     found = check_folder(tmp_path / "s", manifest=manifest, num_workers=1, advance=lambda num: None)
     assert found == []
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("labels", "space", "imagenet_1k"),
-        ("labels", "map", "map.csv"),
-        ("source", "val_per_class", 5),
-        ("source", "min_images_per_class", 5),
-    ],
-)
-def test_ignored_classes_refuse_settings_of_classes(
-    section: str, key: str, value: object, tmp_path: Path
-) -> None:
-    sections = {"source": {}, "labels": {"values": "none"}}
-    sections[section][key] = value
-    run = run_of(tmp_path, tmp_path / "s", **sections)
-    assert [name for name, _ in run.problems()] == [f"{section}.{key}"]
 
 
 def test_a_held_out_split_never_takes_all_images_of_a_class(tmp_path: Path) -> None:

@@ -72,13 +72,6 @@ def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
     assert make_key("cat", forged, path="q") != make_key("cat", "a b", path="p")
 
 
-def test_names_unlike_only_in_case_or_suffix_get_own_keys() -> None:
-    inputs = [make_input(name) for name in ("a.jpg", "A.jpg", "a.png", "b.jpg")]
-    rows = dict(ordered(inputs, batch=2))
-    assert rows[b"b.jpg"] == "cat-b"
-    assert all(re.fullmatch(r"cat-[aA]-[0-9a-f]{16}", rows[n]) for n in (b"a.jpg", b"A.jpg"))
-
-
 def test_each_class_holds_out_the_rows_with_its_smallest_hashes() -> None:
     random_numbers = np.random.default_rng(0)
     class_of = random_numbers.integers(0, 5, 300)

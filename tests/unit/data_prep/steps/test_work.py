@@ -120,13 +120,3 @@ def test_a_skewed_clock_ends_no_claim(
     monkeypatch.setattr(time, "time", lambda: now() + skew_s)
     threading.Timer(0.5, (work.path / "fresh").touch).start()  # its owner has finished
     assert run(work, ["fresh", "old"]) == ["old"]
-
-
-def test_unfinished_files_of_dead_processes_are_cleared(work: WorkFolder) -> None:
-    old = work.scratch.with_name(f"{machine()}.{dead_pid()}")
-    other = work.scratch.with_name(f"elsewhere.{dead_pid()}")
-    for folder in (old, other):
-        folder.mkdir()
-        (folder / "tar").write_bytes(b"half")
-    work.open()
-    assert not old.exists() and other.exists() and work.scratch.exists()
