@@ -16,7 +16,7 @@ try:
 
     from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, UserError, run_script
-    from vitscale.data.index import Manifest, read_manifest
+    from vitscale.data.index import read_manifest
     from vitscale.distributed.processes import num_cores
     from vitscale.images.jpeg.entry_points import require_entry_points
     from vitscale.tracking.console import item_progress
@@ -47,14 +47,15 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.num_workers is not None and arguments.num_workers < 1:
-        raise UserError(
-            f"{arguments.num_workers} is too small", where="--num-workers", allowed="at least 1"
-        )
+        what = f"{arguments.num_workers} is too small"
+        raise UserError(what, where="--num-workers", allowed="at least 1")
     if arguments.entry_points:
         require_entry_points(where="--entry-points")
     folder, start = Path(arguments.shards), time.monotonic()
     manifest = read_manifest(folder)
-    num_samples = sum(entry.num_samples for entry in manifest.splits.values())
+    splits = manifest.splits.values()
+    num_samples = sum(split.num_samples for split in splits)
+    num_bytes = sum(split.num_bytes for split in splits)
     with item_progress("verify", total=num_samples) as advance:
         findings = check_folder(
             folder,
@@ -64,24 +65,18 @@ def main() -> None:
             write_entry_points=arguments.entry_points,
         )
     print("".join(f"{finding}\n" for finding in findings), end="")
-    print_summary(folder, manifest, len(findings), seconds=time.monotonic() - start)
+    seconds = max(time.monotonic() - start, 1e-9)
+    print(
+        f"{folder}: {f'{len(findings):,} findings' if findings else 'valid'}; "
+        f"{num_samples:,} samples in {sum(len(split.shards) for split in splits):,} tars, "
+        f"{num_bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
+        f"({num_bytes / 2**20 / seconds:,.0f} MiB/s)"
+    )
     if arguments.sheet:
         draw_sheet(arguments.sheet, folder, manifest)
         print(f"written: {arguments.sheet}")
     if findings:
         raise SystemExit(EXIT_BAD_INPUT)
-
-
-def print_summary(folder: Path, manifest: Manifest, num: int, *, seconds: float) -> None:
-    num_samples = sum(entry.num_samples for entry in manifest.splits.values())
-    num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
-    num_tars = sum(len(entry.shards) for entry in manifest.splits.values())
-    result = f"{num:,} findings" if num else "valid"
-    print(
-        f"{folder}: {result}; {num_samples:,} samples in {num_tars:,} tars, "
-        f"{num_bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
-        f"({num_bytes / 2**20 / max(seconds, 1e-9):,.0f} MiB/s)"
-    )
 
 
 if __name__ == "__main__":

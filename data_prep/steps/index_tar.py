@@ -11,7 +11,7 @@ from blake3 import blake3
 from data_prep.formats.members import Member
 from data_prep.images.check import MAX_FILE_BYTES, CheckedImage, check_image
 from data_prep.sources.errors import ChangedSource, Outage, printable, source_read_error
-from data_prep.sources.protocol import Container, Input, with_damage
+from data_prep.sources.protocol import Container, with_damage
 from data_prep.sources.webdataset import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import CONTAINERS, read_containers, set_class
@@ -129,29 +129,28 @@ def index_tar(work: WorkFolder, unit: str) -> None:
     try:
         if isinstance(tar, Url):
             stream = RemoteFile(tar)
-            _index(work, unit, container, stream, num_bytes=stream.num_bytes, modified_ns=0)
-            return
-        with open(tar, "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            size, modified_ns = status.st_size, status.st_mtime_ns
-            _index(work, unit, container, file, num_bytes=size, modified_ns=modified_ns)
+            num_bytes, modified_ns = stream.num_bytes, 0
+            rows, digest = _outcomes(work, container, HashedFile(stream, num_bytes))
+        else:
+            with open(tar, "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                num_bytes, modified_ns = status.st_size, status.st_mtime_ns
+                rows, digest = _outcomes(work, container, HashedFile(file, num_bytes))
     except StorageError as error:
         raise Outage(error.what, where=error.where, next_step=error.next_step) from None
     except FileNotFoundError:
         raise ChangedSource(container.path) from None
+    except OSError as error:
+        raise source_read_error(error, container.path) from None
+    facts = {"bytes": num_bytes, "modified_ns": modified_ns, "blake3": digest}
+    commit_outcomes(work, unit, rows, **facts)
 
 
-def _index(
-    work: WorkFolder,
-    unit: str,
-    container: Container,
-    stream: Any,
-    *,
-    num_bytes: int,
-    modified_ns: int,
-) -> None:
-    file: Any = HashedFile(stream, num_bytes)
-    images, labels = work.run.images, load_labels(work.run.labels)
+def _outcomes(
+    work: WorkFolder, container: Container, file: Any
+) -> tuple[list[tuple[Any, ...]], str]:
+    """Read a tar to its end; return the outcomes of its samples, and its hash."""
+    images, labels, rows = work.run.images, load_labels(work.run.labels), []
 
     def check(member: Member) -> CheckedImage:
         if member.num_bytes > MAX_FILE_BYTES:
@@ -167,21 +166,10 @@ def _index(
         return image
 
     source = WebDataset(work.run.source, work.run.labels)
-    rows = []
-    try:
-        for item in with_damage(container, source.rows(file, container, check=check)):
-            set_class(item, labels)
-            rows.append(_outcome(item))
-    except OSError as error:
-        raise source_read_error(error, container.path) from None
-    facts = {"bytes": num_bytes, "modified_ns": modified_ns, "blake3": file.hexdigest()}
-    commit_outcomes(work, unit, rows, **facts)
-
-
-def _outcome(item: Input) -> tuple[Any, ...]:
-    """Make a row of OUTCOMES from a sample, or from an input that is rejected unread."""
-    image = item.checked or CheckedImage(item.reason, b"")
-    image.reason = item.reason or image.reason
-    image.num_bytes = item.num_bytes
-    place = printable(item.path), item.split, item.class_name
-    return outcome(place, image, key=printable(item.name), offset=item.offset)
+    for item in with_damage(container, source.rows(file, container, check=check)):
+        set_class(item, labels)
+        image = item.checked or CheckedImage(item.reason, b"")
+        image.reason, image.num_bytes = item.reason or image.reason, item.num_bytes
+        place = printable(item.path), item.split, item.class_name
+        rows.append(outcome(place, image, key=printable(item.name), offset=item.offset))
+    return rows, file.hexdigest()
