@@ -241,29 +241,28 @@ def _check_index(index: pa.Table, manifest: Manifest) -> Iterator[str]:
 def _check_ledger(folder: Path, manifest: Manifest, index: pa.Table | None) -> Iterator[str]:
     """inputs = kept + repaired + rejected, and the inputs kept or repaired are the samples."""
     try:
-        columns = ["split", "status", "reason", "key"]
-        ledger = pq.read_table(folder / LEDGER_NAME, columns=columns)
-        split, status, reason, key = (ledger.column(name).cast(pa.string()) for name in columns)
+        ledger = pq.read_table(folder / LEDGER_NAME, columns=["split", "key", "status", "reason"])
     except (OSError, pa.ArrowException) as error:
         yield f"cannot be read ({error})"
         return
+    status = ledger["status"].cast(pa.string())
     if unknown := len(ledger) - (pc.sum(pc.is_in(status, pa.array(STATUSES))).as_py() or 0):
         yield f"{unknown:,} rows have another status than {STATUSES}"
     is_rejected = pc.equal(status, "rejected")
-    if unexplained := pc.sum(pc.and_(is_rejected, pc.is_null(reason))).as_py():
+    if unexplained := pc.sum(pc.and_(is_rejected, pc.is_null(ledger["reason"]))).as_py():
         yield f"{unexplained:,} rejected inputs without a reason"
     if len(ledger) != manifest.inputs.get("num_rows"):
         yield "has other sums than the manifest"
-    if index is not None:
-        kept = pc.binary_join_element_wise(split, key, "\0").filter(pc.invert(is_rejected))
-        samples = [index.column(name).cast(pa.string()) for name in ("split", "key")]
-        stored = pc.binary_join_element_wise(*samples, "\0")
-        if _sorted(kept) != _sorted(stored):
-            yield "the inputs kept or repaired are not the samples of the index"
+    if index is not None and _names(ledger.filter(pc.invert(is_rejected))) != _names(index):
+        yield "the inputs kept or repaired are not the samples of the index"
 
 
-def _sorted(texts: pa.ChunkedArray) -> pa.Array:
-    in_order: pa.Array = texts.take(pc.sort_indices(texts)).combine_chunks()
+def _names(rows: pa.Table) -> pa.Array:
+    """Split and key of each row, sorted."""
+    names = pc.binary_join_element_wise(
+        *(rows[name].cast(pa.string()) for name in ("split", "key")), "\0"
+    )
+    in_order: pa.Array = names.take(pc.sort_indices(names)).combine_chunks()
     return in_order
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.sources.errors import hash_named_file, read_text
+from data_prep.sources.errors import read_text
 from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError, nearest
 from vitscale.data.label_spaces import LABEL_SPACES, known_space
@@ -204,16 +204,3 @@ def read_map(file: str) -> dict[str, str]:
     if not pairs:
         raise UserError(f"{file!r} is empty", where=where, allowed=allowed)
     return pairs
-
-
-def label_hashes(settings: LabelSettings) -> dict[str, str]:
-    """BLAKE3 of each label file in the settings, as `KEY_blake3`. Raises UserError."""
-    files = {"map": settings.map}
-    if settings.space is not None and settings.space not in LABEL_SPACES:
-        load_space(settings.space)
-        files["space"] = settings.space
-    return {
-        f"{key}_blake3": hash_named_file(file, where=f"labels.{key}")
-        for key, file in files.items()
-        if file is not None
-    }

@@ -44,20 +44,20 @@ def read_containers(work: WorkFolder) -> list[Container]:
     return [Container(*row) for row in json.loads((work.path / CONTAINERS).read_text())]
 
 
-def _per_unit(num_containers: int) -> int:
-    return min(MAX_CONTAINERS_PER_UNIT, max(1, num_containers // MIN_UNITS))
+def _of_units(work: WorkFolder) -> list[list[Container]]:
+    """The containers of each unit."""
+    found = read_containers(work)
+    size = min(MAX_CONTAINERS_PER_UNIT, max(1, len(found) // MIN_UNITS))
+    return [found[start : start + size] for start in range(0, len(found), size)]
 
 
 def list_units(work: WorkFolder) -> list[str]:
-    num = len(read_containers(work))
-    return [f"list/{i:06d}.arrow" for i in range(-(-num // _per_unit(num)))]
+    return [f"list/{number:06d}.arrow" for number in range(len(_of_units(work)))]
 
 
 def list_sizes(work: WorkFolder) -> list[int]:
     """Containers of each unit."""
-    num = len(read_containers(work))
-    size = _per_unit(num)
-    return [min(size, num - start) for start in range(0, num, size)]
+    return [len(containers) for containers in _of_units(work)]
 
 
 class FileSpool:
@@ -86,10 +86,9 @@ class FileSpool:
 
 def list_inputs(work: WorkFolder, unit: str) -> None:
     """List the containers of one unit."""
-    run, containers = work.run, read_containers(work)
-    number, size = int(Path(unit).stem), _per_unit(len(containers))
+    run, number = work.run, int(Path(unit).stem)
     spool = FileSpool(work.temporary("spool"), name=f"{number:06d}.bin")
-    inputs = _inputs(work, containers[number * size : (number + 1) * size], spool)
+    inputs = _inputs(work, _of_units(work)[number], spool)
     holds_out = bool(run.source.holdout_fraction or run.source.val_per_class)
     temporary = work.temporary("list")
     with open(temporary, "wb") as file, pa.ipc.new_file(file, ROW_SCHEMA) as writer:

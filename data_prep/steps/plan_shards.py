@@ -215,41 +215,31 @@ def _check_classes(
     listed: Rejections,
 ) -> None:
     """Raise UserError for unknown classes, classes without images, and no images at all."""
-    run, where, labels = work.run, "source.path", load_labels(work.run.labels)
+    run, labels = work.run, load_labels(work.run.labels)
     if run.labels.unknown == "refuse":
         labels.check(unknown, found=found)
     named = {box.class_name for box in read_containers(work)} - {None}
-    empty = (
-        [] if run.labels.values == "none" or labels.map else sorted(map(str, named - found.keys()))
-    )
-    if empty and labels.space is None and (found or not listed.reasons):
+    empty = sorted(map(str, named - found.keys()))
+    ignored = run.labels.values == "none" or labels.map or labels.space
+    where, what, advice = "source.path", "", ""
+    if empty and not ignored and (found or not listed.reasons):
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
-        raise UserError(
-            f"{len(empty)} of {len(named)} classes hold no images: {shown}",
-            where=where,
-            next_step="remove these classes, or add their images",  # or labels would shift
-        )
-    if not found:
-        if not listed.reasons:
-            raise UserError("is empty", where=where, next_step="check the source")
+        what = f"{len(empty)} of {len(named)} classes hold no images: {shown}"
+        advice = "remove these classes, or add their images"  # or labels would shift
+    elif not found and not listed.reasons:
+        what, advice = "is empty", "check the source"
+    elif not found:
         num = sum(listed.reasons.values())
-        raise UserError(
-            f"no images were found: all {num:,} inputs are rejected\n{listed.describe()}",
-            where=where,
-            next_step="fix these names, paths, labels or files, or choose another source",
-        )
-    if run.source.leave_out and not listed.reasons["left_out"] and left_out(run.source.leave_out):
-        raise UserError(
-            f"{run.source.leave_out!r} names no image of the source",
-            where="source.leave_out",
-            next_step="take the file that find_duplicates.py wrote for shards of this source",
-        )
-    if not present:
-        raise UserError(
-            "no class is left",
-            where="source.min_images_per_class",
-            next_step="check the source, or lower source.min_images_per_class",
-        )
+        what = f"no images were found: all {num:,} inputs are rejected\n{listed.describe()}"
+        advice = "fix these names, paths, labels or files, or choose another source"
+    elif left_out(run.source.leave_out) and not listed.reasons["left_out"]:
+        where, what = "source.leave_out", f"{run.source.leave_out!r} names no image of the source"
+        advice = "take the file that find_duplicates.py wrote for shards of this source"
+    elif not present:
+        where, what = "source.min_images_per_class", "no class is left"
+        advice = "check the source, or lower source.min_images_per_class"
+    if what:
+        raise UserError(what, where=where, next_step=advice)
 
 
 def held_out(class_of: np.ndarray, hashes: np.ndarray, *, num_per_class: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Any
 from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.errors import Outage, hash_named_file
-from data_prep.steps.labels import label_hashes
+from data_prep.steps.labels import load_labels
 from data_prep.steps.work import (
     FAILED_NAME,
     Step,
@@ -30,6 +30,7 @@ from data_prep.steps.work import (
 )
 from vitscale.config.errors import UserError
 from vitscale.data.index import Manifest, read_manifest
+from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import write_json
 from vitscale.distributed.processes import num_gpus
 from vitscale.runs.data_prep import DataPrepRun
@@ -124,10 +125,17 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     for key in EXECUTION_KEYS:
         del config[key]
     del config["source"]["path"]
-    config["labels"] |= label_hashes(run.labels)
-    for key in ("leave_out", "val_labels"):
-        if (named := getattr(run.source, key)) is not None:
-            config["source"][f"{key}_blake3"] = hash_named_file(named, where=f"source.{key}")
+    load_labels(run.labels)  # its errors say more than one of a missing file
+    named = {
+        "labels.map": run.labels.map,
+        "labels.space": None if run.labels.space in LABEL_SPACES else run.labels.space,
+        "source.leave_out": run.source.leave_out,
+        "source.val_labels": run.source.val_labels,
+    }
+    for where, file in named.items():
+        if file is not None:
+            section, key = where.split(".")
+            config[section][f"{key}_blake3"] = hash_named_file(file, where=where)
     return config
 
 
