@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,23 @@ class ParquetImages(Source):
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """Every row of a file; image bytes are copied to the spool."""
-        row = 0
-        with open_parquet(self.root / container.path) as table:
-            columns = self._columns(table, container.path)
+        path, number = container.path, count()
+        with open_parquet(self.root / path) as table:
+            columns = self._columns(table, path)
             names = None
             if self.labels.values != "index":
                 names = class_label_names(table, self.settings.label)
             for batch in table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
-                for data, name, label in self._cells(batch):
-                    yield self._input(container, row, data, name, label, names, spool)
-                    row += 1
+                image = batch.column(self.settings.image_column)
+                cells = {"bytes": image}
+                if pa.types.is_struct(image.type):
+                    cells = dict(zip([f.name for f in image.type], image.flatten(), strict=True))
+                if self.settings.label in batch.schema.names:
+                    cells["label"] = batch.column(self.settings.label)
+                for i in range(batch.num_rows):
+                    row = {name: value_of(column, i) for name, column in cells.items()}
+                    row["label"] = class_from_cell(row.get("label"), names, self.labels)
+                    yield self._input(container, next(number), row, spool)
 
     def _columns(self, table: Any, path: str) -> list[str]:
         """Columns to read. Raises UserError for missing columns and wrong types."""
@@ -78,49 +86,25 @@ class ParquetImages(Source):
             )
         return [*columns, label]
 
-    def _cells(self, batch: Any) -> Iterator[tuple[bytes | None, str | None, int | str | None]]:
-        """(bytes, path, label) of each row."""
-        image = batch.column(self.settings.image_column)
-        cells = {"bytes": image}
-        if pa.types.is_struct(image.type):
-            cells = dict(zip([f.name for f in image.type], image.flatten(), strict=True))
-        if self.settings.label in batch.schema.names:
-            cells["label"] = batch.column(self.settings.label)
-        for i in range(batch.num_rows):
-            row = {name: value_of(column, i) for name, column in cells.items()}
-            yield row["bytes"], row.get("path"), row.get("label")
-
     def _input(
-        self,
-        container: Container,
-        row: int,
-        data: bytes | None,
-        path: str | None,
-        label: int | str | None,
-        names: tuple[str, ...] | None,
-        spool: Spool,
+        self, container: Container, number: int, row: Mapping[str, Any], spool: Spool
     ) -> Input:
-        class_name = class_from_cell(label, names, self.labels)
-        reason = None
-        if data is None:
-            reason = "no_image"
-        elif class_name is None and self.labels.values != "none":
-            reason = "no_label"
-        file, offset = spool.add(data) if data is not None and reason is None else ("", 0)
-        parts = [part for part in (path or "").split("/") if part not in ("", ".")]
+        parts = [part for part in (row.get("path") or "").split("/") if part not in ("", ".")]
         name = stem_and_suffix("/".join(parts))[0]
-        stem = stem_and_suffix(os.path.basename(container.path))[0]
-        return Input(
-            f"{container.path}/{row}",
-            container.split,
-            class_name,
-            name if name.strip("./") else f"{stem}-{row}",
-            0 if data is None else len(data),
-            reason,
-            file or container.path,
-            offset,
-            spooled=bool(file),
-        )
+        if not name.strip("./"):
+            name = f"{stem_and_suffix(os.path.basename(container.path))[0]}-{number}"
+        item = Input(f"{container.path}/{number}", container.split, row["label"], name, 0)
+        item.file, data = container.path, row["bytes"]
+        if data is None:
+            item.reason = "no_image"
+            return item
+        item.num_bytes = len(data)
+        if row["label"] is None and self.labels.values != "none":
+            item.reason = "no_label"
+        else:
+            item.file, item.offset = spool.add(data)
+            item.spooled = True
+        return item
 
 
 def is_parquet_name(name: str) -> bool:

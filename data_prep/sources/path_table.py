@@ -6,6 +6,8 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +52,16 @@ class PathTable(Source):
                 raise
             what = f"{printable(container.path)!r} cannot be read: {error}"
             raise UserError(what, where="source.path") from None
-        folder, row = os.path.dirname(container.path), 0
+        start = 0
         with ThreadPoolExecutor(STAT_THREADS) as pool:
             for batch in table.to_batches(max_chunksize=BATCH_ROWS):
-                cells = [self._cells(batch, i) for i in range(batch.num_rows)]
-                paths = [path and os.path.join(folder, path) for path, _, _ in cells]
-                facts = pool.map(self._facts, paths, chunksize=256)
-                for path, fact, (_, label, split) in zip(paths, facts, cells, strict=True):
-                    yield self._input(container, row, path, label, split, fact)
-                    row += 1
+                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+                rows = [
+                    {name: _text(value_of(column, i)) for name, column in columns.items()}
+                    for i in range(len(batch))
+                ]
+                yield from pool.map(partial(self._input, container), count(start), rows)
+                start += len(rows)
 
     def _read(self, path: str) -> pa.Table:
         wanted = {"source.image_column": self.settings.image_column}
@@ -94,57 +97,33 @@ class PathTable(Source):
             convert_options=pa.csv.ConvertOptions(column_types=types, include_columns=columns),
         )
 
-    def _cells(self, batch: Any, row: int) -> tuple[str | None, Any, str | None]:
-        """(normalized path, label, split; None without such a column)."""
-        cells = {name: _text(value_of(batch.column(name), row)) for name in batch.schema.names}
-        path = cells[self.settings.image_column]
-        split = cells.get(SPLIT_COLUMN, "") or "" if SPLIT_COLUMN in cells else None
-        if self.settings.splits:
-            split = None
-        label = cells.get(self.settings.label)
-        is_path = isinstance(path, str) and path and "\0" not in path
-        return os.path.normpath(path) if is_path else None, label, split
-
-    def _facts(self, path: str | None) -> tuple[str | None, int, int]:
-        """(reason, bytes, modification time) of a file."""
-        try:
-            if path is not None:
-                status = os.stat(self.root / path)
-                reason = None if stat.S_ISREG(status.st_mode) else "not_a_file"
-                return reason, status.st_size, status.st_mtime_ns
-        except OSError as error:
-            raise_if_outage(error, path or "")
-        return "unreadable", 0, 0
-
-    def _input(
-        self,
-        container: Container,
-        row: int,
-        path: str | None,
-        label: Any,
-        split: str | None,
-        facts: tuple[str | None, int, int],
-    ) -> Input:
-        row_name = f"{container.path}/{row}"
-        if split is not None and not can_name_split(str(split).strip()):
+    def _input(self, container: Container, row: int, cells: dict[str, Any]) -> Input:
+        name, path = f"{container.path}/{row}", cells[self.settings.image_column]
+        split = container.split
+        if SPLIT_COLUMN in cells and not self.settings.splits:
+            split = str(cells[SPLIT_COLUMN] or "").strip()
+        if not can_name_split(split):
             raise UserError(
-                f"{printable(row_name)}: {split!r} cannot name a split",
+                f"{printable(name)}: {split!r} cannot name a split",
                 where="source.path",
                 allowed=SPLIT_NAMES,
             )
-        class_name = class_from_cell(label, None, self.labels)
-        reason, num_bytes, modified_ns = facts
-        if reason is None and class_name is None and self.labels.values != "none":
-            reason = "no_label"
-        return Input(
-            path or row_name,
-            str(split).strip() if split is not None else container.split,
-            class_name,
-            stem_and_suffix(path)[0] if path else "",
-            num_bytes,
-            reason,
-            modified_ns=modified_ns,
-        )
+        class_name = class_from_cell(cells.get(self.settings.label), None, self.labels)
+        item = Input(name, split, class_name, "", 0, "unreadable")
+        if not isinstance(path, str) or not path or "\0" in path:
+            return item
+        item.path = os.path.join(os.path.dirname(container.path), os.path.normpath(path))
+        item.name = stem_and_suffix(item.path)[0]
+        try:
+            status = os.stat(self.root / item.path)
+        except OSError as error:
+            raise_if_outage(error, item.path)
+            return item
+        item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
+        item.reason = None if stat.S_ISREG(status.st_mode) else "not_a_file"
+        if item.reason is None and class_name is None and self.labels.values != "none":
+            item.reason = "no_label"
+        return item
 
 
 def is_table_name(name: str) -> bool:
