@@ -14,7 +14,6 @@ import sys
 try:
     from launch.chains.settings import ChainRun
     from launch.chains.sweeps import sweep_command
-    from launch.jobs.monitor import StopFlag
     from launch.jobs.preparation import (
         RUN_TYPES,
         check_job,
@@ -22,7 +21,7 @@ try:
         prepare_job,
         with_num_workers,
     )
-    from launch.jobs.supervision.foreground import EXIT_INTERRUPTED, start_and_watch
+    from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.processes import num_cores
@@ -59,13 +58,13 @@ def main() -> None:
     check_job(run, num_tasks=num_procs, cluster="local")
     run = with_num_workers(run, num_cores=max(1, num_cores() // num_procs))
     job, folder = prepare_job(run, cluster="local")
-    code = start_and_watch(job, launch=run.launch, num_procs=num_procs, folder=folder, stop=stop)
-    raise SystemExit(code)
+    python = run.launch.python
+    raise SystemExit(run_here(job, python=python, num_procs=num_procs, folder=folder, stop=stop))
 
 
 def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool) -> int:
     """Run what a chain lacks, or show it. Returns the exit code."""
-    from launch.chains.executors import overview, run_here
+    from launch.chains.executors import overview, run_chain
     from launch.chains.load import load_chain
     from launch.chains.states import chain_states
 
@@ -74,7 +73,7 @@ def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_ru
         print(overview(chain, chain_states(chain)))
         return 0
     try:
-        return run_here(chain, num_procs=num_procs, stop=stop)
+        return run_chain(chain, num_procs=num_procs, stop=stop)
     except KeyboardInterrupt:
         print("\ninterrupted: all processes were ended", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED

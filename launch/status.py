@@ -32,7 +32,7 @@ def main() -> None:
         raise SystemExit(follow(find_runs(arguments.runs)))
     runs = read_states(find_runs(arguments.runs))
     if arguments.json:
-        print(json.dumps(list(map(as_values, runs)), indent=2))
+        print(json.dumps(list(map(as_values, runs)), indent=2, default=str))
     else:
         print(as_text(runs, now=time.time()))
 

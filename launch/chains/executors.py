@@ -17,11 +17,10 @@ from collections.abc import Iterator
 from launch.chains.load import Chain, ChainStep
 from launch.chains.states import States, StepState, chain_states, check_unchanged, step_state
 from launch.comparison.report import ABSENT, Table, plain_text
-from launch.jobs.monitor import StopFlag
 from launch.jobs.preparation import job_folder, prepare_job, submit_run, with_num_workers
+from launch.jobs.processes import StopFlag, run_here
 from launch.jobs.queue import NoAnswerError, QueuedJob, ask_slurm, jobs_of, submitted_ids, user_jobs
 from launch.jobs.submission import require_slurm
-from launch.jobs.supervision.foreground import start_and_watch
 from launch.planning.checks import refuse_or_warn, run_checks, slurm_check
 from launch.planning.dry_run import batch_script, check_data, data_facts
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
@@ -87,7 +86,7 @@ def _compare_line(chain: Chain) -> str:
     return f"  compare  python launch/compare.py {chain.folder}"
 
 
-def run_here(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
+def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
     """Run what is missing, each with num_procs processes: 0, 1 after a failure, 75 if stopped."""
     states = _start(chain)
     failures: list[str] = []
@@ -126,7 +125,8 @@ def _run(step: ChainStep, *, num_procs: int, stop: StopFlag) -> tuple[int, str]:
     job, folder = prepare_job(run, cluster="local")
     words = ["python", "launch/local.py", "--config", os.path.relpath(job.config)]
     command = shlex.join([*words, "--num-procs", str(num_procs)])
-    code = start_and_watch(job, launch=run.launch, num_procs=num_procs, folder=folder, stop=stop)
+    python = run.launch.python
+    code = run_here(job, python=python, num_procs=num_procs, folder=folder, stop=stop)
     return code, command
 
 

@@ -19,17 +19,16 @@ from typing import Literal
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.jobs.job import StageJob, stage_job
 from launch.jobs.queue import NoAnswerError, already_queued, depending_on, jobs_of, submitted_ids
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import Submission, folder_lock, submit_to_slurm
+from launch.jobs.task import StageJob, stage_job
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.section import Run
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.runs.launching import LaunchSettings
 from vitscale.runs.training import TrainingRun
 
 RUN_TYPES: dict[str, type[Run]] = {
@@ -73,21 +72,14 @@ def with_num_workers(run: LaunchableRun, *, num_cores: int) -> LaunchableRun:
 
 def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
     """Validate what depends on the job's size and cluster. Raises UserErrors with all problems."""
-    problems = [
-        *_size_problems(run, num_tasks=num_tasks),
-        *(_device_problems(run, run.launch) if cluster == "slurm" else ()),
-        *_folder_problems(job_folder(run, cluster=cluster)),
-        *(_snapshot_problems(run) if cluster == "slurm" else ()),
-    ]
-    if problems:
+    if problems := list(_problems(run, num_tasks=num_tasks, cluster=cluster)):
         raise UserErrors(problems)
 
 
-def _size_problems(run: LaunchableRun, *, num_tasks: int) -> Iterator[UserError]:
-    if not isinstance(run, TrainingRun):
-        return  # any number of tasks can share the work
-    batch = run.data.global_batch
-    if batch % num_tasks:
+def _problems(run: LaunchableRun, *, num_tasks: int, cluster: str) -> Iterator[UserError]:
+    folder, launch = str(job_folder(run, cluster=cluster)), run.launch
+    # Any number of tasks can share other work.
+    if isinstance(run, TrainingRun) and (batch := run.data.global_batch) % num_tasks:
         below, above = batch // num_tasks * num_tasks, -(-batch // num_tasks) * num_tasks
         sizes = " or ".join(str(size) for size in (below, above) if size)
         yield UserError(
@@ -96,42 +88,30 @@ def _size_problems(run: LaunchableRun, *, num_tasks: int) -> Iterator[UserError]
             allowed=f"multiples of {num_tasks}: {sizes}",
             next_step="change data.global_batch or the number of tasks",
         )
-
-
-def _device_problems(run: LaunchableRun, launch: LaunchSettings) -> Iterator[UserError]:
-    if not isinstance(run, TrainingRun):
-        return
-    if run.engine.device == "cuda" and not launch.gpus_per_node:
-        yield UserError(
-            "engine.device=cuda, but the job requests no GPU",
-            where="launch.gpus_per_node",
-            next_step="set launch.gpus_per_node; if GPUs come with the partition, also set "
-            "launch.gpu_request=none",
-        )
-    if run.engine.precision == "bf16" and not launch.gpus_per_node:
-        yield UserError(
-            "engine.precision=bf16 needs GPUs, but the job requests none",
-            where="launch.gpus_per_node",
-            next_step="set launch.gpus_per_node, or engine.precision=fp32",
-        )
-
-
-def _folder_problems(folder: Path) -> Iterator[UserError]:
+    if isinstance(run, TrainingRun) and cluster == "slurm" and not launch.gpus_per_node:
+        if run.engine.device == "cuda":
+            yield UserError(
+                "engine.device=cuda, but the job requests no GPU",
+                where="launch.gpus_per_node",
+                next_step="set launch.gpus_per_node; if GPUs come with the partition, also set "
+                "launch.gpu_request=none",
+            )
+        if run.engine.precision == "bf16":
+            yield UserError(
+                "engine.precision=bf16 needs GPUs, but the job requests none",
+                where="launch.gpus_per_node",
+                next_step="set launch.gpus_per_node, or engine.precision=fp32",
+            )
     # SLURM expands %-patterns in log file names, and a newline would end an option line.
-    if "%" in str(folder) or not str(folder).isprintable():
+    if "%" in folder or not folder.isprintable():
         yield UserError(
-            f"the job folder's path {str(folder)!r} contains '%' or a control character",
+            f"the job folder's path {folder!r} contains '%' or a control character",
             where="output",
             next_step="choose another output, or run from another folder",
         )
-
-
-def _snapshot_problems(run: LaunchableRun) -> Iterator[UserError]:
-    folder = job_folder(run, cluster="slurm")
-    if run.launch.snapshot and ":" in str(folder):
+    if cluster == "slurm" and launch.snapshot and ":" in folder:
         yield UserError(
-            f"Python cannot import from {str(folder)!r}, because ':' separates entries of "
-            "PYTHONPATH",
+            f"Python cannot import from {folder!r}, because ':' separates entries of PYTHONPATH",
             where="output",
             next_step="choose another output, or set launch.snapshot=false",
         )
@@ -174,17 +154,18 @@ def submit_run(
     with _removed_if_refused(folder):
         make_private(folder)
         with folder_lock(folder.parent):
-            launch = run.launch
+            launch = depending_on(run.launch, after_ok, how="afterok")
             if earlier != "ignore":
                 ids = _earlier_jobs(run, folder.parent, wait=earlier == "wait")
                 launch = depending_on(launch, ids)
-            code = kept_code(run.launch, folder)
+            code = kept_code(launch, folder)
             job, _ = prepare_job(run, cluster="slurm", code=code)
             return submit_to_slurm(
                 job,
-                launch=depending_on(launch, after_ok, how="afterok"),
+                launch=launch,
                 name=run_name(run),
                 folder=folder,
+                run_folder=job.run_folder,
                 code=code,
             )
 
@@ -214,22 +195,21 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
 @contextmanager
 def _removed_if_refused(folder: Path) -> Iterator[None]:
     """On a UserError in the block, remove what `prepare_job` and a snapshot have added."""
+
+    def prepared() -> set[Path]:
+        return {*folder.glob("config-*.yaml"), *folder.glob("code-*")}
+
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    before = set(_prepared_files(folder))
+    before = prepared()
     try:
         yield
     except UserError:
-        for path in set(_prepared_files(folder)) - before:
+        for path in prepared() - before:
             path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
         with suppress(OSError):  # a folder with other files stays
             for each in missing:
                 each.rmdir()
         raise
-
-
-def _prepared_files(folder: Path) -> Iterator[Path]:
-    yield from folder.glob("config-*.yaml")
-    yield from folder.glob("code-*")
 
 
 def make_private(folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Jobs of a run folder that SLURM knows: queued, running, and for minutes after their end.
+"""Ask SLURM about jobs and nodes, and requeue a job.
 
-Owns: finding them, refusing a second job of the same run, and waiting for one another.
-Leaves out: what a job did (its task records and log), and submitting (`submission`).
+Owns: every call of squeue, scontrol and sinfo, and one job per run.
+Leaves out: submitting (`submission`) and deciding when to requeue (`after`).
 
 Works without accounting, and asks once for all jobs of the user. A job belongs to the folder that
 holds its batch script: the name has a random part, so that neither job ids that start again at 1
@@ -11,8 +11,11 @@ nor another cluster with the same file system confuse it.
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,6 +24,11 @@ from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
 SLURM_SECONDS = 60
+REQUEUE_SECONDS, REQUEUE_PAUSE_S = 60.0, 5.0
+# Less than KillWait (30 s by default), after which SLURM kills what is left of a requeued job.
+EXCLUDE_SECONDS = 20.0
+# ESLURM_JOB_PENDING; SLURM does not translate its messages.
+ALREADY_QUEUED = "Job is pending execution"
 # The batch script's path is last: it may contain the separator.
 FIELDS = ("%i", "%F", "%T", "%r", "%S", "%N", "%V", "%o")
 # JOB STATE CODES of `man squeue`: states that a job does not leave.
@@ -54,72 +62,6 @@ class QueuedJob:
     """When it was submitted or, later, requeued."""
     script: str
     """Path of its batch script."""
-
-    @property
-    def has_ended(self) -> bool:
-        return self.state in ENDED_STATES
-
-
-def jobs_of(run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
-    """The jobs of a run that are queued or running, oldest first.
-
-    jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
-    Raises NoAnswerError.
-    """
-    folder = run_folder / "slurm"
-    return [
-        job
-        for job in (user_jobs() if jobs is None else jobs)
-        # submitit leaves a link where the script was submitted from.
-        if os.path.lexists(folder / Path(job.script).name) and not job.has_ended
-    ]
-
-
-def submitted_ids(jobs: Iterable[QueuedJob]) -> list[str]:
-    """The id of each job or array, once."""
-    return list(dict.fromkeys(job.submitted_id for job in jobs))
-
-
-def already_queued(jobs: Sequence[QueuedJob], *, run_folder: Path) -> UserError:
-    """The error for submitting a run whose `jobs` are queued or running."""
-    ids = submitted_ids(jobs)
-    shown = ", ".join(f"{job.job_id} ({_shown_state(job)})" for job in jobs[:3])
-    more = f" and {len(jobs) - 3} more" if len(jobs) > 3 else ""
-    return UserError(
-        f"job {shown}{more} of this run has not ended; a second one would fail when it starts",
-        where=str(run_folder),
-        next_step=f"wait for it, cancel it (scancel {' '.join(ids)}), or add --after (starts when "
-        "it has ended)",
-    )
-
-
-def depending_on(
-    launch: LaunchSettings,
-    job_ids: Iterable[str],
-    *,
-    how: Literal["afterany", "afterok"] = "afterany",
-) -> LaunchSettings:
-    """The same resources, with a dependency added to what `launch.sbatch` may have.
-
-    afterok: SLURM cancels the job when one of those that it waits for has failed.
-    """
-    if not (waited := sorted(set(job_ids))):
-        return launch
-    own = launch.sbatch.get("dependency")
-    dependency = ":".join([how, *waited])
-    added = {"dependency": f"{own},{dependency}" if own else dependency}
-    if how == "afterok":
-        # Otherwise it would stay in the queue as DependencyNeverSatisfied.
-        added["kill-on-invalid-dep"] = "yes"
-    return launch.model_copy(update={"sbatch": {**launch.sbatch, **added}})
-
-
-def user_jobs() -> list[QueuedJob]:
-    """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}"]
-    text = ask_slurm(*command, f"--format={'|'.join(FIELDS)}")
-    jobs = [_job(line) for line in text.splitlines() if line.count("|") >= len(FIELDS) - 1]
-    return sorted(jobs, key=lambda job: _natural(job.job_id))
 
 
 def ask_slurm(*command: str, stdin: str = "") -> str:
@@ -155,11 +97,16 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
     return done.stdout
 
 
-def _shown_state(job: QueuedJob) -> str:
-    """For example RUNNING on n[1-2], or PENDING: Resources."""
-    if job.nodes:
-        return f"{job.state} on {job.nodes}"
-    return f"{job.state}: {job.reason}" if job.reason else job.state
+# ---- jobs of a run ----------------------------------------------------------------------------
+
+
+def user_jobs() -> list[QueuedJob]:
+    """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}"]
+    text = ask_slurm(*command, f"--format={'|'.join(FIELDS)}")
+    jobs = [_job(line) for line in text.splitlines() if line.count("|") >= len(FIELDS) - 1]
+    # 9 comes before 10, and 4711_2 before 4711_10.
+    return sorted(jobs, key=lambda job: [int(each) for each in re.findall(r"\d+", job.job_id)])
 
 
 def _job(line: str) -> QueuedJob:
@@ -183,6 +130,166 @@ def _seconds(text: str) -> float | None:
     return float(text) if text.isdecimal() else None
 
 
-def _natural(job_id: str) -> list[int]:
-    """Numbers in an id, so that 9 comes before 10, and 4711_2 before 4711_10."""
-    return [int(part) for part in job_id.split("_") if part.isdecimal()]
+def jobs_of(run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
+    """The jobs of a run that are queued or running, oldest first.
+
+    jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
+    Raises NoAnswerError.
+    """
+    folder = run_folder / "slurm"
+    return [
+        job
+        for job in (user_jobs() if jobs is None else jobs)
+        # submitit leaves a link where the script was submitted from.
+        if os.path.lexists(folder / Path(job.script).name) and job.state not in ENDED_STATES
+    ]
+
+
+def submitted_ids(jobs: Iterable[QueuedJob]) -> list[str]:
+    """The id of each job or array, once."""
+    return list(dict.fromkeys(job.submitted_id for job in jobs))
+
+
+def already_queued(jobs: Sequence[QueuedJob], *, run_folder: Path) -> UserError:
+    """The error for submitting a run whose `jobs` are queued or running."""
+
+    def shown(job: QueuedJob) -> str:
+        """Such as 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
+        more = f" on {job.nodes}" if job.nodes else f": {job.reason}" if job.reason else ""
+        return f"{job.job_id} ({job.state}{more})"
+
+    names = ", ".join(map(shown, jobs[:3]))
+    more = f" and {len(jobs) - 3} more" if len(jobs) > 3 else ""
+    return UserError(
+        f"job {names}{more} of this run has not ended; a second one would fail when it starts",
+        where=str(run_folder),
+        next_step=f"wait for it, cancel it (scancel {' '.join(submitted_ids(jobs))}), or add "
+        "--after (starts when it has ended)",
+    )
+
+
+def depending_on(
+    launch: LaunchSettings,
+    job_ids: Iterable[str],
+    *,
+    how: Literal["afterany", "afterok"] = "afterany",
+) -> LaunchSettings:
+    """The same resources, with a dependency added to what `launch.sbatch` may have.
+
+    afterok: SLURM cancels the job when one of those that it waits for has failed.
+    """
+    if not (waited := sorted(set(job_ids))):
+        return launch
+    own = launch.sbatch.get("dependency")
+    dependency = ":".join([how, *waited])
+    added = {"dependency": f"{own},{dependency}" if own else dependency}
+    if how == "afterok":
+        # Otherwise it would stay in the queue as DependencyNeverSatisfied.
+        added["kill-on-invalid-dep"] = "yes"
+    return launch.model_copy(update={"sbatch": {**launch.sbatch, **added}})
+
+
+# ---- from inside a job ------------------------------------------------------------------------
+
+
+def restart_count(environment: Mapping[str, str] = os.environ) -> int:
+    """How often this job was requeued. SLURM sets the variable from the first requeue on."""
+    return int(environment.get("SLURM_RESTART_COUNT", "0"))
+
+
+def job_fields(job_id: str) -> dict[str, str]:
+    """The controller's fields of a job, such as JobState; empty if SLURM does not answer."""
+    try:
+        words = ask_slurm("scontrol", "--oneliner", "show", "job", job_id).split()
+    except NoAnswerError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def is_ended_by_slurm(fields: Mapping[str, str]) -> bool:
+    """Whether SLURM is ending this job after a cancel or requeue, not at its time limit.
+
+    A job that is being cancelled could still be requeued, against the user's intent.
+    """
+    ends = fields.get("JobState") in ("COMPLETING", "CANCELLED")
+    return ends and fields.get("Reason") != "TimeLimit"
+
+
+def requeue(job_id: str) -> str | None:
+    """Put this job (ARRAY_TASK for a task of an array) back into the queue.
+
+    The job keeps its id and reruns its batch script. Retries for a minute, since the controller may
+    be restarting. Returns SLURM's message if it still refuses.
+    """
+    deadline = time.monotonic() + REQUEUE_SECONDS
+    while True:
+        try:
+            ask_slurm("scontrol", "requeue", job_id)
+            return None
+        except NoAnswerError as error:
+            # A job stopped by a preemption or by `scontrol requeue` is already in the queue.
+            if ALREADY_QUEUED in str(error) or is_ended_by_slurm(job_fields(job_id)):
+                return None
+            if time.monotonic() > deadline:
+                return str(error)
+        time.sleep(REQUEUE_PAUSE_S)
+
+
+def exclude(job_id: str, node: str) -> str:
+    """Keep a job that was just requeued off this node. Returns what was done, in words.
+
+    Not if too few others are up: the job would wait for ever. SLURM changes this of waiting jobs
+    alone, and a job that is requeued still ends for a moment.
+    """
+    fields = job_fields(job_id)
+    before = fields.get("ExcNodeList", "(null)")
+    excluded = {node, *(() if before == "(null)" else _host_names(before))}
+    left = _usable_nodes(fields.get("Partition", "")) - excluded
+    if len(left) < int(fields.get("NumNodes", "1").partition("-")[0]):
+        return f"{node} is not excluded: too few other nodes are up"
+    deadline = time.monotonic() + EXCLUDE_SECONDS
+    change = [f"JobId={job_id}", f"ExcNodeList={','.join(sorted(excluded))}"]
+    while True:
+        try:
+            ask_slurm("scontrol", "update", *change)
+            return f"{node} is excluded from job {job_id}: its last two attempts failed there"
+        except NoAnswerError as error:
+            if time.monotonic() > deadline:
+                return f"{node} is not excluded: {error}"
+        time.sleep(1.0)
+
+
+def _host_names(node_list: str) -> list[str]:
+    """The nodes of a list such as n[1-3,7]."""
+    try:
+        return ask_slurm("scontrol", "show", "hostnames", node_list).split()
+    except NoAnswerError:
+        return [node_list]
+
+
+def _usable_nodes(partitions: str) -> set[str]:
+    """The nodes of partitions that run jobs at present; none if SLURM does not answer."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%N"]
+    command += ["--states=idle,mixed,allocated,completing", f"--partition={partitions}"]
+    try:
+        return set(ask_slurm(*command).split())
+    except NoAnswerError:
+        return set()
+
+
+def reachable_address(node: str) -> str:
+    """`node` if its name resolves, else the address that SLURM uses for it.
+
+    Node names need not be host names, and some sites keep them out of DNS. All ranks ask for the
+    same node and get the same answer.
+    """
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        try:
+            shown = ask_slurm("scontrol", "--oneliner", "show", "node", node)
+        except NoAnswerError:
+            return node  # torch then reports that the name does not resolve
+        found = re.search(r"\bNodeAddr=(\S+)", shown)
+        return found[1] if found else node
+    return node

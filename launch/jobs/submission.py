@@ -1,12 +1,9 @@
-"""Submit jobs through submitit. No other module imports it.
+"""Submit jobs to SLURM through submitit. No other module imports it.
 
-Owns: submitting to SLURM or to this machine, and a running task's environment (rank, addresses,
-files).
-Leaves out: what the batch script asks for (`batch_script`), what a task runs (`job`), and what is
-printed (`slurm.py`, `local.py`).
-
-submitit replays the original pickle after every requeue and node failure. The job is therefore
-stateless: the position to resume from is in the run folder, never in the pickle.
+Owns: options of sbatch and srun, the shell lines around srun, and a task's environment (rank,
+addresses, files).
+Leaves out: what a task runs (`task`), what follows an attempt (`after`), and what is printed
+(`slurm.py`).
 """
 
 from __future__ import annotations
@@ -14,12 +11,11 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import shlex
 import shutil
 import signal
-import subprocess
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,44 +24,162 @@ from typing import Any
 from submitit import helpers
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import FailedJobError, FailedSubmissionError
-from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
-from launch.jobs.batch_script import slurm_parameters, submission_folder, supervised
-from launch.jobs.queue import ask_slurm
-from launch.jobs.scontrol import reachable_address
-from vitscale.config.errors import UserError
+from launch.jobs.queue import ask_slurm, reachable_address
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.distributed.failures.events import ATTEMPT_VARIABLE
-from vitscale.distributed.processes import free_port, node_name
 from vitscale.runs.launching import LaunchSettings
 
-# submitit hides the GPUs of local tasks; this variable keeps the shell's CUDA_VISIBLE_DEVICES.
-VISIBLE_DEVICES_KEPT = "VITSCALE_VISIBLE_DEVICES"
-ALL_DEVICES = "all"
-# Exit code by which a local task asks its controller to restart all tasks.
-RESTART_EXIT: int = LOCAL_REQUEUE_RETURN_CODE
 # Kept when submitting from inside another job: they name the cluster, not the job.
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
-# Ten years: nothing would restart a local job that submitit ends.
-LOCAL_LIMIT_MIN = 10 * 365 * 24 * 60
+
+# ---- the batch script -------------------------------------------------------------------------
+
+# Before anything: the script outlives its tasks, to record how they ended and to requeue the job.
+IGNORE_SIGNALS = "trap '' USR2 TERM"
+# A module or an option of the site's lines must not end the script at the first code that is not 0.
+# The port is below those that systems give to connections, and nobody listens on it.
+BEFORE = """\
+set +eu
+job={job} restart=${{SLURM_RESTART_COUNT:-0}}
+export {attempt}=$job/$restart
+if [ "$restart" -gt {max_requeues} ]; then
+    echo "not started: launch.max_requeues={max_requeues} is reached"
+    exit {stopped}
+fi
+until [ -n "$MASTER_PORT" ]; do
+    port=$((20000 + RANDOM % 12000))
+    (: < "/dev/tcp/127.0.0.1/$port") 2> /dev/null || export MASTER_PORT=$port
+done
+# submitit reports the end of every process as a success, and signals that the stages handle.
+export SUBMITIT_LOG_LEVEL=CRITICAL
+srun_errors=$(mktemp) || srun_errors=/dev/null
+{{"""
+# The interpreter that submits: that of the tasks may be in a container, which has no scontrol.
+AFTER = """\
+}} 2>&1 | tee "$srun_errors"
+code=${{PIPESTATUS[0]}}
+next=$({after} --job "$job" --code "$code" < "$srun_errors")
+[ ! -f "$srun_errors" ] || rm "$srun_errors"
+[ -z "$next" ] || exit "$next"
+if [ "$code" != 0 ] && [ "$restart" -lt {max_requeues} ] &&
+    scontrol show job "$job" | grep -q JobState=RUNNING; then
+    echo "requeueing job $job: Python did not start, or was killed"
+    scontrol requeue "$job"
+fi
+exit "$code\""""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """One process of a running job, read from submitit's environment."""
+def sbatch_text(
+    launch: LaunchSettings,
+    *,
+    name: str,
+    folder: Path,
+    run_folder: str | None = None,
+    code: Path | None = None,
+) -> str:
+    """The batch script that `submit_to_slurm` would submit. Needs no SLURM."""
+    executor = _Executor(_folder(launch, folder), python=launch.python)
+    executor.update_parameters(**_parameters(launch, name, folder, run_folder, code))
+    if launch.num_tasks > 1:
+        # submitit adds this when it submits an array.
+        executor.parameters["map_count"] = launch.num_tasks
+    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+    return text
 
-    cluster: str
-    """slurm or local."""
-    job_id: str
-    rank: int
-    world_size: int
-    node: str
-    """Its name in SLURM; elsewhere its host name."""
-    folder: Path
-    """Folder of the job's logs, pickles and records."""
-    array_index: int | None = None
-    """Number of this task among independent tasks."""
-    array_size: int | None = None
+
+class _Executor(SlurmExecutor):
+    """submitit's, which also writes batch scripts on machines without SLURM."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 2
+
+
+def _folder(launch: LaunchSettings, folder: Path) -> Path:
+    """One folder per submission, named after the job or the whole array."""
+    return folder / ("%A" if launch.num_tasks > 1 else "%j")
+
+
+def _parameters(
+    launch: LaunchSettings, name: str, folder: Path, run_folder: str | None, code: Path | None
+) -> dict[str, Any]:
+    """submitit's parameters for validated settings."""
+    # SLURM_JOB_ID of the first task of an array would mean all its tasks.
+    is_array = launch.num_tasks > 1
+    job_id = "$SLURM_ARRAY_JOB_ID" if is_array else "$SLURM_JOB_ID"
+    where = shlex.quote(run_folder) if run_folder else f'{shlex.quote(str(folder))}/{job_id}/"$job"'
+    after = [sys.executable, "-u", "-m", "launch.jobs.after"]
+    options = ["--signal-delay", launch.signal_delay_s, "--max-requeues", launch.max_requeues]
+    options += ["--max-fruitless-restarts", launch.max_fruitless_restarts]
+    words = {
+        "job": "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if is_array else job_id,
+        "attempt": ATTEMPT_VARIABLE,
+        "max_requeues": launch.max_requeues,
+        "stopped": EXIT_STOPPED_RESUMABLE,
+        "after": f"{shlex.join(after)} {where} {shlex.join(map(str, options))}",
+    }
+    parameters: dict[str, Any] = {
+        "job_name": name,
+        "time": launch.timeout_min,
+        "nodes": launch.nodes,
+        "ntasks_per_node": launch.tasks_per_node,
+        "cpus_per_task": launch.cpus_per_task,
+        "signal_delay_s": launch.signal_delay_s,
+        "stderr_to_stdout": True,
+        # Sites that check accounting keys refuse submitit's default key.
+        "wckey": None,
+        "additional_parameters": {
+            "requeue": True,
+            **{key: value for key, value in launch.sbatch.items() if value is not False},
+        },
+        "array_parallelism": launch.max_running_tasks or launch.num_tasks,
+        **_gpu_parameters(launch),
+        "setup": [
+            IGNORE_SIGNALS,
+            *launch.setup,
+            *(_imports_from(code) if code else ()),
+            BEFORE.format(**words),
+        ],
+        "srun_args": [
+            # Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
+            f"--cpus-per-task={launch.cpus_per_task}",
+            # After one rank failed, the others would wait in a collective: end them at once.
+            "--kill-on-bad-exit=1",
+            *launch.srun_args,
+        ],
+        "teardown": [AFTER.format(**words)],
+    }
+    if launch.mem_gb is not None:
+        parameters["mem"] = f"{launch.mem_gb}GB"
+    for field in ("partition", "account", "qos", "exclude"):
+        if (value := getattr(launch, field)) is not None:
+            parameters[field] = value
+    return parameters
+
+
+def _imports_from(code: Path) -> list[str]:
+    """Shell lines that put a snapshot before the installed code, but after what setup adds."""
+    return [
+        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        # Otherwise `python -m` imports from the current folder first: often the checkout.
+        "export PYTHONSAFEPATH=1",
+    ]
+
+
+def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
+    if not launch.gpus_per_node:
+        return {}
+    kind = f"{launch.gpu_type}:" if launch.gpu_type else ""
+    return {
+        "gpus_per_node": {"gpus_per_node": f"{kind}{launch.gpus_per_node}"},
+        "gres": {"gres": f"gpu:{kind}{launch.gpus_per_node}"},
+        "none": {},
+    }[launch.gpu_request]
+
+
+# ---- submitting -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,69 +189,13 @@ class Submission:
     job_id: str
     num_tasks: int
     folder: Path
-    is_array: bool = False
+    is_array: bool
     """Each task is a job of its own, JOBID_TASK to SLURM."""
-    independent: bool = False
-    """No task waits for another: if one fails, the others continue."""
-    controller: subprocess.Popen[bytes] | None = None
-    """Local jobs only: the process whose children are the tasks."""
 
     def log(self, task: int | str) -> Path:
-        """Output and errors of one task; '*' gives a pattern for all tasks."""
+        """Output and errors of one task."""
         rank = f"{task}_0" if self.is_array else task
         return self.folder / f"{self.job_id}_{rank}_log.out"
-
-
-class _Executor(SlurmExecutor):
-    """submitit's executor, with a batch script whose srun is supervised."""
-
-    def __init__(
-        self,
-        launch: LaunchSettings,
-        *,
-        name: str,
-        folder: Path,
-        code: Path | None,
-        run_folders: Sequence[str | None],
-    ) -> None:
-        super().__init__(submission_folder(launch, folder), python=launch.python)
-        self._launch, self._run_folders = launch, run_folders
-        self.update_parameters(**slurm_parameters(launch, name=name, code=code))
-
-    @property
-    def _submitit_command_str(self) -> str:
-        task = str(super()._submitit_command_str)
-        return supervised(
-            task, launch=self._launch, folder=self.folder, run_folders=self._run_folders
-        )
-
-
-class _TextExecutor(_Executor):
-    """Writes batch scripts on machines without SLURM."""
-
-    @classmethod
-    def affinity(cls) -> int:
-        return 2
-
-
-def sbatch_text(
-    launch: LaunchSettings,
-    *,
-    name: str,
-    folder: Path,
-    code: Path | None = None,
-    run_folders: Sequence[str | None] = (),
-) -> str:
-    """The batch script that `submit_array` would submit. Needs no SLURM.
-
-    run_folders: of each task of the array, or of the job.
-    """
-    executor = _TextExecutor(launch, name=name, folder=folder, code=code, run_folders=run_folders)
-    if launch.num_tasks > 1:
-        # submitit adds this when it submits an array.
-        executor.parameters["map_count"] = launch.num_tasks
-    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
-    return text
 
 
 def require_slurm() -> None:
@@ -165,44 +223,24 @@ def submit_to_slurm(
     launch: LaunchSettings,
     name: str,
     folder: Path,
+    run_folder: str | None = None,
     code: Path | None = None,
 ) -> Submission:
     """Submit one job, or an array of `launch.num_tasks` equal jobs, through sbatch.
 
+    run_folder: has the record of attempts; None: the job's folder.
     code: the snapshot that the tasks import from; None: the code on disk.
     Raises UserError if sbatch refuses, and removes submitit's files.
     """
-    # An array of one is submitted as a plain job.
-    jobs = [job] * launch.num_tasks
-    return submit_array(
-        jobs, launch=launch, name=name, folder=folder, code=code, independent=len(jobs) > 1
-    )
-
-
-def submit_array(
-    jobs: Sequence[Callable[[], int]],
-    *,
-    launch: LaunchSettings,
-    name: str,
-    folder: Path,
-    code: Path | None = None,
-    independent: bool = False,
-) -> Submission:
-    """Submit `launch.num_tasks` jobs as one array; a single one as a plain job.
-
-    code: see `submit_to_slurm`; independent: see `Submission`.
-    Raises UserError if sbatch refuses, and removes submitit's files.
-    """
-    assert len(jobs) == launch.num_tasks
-    # Only jobs of runs have a run folder.
-    run_folders = [getattr(job, "run_folder", None) for job in jobs]
-    executor = _Executor(launch, name=name, folder=folder, code=code, run_folders=run_folders)
+    executor = _Executor(_folder(launch, folder), python=launch.python)
+    executor.update_parameters(**_parameters(launch, name, folder, run_folder, code))
     with folder_lock(folder):
         before = set(_unaccepted_files(folder))
         try:
             # submitit prints sbatch's message, which the error contains as well.
             with _outside_any_job(), redirect_stderr(io.StringIO()):
-                submitted = executor.submit_array(list(jobs))
+                # An array of one is submitted as a plain job.
+                submitted = executor.submit_array([job] * launch.num_tasks)
         except (FailedJobError, FailedSubmissionError) as error:
             for path in set(_unaccepted_files(folder)) - before:
                 path.unlink()
@@ -214,13 +252,11 @@ def submit_array(
                 next_step="compare the launch section with what sinfo and sacctmgr show",
             ) from error
     is_array = len(submitted) > 1
-    job_id = submitted[0].job_id
     return Submission(
-        job_id=job_id.partition("_")[0] if is_array else job_id,
+        job_id=submitted[0].job_id.partition("_")[0] if is_array else submitted[0].job_id,
         num_tasks=len(submitted) if is_array else submitted[0].num_tasks,
         folder=submitted[0].paths.folder,
         is_array=is_array,
-        independent=independent,
     )
 
 
@@ -254,71 +290,27 @@ def _outside_any_job() -> Iterator[None]:
         yield
 
 
-def start_locally(
-    job: Callable[[], int],
-    *,
-    launch: LaunchSettings,
-    num_procs: int,
-    folder: Path,
-    independent: bool = False,
-) -> Submission:
-    """Start the job's tasks on this machine. They end with the controller process.
-
-    The job gets a new folder inside `folder`, because its id, a process id, can be reused.
-    independent: run the tasks as jobs of an array instead of ranks of one job.
-    """
-    # Not named '%j' as under SLURM: submitit's local controller would create a folder '%j'.
-    folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
-    folder.mkdir(mode=0o700)
-    executor = LocalExecutor(folder, python=launch.python)
-    executor.update_parameters(
-        timeout_min=LOCAL_LIMIT_MIN,
-        tasks_per_node=num_procs,
-        signal_delay_s=launch.signal_delay_s,
-        stderr_to_stdout=True,
-    )
-    settings = {
-        "MASTER_PORT": str(free_port()),
-        ATTEMPT_VARIABLE: folder.name,
-        "SUBMITIT_LOG_LEVEL": os.environ.get("SUBMITIT_LOG_LEVEL", "ERROR"),
-        VISIBLE_DEVICES_KEPT: os.environ.get("CUDA_VISIBLE_DEVICES", ALL_DEVICES),
-    }
-    # Inside a SLURM job, submitit would otherwise treat the tasks as SLURM tasks.
-    with (
-        helpers.clean_env(),
-        helpers.environment_variables(**settings),
-        _redirect_stderr(folder / "controller.log"),
-    ):
-        submitted: Any = executor.submit(job)
-    return Submission(
-        job_id=submitted.job_id,
-        num_tasks=num_procs,
-        folder=submitted.paths.folder,
-        independent=independent,
-        controller=submitted._process,
-    )
+# ---- in a task of the job ---------------------------------------------------------------------
 
 
-@contextmanager
-def _redirect_stderr(path: Path) -> Iterator[None]:
-    """Send the errors of processes started here to a file.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One process of a running job."""
 
-    The controller prints only a traceback when Ctrl-C reaches it.
-    """
-    kept = os.dup(2)
-    try:
-        with open(path, "ab") as file:
-            os.dup2(file.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+    job_id: str
+    """17, or 17_3 in an array."""
+    rank: int
+    name: str
+    """What the job has, in words: `2 task(s)`, or `task 3 (64 in total)`."""
+    nodes: tuple[str, ...]
+    """Of the job."""
+    folder: Path
+    """Of the job's logs and pickles."""
 
 
-def start_task(*, independent: bool = False) -> Task:
+def enter_task(*, independent: bool) -> Task:
     """Set torch's environment variables for this process; clear an earlier attempt's result.
 
-    A half-written result of a killed attempt would make submitit fail this one at its end.
     independent: every task is a job of its own with one rank.
     """
     environment = JobEnvironment()
@@ -327,37 +319,20 @@ def start_task(*, independent: bool = False) -> Task:
     exported = helpers.TorchDistributedEnvironment().export(
         set_cuda_visible_devices=False, overwrite=True
     )
-    if environment.cluster == "local":
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        devices = os.environ.pop(VISIBLE_DEVICES_KEPT, ALL_DEVICES)
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if devices != ALL_DEVICES:
-            os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    else:
-        os.environ["MASTER_ADDR"] = reachable_address(exported.master_addr)
+    os.environ["MASTER_ADDR"] = reachable_address(exported.master_addr)
+    # A half-written result of a killed attempt would make submitit fail this one at its end.
     result = environment.paths.result_pickle
-    result.unlink(missing_ok=True)
-    result.with_name(result.name + ".save_tmp").unlink(missing_ok=True)
-    array_index = array_size = None
+    for path in (result, result.with_name(f"{result.name}.save_tmp")):
+        path.unlink(missing_ok=True)
+    name = f"{environment.num_tasks} task(s)"
     if independent:
-        array_index, array_size = _array_position(environment)
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-        os.environ.update(zip(names, "0011", strict=True))
+        # Both are unset for an array of one task, which is submitted as a plain job.
+        index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+        name = f"task {index} ({os.environ.get('SLURM_ARRAY_TASK_COUNT', '1')} in total)"
     return Task(
-        cluster=environment.cluster,
         job_id=environment.job_id,
         rank=environment.global_rank,
-        world_size=environment.num_tasks,
-        node=node_name(),
+        name=name,
+        nodes=tuple(environment.hostnames),
         folder=environment.paths.folder,
-        array_index=array_index,
-        array_size=array_size,
     )
-
-
-def _array_position(environment: JobEnvironment) -> tuple[int, int]:
-    if environment.cluster == "local":
-        return environment.global_rank, environment.num_tasks
-    # Both are unset for an array of one task, which is submitted as a plain job.
-    index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
-    return int(index), int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1"))

@@ -138,7 +138,7 @@ def batch_script(run: LaunchableRun) -> str:
         name=run_name(run),
         folder=folder,
         code=planned_folder(run.launch, folder),
-        run_folders=[] if isinstance(run, DataPrepRun) else [str(folder.parent)],
+        run_folder=None if isinstance(run, DataPrepRun) else str(folder.parent),
     )
 
 

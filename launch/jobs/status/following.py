@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from launch.jobs.monitor import LogTail
+from launch.jobs.processes import LogTail
 from launch.jobs.queue import NoAnswerError, user_jobs
 from launch.jobs.status.states import ACTIVE, RunState, RunStatus, newest_log, read_state
 from launch.jobs.status.text import line_of, shown_folder

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -45,11 +44,8 @@ RESULTS_NAME = "results.json"
 WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
 # Hold thousands of lines: the last evaluation is among them.
 TAIL_BYTES = 1 << 18
-# In order: the last line of a traceback or of our own report, else what SLURM says.
-ERROR_LINES = (
-    re.compile(r"^(\[?rank ?\d+\]?: ?)?([\w.]*(Error|Exception)\b|error: )"),
-    re.compile(r"^(srun|slurmstepd\S*): error: "),
-)
+# The last line of a traceback, or of our own report.
+ERROR_LINE = re.compile(r"(\[?rank ?\d+\]?: ?)?([\w.]*(Error|Exception)\b|error: )")
 ATTEMPT_LINE = re.compile(r" attempt \d+ of the run, job ")
 
 
@@ -141,52 +137,57 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None, *, no_answer: str
     """
     attempts, start, logged = read_attempts(folder), read_start(folder), _read_logged(folder)
     last = attempts[-1] if attempts else None
-    job, note, failure = _current(jobs_of(folder, jobs=jobs or ())), None, None
     is_open = last is not None and last.ended is None
+    queued = jobs_of(folder, jobs=jobs or ())
+    at_work = (job for job in queued if job.state not in WAITING_STATES)
+    job = next(at_work, queued[0] if queued else None)
     pid = _live_pid(last if is_open else None, start)
+    note, failure = None, None
+    place = "" if last is None else f"job {last.job_id} on {', '.join(last.nodes)}"
+    # Of a run that has ended, or runs without a job.
+    since = (last.ended or last.started) if last is not None else start.time if start else None
     if job is not None:
-        has_started = last is not None and last.job_id == job.job_id
-        waits = RunState.PAUSED if has_started else RunState.QUEUED
-        state = waits if job.state in WAITING_STATES else RunState.RUNNING
+        place = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
+        if job.state in WAITING_STATES:
+            has_started = last is not None and last.job_id == job.job_id
+            state = RunState.PAUSED if has_started else RunState.QUEUED
+            since = job.submitted
+        else:
+            state = RunState.RUNNING
+            since = last.started if last is not None and is_open else job.start
     elif pid is not None:
-        state = RunState.RUNNING
+        state, place = RunState.RUNNING, f"process {pid} on this machine"
     elif jobs is None and is_open and last is not None and last.cluster == "slurm":
         state = RunState.RUNNING
         note = f"as its records say; SLURM does not answer{no_answer and f': {no_answer}'}"
     else:
         state, failure = _ended_state(folder, last, start, logged)
-    followed = [a for a in attempts if a.ending is not None]
-    if state not in ACTIVE and followed and followed[-1] is last:
-        followed.pop()
+        since = last.ended if last is not None and last.ended is not None else logged.time
+    followed = attempts if state in ACTIVE else attempts[:-1]
     return RunStatus(
         folder=folder,
         state=state,
-        since=_since(state, job, last, start, logged),
+        since=since,
         job=job,
-        place=_place(job, pid, last),
+        place=place,
         logged=logged,
         attempt=last,
-        restarts=dict(Counter(str(a.ending) for a in followed)),
+        restarts=dict(Counter(str(each.ending) for each in followed if each.ending is not None)),
         failure=failure,
         log=newest_log(folder),
         note=note,
     )
 
 
-def _current(jobs: Sequence[QueuedJob]) -> QueuedJob | None:
-    running = (job for job in jobs if job.state not in WAITING_STATES)
-    return next(running, jobs[0] if jobs else None)
-
-
 def _live_pid(attempt: Attempt | None, start: TrainingStart | None) -> int | None:
     """A process of the run on this machine: the launcher of an open attempt, else rank 0."""
     here = node_name()
+    found = []
     if attempt is not None and attempt.cluster == "local" and here in attempt.nodes:
-        if attempt.pid is not None and is_alive(attempt.pid):
-            return attempt.pid
-    if start is not None and start.pid is not None and start.node == here:
-        return start.pid if is_alive(start.pid) else None
-    return None
+        found.append(attempt.pid)
+    if start is not None and start.node == here:
+        found.append(start.pid)
+    return next((pid for pid in found if pid is not None and is_alive(pid)), None)
 
 
 def _ended_state(
@@ -225,32 +226,6 @@ def _has_made_shards(folder: Path) -> bool:
     return (Path(str(output)).expanduser() / "manifest.json").is_file()
 
 
-def _since(
-    state: RunState,
-    job: QueuedJob | None,
-    last: Attempt | None,
-    start: TrainingStart | None,
-    logged: LoggedProgress,
-) -> float | None:
-    if state in (RunState.QUEUED, RunState.PAUSED):
-        return None if job is None else job.submitted
-    if state is RunState.RUNNING:
-        if last is not None and last.ended is None:
-            return last.started
-        if job is not None:
-            return job.start
-        return None if start is None else start.time
-    return last.ended if last is not None and last.ended is not None else logged.time
-
-
-def _place(job: QueuedJob | None, pid: int | None, last: Attempt | None) -> str:
-    if job is not None:
-        return f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
-    if pid is not None:
-        return f"process {pid} on this machine"
-    return f"job {last.job_id} on {', '.join(last.nodes)}" if last is not None else ""
-
-
 def newest_log(folder: Path) -> Path | None:
     """The log of rank 0 that was written to last."""
     logs = [path for each in JOB_FOLDERS for path in folder.glob(f"{each}/*/*_0_log.out")]
@@ -259,27 +234,23 @@ def newest_log(folder: Path) -> Path | None:
 
 def _last_error(log: Path | None) -> str | None:
     """The newest attempt's last error line; without one, `last line: ...`."""
-    lines = [line.decode(errors="replace").strip() for line in _tail(log)] if log else []
-    starts = [number for number, line in enumerate(lines) if ATTEMPT_LINE.search(line)]
-    lines = [line for line in lines[starts[-1] if starts else 0 :] if line]
-    for pattern in ERROR_LINES:
-        for number in range(len(lines) - 1, -1, -1):
-            if lines[number] == "error:" and number + 1 < len(lines):
-                return lines[number + 1]
-            if pattern.match(lines[number]):
-                return lines[number]
-    return f"last line: {lines[-1]}" if lines else None
-
-
-# ---- progress ---------------------------------------------------------------------------------
+    last = error = None
+    is_next = False
+    for line in (each.decode(errors="replace").strip() for each in (_tail(log) if log else ())):
+        if ATTEMPT_LINE.search(line):
+            last = error = None
+        if is_next or ERROR_LINE.match(line):
+            error = line
+        # A report of several lines: the first one is below its heading.
+        is_next = line == "error:"
+        last = line or last
+    return error or (f"last line: {last}" if last else None)
 
 
 def _read_logged(run_folder: Path) -> LoggedProgress:
     """The run's journal and checkpoints. Missing files and unreadable lines count as not logged."""
     rows = [row for row in map(decode, _tail(run_folder / JOURNAL_NAME)) if row is not None]
-    last: dict[str, float] = {}
-    for row in rows:
-        last |= row.metrics
+    last = {key: value for row in rows for key, value in row.metrics.items()}
     named = {key.rpartition("/")[2]: value for key, value in last.items()}
     start = read_start(run_folder)
     saved = next(map(step_of, step_folders(run_folder / "checkpoints")), 0)
@@ -322,13 +293,12 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     Raises UserErrors for every name that means none.
     """
     if not names:
-        found = list(_below(RUNS_FOLDER, depth=MAX_DEPTH))
-        if not found:
-            raise UserError(
-                f"no run folder below {RUNS_FOLDER.absolute()}",
-                next_step="change to the folder that you started the run from, or name a run",
-            )
-        return found
+        if found := list(_below(RUNS_FOLDER, depth=MAX_DEPTH)):
+            return found
+        raise UserError(
+            f"no run folder below {RUNS_FOLDER.absolute()}",
+            next_step="change to the folder that you started the run from, or name a run",
+        )
     folders: list[Path] = []
     errors = []
     for name in names:
@@ -344,20 +314,15 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 
 def _below(folder: Path, *, depth: int) -> Iterator[Path]:
     """The folder if it is a run, else those in it."""
-    inner: list[Any] = []
-    if any((folder / name).is_file() for name in RUN_FILES):
-        yield folder
-        return
-    if depth and folder.is_dir():
+    found: list[Path] = []
+    is_run = any((folder / name).is_file() for name in RUN_FILES)
+    if not is_run and depth and folder.is_dir():
         # Copies of config.yaml are among the artifacts.
-        inner = sorted(
-            path
-            for path in folder.iterdir()
-            if path.is_dir() and path.name not in (*JOB_FOLDERS, ARTIFACTS_FOLDER)
-        )
-    found = [run for path in inner for run in _below(path, depth=depth - 1)]
+        skipped = (*JOB_FOLDERS, ARTIFACTS_FOLDER)
+        inner = (path for path in folder.iterdir() if path.is_dir() and path.name not in skipped)
+        found = [run for path in sorted(inner) for run in _below(path, depth=depth - 1)]
     yield from found
-    if not found and any((folder / name).is_dir() for name in JOB_FOLDERS):
+    if is_run or (not found and any((folder / name).is_dir() for name in JOB_FOLDERS)):
         yield folder
 
 

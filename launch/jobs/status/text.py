@@ -156,17 +156,8 @@ def clock(seconds: float) -> str:
 
 
 def as_values(run: RunStatus) -> dict[str, Any]:
-    """Plain values for JSON, keys as in `RunStatus`; times are unix seconds."""
-    values: dict[str, Any] = _plain(asdict(run))
-    return {"name": run.folder.name, **values}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return str(value) if isinstance(value, Path) else value
+    """Values for JSON, keys as in `RunStatus`, paths among them; times are unix seconds."""
+    return {"name": run.folder.name, **asdict(run)}
 
 
 def plain_reason(reason: str | None) -> str:

@@ -14,17 +14,36 @@
 
 # setup
 trap '' USR2 TERM
+set +eu
+job=$SLURM_JOB_ID restart=${SLURM_RESTART_COUNT:-0}
+export VITSCALE_ATTEMPT=$job/$restart
+if [ "$restart" -gt 9 ]; then
+    echo "not started: launch.max_requeues=9 is reached"
+    exit 75
+fi
+until [ -n "$MASTER_PORT" ]; do
+    port=$((20000 + RANDOM % 12000))
+    (: < "/dev/tcp/127.0.0.1/$port") 2> /dev/null || export MASTER_PORT=$port
+done
+# submitit reports the end of every process as a success, and signals that the stages handle.
 export SUBMITIT_LOG_LEVEL=CRITICAL
+srun_errors=$(mktemp) || srun_errors=/dev/null
+{
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec 4>&1
-decided=$(PYTHON -u -m launch.jobs.supervision --decision-descriptor=3 --job-folder FOLDER/runs/small/slurm/%j --signal-delay 120 --num-tasks 2 --max-requeues 9 --max-fruitless-restarts 3 --run-folder FOLDER/runs/small -- \
-srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-task=1 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit FOLDER/runs/small/slurm/%j 3>&1 >&4 4>&-) && code=0 || code=$?
-job=$SLURM_JOB_ID
-if [ -z "$decided" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 9 ] &&
+srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-task=1 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit FOLDER/runs/small/slurm/%j
+
+
+# teardown
+} 2>&1 | tee "$srun_errors"
+code=${PIPESTATUS[0]}
+next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 120 --max-requeues 9 --max-fruitless-restarts 3 --job "$job" --code "$code" < "$srun_errors")
+[ ! -f "$srun_errors" ] || rm "$srun_errors"
+[ -z "$next" ] || exit "$next"
+if [ "$code" != 0 ] && [ "$restart" -lt 9 ] &&
     scontrol show job "$job" | grep -q JobState=RUNNING; then
-    echo "requeueing job $job: its supervisor did not start, or was killed"
-    scontrol requeue "$job" || code=1
+    echo "requeueing job $job: Python did not start, or was killed"
+    scontrol requeue "$job"
 fi
 exit "$code"

@@ -16,17 +16,36 @@
 trap '' USR2 TERM
 export PYTHONPATH=FOLDER/runs/data_prep-shards/slurm/code-HASH${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1
+set +eu
+job=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID} restart=${SLURM_RESTART_COUNT:-0}
+export VITSCALE_ATTEMPT=$job/$restart
+if [ "$restart" -gt 100 ]; then
+    echo "not started: launch.max_requeues=100 is reached"
+    exit 75
+fi
+until [ -n "$MASTER_PORT" ]; do
+    port=$((20000 + RANDOM % 12000))
+    (: < "/dev/tcp/127.0.0.1/$port") 2> /dev/null || export MASTER_PORT=$port
+done
+# submitit reports the end of every process as a success, and signals that the stages handle.
 export SUBMITIT_LOG_LEVEL=CRITICAL
+srun_errors=$(mktemp) || srun_errors=/dev/null
+{
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec 4>&1
-decided=$(PYTHON -u -m launch.jobs.supervision --decision-descriptor=3 --job-folder FOLDER/runs/data_prep-shards/slurm/%A --signal-delay 120 --num-tasks 1 --max-requeues 100 --max-fruitless-restarts 3 -- \
-srun --unbuffered --output FOLDER/runs/data_prep-shards/slurm/%A/%A_%a_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit FOLDER/runs/data_prep-shards/slurm/%A 3>&1 >&4 4>&-) && code=0 || code=$?
-job=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}
-if [ -z "$decided" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] &&
+srun --unbuffered --output FOLDER/runs/data_prep-shards/slurm/%A/%A_%a_%t_log.out --cpus-per-task=8 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit FOLDER/runs/data_prep-shards/slurm/%A
+
+
+# teardown
+} 2>&1 | tee "$srun_errors"
+code=${PIPESTATUS[0]}
+next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/data_prep-shards/slurm/$SLURM_ARRAY_JOB_ID/"$job" --signal-delay 120 --max-requeues 100 --max-fruitless-restarts 3 --job "$job" --code "$code" < "$srun_errors")
+[ ! -f "$srun_errors" ] || rm "$srun_errors"
+[ -z "$next" ] || exit "$next"
+if [ "$code" != 0 ] && [ "$restart" -lt 100 ] &&
     scontrol show job "$job" | grep -q JobState=RUNNING; then
-    echo "requeueing job $job: its supervisor did not start, or was killed"
-    scontrol requeue "$job" || code=1
+    echo "requeueing job $job: Python did not start, or was killed"
+    scontrol requeue "$job"
 fi
 exit "$code"

@@ -15,19 +15,18 @@ import pytest
 from launch.jobs.attempts import Ending, read_attempts
 from tests.support.levels import by_level
 from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.distributed.processes import is_alive
 
 pytestmark = pytest.mark.distributed
 
 # What launch/local.py does after reading its configuration, with shorter waits.
 PROGRAM = """
-import os, signal, sys
+import sys
 from pathlib import Path
-from launch.jobs.supervision import foreground
-from launch.jobs import monitor
-from launch.jobs.job import StageJob
-from vitscale.runs.launching import LaunchSettings
-monitor.GRACE_SECONDS, monitor.RESEND_STOP_SECONDS = 1.0, 0.3
-foreground.CONTROLLER_SECONDS = monitor.CONTROLLER_SECONDS = 2.0
+from launch.jobs import processes
+from launch.jobs.task import StageJob
+processes.GRACE_SECONDS = 1.0
+stop = processes.StopFlag()
 {before}
 folder = Path("jobs").absolute()
 folder.mkdir()
@@ -37,12 +36,7 @@ job = StageJob(
     independent={independent},
     run_folder=None if {independent} else str(Path.cwd()),
 )
-launch = LaunchSettings(timeout_min=5, signal_delay_s=30)
-sys.exit(
-    foreground.start_and_watch(
-        job, launch=launch, num_procs=2, folder=folder, stop=monitor.StopFlag()
-    )
-)
+sys.exit(processes.run_here(job, python=None, num_procs=2, folder=folder, stop=stop))
 """
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -89,14 +83,6 @@ def await_end(pids: list[int]) -> None:
     wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 WAITING = """
     import os, pathlib, signal, sys, time
     stop = []
@@ -122,13 +108,6 @@ def test_ranks_join_and_rank_0_is_shown(tmp_path: Path) -> None:
     )
     assert code == 0, errors
     assert "rank 0 of 2" in output and "rank 1 of 2" not in output
-
-
-def test_a_local_job_has_no_time_limit(tmp_path: Path) -> None:
-    stage = "import os; print(int(os.environ['SUBMITIT_LOCAL_TIMEOUT_S']) // (365 * 86400))"
-    code, output, errors = run(tmp_path, stage)
-    assert code == 0, errors
-    assert "10" in output.split()
 
 
 @pytest.mark.parametrize(
@@ -202,9 +181,10 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 
 
 STUBBORN = """
-    import os, pathlib, signal, time
+    import os, pathlib, signal, subprocess, time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pathlib.Path(f"pid-{os.getpid()}").touch()
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    pathlib.Path(f"pid-{child.pid}").touch()
     time.sleep(1000)
 """
 
@@ -273,37 +253,8 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path: Path, case: s
 
 
 def test_sigterm_while_the_job_starts_stops_it(tmp_path: Path) -> None:
-    process = start(
-        tmp_path,
-        WAITING,
-        before="""
-        start_locally = foreground.start_locally
-        def start_and_be_stopped(*args, **kwargs):
-            submission = start_locally(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return submission
-        foreground.start_locally = start_and_be_stopped
-        """,
-    )
+    before = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    process = start(tmp_path, WAITING, before=before)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75
     assert "the same command resumes the run" in output
-
-
-def test_sigterm_is_forwarded_until_all_tasks_stop(tmp_path: Path) -> None:
-    process = start(
-        tmp_path,
-        """
-        import os, pathlib, signal, sys, time
-        heard = []
-        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
-        pathlib.Path(f"pid-{os.getpid()}").touch()
-        while len(heard) < 2:
-            time.sleep(0.05)
-        sys.exit(75)
-        """,
-    )
-    pids(process, tmp_path)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75

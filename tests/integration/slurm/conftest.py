@@ -16,14 +16,18 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from launch.jobs.submission import Submission, submit_to_slurm
+from launch.jobs.task import StageJob
 from tests.support.required import skip_or_fail
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -287,3 +291,42 @@ def slurm() -> Iterator[SlurmCluster]:
         skip_or_fail(f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)")
     with slurm_cluster() as cluster:
         yield cluster
+
+
+@pytest.fixture
+def submit(
+    slurm: SlurmCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Callable[..., Submission]:
+    """Submit a stand-in script as a stage of the run in tmp_path, with LAUNCH of the test's file.
+
+    The submitted function takes changes of LAUNCH.
+    """
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.environment[name])
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+
+    def submit_script(text: str, *, independent: bool = False, **changes: Any) -> Submission:
+        script, config = folder / "main.py", folder / "config.yaml"
+        script.write_text(textwrap.dedent(text))
+        config.touch()
+        run_folder = None if independent else str(tmp_path)
+        job = StageJob(
+            script=str(script), config=str(config), run_folder=run_folder, independent=independent
+        )
+        launch = request.module.LAUNCH.model_copy(update=changes)
+        return submit_to_slurm(
+            job, launch=launch, name="stand-in", folder=folder, run_folder=run_folder
+        )
+
+    return submit_script
+
+
+def wait_for_files(folder: Path, *names: str) -> None:
+    wait_until(
+        lambda: all((folder / name).exists() for name in names),
+        else_say=lambda: f"no {names} in {sorted(folder.iterdir())}",
+    )

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import textwrap
-from pathlib import Path
 
 import pytest
 
-from launch.jobs.attempts import read_task_record, task_record_path
-from launch.jobs.job import StageJob
-from launch.jobs.submission import Submission, submit_to_slurm
-from tests.support.waiting import wait_until
+from launch.jobs.submission import Submission
+from tests.integration.slurm.conftest import wait_for_files
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
@@ -68,29 +64,6 @@ STOPPABLE = """
 """
 
 
-@pytest.fixture
-def submit(slurm, tmp_path, monkeypatch):
-    """Submit a stand-in script as an array of independent tasks."""
-    for name in ("PATH", "SLURM_CONF"):
-        monkeypatch.setenv(name, slurm.environment[name])
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-
-    def submit_script(text: str, launch: LaunchSettings = LAUNCH) -> Submission:
-        script = folder / "main.py"
-        script.write_text(textwrap.dedent(text))
-        config = folder / "config.yaml"
-        config.touch()
-        job = StageJob(
-            script=str(script),
-            config=str(config),
-            independent=True,
-        )
-        return submit_to_slurm(job, launch=launch, name="stand-in", folder=folder)
-
-    return submit_script
-
-
 def wait_for_all(slurm, job: Submission) -> list[dict[str, str]]:
     """The controller's fields of every task at its end."""
     return [
@@ -98,21 +71,12 @@ def wait_for_all(slurm, job: Submission) -> list[dict[str, str]]:
     ]
 
 
-def wait_for_files(folder: Path, *names: str) -> None:
-    wait_until(
-        lambda: all((folder / name).exists() for name in names),
-        else_say=lambda: f"no {names} in {sorted(folder.iterdir())}",
-    )
-
-
 def test_tasks_are_jobs_and_continue_when_one_fails(slurm, submit, tmp_path) -> None:
-    job = submit(SHARING)
+    job = submit(SHARING, independent=True)
     ended = wait_for_all(slurm, job)
     logs = [job.log(task).read_text() for task in range(4)]
     assert [task["JobState"] for task in ended] == ["COMPLETED"] * 3 + ["FAILED"], logs
     assert ended[3]["ExitCode"] == "2:0"
-    record = read_task_record(task_record_path(job.folder, job_id=f"{job.job_id}_3", rank=0))
-    assert record is not None and record.exit_code == 2
     assert "slurm: task 3 (4 in total), config " in logs[3]
 
     units = (tmp_path / "slurm/units.txt").read_text().split()
@@ -127,7 +91,7 @@ def test_tasks_are_jobs_and_continue_when_one_fails(slurm, submit, tmp_path) -> 
 
 
 def test_a_stopped_task_is_requeued_alone(slurm, submit, tmp_path) -> None:
-    job = submit(STOPPABLE)
+    job = submit(STOPPABLE, independent=True)
     folder = tmp_path / "slurm"
     wait_for_files(folder, *(f"ready-{task}" for task in range(4)))
     # As at the time limit; and as SLURM does for a preemption, before the task can requeue.
@@ -153,7 +117,7 @@ def test_a_stopped_task_is_requeued_alone(slurm, submit, tmp_path) -> None:
 def test_a_refused_array_leaves_nothing(submit, tmp_path) -> None:
     # SLURM's default limit (MaxArraySize) is 1001.
     with pytest.raises(UserError, match="(?s)sbatch refused.*array"):
-        submit("", LAUNCH.model_copy(update={"num_tasks": 1500}))
+        submit("", independent=True, num_tasks=1500)
     assert sorted(path.name for path in (tmp_path / "slurm").iterdir()) == [
         "config.yaml",
         "main.py",

@@ -6,15 +6,12 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
-from launch.jobs.attempts import read_task_record, task_record_path
-from launch.jobs.job import StageJob
-from launch.jobs.submission import Submission, sbatch_text, submit_to_slurm
-from tests.support.waiting import PATIENCE_S, wait_until
+from launch.jobs.submission import sbatch_text
+from tests.integration.slurm.conftest import wait_for_files
+from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
@@ -48,32 +45,6 @@ STOPPABLE = """
     checkpoint.touch()
     sys.exit(75)
 """
-
-
-@pytest.fixture
-def submit(slurm, tmp_path, monkeypatch):
-    """Submit a stand-in script as a stage; returns (submission, folder)."""
-    for name in ("PATH", "SLURM_CONF"):
-        monkeypatch.setenv(name, slurm.environment[name])
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-
-    def submit_script(text: str, launch: LaunchSettings = LAUNCH) -> Submission:
-        script = folder / "main.py"
-        script.write_text(textwrap.dedent(text))
-        config = folder / "config.yaml"
-        config.touch()
-        job = StageJob(script=str(script), config=str(config))
-        return submit_to_slurm(job, launch=launch, name="stand-in", folder=folder)
-
-    return submit_script
-
-
-def wait_for_files(folder: Path, *names: str) -> None:
-    wait_until(
-        lambda: all((folder / name).exists() for name in names),
-        else_say=lambda: f"no {names} in {sorted(folder.iterdir())}",
-    )
 
 
 def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path) -> None:
@@ -112,10 +83,9 @@ def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit) -> None:
             sys.exit(2)
         time.sleep(1000)
     """)
-    # The job's own code is the highest of all tasks: 137, of the killed one.
-    slurm.wait(job.job_id, states=["FAILED"])
-    record = read_task_record(task_record_path(job.folder, job_id=job.job_id, rank=1))
-    assert record is not None and record.exit_code == 2
+    # srun's own code is the highest of all tasks: that of the one that was ended.
+    ended = slurm.wait(job.job_id, states=["FAILED"])
+    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0"), job.log(0).read_text()
 
 
 def test_an_exception_is_in_the_log_of_the_failed_job(slurm, submit) -> None:
@@ -134,12 +104,12 @@ def test_a_stopped_job_is_requeued_once_and_finishes(slurm, submit, tmp_path) ->
     ended = slurm.wait(job.job_id, states=["COMPLETED"])
     assert ended["Restarts"] == "1"
     log = job.log(0).read_text()
-    assert log.count("2 task(s), ") == 2 and "restart 1 of the job" in log and "resumed" in log
+    assert log.count("2 task(s), ") == 2 and "attempt 2 of the run" in log and "resumed" in log
     assert f"requeueing job {job.job_id} (1 of 3)" in log
 
 
 def test_requeueing_stops_at_its_limit(slurm, submit, tmp_path) -> None:
-    job = submit(STOPPABLE, LAUNCH.model_copy(update={"max_requeues": 0}))
+    job = submit(STOPPABLE, max_requeues=0)
     wait_for_files(tmp_path / "slurm", "ready-0", "ready-1")
     slurm.run(["scancel", "--signal=USR2", job.job_id])
     ended = slurm.wait(job.job_id, states=["FAILED"])
@@ -150,14 +120,13 @@ def test_requeueing_stops_at_its_limit(slurm, submit, tmp_path) -> None:
 
 def test_unusual_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
-    launch = LAUNCH.model_copy(
-        update={
-            "sbatch": {"comment": comment},
-            "setup": ("export FROM_SETUP=1",),
-            "gpu_request": "none",
-        }
+    job = submit(
+        "import os, sys; sys.exit(os.environ.get('FROM_SETUP') != '1')",
+        sbatch={"comment": comment},
+        # After it, a command that fails, or a variable that is not set, must not end the script.
+        setup=("export FROM_SETUP=1", "set -eu"),
+        gpu_request="none",
     )
-    job = submit("import os, sys; sys.exit(os.environ.get('FROM_SETUP') != '1')", launch)
     shown = slurm.run(["scontrol", "show", "job", job.job_id])
     assert f"Comment={comment}" in shown
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
@@ -179,7 +148,7 @@ def test_the_script_of_a_dry_run_is_accepted(slurm, tmp_path) -> None:
 
 def test_a_refusal_is_reported_and_leaves_no_files(submit, tmp_path) -> None:
     with pytest.raises(UserError, match="(?s)sbatch refused.*partition"):
-        submit("", LAUNCH.model_copy(update={"partition": "nowhere"}))
+        submit("", partition="nowhere")
     assert sorted(path.name for path in (tmp_path / "slurm").iterdir()) == [
         "config.yaml",
         "main.py",

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
-import textwrap
+import signal
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import psutil
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
-from launch.jobs.job import StageJob
-from launch.jobs.submission import Submission, submit_to_slurm
-from tests.support.waiting import wait_until
+from tests.integration.slurm.conftest import wait_for_files
 from vitscale.config.errors import FailureKind
-from vitscale.distributed.processes import is_alive
 from vitscale.runs.launching import LaunchSettings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -58,22 +54,6 @@ WAITING = (
     sys.exit("no heartbeat from rank 1")
 """
 )
-
-# Saves when SLURM ends it.
-SAVING = (
-    BEGINNING
-    + """
-    def save(*_):
-        if rank == "1":
-            checkpoint = run / f"checkpoints/step-{attempt:08d}"
-            checkpoint.mkdir(parents=True)
-            (checkpoint / "manifest.json").touch()
-        sys.exit(75)
-    signal.signal(signal.SIGTERM, save)
-    (run / f"pid-{rank}-{attempt}").write_text(str(os.getpid()))
-    time.sleep(1000)
-"""
-)
 # The device of rank 1 fails, which rank 0 notices and ends first. Then the training diverges.
 FAILING_DEVICE = (
     BEGINNING
@@ -81,8 +61,8 @@ FAILING_DEVICE = (
     from vitscale.config.errors import FailureKind
     from vitscale.distributed.failures.events import Failure, record_failure
     def report(kind, what):
-        failure = Failure(kind=kind, what=what, rank=int(rank), node="host", reported_by=int(rank))
-        record_failure(run, failure)
+        where = {"rank": int(rank), "node": os.environ["SLURMD_NODENAME"]}
+        record_failure(run, Failure(kind=kind, what=what, reported_by=int(rank), **where))
     if attempt == 2:
         report(FailureKind.DIVERGED, "losses are not finite")
         sys.exit(76)
@@ -109,30 +89,6 @@ BAD_NODE = (
 )
 
 
-@pytest.fixture
-def submit(slurm, tmp_path, monkeypatch):
-    """Submit a stand-in script as a stage of the run in tmp_path."""
-    for name in ("PATH", "SLURM_CONF"):
-        monkeypatch.setenv(name, slurm.environment[name])
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-
-    def submit_script(text: str, **changes: object) -> Submission:
-        script = folder / "main.py"
-        script.write_text(textwrap.dedent(text))
-        config = folder / "config.yaml"
-        config.touch()
-        job = StageJob(script=str(script), config=str(config), run_folder=str(tmp_path))
-        launch = LAUNCH.model_copy(update=changes)
-        return submit_to_slurm(job, launch=launch, name="stand-in", folder=folder)
-
-    return submit_script
-
-
-def wait_for_file(path: Path) -> None:
-    wait_until(path.exists, else_say=lambda: f"no {path} in {sorted(path.parent.iterdir())}")
-
-
 def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> None:
     job = submit(CRASHING, max_fruitless_restarts=2)
     ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
@@ -140,17 +96,13 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "2"), log
     attempts = read_attempts(tmp_path)
     # The first one's checkpoint counts as progress, so it is not fruitless.
-    assert [attempt.steps_gained for attempt in attempts] == [10, 0, 0]
+    assert [attempt.checkpoint_step for attempt in attempts] == [10, 10, 10]
     assert {attempt.ending for attempt in attempts} == {Ending.KILLED}
-    assert {attempt.failed_nodes for attempt in attempts} == {("n2",)}
+    assert {attempt.failed_node for attempt in attempts} == {"n2"}
     reason = "rank 1 on n2 was ended by SIGKILL (Killed)"
     assert "2 restarts in a row brought no newer checkpoint" in log
     assert len(re.findall(rf"  attempt \d, ended .* at step 10: {re.escape(reason)}", log)) == 3
     assert "launch.exclude='n2'" in log
-    # Each attempt's record of each task is kept.
-    assert sorted(path.name for path in job.folder.glob("*_1_task*")) == [
-        f"{job.job_id}_1_task.json", f"{job.job_id}_1_task_1.json", f"{job.job_id}_1_task_2.json"
-    ]  # fmt: skip
 
 
 def test_bad_input_is_not_retried(slurm, submit, tmp_path) -> None:
@@ -177,8 +129,7 @@ def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
 
 def test_slurm_requeues_after_a_node_has_died(slurm, submit, tmp_path) -> None:
     job = submit(WAITING)
-    for rank in range(2):
-        wait_for_file(tmp_path / f"ready-{rank}-1")
+    wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     slurm.kill_node("n2")
     try:
         # What SLURM does itself after SlurmdTimeout.
@@ -194,42 +145,30 @@ def test_slurm_requeues_after_a_node_has_died(slurm, submit, tmp_path) -> None:
     assert second.ending is Ending.DONE, first
 
 
-def supervisor_of(slurm, job_id: str) -> psutil.Process:
-    """The process that supervises the job."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            own = process.environ()
-            if (own.get("SLURM_CONF"), own.get("SLURM_JOB_ID")) == (
-                slurm.environment["SLURM_CONF"], job_id,
-            ) and "launch.jobs.supervision" in process.cmdline():  # fmt: skip
-                return process
-    raise AssertionError(f"no supervisor of job {job_id}")
-
-
-def test_without_a_supervisor_the_script_requeues(slurm, submit, tmp_path) -> None:
+def test_a_job_is_requeued_where_python_does_not_start(slurm, submit, tmp_path) -> None:
     broken = tmp_path / "broken"
     broken.touch()
-    # At its first start, no Python starts; at the second, the supervisor is killed.
-    job = submit(
-        SAVING,
-        max_requeues=2,
-        setup=(f"if rm {broken}; then export PYTHONHOME=/nowhere; fi 2>/dev/null",),
-    )
-    for restart in (1, 2):
-        for rank in range(2):
-            wait_for_file(tmp_path / f"pid-{rank}-{restart + 1}")
-        supervisor_of(slurm, job.job_id).kill()
-    ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED", "CANCELLED"])
+    setup = (f"if rm {broken}; then export PYTHONHOME=/nowhere; fi 2>/dev/null",)
+    job = submit("pass", setup=setup)
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
     log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "2"), log
-    said = f"requeueing job {job.job_id}: its supervisor did not start, or was killed"
-    assert log.count(said) == 2, log
-    first, second = read_attempts(tmp_path)
-    assert (first.restart, first.ending, second.restart) == (1, Ending.LOST, 2)
-    # It resumes from what was saved when SLURM ended the tasks.
-    assert second.first_step == 2
-    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
-    wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} run")
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
+    assert log.count(f"requeueing job {job.job_id}: Python did not start, or was killed") == 1, log
+
+
+def test_a_job_goes_on_when_srun_is_killed(slurm, submit, tmp_path) -> None:
+    job = submit(WAITING)
+    wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
+    pids = [each.pid for each in psutil.process_iter(["environ"]) if is_srun_of(job.job_id, each)]
+    os.kill(min(pids), signal.SIGKILL)
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log(0).read_text()
+    assert read_attempts(tmp_path)[0].reason == "srun was ended by SIGKILL"
+
+
+def is_srun_of(job_id: str, process: psutil.Process) -> bool:
+    environ = process.info["environ"] or {}
+    return environ.get("SLURM_JOB_ID") == job_id and process.name() == "srun"
 
 
 def test_the_recorded_cause_is_blamed(slurm, submit, tmp_path) -> None:
@@ -240,7 +179,7 @@ def test_the_recorded_cause_is_blamed(slurm, submit, tmp_path) -> None:
     assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "1", "76:0"), log
     first, second = read_attempts(tmp_path)
     assert (first.ending, first.kind) == (Ending.FAILED, FailureKind.DEVICE)
-    assert first.failed_nodes == ("n2",) and "fell off the bus" in first.reason
+    assert first.failed_node == "n2" and "fell off the bus" in first.reason
     assert (second.ending, second.exit_code) == (Ending.DIVERGED, 76)
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.job import StageJob
 from launch.jobs.queue import user_jobs
 from launch.jobs.status.states import RunState, RunStatus, read_state
 from launch.jobs.submission import submit_to_slurm
+from launch.jobs.task import StageJob
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.runs.launching import LaunchSettings
 
@@ -98,7 +98,9 @@ def test_status_and_follow_see_every_state(slurm, run_folder: Path, tmp_path: Pa
         config=str(run_folder / "slurm/config.yaml"),
         run_folder=str(run_folder),
     )
-    job = submit_to_slurm(stage, launch=LAUNCH, name="vit", folder=run_folder / "slurm")
+    job = submit_to_slurm(
+        stage, launch=LAUNCH, name="vit", folder=run_folder / "slurm", run_folder=str(run_folder)
+    )
 
     def status() -> RunStatus:
         return read_state(run_folder, user_jobs())

@@ -9,7 +9,7 @@ import pytest
 
 from launch.comparison.runs import DEFAULT_URI, default_uri
 from launch.comparison.sync import _ending, sync
-from launch.jobs.attempts import Ending, begin_attempt, end_attempt
+from launch.jobs.attempts import Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.status.states import read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.tracking.run_facts import RunRecord
@@ -45,11 +45,9 @@ def test_a_run_ended_as_it_says(tmp_path: Path, status: str, expected: str) -> N
     ],
 )
 def test_a_later_attempt_says_more(tmp_path: Path, ending: Ending | None, expected: str) -> None:
-    attempt = begin_attempt(
-        tmp_path, cluster="local", job_id="1", restart=0, nodes=["n1"], num_tasks=1
-    )
+    attempt = begin_attempt(tmp_path, cluster="local", job_id="1")
     if ending is not None:
-        end_attempt(attempt, tmp_path, ending=ending, reason="", exit_code=1)
+        end_attempt(attempt, tmp_path, Outcome(ending=ending, reason="", exit_code=1))
     assert ending_of(tmp_path, record(status="PAUSED", ended=10.0)) == expected
     assert ending_of(tmp_path, None) == expected
 

@@ -2,7 +2,7 @@
 
 Owns: appending events, the start of a training, the failure of an attempt, and which of several
 reports names the cause. Needs no torch.
-Leaves out: metrics (`tracking.journal`), and what the supervisor appends (`launch.jobs.attempts`).
+Leaves out: metrics (`tracking.journal`), and the events of attempts (`launch.jobs.attempts`).
 
 A line: {"event": "failed", "time": 1763700000.25, "attempt": "17/0", "kind": "storage", "rank": 3,
 "node": "n2", "step": 120, "what": "...", "reported_by": 3}. The rank that knows the cause writes
@@ -45,7 +45,7 @@ class Failure:
     step: int | None = None
     """Steps done before."""
     reported_by: int | None = None
-    """The rank that wrote it; None: the process that supervises them."""
+    """The rank that wrote it; None: what started the ranks."""
     attempt: str | None = None
     """`ATTEMPT_VARIABLE` of the process that wrote it."""
     time: float = 0.0

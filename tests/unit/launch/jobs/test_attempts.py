@@ -10,24 +10,18 @@ import pytest
 from launch.jobs.attempts import (
     Attempt,
     Ending,
+    Outcome,
     begin_attempt,
     end_attempt,
     read_attempts,
 )
 from vitscale.distributed.failures.events import EVENTS_NAME
 
+KILLED = Outcome(ending=Ending.KILLED, reason="rank 1 on n2", exit_code=1, failed_node="n2")
+
 
 def begin(folder: Path, *, restart: int = 0) -> Attempt:
-    return begin_attempt(
-        folder, cluster="slurm", job_id="17", restart=restart, nodes=["n1", "n2"], num_tasks=2
-    )
-
-
-def commit(folder: Path, step: int) -> None:
-    """A checkpoint as far as its name and manifest go."""
-    checkpoint = folder / f"checkpoints/step-{step:08d}"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text("{}")
+    return begin_attempt(folder, cluster="slurm", job_id="17", restart=restart, nodes=["n1", "n2"])
 
 
 def log(folder: Path, step: int) -> None:
@@ -35,29 +29,20 @@ def log(folder: Path, step: int) -> None:
         file.write(json.dumps({"step": step, "time": 1e9 + step, "train/loss": 1.0}) + "\n")
 
 
-def test_no_file_means_no_attempts(tmp_path: Path) -> None:
+def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == []
-
-
-def test_an_attempt_records_what_it_gained(tmp_path: Path) -> None:
-    commit(tmp_path, 10)
     running = begin(tmp_path)
-    assert read_attempts(tmp_path) == [running]
-    assert running.first_step == 10 and running.ended is None
-    commit(tmp_path, 30)
+    assert read_attempts(tmp_path) == [running] and running.ended is None
+    checkpoint = tmp_path / "checkpoints/step-00000030"
+    checkpoint.mkdir(parents=True)
     log(tmp_path, 37)
-    ended = end_attempt(
-        running,
-        tmp_path,
-        ending=Ending.KILLED,
-        reason="rank 1 on n2 was killed (SIGKILL)",
-        exit_code=137,
-        failed_nodes=["n2"],
-    )
+    before = (tmp_path / EVENTS_NAME).read_bytes()
+    ended = end_attempt(running, tmp_path, KILLED)
     assert read_attempts(tmp_path) == [ended]
-    assert (ended.steps_gained, ended.last_step) == (20, 37)
-    assert ended.ending is Ending.KILLED and ended.failed_nodes == ("n2",)
+    assert (ended.checkpoint_step, ended.last_step) == (30, 37)
+    assert (ended.ending, ended.failed_node) == (Ending.KILLED, "n2")
     assert ended.ended is not None and ended.ended >= ended.started
+    assert (tmp_path / EVENTS_NAME).read_bytes().startswith(before)
 
 
 def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
@@ -65,8 +50,7 @@ def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
     log(tmp_path, 5)
     begin(tmp_path, restart=1)
     first, second = read_attempts(tmp_path)
-    assert first.ending is Ending.LOST and first.ended is not None
-    assert (first.steps_gained, first.last_step) == (0, 5)
+    assert (first.ending, first.last_step) == (Ending.LOST, 5) and first.ended is not None
     assert (second.number, second.restart, second.ended) == (2, 1, None)
 
 
@@ -77,16 +61,6 @@ def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
     first = begin(tmp_path)
     with open(tmp_path / EVENTS_NAME, "ab") as file:
         file.write(rest)
-    end_attempt(first, tmp_path, ending=Ending.DONE, reason="", exit_code=0)
+    end_attempt(first, tmp_path, KILLED)
     begin(tmp_path)
-    assert [attempt.number for attempt in read_attempts(tmp_path)] == [1, 2]
-    assert read_attempts(tmp_path)[0].ending is Ending.DONE
-
-
-def test_the_file_is_only_appended_to(tmp_path: Path) -> None:
-    path = tmp_path / EVENTS_NAME
-    first = begin(tmp_path)
-    before = path.read_bytes()
-    end_attempt(first, tmp_path, ending=Ending.STOPPED, reason="time limit", exit_code=75)
-    begin(tmp_path)
-    assert path.read_bytes().startswith(before)
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.KILLED, None]

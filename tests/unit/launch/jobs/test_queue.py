@@ -1,4 +1,4 @@
-"""Jobs of a run folder, read from squeue's answer."""
+"""Jobs of a run folder, read from squeue's answer, and requeueing, with stand-in programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.queue import NoAnswerError, jobs_of, user_jobs
+from launch.jobs import queue
+from launch.jobs.queue import NoAnswerError, jobs_of, requeue, user_jobs
 
 # As squeue of SLURM 22.05 prints them with SLURM_TIME_FORMAT=%s.
 ANSWER = """\
@@ -78,3 +79,46 @@ def test_no_answer_says_why(squeue, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(NoAnswerError, match="squeue is not on PATH"):
         user_jobs()
+
+
+@pytest.mark.parametrize(
+    ("answers", "message", "waited"),
+    [
+        (["0"], None, 0),
+        (["1 Unable to contact controller", "1 Unable to contact controller", "0"], None, 10),
+        # By a preemption.
+        (["1 Job is pending execution for job 17"], None, 0),
+        (["1 Invalid user id for job 17"] * 99, "Invalid user id for job 17", 65),
+    ],
+)
+def test_requeueing_is_tried_for_a_minute(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[str],
+    message: str | None,
+    waited: int,
+) -> None:
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+    left = iter(answers)
+
+    def ask(program: str, *arguments: str) -> str:
+        if arguments != ("requeue", "17"):
+            return "JobId=17 JobState=RUNNING"
+        code, _, text = next(left).partition(" ")
+        if code != "0":
+            raise NoAnswerError(text)
+        return ""
+
+    clock = Clock()
+    monkeypatch.setattr(queue, "time", clock)
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    assert requeue("17") == message
+    assert clock.now == waited

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.jobs.attempts import Ending, begin_attempt, end_attempt
+from launch.jobs.attempts import Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.queue import QueuedJob
 from launch.jobs.status.states import RunState, find_runs, read_state
 from launch.jobs.status.text import as_text, line_of
@@ -49,11 +49,11 @@ class RunFolder:
         self, ending: Ending | None, reason: str = "", *, cluster: str = "slurm", **more: Any
     ) -> None:
         started = begin_attempt(
-            self.folder, cluster=cluster, job_id=JOB, restart=0, nodes=("n1", "n2"), num_tasks=2,
-            started=NOW - 60,
-        )  # fmt: skip
+            self.folder, cluster=cluster, job_id=JOB, nodes=("n1", "n2"), started=NOW - 60
+        )
         if ending is not None:
-            end_attempt(started, self.folder, ending=ending, reason=reason, exit_code=None, **more)
+            outcome = Outcome(ending=ending, reason=reason, exit_code=1, **more)
+            end_attempt(started, self.folder, outcome)
 
     def checkpoint(self, step: int) -> None:
         folder = self.folder / f"checkpoints/step-{step:08d}"

@@ -169,9 +169,9 @@ def test_no_field_runs_as_shell(tmp_path: Path) -> None:
         assert all(len(shlex.split(line.removeprefix("#SBATCH "))) == 1 for line in options)
     # As SLURM does: bash runs the whole script. The last one shows that a canary would be seen.
     control = sbatch_text(LaunchSettings(setup=("touch control",)), name="run", folder=tmp_path)
-    # The interpreter would start what it gets as words, without a shell.
-    (tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")
-    (tmp_path / "python").chmod(0o755)
+    for program in ("python", "srun"):
+        (tmp_path / program).write_text("#!/bin/sh\nexit 0\n")
+        (tmp_path / program).chmod(0o755)
     for number, script in enumerate([*accepted.values(), control]):
         text = script.replace(sys.executable, str(tmp_path / "python"))
         (tmp_path / f"{number:03}.sh").write_text(text)
@@ -180,7 +180,7 @@ def test_no_field_runs_as_shell(tmp_path: Path) -> None:
         cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True,
     )  # fmt: skip
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"control", "python", *(f"{n:03}.sh" for n in range(len(accepted) + 1))}
+    assert names == {"control", "python", "srun", *(f"{n:03}.sh" for n in range(len(accepted) + 1))}
 
 
 @pytest.mark.parametrize("field", ["python", "setup"])

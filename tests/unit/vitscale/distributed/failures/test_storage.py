@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.attempts import TaskRecord, begin_attempt, read_attempts, write_record
+from launch.jobs.attempts import begin_attempt, read_attempts
 from tests.support.ranks.rank_processes import ROOT
 from vitscale.config.errors import EXIT_CODES, FailureKind
 from vitscale.distributed.failures import storage
@@ -77,15 +77,12 @@ def test_records_of_a_full_disk_are_lost_with_a_warning(
 ) -> None:
     monkeypatch.setattr(storage, "PAUSES_S", ())
     filler = fill(small_disk)
-    attempt = begin_attempt(
-        small_disk, cluster="slurm", job_id="7", restart=0, nodes=["n1"], num_tasks=1
-    )
-    write_record(small_disk / "7_0_task.json", TaskRecord(rank=0, pid=1))
+    attempt = begin_attempt(small_disk, cluster="slurm", job_id="7")
     record_failure(small_disk, Failure(kind=FailureKind.OTHER, what="x" * 600))
     assert attempt.number == 1 and not read_attempts(small_disk)
-    assert capsys.readouterr().err.count("No space left on device") == 2
+    assert capsys.readouterr().err.count("No space left on device") == 1
     filler.unlink()
-    begin_attempt(small_disk, cluster="slurm", job_id="7", restart=1, nodes=["n1"], num_tasks=1)
+    begin_attempt(small_disk, cluster="slurm", job_id="7", restart=1)
     record_failure(small_disk, Failure(kind=FailureKind.OTHER, what="y"))
     assert [each.restart for each in read_attempts(small_disk)] == [1]
     assert [failure.what for failure in read_failures(small_disk)] == ["y"]

@@ -1,12 +1,14 @@
-"""Run a stage as a job, locally or under SLURM.
+"""Run a stage's script in one task of a SLURM job.
 
-Owns: `StageJob`, the stages' scripts, and stop signals before a script handles them.
-Leaves out: submitting (`submission`), signals and checkpoints inside a stage (its script), and
-requeueing (`supervision`).
+Owns: `StageJob`, which submitit pickles, the stages' scripts, and stop signals before a script
+handles them.
+Leaves out: submitting (`submission`), signals and checkpoints inside a stage (its script), and what
+follows an attempt (`after`).
 
-A stage stopped by a signal commits a checkpoint on all ranks and ends with EXIT_STOPPED_RESUMABLE.
-submitit's own mechanism, a checkpoint inside rank 0's signal handler, cannot save a model that is
-sharded over all ranks.
+submitit replays the original pickle after every requeue. The job is therefore stateless: the
+position to resume from is in the run folder. A stage stopped by a signal commits a checkpoint on
+all ranks and ends with EXIT_STOPPED_RESUMABLE; submitit's own mechanism, a checkpoint inside rank
+0's signal handler, cannot save a model that is sharded over all ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import runpy
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from launch.jobs.attempts import TaskRecord, task_record_path, write_record
-from launch.jobs.scontrol import restart_count
-from launch.jobs.submission import Task, start_task
+from launch.jobs.attempts import begin_attempt
+from launch.jobs.queue import restart_count
+from launch.jobs.submission import enter_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.failures.ending import skip_teardown
@@ -33,14 +35,13 @@ STAGE_SCRIPTS = {
     "finetune": "finetune/main.py",
     "evaluate": "finetune/evaluate_model.py",
 }
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 # Their tasks share work through files; none waits for another.
 INDEPENDENT_STAGES = ("data_prep",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageJob:
-    """Run a stage's script in every task. Small, picklable, stateless, without torch."""
+    """Run a stage's script in every task. Small, picklable, without torch."""
 
     script: str
     """Absolute path of the stage's script."""
@@ -53,47 +54,46 @@ class StageJob:
     independent: bool = False
     """Each task is a job of its own instead of a rank of one job."""
 
-    def __call__(self) -> int:
-        task = start_task(independent=self.independent)
-        record = TaskRecord(rank=task.rank, pid=os.getpid(), node=task.node)
-        path = task_record_path(task.folder, job_id=task.job_id, rank=task.rank)
-        write_record(path, record)
+    @property
+    def arguments(self) -> list[str]:
+        return [self.script, "--config", self.config]
 
-        def write_end(code: int) -> None:
-            write_record(path, replace(record, exit_code=code, ended=time.time()))
+    def heading(self, tasks: str) -> str:
+        """The line of a log that says what runs; tasks: in words."""
+        return f"{Path(self.script).parent.name}: {tasks}, config {self.config}"
+
+    def __call__(self) -> int:
+        task = enter_task(independent=self.independent)
 
         def stop_early(number: int, _: object) -> None:
             # Nothing to save: the script has no handlers, or has not set them yet.
-            name = signal.Signals(number).name
             state = "; finished work is kept" if self.independent else " before training started"
-            print(f"stopped by {name}{state}", flush=True)
-            write_end(EXIT_STOPPED_RESUMABLE)
+            print(f"stopped by {signal.Signals(number).name}{state}", flush=True)
             os._exit(EXIT_STOPPED_RESUMABLE)
 
-        for number in STOP_SIGNALS:
+        for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, stop_early)
-        if task.rank == 0 or self.independent:
-            self._announce(task)
-        code = 1
-        try:
-            code = run_in_process(self.script, arguments=["--config", self.config])
-        finally:
-            write_end(code)
+        if task.rank == 0:
+            attempt = begin_attempt(
+                self.run_folder or task.folder / task.job_id,
+                cluster="slurm",
+                job_id=task.job_id,
+                restart=restart_count(),
+                nodes=task.nodes,
+            )
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            where = f"job {task.job_id} on {', '.join(task.nodes)}"
+            print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
+            print(self.heading(task.name), flush=True)
+            self._warn_of_other_code()
+        code = run_in_process(self.arguments)
         skip_teardown(code)
         if code:
             # The script has reported its error; no traceback is needed.
             raise SystemExit(code)
         return code
 
-    def _announce(self, task: Task) -> None:
-        tasks = f"{task.world_size} task(s)"
-        if task.array_index is not None:
-            tasks = f"task {task.array_index} ({task.array_size} in total)"
-        restarts = f"restart {number} of the job, " if (number := restart_count()) else ""
-        print(
-            f"{Path(self.script).parent.name}: {tasks}, {restarts}config {self.config}",
-            flush=True,
-        )
+    def _warn_of_other_code(self) -> None:
         now = code_version()
         if self.code_version is not None and now != self.code_version:
             print(
@@ -125,19 +125,16 @@ def stage_job(
     )
 
 
-def run_in_process(script: str, *, arguments: list[str]) -> int:
-    """Run a script in this process as `python script arguments` would. Return its exit code."""
-    argv = sys.argv
-    sys.argv = [script, *arguments]
+def run_in_process(arguments: list[str]) -> int:
+    """Run a script in this process as `python ARGUMENTS` would. Returns its exit code."""
+    sys.argv = arguments
     # The configuration is complete; a site file edited since must not change it.
     os.environ[SITE_VARIABLE] = ""
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
-    finally:
-        sys.argv = argv
     return 0

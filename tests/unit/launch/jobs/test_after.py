@@ -1,0 +1,202 @@
+"""Why an attempt ended, and whether its job starts again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.jobs import after
+from launch.jobs.after import blamed_node, restart_refusal, wait_for_storage
+from launch.jobs.attempts import Attempt, Ending, Outcome
+from launch.jobs.outcomes import classify
+from vitscale.config.errors import FailureKind
+from vitscale.distributed.failures.events import Failure, read_failures, record_failure
+
+ATTEMPT = "17/1"
+RUNNING = {"JobState": "RUNNING"}
+STORAGE = Failure(kind=FailureKind.STORAGE, what="no space", rank=1, node="n2", step=7)
+STORAGE = replace(STORAGE, reported_by=1)
+ERROR = Failure(kind=FailureKind.OTHER, what="KeyError: 7", rank=1, node="n2", reported_by=1)
+LOST = Failure(
+    kind=FailureKind.PEER_LOST, what="connection closed", rank=0, node="n1", reported_by=0
+)
+GONE = Failure(kind=FailureKind.KILLED, what="is gone", rank=1, node="n2", reported_by=0)
+EXITED = "srun: error: n1: task 0: Exited with exit code 1"
+KILLED = "srun: error: n2: task 1: Killed"
+KILL = "rank 1 on n2 was ended by SIGKILL (Killed)"
+
+
+def outcome(folder: Path, *lines: str, code: int = 1, reports: Sequence[Failure] = ()) -> Outcome:
+    """The outcome with these errors of srun and reports of ranks."""
+    for report in reports:
+        record_failure(folder, replace(report, attempt=ATTEMPT))
+    return classify(code, lines, folder, attempt=ATTEMPT, fields=RUNNING, signal_delay_s=30)
+
+
+@pytest.mark.parametrize(
+    ("line", "reports", "kind", "reason", "node"),
+    [
+        # The culprit is blamed, and not the one that notices.
+        (EXITED, [LOST, STORAGE], FailureKind.STORAGE, STORAGE.text, "n2"),
+        (EXITED, [LOST], FailureKind.PEER_LOST, LOST.text, None),
+        # Of a killed rank srun knows most, and its own report more.
+        (KILLED, [LOST], FailureKind.KILLED, KILL, "n2"),
+        (KILLED, [GONE], FailureKind.KILLED, KILL, "n2"),
+        (KILLED, [ERROR], FailureKind.OTHER, ERROR.text, "n2"),
+    ],
+)
+def test_the_cause_is_what_the_best_report_says(
+    tmp_path: Path, line: str, reports: list[Failure], kind: FailureKind, reason: str, node: str
+) -> None:
+    record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
+    found = outcome(tmp_path, line, reports=reports)
+    assert (found.kind, found.reason, found.failed_node) == (kind, reason, node)
+
+
+def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
+    outcome(tmp_path, KILLED, reports=[LOST])
+    recorded = read_failures(tmp_path, attempt=ATTEMPT)[-1]
+    assert (recorded.kind, recorded.rank, recorded.reported_by) == (FailureKind.KILLED, 1, None)
+    outcome(tmp_path, KILLED)
+    assert len(read_failures(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("what", "ending", "text"),
+    [
+        ("Exited with exit code 2", Ending.BAD_INPUT, "rank 1 on n2 ended with code 2"),
+        ("Exited with exit code 76", Ending.DIVERGED, "rank 1 on n2 ended with code 76"),
+        ("Exited with exit code 75", Ending.STOPPED, "stopped by a signal"),
+        ("User defined signal 2", Ending.STOPPED, "stopped by a signal"),
+        ("Out Of Memory", Ending.KILLED, "rank 1 on n2 ran out of memory and was killed"),
+        ("Segmentation fault (core dumped)", Ending.KILLED, "was ended by SIGSEGV"),
+    ],
+)
+def test_the_first_line_of_srun_counts(
+    tmp_path: Path, what: str, ending: Ending, text: str
+) -> None:
+    found = outcome(tmp_path, "srun: got SIGCONT", f"srun: error: n2: task 1: {what}", EXITED)
+    assert found.ending is ending and text in found.reason
+
+
+def test_lines_about_several_tasks_name_no_culprit(tmp_path: Path) -> None:
+    found = outcome(tmp_path, "srun: error: n[1-2]: tasks 0-1: Killed")
+    assert found.reason.startswith("ranks 0-1 on n[1-2] was") and found.failed_node is None
+
+
+def test_without_lines_srun_itself_failed(tmp_path: Path) -> None:
+    assert outcome(tmp_path, code=137).reason == "srun was ended by SIGKILL"
+    error = "srun: error: Unable to create step: no nodes"
+    found = outcome(tmp_path / "other", error, code=1).reason
+    assert found == "srun ended with code 1: Unable to create step: no nodes"
+
+
+def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
+    stopped = ["srun: error: n1: task 0: Exited with exit code 75"]
+
+    def of(**fields: str) -> Outcome:
+        return classify(75, stopped, tmp_path, attempt="", fields=fields, signal_delay_s=30)
+
+    for state in ("COMPLETING", "CANCELLED"):
+        assert of(JobState=state, Reason="None").ending is Ending.ENDED_BY_SLURM
+    near = str(time.time() + 60)
+    limit = of(JobState="COMPLETING", Reason="TimeLimit", EndTime=near)
+    assert limit.reason == "stopped by a signal: the time limit is near"
+    preempted = of(JobState="RUNNING", PreemptTime="1795371188", EndTime=near)
+    assert preempted.reason == "stopped by a signal: preempted"
+    # SLURM does not answer.
+    assert of().reason == "stopped by a signal"
+
+
+# ---- again or not -----------------------------------------------------------------------------
+
+
+def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
+    """One attempt for each (ending, steps gained)."""
+    found, step = [], 0
+    for restart, (ending, gained) in enumerate(endings):
+        step += gained
+        found.append(
+            Attempt(
+                number=1 + restart, cluster="slurm", job_id=job_id, restart=restart, started=0.0,
+                ended=1.0, ending=ending, reason=f"reason {1 + restart}", failed_node="n2",
+                checkpoint_step=step,
+            )
+        )  # fmt: skip
+    return found
+
+
+def refusal(found: Sequence[Attempt], *, requeues: int = 9, fruitless: int = 2) -> str | None:
+    return restart_refusal(found, max_requeues=requeues, max_fruitless_restarts=fruitless)
+
+
+KILL_0, STOP_0, FAIL_5 = (Ending.KILLED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
+
+
+@pytest.mark.parametrize(
+    ("row", "restarted"),
+    [
+        ([KILL_0] * 2, True),
+        ([KILL_0] * 3, False),
+        ([KILL_0, KILL_0, FAIL_5], True),
+        ([KILL_0, FAIL_5, KILL_0], True),
+        # A preemption neither counts nor ends the row.
+        ([KILL_0, KILL_0, STOP_0, KILL_0], False),
+        ([KILL_0, KILL_0, KILL_0, STOP_0], True),
+        ([STOP_0] * 9, True),
+        ([STOP_0] * 10, False),
+        ([FAIL_5] * 10, False),
+        ([(Ending.BAD_INPUT, 5)], False),
+        ([(Ending.DIVERGED, 5)], False),
+    ],
+)
+def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) -> None:
+    assert (refusal(attempts(*row)) is None) is restarted
+
+
+def test_a_crash_loop_names_the_reason_of_each() -> None:
+    text = refusal(attempts((Ending.KILLED, 5), KILL_0, KILL_0))
+    assert text is not None and "2 restarts in a row" in text
+    assert [f"reason {number}" in text for number in (1, 2, 3)] == [True, True, True]
+    assert "launch.exclude='n2'" in text
+    assert "is final" in (refusal(attempts(FAIL_5), fruitless=0) or "")
+    assert refusal(attempts(STOP_0), fruitless=0) is None
+
+
+def test_another_job_and_storage_do_not_count() -> None:
+    before, now = attempts(*[KILL_0] * 3), attempts(KILL_0, KILL_0, job_id="18")
+    assert refusal(before) is not None and refusal([*before, *now]) is None
+    outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
+    assert refusal(outage) is None
+
+
+def test_two_failures_in_a_row_blame_a_node() -> None:
+    first, second = attempts(KILL_0, FAIL_5)
+    assert blamed_node([first]) is None
+    assert blamed_node([first, second]) == "n2"  # progress does not acquit it
+    assert blamed_node([first, replace(second, failed_node="n1")]) is None
+    assert blamed_node([replace(first, failed_node=None), second]) is None
+    assert blamed_node([replace(first, job_id="16"), second]) is None
+    assert blamed_node(attempts(KILL_0, STOP_0, KILL_0)) is None
+
+
+def test_storage_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, pauses = tmp_path / "run", []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            folder.mkdir()
+
+    monkeypatch.setattr(after.time, "sleep", sleep)
+    wait_for_storage(folder, until=time.time() + 60)
+    assert len(pauses) == 3 and not list(folder.iterdir())
+    assert capsys.readouterr().err.count("waiting before the next start") == 1
+    wait_for_storage(tmp_path / "gone", until=time.time() - 1)
+    assert len(pauses) == 3
