@@ -102,8 +102,8 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
             why = f"job {job_id} was not requeued: {message}"
     if why is not None:
         say(f"not requeued: {why}")
-    elif node := blamed_node(attempts):
-        say(exclude(job_id, node))
+    elif fields and (node := blamed_node(attempts)):
+        say(exclude(job_id, node, fields=fields))
     return outcome.exit_code
 
 

@@ -235,17 +235,17 @@ def requeue(job_id: str) -> str | None:
         time.sleep(REQUEUE_PAUSE_S)
 
 
-def exclude(job_id: str, node: str) -> str:
+def exclude(job_id: str, node: str, *, fields: Mapping[str, str]) -> str:
     """Keep a job that was just requeued off this node. Returns what was done, in words.
 
+    fields: of the job before: while it ends, SLURM counts only the nodes that have not ended yet.
     Not if too few others are up: the job would wait for ever. SLURM changes this of waiting jobs
     alone, and a job that is requeued still ends for a moment.
     """
-    fields = job_fields(job_id)
     before = fields.get("ExcNodeList", "(null)")
     excluded = {node, *(() if before == "(null)" else _host_names(before))}
-    left = _usable_nodes(fields.get("Partition", "")) - excluded
-    if len(left) < int(fields.get("NumNodes", "1").partition("-")[0]):
+    left = _usable_nodes(fields["Partition"]) - excluded
+    if len(left) < int(fields["NumNodes"].partition("-")[0]):
         return f"{node} is not excluded: too few other nodes are up"
     deadline = time.monotonic() + EXCLUDE_SECONDS
     change = [f"JobId={job_id}", f"ExcNodeList={','.join(sorted(excluded))}"]

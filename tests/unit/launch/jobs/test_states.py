@@ -81,14 +81,6 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "vit")
 
 
-def test_a_job_that_never_started_is_queued(run: RunFolder) -> None:
-    found = read_state(run.folder, [job("PENDING", reason="Resources", start=NOW + 60)])
-    assert (found.state, found.since) == (RunState.QUEUED, NOW - 720)
-    assert "(12 min): job 4711 waits for free nodes (Resources); expected to" in line_of(
-        found, now=NOW
-    )
-
-
 def test_a_started_job_is_running(run: RunFolder) -> None:
     run.checkpoint(50)
     run.attempt(None)
@@ -107,19 +99,6 @@ def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
     run.log(4, ago=40)
     found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
     assert "last step 3 min ago" in line_of(found, now=NOW + 140)
-
-
-def test_a_requeued_job_is_paused(run: RunFolder) -> None:
-    run.attempt(Ending.STOPPED)
-    found = read_state(run.folder, [job("PENDING", reason="BeginTime")])
-    assert (found.state, found.restarts) == (RunState.PAUSED, {"stopped": 1})
-    assert run.line(job("PENDING")).endswith("restarted 1x (1 stopped)")
-
-
-def test_restarts_are_counted(run: RunFolder) -> None:
-    for ending in (Ending.STOPPED, Ending.KILLED, Ending.STOPPED, Ending.DONE):
-        run.attempt(ending)
-    assert read_state(run.folder, []).restarts == {"stopped": 2, "killed": 1}
 
 
 def test_a_complete_run_is_finished(run: RunFolder) -> None:
@@ -196,12 +175,14 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
 
 def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
     other = RunFolder(run.folder.parent / "other")
-    other.attempt(Ending.DONE)
-    run.attempt(Ending.STOPPED, "stopped by a signal")
-    runs = [read_state(each.folder, []) for each in (other, run)]
+    for ending in (Ending.STOPPED, Ending.KILLED, Ending.STOPPED, Ending.DONE):
+        other.attempt(ending)
+    waiting = job("PENDING", reason="Resources", start=NOW + 60)
+    runs = [read_state(other.folder, []), read_state(run.folder, [waiting])]
     first, second, third = as_text(runs, now=NOW).splitlines()
-    assert "vit: stopped, " in first and first.endswith("by a signal; the same command resumes it")
-    assert "other: finished" in second and third == "2 runs: 1 stopped, 1 finished"
+    assert "vit: queued since " in first and "free nodes (Resources); expected to" in first
+    assert "other: finished" in second and "3x (2 stopped, 1 killed)" in second
+    assert third == "2 runs: 1 queued, 1 finished"
 
 
 @pytest.fixture
