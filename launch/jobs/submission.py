@@ -293,26 +293,8 @@ def _outside_any_job() -> Iterator[None]:
 # ---- in a task of the job ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """One process of a running job."""
-
-    job_id: str
-    """17, or 17_3 in an array."""
-    rank: int
-    name: str
-    """What the job has, in words: `2 task(s)`, or `task 3 (64 in total)`."""
-    nodes: tuple[str, ...]
-    """Of the job."""
-    folder: Path
-    """Of the job's logs and pickles."""
-
-
-def enter_task(*, independent: bool) -> Task:
-    """Set torch's environment variables for this process; clear an earlier attempt's result.
-
-    independent: every task is a job of its own with one rank.
-    """
+def enter_task() -> JobEnvironment:
+    """Set torch's environment variables for this process; clear an earlier attempt's result."""
     environment = JobEnvironment()
     # submitit logs every SIGCONT, which SLURM sends before SIGTERM.
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
@@ -324,15 +306,4 @@ def enter_task(*, independent: bool) -> Task:
     result = environment.paths.result_pickle
     for path in (result, result.with_name(f"{result.name}.save_tmp")):
         path.unlink(missing_ok=True)
-    name = f"{environment.num_tasks} task(s)"
-    if independent:
-        # Both are unset for an array of one task, which is submitted as a plain job.
-        index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
-        name = f"task {index} ({os.environ.get('SLURM_ARRAY_TASK_COUNT', '1')} in total)"
-    return Task(
-        job_id=environment.job_id,
-        rank=environment.global_rank,
-        name=name,
-        nodes=tuple(environment.hostnames),
-        folder=environment.paths.folder,
-    )
+    return environment

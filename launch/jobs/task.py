@@ -63,7 +63,7 @@ class StageJob:
         return f"{Path(self.script).parent.name}: {tasks}, config {self.config}"
 
     def __call__(self) -> int:
-        task = enter_task(independent=self.independent)
+        task = enter_task()
 
         def stop_early(number: int, _: object) -> None:
             # Nothing to save: the script has no handlers, or has not set them yet.
@@ -73,18 +73,23 @@ class StageJob:
 
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, stop_early)
-        if task.rank == 0:
+        if task.global_rank == 0:
             attempt = begin_attempt(
-                self.run_folder or task.folder / task.job_id,
+                self.run_folder or task.paths.folder / task.job_id,
                 cluster="slurm",
                 job_id=task.job_id,
                 restart=restart_count(),
-                nodes=task.nodes,
+                nodes=task.hostnames,
             )
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            where = f"job {task.job_id} on {', '.join(task.nodes)}"
+            where = f"job {task.job_id} on {', '.join(task.hostnames)}"
             print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
-            print(self.heading(task.name), flush=True)
+            tasks = f"{task.num_tasks} task(s)"
+            if self.independent:
+                # Both are unset for an array of one task, which is submitted as a plain job.
+                index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+                tasks = f"task {index} ({os.environ.get('SLURM_ARRAY_TASK_COUNT', '1')} in total)"
+            print(self.heading(tasks), flush=True)
             self._warn_of_other_code()
         code = run_in_process(self.arguments)
         skip_teardown(code)
