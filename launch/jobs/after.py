@@ -29,7 +29,7 @@ from launch.jobs.attempts import (
     read_attempts,
 )
 from launch.jobs.outcomes import STOP_SIGNALS, classify
-from launch.jobs.queue import exclude, job_fields, requeue, restart_count
+from launch.jobs.queue import end_time, exclude, job_fields, requeue, restart_count
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.failures.storage import forgive_output
 
@@ -66,12 +66,6 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     """
     folder, job_id, restart = options.run_folder, options.job, restart_count()
     fields = job_fields(job_id) if options.code else {}
-    attempts = read_attempts(folder)
-    attempt = attempts.pop() if attempts else None
-    if attempt is None or (attempt.job_id, attempt.restart) != (job_id, restart):
-        # No rank 0 has started.
-        attempt = begin_attempt(folder, cluster="slurm", job_id=job_id, restart=restart)
-        attempts = read_attempts(folder)[: attempt.number - 1]
     outcome = classify(
         options.code,
         srun_errors,
@@ -80,22 +74,24 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
         fields=fields,
         signal_delay_s=options.signal_delay,
     )
-    ended = end_attempt(attempt, folder, outcome)
+    if outcome.kind is FailureKind.STORAGE:
+        wait_for_storage(folder, until=end_time(fields) - STORAGE_MARGIN_S)
+    attempts = read_attempts(folder)
+    if not attempts or (attempts[-1].job_id, attempts[-1].restart) != (job_id, restart):
+        # No rank 0 has started, or storage did not take its record.
+        attempts.append(begin_attempt(folder, cluster="slurm", job_id=job_id, restart=restart))
+    attempts[-1] = ended = end_attempt(attempts[-1], folder, outcome)
     if ended.ending is Ending.DONE:
         return 0
     if ended.ending is Ending.ENDED_BY_SLURM:
         say(f"SLURM is ending job {job_id}: not requeued from here")
         return outcome.exit_code
     say(f"attempt {ended.number} ended: {ended.reason}")
-    # With this one also where the disk did not take its record.
-    attempts.append(ended)
     why = restart_refusal(
         attempts,
         max_requeues=options.max_requeues,
         max_fruitless_restarts=options.max_fruitless_restarts,
     )
-    if why is None and ended.kind is FailureKind.STORAGE:
-        wait_for_storage(folder, until=float(fields.get("EndTime", "inf")) - STORAGE_MARGIN_S)
     if why is None:
         say(f"requeueing job {job_id} ({restart + 1} of {options.max_requeues})")
         if message := requeue(job_id):

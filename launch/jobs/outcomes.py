@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.jobs.attempts import Ending, Outcome
-from launch.jobs.queue import is_ended_by_slurm
+from launch.jobs.queue import end_time, is_ended_by_slurm
 from vitscale.config.errors import EXIT_CODES, EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.failures.events import Failure, cause, read_failures, record_failure
 
@@ -115,10 +115,9 @@ def classify(
     end = TaskEnd(nodes=found[1], ranks=found[2], what=found[3].strip())
     if end.exit_code == EXIT_STOPPED_RESUMABLE or end.signal in STOP_SIGNALS:
         reason = "stopped by a signal"
-        end_time = float(fields.get("EndTime", "inf"))
         if fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown"):
             reason += ": preempted"
-        elif end_time - time.time() < signal_delay_s + EARLY_S:
+        elif end_time(fields) - time.time() < signal_delay_s + EARLY_S:
             reason += ": the time limit is near"
         return Outcome(ending=Ending.STOPPED, reason=reason, exit_code=EXIT_STOPPED_RESUMABLE)
     return failure_outcome(end.failure, run_folder, attempt=attempt)

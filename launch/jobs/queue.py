@@ -10,6 +10,7 @@ nor another cluster with the same file system confuse it.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -213,6 +214,11 @@ def is_ended_by_slurm(fields: Mapping[str, str]) -> bool:
     """
     ends = fields.get("JobState") in ("COMPLETING", "CANCELLED")
     return ends and fields.get("Reason") != "TimeLimit"
+
+
+def end_time(fields: Mapping[str, str]) -> float:
+    """When the job reaches its time limit, unix seconds; infinite if SLURM does not say."""
+    return _seconds(fields.get("EndTime", "")) or math.inf
 
 
 def requeue(job_id: str) -> str | None:

@@ -103,7 +103,7 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
 
     for state in ("COMPLETING", "CANCELLED"):
         assert of(JobState=state, Reason="None").ending is Ending.ENDED_BY_SLURM
-    near = str(time.time() + 60)
+    near = str(int(time.time()) + 60)
     limit = of(JobState="COMPLETING", Reason="TimeLimit", EndTime=near)
     assert limit.reason == "stopped by a signal: the time limit is near"
     preempted = of(JobState="RUNNING", PreemptTime="1795371188", EndTime=near)
