@@ -17,7 +17,6 @@ from vitscale.models.mae import (
     reconstruction_loss,
 )
 from vitscale.models.patches import to_patches
-from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model, checkpoint_activations, decayed
 
@@ -190,11 +189,6 @@ def test_kept_patches_have_the_least_noise() -> None:
     order, places = mask_orders(np.array([[0.3, 0.1, 0.9, 0.1]]))
     assert order.tolist() == [[1, 3, 0, 2]]  # the tie keeps its order
     assert places.tolist() == [[2, 0, 3, 1]]
-
-
-def test_positions_are_those_of_mae() -> None:
-    ours = mae_position_embedding((3, 3), width=16).double()
-    torch.testing.assert_close(ours, slow_positions(3, 16), atol=1e-6, rtol=0)
 
 
 def test_start_is_that_of_mae() -> None:

@@ -23,13 +23,6 @@ def test_family_is_chosen_by_its_key() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_family_has_all_functions(name: str) -> None:
-    code = MODELS[name].load()
-    functions = "build_model decayed layers_above checkpoint_activations compile_blocks".split()
-    assert all(callable(getattr(code, function)) for function in functions)
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_only_the_objective_takes_further_inputs(name: str) -> None:
     settings = SMALL_MODELS[name]
     model = MODELS[name].load().build_model(settings.resolved(num_classes=5), seed=0)

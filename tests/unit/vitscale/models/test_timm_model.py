@@ -31,7 +31,7 @@ from vitscale.optim.optimizer import optimizer_groups
 from vitscale.optim.settings import OptimSettings
 from vitscale.training import build
 
-NAMES = ("test_vit", "test_vit_relpos", "test_convnext", "test_efficientnet_gn", "test_mambaout")
+NAMES = ("test_vit", "test_convnext", "test_efficientnet_gn", "test_mambaout")
 SIZE = 64
 
 

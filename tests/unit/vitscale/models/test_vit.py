@@ -1,179 +1,328 @@
-"""The built model against the papers' numbers."""
+"""The Vision Transformer: every option against NumPy, its start against the papers, its outputs."""
 
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from timm.models.deit import VisionTransformerDistilled
 
-from vitscale.config.errors import UserError
+from tests.support.engine.numpy_vit import vit_logits
+from vitscale.models.costs import num_parameters
+from vitscale.models.interface import SharedDropPath
+from vitscale.models.positions import sincos_position_embedding
 from vitscale.models.settings import ViTSettings
-from vitscale.models.vit import ViT, build_model, decayed
-from vitscale.models.weights.transfer import transfer_weights
+from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
+from vitscale.training.loop import seed_step
 from vitscale.training.losses import sigmoid_loss, softmax_loss
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
+PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-def small(**changes: object) -> torch.nn.Module:
-    settings = SMALL.model_copy(update=changes)
-    return build_model(settings.resolved(num_classes=5), seed=0)
+def arch_of(*, num_classes: int = 5, **changes: object) -> ViTSettings:
+    return SMALL.model_copy(update=changes).resolved(num_classes=num_classes)
 
 
-def test_built_b16_has_the_papers_parameter_count() -> None:
-    settings = ViTSettings(preset="B/16")
-    model = build_model(settings.resolved(num_classes=1000), seed=0)
-    assert sum(p.numel() for p in model.parameters()) == 86_567_656
+def small(**changes: Any) -> Any:
+    return build_model(arch_of(**changes), seed=3)
+
+
+def shaken(**changes: Any) -> Any:
+    """A model in double precision in which no weight is zero and the eps of the norms matters."""
+    model = small(**changes).double().eval()
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random).double() * 0.05)
+            if name.split(".")[0] in ("patch_embed", "cls_token", "pos_embed", "reg_token"):
+                parameter.mul_(0.02)
+    return model
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"gelu": "erf", "representation_layer": True},
+    {"pool": "gap", "layer_norm_eps": 1e-5},
+    {"class_position": False},
+    {"num_registers": 3},
+    {"num_registers": 2, "pool": "gap", "layer_scale": 0.1},
+    {"pool": "gap", "class_token": True},
+    {"pool": "gap", "class_token": True, "pool_norm": True, "positions": "sincos2d_mae"},
+    {"head_width": 7, "positions": "sincos2d"},
+    {"positions": "sincos2d", "pool": "gap", "num_registers": 1, "representation_layer": True},
+    {"pool": "map", "mlp_width": 96},
+    {"pool": "cls_mean", "mlp": "swiglu"},
+    {"distillation_token": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_forward_and_count_equal_independent_references(options: dict[str, Any]) -> None:
+    model, arch = shaken(**options), arch_of(**options)
+    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    weights["pos_embed"] = model.pos_embed.detach().numpy()
+    facts = {"gelu": arch.gelu, "eps": arch.layer_norm_eps, "pool": arch.pool}
+    with torch.no_grad():
+        logits = model(PIXELS.double()).numpy()
+    expected = vit_logits(weights, PIXELS.numpy(), num_heads=2, **facts)
+    assert np.allclose(logits, expected, atol=1e-10)
+    # The comparison is sensitive: another GELU or another eps fails.
+    for wrong in ({"gelu": "erf" if arch.gelu == "tanh" else "tanh"}, {"eps": 3e-6}):
+        other = vit_logits(weights, PIXELS.numpy(), num_heads=2, **(facts | wrong))
+        assert not np.allclose(logits, other, atol=1e-7) or "mlp" in options and "gelu" in wrong
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
+    assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
+    kept = [name for name, p in model.named_parameters() if decayed(name, p)]
+    assert {"patch_embed.proj.weight"} < set(kept) and all(n.endswith("weight") for n in kept)
+    assert not any("norm" in name or "token" in name for name in kept)
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize(("width", "mlp_width"), [(88, 120), (104, 240), (24, 96)])
 def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int, mlp: str) -> None:
     """timm rounds the product of width and ratio down."""
-    settings = SMALL.model_copy(
-        update={"width": width, "num_heads": 2, "mlp_width": mlp_width, "mlp": mlp}
-    )
-    model = build_model(settings.resolved(num_classes=5), seed=0)
-    assert model.get_submodule("blocks.0.mlp.fc2").in_features == mlp_width
+    model = small(width=width, mlp_width=mlp_width, mlp=mlp)
+    assert model.blocks[0].mlp.fc2.in_features == mlp_width
 
 
-@pytest.mark.parametrize("pool", ["cls", "gap"])
-@pytest.mark.parametrize("representation_layer", [False, True])
-def test_features_are_what_the_head_sees(pool: str, representation_layer: bool) -> None:
-    model = small(pool=pool, representation_layer=representation_layer, head_std=0.1)
-    images = torch.randn(3, 3, 16, 16)
-    tokens = model.forward_features(images)
-    features = model(images, output="features")
-    assert torch.equal(features, tokens[:, 0] if pool == "cls" else tokens.mean(dim=1))
-    assert torch.equal(model.head(features), model(images))
+# ---- initial weights --------------------------------------------------------------------------
 
 
-def test_initial_summed_sigmoid_loss_with_21k_classes() -> None:
-    settings = SMALL.model_copy(update={"head_bias": -10.0, "num_classes": 21_843})
-    model = build_model(settings.resolved(num_classes=21_843), seed=0)
-    with torch.no_grad():
-        loss = sigmoid_loss(model(torch.randn(4, 3, 16, 16)), torch.tensor([0, 5, 9, 21_842]), 0.0)
-    # ln(1 + e^10) for the true class, and 21,842 times ln(1 + e^-10).
-    assert loss.item() == pytest.approx(
-        math.log1p(math.exp(10)) + 21_842 * math.log1p(math.exp(-10))
-    )
-    assert loss.item() == pytest.approx(10.99, abs=0.01)
+def test_default_state_is_pinned() -> None:
+    """Names, their order, and the weights of a seed."""
+    state = small().state_dict()
+    block = ["norm1.weight", "norm1.bias", "attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight"]
+    block += ["attn.proj.bias", "norm2.weight", "norm2.bias", "mlp.fc1.weight", "mlp.fc1.bias"]
+    block += ["mlp.fc2.weight", "mlp.fc2.bias"]
+    expected = ["cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"]
+    expected += [f"blocks.{i}.{name}" for i in range(2) for name in block]
+    expected += ["norm.weight", "norm.bias", "head.weight", "head.bias"]
+    assert list(state) == expected
+    # Uniform draws only: torch 2.11 and 2.15 draw other normal numbers from one seed.
+    names = ["blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "blocks.1.mlp.fc2.weight"]
+    values = [state[name][0, 0].item() for name in names]
+    assert values == pytest.approx([-0.3505386, 0.2471785, 0.2022812], abs=1e-6)
 
 
-def test_zero_head_starts_at_equal_probabilities() -> None:
-    logits = small()(torch.randn(2, 3, 16, 16))
-    assert softmax_loss(logits, torch.tensor([0, 1]), 0.0).item() == pytest.approx(math.log(5))
+@pytest.mark.parametrize(
+    "options",
+    [{"num_registers": 2, "class_position": False}, {"layer_scale": 0.1}, {"drop_path": 0.1},
+     {"attention_dropout": 0.1}, {"head_std": 0.1}],
+    ids=str,
+)  # fmt: skip
+def test_options_do_not_change_the_other_weights_of_a_seed(options: dict[str, Any]) -> None:
+    alike = {"class_position": options["class_position"]} if "class_position" in options else {}
+    plain, changed = small(**alike).state_dict(), small(**options).state_dict()
+    different = [name for name in plain if not torch.equal(plain[name], changed[name])]
+    assert different == (["head.weight"] if "head_std" in options else [])
 
 
-def test_q_k_v_have_their_own_xavier_bounds() -> None:
-    weight = small(width=96, num_heads=4).blocks[0].attn.qkv.weight
+def test_fixed_positions_are_neither_trained_nor_saved() -> None:
+    model = small(positions="sincos2d", dropout=0.5)
+    assert "pos_embed" not in model.state_dict() | dict(model.named_parameters())
+    assert torch.equal(model.pos_embed[0], sincos_position_embedding((4, 4), width=24))
+    zeros = (model._pos_embed(torch.ones(1, 16, 24)) == 0).float().mean()
+    assert zeros > 0.3  # dropout follows fixed positions too
+
+
+def test_flax_initialisation() -> None:
+    """models_vit.py; the layer that names no initialisation there has Flax's default."""
+    model = small(width=96, num_heads=4, representation_layer=True, num_registers=3)
     bound = math.sqrt(6 / (96 + 96))
-    for part in weight.chunk(3):
+    for part in model.blocks[0].attn.qkv.weight.chunk(3):
         assert 0.98 * bound < part.abs().max().item() <= bound
+    std = 1 / math.sqrt(96)
+    assert model.head[0].weight.std().item() == pytest.approx(std, rel=0.03)
+    assert model.head[0].weight.abs().max().item() == pytest.approx(2 * std / 0.8796, rel=0.01)
+    registers = model.reg_token[0]
+    assert 0 < registers.abs().max() < 1e-5 and not torch.equal(registers[0], registers[1])
+    large = {"image_size": 128, "width": 96, "num_heads": 4}
+    for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
+        spread = small(**large, position_init=name).pos_embed.std().item()
+        assert spread == pytest.approx(std, rel=0.02)
+
+
+def test_deit_initialisation() -> None:
+    """DeiT-III's models_v2.py: N(0, 0.02) everywhere; patches U(+-1 / sqrt(fan-in)), PyTorch's."""
+    model = small(
+        weight_init="deit", head_std=0.02, width=192, num_heads=4, distillation_token=True
+    )
+    weights = dict(model.named_parameters())
+    normal = ["cls_token", "dist_token", "pos_embed", "blocks.1.attn.qkv.weight"]
+    for name in (*normal, "blocks.0.mlp.fc1.weight", "head.weight", "head_dist.weight"):
+        assert weights[name].std().item() == pytest.approx(0.02, rel=0.2), name
+    assert not torch.equal(weights["head.weight"], weights["head_dist.weight"])
+    bound = 1 / math.sqrt(48)
+    patches = weights["patch_embed.proj.weight"]
+    assert 0.98 * bound < patches.abs().max().item() <= bound
+    assert 0 < weights["patch_embed.proj.bias"].abs().max().item() <= bound
+    biases = [p for name, p in weights.items() if name.endswith(("fc1.bias", "qkv.bias"))]
+    assert biases and not any(p.any() for p in biases)
+
+
+def test_first_losses_are_those_of_equal_probabilities() -> None:
+    with torch.no_grad():
+        logits = small(head_bias=-10.0, num_classes=21_843)(PIXELS)
+        loss = sigmoid_loss(logits, torch.tensor([0, 21_842]), 0.0).item()
+        # ln(1 + e^10) for the true class, and 21,842 times ln(1 + e^-10).
+        assert loss == pytest.approx(10 + 21_843 * math.log1p(math.exp(-10)))
+        assert loss == pytest.approx(10.99, abs=0.01)
+        assert softmax_loss(small()(PIXELS), torch.tensor([0, 1]), 0.0).item() == pytest.approx(
+            math.log(5)
+        )
+    last = small(head_bias=-10.0, head_std=2e-2, representation_layer=True).head[-1]
+    assert last.bias.tolist() == [-10.0] * 5
+    assert last.weight.std().item() == pytest.approx(2e-2, rel=0.2)
+
+
+# ---- regularisation -----------------------------------------------------------------------------
 
 
 def test_dropout_follows_every_dense_layer_but_qkv() -> None:
-    block = small(dropout=0.3).blocks[0]
-    assert block.attn.proj_drop.p == block.mlp.drop1.p == block.mlp.drop2.p == 0.3
-    assert small(dropout=0.3).pos_drop.p == 0.3
-    assert block.attn.attn_drop.p == 0.0
+    model = small(dropout=0.3)
+    block = model.blocks[0]
+    assert block.attn.proj_drop.p == block.mlp.drop1.p == block.mlp.drop2.p == model.pos_drop.p
+    assert (model.pos_drop.p, block.attn.attn_drop.p) == (0.3, 0.0)
 
 
-def test_weight_decay_acts_on_kernels_only() -> None:
-    names = {name for name, p in small().named_parameters() if decayed(name, p)}
-    assert names and all(name.endswith("weight") for name in names)
-    assert not any("norm" in name or "embed" in name and "patch" not in name for name in names)
-    assert "patch_embed.proj.weight" in names and "head.weight" in names
+def test_drop_path_grows_linearly_or_is_constant() -> None:
+    def rates(**how: str) -> list[float]:
+        blocks = small(drop_path=0.3, depth=4, **how).blocks
+        return [getattr(block.drop_path2, "drop_prob", 0.0) for block in blocks]
+
+    assert rates() == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert rates(drop_path_by_depth="constant") == [0.3] * 4
 
 
-def test_same_seed_same_weights() -> None:
-    first, second = small().state_dict(), small().state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+def test_attention_dropout_is_a_function_of_the_position() -> None:
+    model = small(attention_dropout=0.5)
+
+    def features(step: int) -> torch.Tensor:
+        seed_step(0, step=step, micro_step=0, rank=0)
+        return model(PIXELS, output="features")
+
+    assert torch.equal(features(1), features(1)) and not torch.equal(features(1), features(2))
+    model.eval()
+    assert torch.equal(features(1), features(2))
 
 
-def transfer(target: torch.nn.Module, source: torch.nn.Module, *, grid: tuple[int, int]) -> None:
-    transfer_weights(
-        target,
-        weights=source.state_dict(),
-        source_grid=(4, 4),
-        target_grid=grid,
-        num_prefix_tokens=1,
-        convention="google",
-        where="there",
-    )
+def test_blocks_of_different_rates_are_compiled_once() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = small(depth=4, drop_path=0.3)
+    names = set(model.state_dict())
+    compile_blocks(model, backend="aot_eager")
+    assert set(model.state_dict()) == names
+    rates = {m.rate.item() for m in model.modules() if isinstance(m, SharedDropPath)}
+    assert len(rates) == 3  # the first block has none
+    model(PIXELS).sum().backward()
+    # Without drop path in the first block, with it in the others.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    ones, drop = torch.ones(20_000, 1, 1), SharedDropPath(0.3)
+    found = drop(ones)
+    assert set(found.unique().tolist()) == {0.0, torch.tensor(1 / 0.7).item()}
+    assert abs((found == 0).float().mean().item() - 0.3) < 0.02
+    assert torch.equal(drop.eval()(ones), ones)
 
 
-def test_transfer_keeps_the_trunk_and_a_fresh_head() -> None:
-    source, target = small(representation_layer=True), small(image_size=24)
-    torch.nn.init.normal_(source.head[-1].weight)
-    torch.nn.init.normal_(source.norm.weight)
-    transfer(target, source, grid=(6, 6))
-    assert torch.equal(target.norm.weight, source.norm.weight)
-    assert target.pos_embed.shape == (1, 37, 24)
-    assert target.head.weight.abs().sum() == 0
-
-
-def test_checkpoint_of_another_model_is_refused_with_a_table() -> None:
-    target = small(depth=3)
-    before = {name: value.clone() for name, value in target.state_dict().items()}
-    with pytest.raises(UserError, match="checkpoint of another model") as caught:
-        transfer(target, small(mlp_width=44), grid=(4, 4))
-    assert "blocks.0.mlp.fc1.weight: model (40, 24), checkpoint (44, 24)" in str(caught.value)
-    assert "blocks.2.attn.proj.bias: model (24,), checkpoint not in" in str(caught.value)
-    assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
-
-
-PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-
-
-def model_with(**changes: object) -> ViT:
-    values: dict[str, object] = {
-        **{"image_size": 16, "patch_size": 4, "width": 12, "depth": 5, "num_heads": 2},
-        **{"mlp_width": 24, "num_registers": 1, "head_std": 0.1},
-    }
-    settings = ViTSettings.model_validate(values | changes)
-    return build_model(settings.resolved(num_classes=3), seed=0).eval()
+# ---- outputs ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def tokens_after(model: ViT, num_blocks: int) -> torch.Tensor:
-    """Through the last norm; the class token is first, one register follows."""
-    patches = model.patch_embed(PIXELS)
-    cls, register = (token.expand(2, 1, 12) for token in (model.cls_token, model.reg_token))
-    tokens = torch.cat([cls, register, patches + model.pos_embed], dim=1)
-    for block in list(model.blocks)[:num_blocks]:
-        tokens = block(tokens)
-    return torch.as_tensor(model.norm(tokens))
+def test_outputs_are_what_their_names_say() -> None:
+    model = small(depth=5, num_registers=1, representation_layer=True, head_std=0.1).eval()
+    features = model(PIXELS, output="features")
+    assert torch.equal(features, model.forward_features(PIXELS)[:, 0])
+    assert torch.equal(model.head(features), model(PIXELS))
+    assert torch.equal(model.head[2](model(PIXELS, output="representation")), model(PIXELS))
+    mean = small(pool="gap").eval()
+    tokens = mean.forward_features(PIXELS)
+    assert torch.equal(mean(PIXELS, output="features"), tokens.mean(dim=1))
 
+    def tokens_after(num_blocks: int) -> torch.Tensor:
+        cls, register = (token.expand(2, 1, 24) for token in (model.cls_token, model.reg_token))
+        patches = model.patch_embed(PIXELS) + model.pos_embed
+        return model.norm(model.blocks[:num_blocks](torch.cat([cls, register, patches], dim=1)))
 
-@torch.no_grad()
-def test_blocks_are_the_last_class_tokens_and_the_mean_patch() -> None:
-    model = model_with(class_position=False)
-    expected = [tokens_after(model, number)[:, 0] for number in (5, 4, 3, 2)]
-    expected.append(tokens_after(model, 5)[:, 2:].mean(dim=1))
-    assert torch.allclose(model(PIXELS, output="blocks"), torch.cat(expected, dim=1), atol=1e-6)
-
-
-@torch.no_grad()
-def test_the_representation_is_what_the_last_layer_sees() -> None:
-    model = model_with(representation_layer=True)
-    last = model.head[2]
-    found = model(PIXELS, output="representation")
-    assert torch.equal(last(found), model(PIXELS))
-    assert not torch.allclose(found, model(PIXELS, output="features"))
+    expected = [tokens_after(number)[:, 0] for number in (5, 4, 3, 2)]
+    expected.append(tokens_after(5)[:, 2:].mean(dim=1))
+    found = model(PIXELS, output="blocks")
+    assert torch.allclose(found, torch.cat(expected, dim=1), atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("changes", "missing"), [({"pool": "gap"}, "blocks"), ({"depth": 3}, "blocks"), ({}, "heads")]
 )
-def test_outputs_that_a_model_lacks_are_refused(changes: dict[str, object], missing: str) -> None:
-    model = model_with(**changes)
-    assert missing not in model.known_outputs
+def test_outputs_that_a_model_lacks_are_refused(changes: dict[str, Any], missing: str) -> None:
+    model = small(**{"depth": 4, **changes})
+    assert missing not in model.known_outputs and "logits" in model.known_outputs
     with pytest.raises(ValueError, match=f"'{missing}' is not one of logits, features"):
         model(PIXELS, output=missing)
 
 
-@pytest.mark.parametrize("depth, has_blocks", [(3, False), (4, True)])
-def test_four_blocks_are_enough_for_their_features(depth: int, has_blocks: bool) -> None:
-    assert ("blocks" in small(depth=depth).known_outputs) == has_blocks
+def test_distilled_weights_and_logits_are_those_of_timm() -> None:
+    torch.manual_seed(0)
+    theirs: Any = VisionTransformerDistilled(
+        img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2, num_classes=5
+    )
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    distilled = {"distillation_token": True, "mlp_width": 96, "gelu": "erf"}
+    ours = small(**distilled)
+    ours.load_state_dict(theirs.state_dict())
+    both = torch.stack(ours.eval()(PIXELS, output="heads"))
+    assert torch.equal(ours(PIXELS), theirs.eval()(PIXELS))
+    assert torch.equal(
+        ours(PIXELS, output="features"),
+        theirs.forward_head(theirs.forward_features(PIXELS), pre_logits=True),
+    )
+    theirs.set_distilled_training(True)
+    assert torch.equal(both, torch.stack(theirs.train()(PIXELS)))
+    # Training without a teacher trains both heads, through the mean that is used at test.
+    torch.testing.assert_close(ours.train()(PIXELS), both.mean(0))
+    ours(PIXELS).square().sum().backward()
+    assert all(p.grad is not None for p in ours.parameters())
+    arch = arch_of(**distilled)
+    assert (layers_above("dist_token", arch), layers_above("head_dist.weight", arch)) == (3, 0)
+
+
+# ---- settings -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, ""),
+        ({"num_heads": 5, "head_width": 3}, ""),
+        ({"num_heads": 5}, "model.num_heads: .*or set model.head_width"),
+        ({"image_size": 18}, "model.image_size: .*nearest: 16 or 20"),
+        ({"image_size": 3}, "model.image_size: 3 px hold no patch of 4 px; give at least 4"),
+        ({"positions": "sincos2d", "width": 6}, "model.positions"),
+        ({"class_position": True, "pool": "gap"}, "model.class_position"),
+        ({"class_position": True, "positions": "sincos2d"}, "model.class_position"),
+        ({"class_position": True, "num_registers": 1}, "model.class_position"),
+        ({"class_position": False, "num_registers": 1, "positions": "sincos2d"}, ""),
+        ({"distillation_token": True}, ""),
+        ({"distillation_token": True, "pool": "gap"}, "model.pool: a distillation token needs cls"),
+        ({"distillation_token": True, "num_registers": 2}, "model.num_registers: a distillation"),
+        ({"distillation_token": True, "class_position": False}, "model.class_position: a distil"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together(changes: dict[str, Any], problem: str) -> None:
+    found = [": ".join(each) for each in SMALL.model_copy(update=changes).problems()]
+    assert len(found) == bool(problem), found
+    if problem:
+        assert re.match(problem, found[0]), found
+
+
+def test_resolved_settings_stay_as_they_are() -> None:
+    settings = ViTSettings(preset="B/16", depth=2)
+    arch = settings.resolved(num_classes=7)
+    assert (arch.width, arch.depth, arch.patch_size, arch.num_classes) == (768, 2, 16, 7)
+    assert arch.resolved(num_classes=9) == arch and settings.width is None

@@ -1,7 +1,8 @@
-"""Google's .npz and timm's .safetensors give the logits of timm's loader; bad files are refused."""
+"""Weights of other code bases give the logits of timm's loader; bad files are refused."""
 
 from __future__ import annotations
 
+import argparse
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,210 +11,243 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from timm.layers import GELUTanh
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import _load_weights as load_as_timm_does
 
+from finetune.settings import ModelRun
 from vitscale.config.errors import UserError
-from vitscale.models.settings import ViTSettings
-from vitscale.models.vit import build_model
+from vitscale.evaluation.trained_model import open_model
+from vitscale.models.weights.inferred import inferred_model
 from vitscale.models.weights.reading import read_weights
-from vitscale.models.weights.transfer import transfer_weights
 
 WIDTH, HEADS, DEPTH, MLP, CLASSES = 24, 2, 2, 40, 5
-SMALL = ViTSettings(
-    image_size=16, patch_size=4, width=WIDTH, depth=DEPTH, num_heads=HEADS, mlp_width=MLP
-)
-# Names of the modules of a block: attention, MLP, second norm.
-VIT_JAX, BIG_VISION = (1, 3, 2), (0, 0, 1)
+Arrays = dict[str, np.ndarray]
 
 
-def arrays(
-    *, layout: tuple[int, int, int] = VIT_JAX, rows: int = 17, cls: bool = True
-) -> dict[str, np.ndarray]:
-    """Random weights under Google's names."""
-    random = np.random.default_rng(0)
-    attention, mlp, norm = layout
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding/kernel": (4, 4, 3, WIDTH),
-        "embedding/bias": (WIDTH,),
-        "Transformer/encoder_norm/scale": (WIDTH,),
-        "Transformer/encoder_norm/bias": (WIDTH,),
-        "head/kernel": (WIDTH, CLASSES),
-        "head/bias": (CLASSES,),
-    }
-    where = "Transformer/posembed_input/" if layout == VIT_JAX else ""
-    shapes[f"{where}pos_embedding"] = (1, rows, WIDTH)
-    if cls:
-        shapes["cls"] = (1, 1, WIDTH)
-    for block in range(DEPTH):
-        b = f"Transformer/encoderblock_{block}/"
-        for name in (f"{b}LayerNorm_0/", f"{b}LayerNorm_{norm}/"):
-            shapes |= {f"{name}scale": (WIDTH,), f"{name}bias": (WIDTH,)}
-        a = f"{b}MultiHeadDotProductAttention_{attention}/"
+def arrays(*, is_big_vision: bool = False, pool: str = "token", rows: int | None = None) -> Arrays:
+    """Random weights under Google's names, without a class token unless the pool reads it."""
+    attention, mlp, second_norm = (0, 0, 1) if is_big_vision else (1, 3, 2)
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def module(where: str, kernel: tuple[int, ...], *bias: int, weight: str = "kernel") -> None:
+        shapes.update({f"{where}/{weight}": kernel, f"{where}/bias": bias or kernel[-1:]})
+
+    def block(where: str, *, attention: int, mlp: int) -> None:
         for name in ("query", "key", "value"):
-            shapes[f"{a}{name}/kernel"] = (WIDTH, HEADS, WIDTH // HEADS)
-            shapes[f"{a}{name}/bias"] = (HEADS, WIDTH // HEADS)
-        shapes[f"{a}out/kernel"] = (HEADS, WIDTH // HEADS, WIDTH)
-        shapes[f"{a}out/bias"] = (WIDTH,)
-        m = f"{b}MlpBlock_{mlp}/"
-        shapes |= {f"{m}Dense_0/kernel": (WIDTH, MLP), f"{m}Dense_0/bias": (MLP,)}
-        shapes |= {f"{m}Dense_1/kernel": (MLP, WIDTH), f"{m}Dense_1/bias": (WIDTH,)}
-    return {
-        name: random.normal(scale=0.2, size=shape).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+            place = f"{where}MultiHeadDotProductAttention_{attention}/{name}"
+            module(place, (WIDTH, HEADS, WIDTH // HEADS), HEADS, WIDTH // HEADS)
+        place = f"{where}MultiHeadDotProductAttention_{attention}/out"
+        module(place, (HEADS, WIDTH // HEADS, WIDTH), WIDTH)
+        module(f"{where}MlpBlock_{mlp}/Dense_0", (WIDTH, MLP))
+        module(f"{where}MlpBlock_{mlp}/Dense_1", (MLP, WIDTH))
+
+    module("embedding", (4, 4, 3, WIDTH))
+    module("Transformer/encoder_norm", (WIDTH,), weight="scale")
+    module("head", (WIDTH, CLASSES))
+    num_rows = rows or 16 + (pool == "token")
+    where = "" if is_big_vision else "Transformer/posembed_input/"
+    shapes[f"{where}pos_embedding"] = (1, num_rows, WIDTH)
+    if pool == "token":
+        shapes["cls"] = (1, 1, WIDTH)
+    for number in range(DEPTH):
+        b = f"Transformer/encoderblock_{number}/"
+        module(f"{b}LayerNorm_0", (WIDTH,), weight="scale")
+        module(f"{b}LayerNorm_{second_norm}", (WIDTH,), weight="scale")
+        block(b, attention=attention, mlp=mlp)
+    if pool == "map":
+        shapes["MAPHead_0/probe"] = (1, 1, WIDTH)
+        module("MAPHead_0/LayerNorm_0", (WIDTH,), weight="scale")
+        block("MAPHead_0/", attention=0, mlp=0)
+    random = np.random.default_rng(0)
+    return {n: random.normal(scale=0.2, size=s).astype(np.float32) for n, s in shapes.items()}
 
 
-def npz(path: Path, content: dict[str, np.ndarray], *, prefix: str = "") -> Path:
+def npz(path: Path, content: Arrays, *, prefix: str = "") -> Path:
     np.savez(path, **{f"{prefix}{name}": value for name, value in content.items()})
     return path
 
 
-def built(**changes: Any) -> VisionTransformer:
-    settings = SMALL.model_copy(update=changes)
-    return build_model(settings.resolved(num_classes=CLASSES), seed=3).eval()
-
-
-def loaded(path: Path, *, grid: tuple[int, int] | None = None, **changes: Any) -> VisionTransformer:
-    """Our model with the file's trunk and, for the comparison, its head."""
-    model = built(**changes)
-    external = read_weights(path, grid=grid)
-    transfer_weights(
-        model,
-        weights=external.tensors,
-        source_grid=external.grid,
-        target_grid=(model.patch_embed.grid_size[0], model.patch_embed.grid_size[1]),
-        num_prefix_tokens=model.num_prefix_tokens,
-        convention="google",
-        where=str(path),
-    )
-    assert model.head.weight.abs().max() == 0
-    model.head.load_state_dict(
-        {name: external.tensors[f"head.{name}"] for name in ("weight", "bias")}
-    )
+def theirs(**options: Any) -> Any:
+    """timm's model with random weights."""
+    torch.manual_seed(0)
+    options = {"mlp_ratio": MLP / WIDTH, "num_classes": CLASSES, **options}
+    model = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=WIDTH, depth=DEPTH, num_heads=HEADS, **options
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
     return model
 
 
-def logits(model: torch.nn.Module, size: int = 16) -> torch.Tensor:
-    images = torch.randn(3, 3, size, size, generator=torch.Generator().manual_seed(1))
+def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        return model(images)
+        return model(torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("layout, prefix", [(VIT_JAX, ""), (BIG_VISION, "params/")])
+def opened(path: Path, **values: Any) -> torch.Tensor:
+    return logits(
+        open_model(**ModelRun.model_validate({"init": str(path), **values}).source()).network
+    )
+
+
+# ---- Google -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("is_big_vision", "pool"), [(False, "token"), (True, "token"), (True, "avg"), (True, "map")]
+)
 def test_logits_of_an_npz_equal_those_of_timms_loader(
-    tmp_path: Path, layout: tuple[int, int, int], prefix: str
+    tmp_path: Path, is_big_vision: bool, pool: str
 ) -> None:
-    path = npz(tmp_path / "weights.npz", arrays(layout=layout), prefix=prefix)
-    theirs = built()
-    load_as_timm_does(theirs, str(path))
-    assert logits(theirs).std() > 0.1
-    assert torch.allclose(logits(loaded(path)), logits(theirs), atol=1e-6)
+    content = arrays(is_big_vision=is_big_vision, pool=pool)
+    prefix = "params/" if is_big_vision else ""
+    path = npz(tmp_path / "weights.npz", content, prefix=prefix)
+    options = {"class_token": pool == "token", "global_pool": pool, "fc_norm": False}
+    expected = theirs(act_layer=GELUTanh, final_norm=True, **options)
+    load_as_timm_does(expected, str(path), prefix=prefix)
+    assert logits(expected).std() > 0.1
+    assert torch.allclose(opened(path), logits(expected), atol=1e-5)
 
 
-def test_older_prefix_and_both_head_layers_are_read(tmp_path: Path) -> None:
-    content = arrays()
-    extra = {"pre_logits/kernel": np.ones((WIDTH, WIDTH)), "pre_logits/bias": np.ones(WIDTH)}
-    path = npz(tmp_path / "old.npz", content | extra, prefix="opt/target/")
-    with zipfile.ZipFile(path, "a") as archive:  # beside the weights, and never read
+def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
+    """Blocks stacked by `scan=True`, a text tower, optimiser states, bf16 as NumPy has it."""
+    content = arrays(is_big_vision=True)
+    expected = opened(npz(tmp_path / "plain.npz", content, prefix="params/"))
+    block = "Transformer/encoderblock_0/"
+    stacked = {n: v for n, v in content.items() if "encoderblock_" not in n}
+    for name in (n for n in content if n.startswith(block)):
+        each = [content[name.replace("_0/", f"_{number}/", 1)] for number in range(DEPTH)]
+        stacked[name.replace("_0/", "/", 1)] = np.stack(each)
+    text = {f"params/img/{name}": value for name, value in stacked.items()}
+    text["params/txt/head/kernel"] = np.ones((2, 2), np.float32)
+    assert torch.equal(opened(npz(tmp_path / "stacked.npz", text)), expected)
+    old = npz(tmp_path / "old.npz", content, prefix="opt/target/")
+    with zipfile.ZipFile(old, "a") as archive:  # never read
         archive.writestr("opt/state/step.npy", b"whatever")
-    found = read_weights(path, grid=None).tensors
-    plain = read_weights(npz(tmp_path / "plain.npz", content), grid=None).tensors
-    heads = {name: tuple(found.pop(name).shape) for name in list(found) if name[:4] == "head"}
+    assert torch.equal(opened(old), expected)
+    rounded = {k: torch.from_numpy(v).bfloat16() for k, v in content.items()}
+    raw = {k: v.view(torch.int16).numpy().view("V2") for k, v in rounded.items()}
+    exact = {k: v.float().numpy() for k, v in rounded.items()}
+    found = opened(npz(tmp_path / "bf16.npz", raw))
+    assert torch.equal(found, opened(npz(tmp_path / "fp32.npz", exact)))
+
+
+def test_a_representation_layer_and_its_head_are_one_module(tmp_path: Path) -> None:
+    extra = {"pre_logits/kernel": np.ones((WIDTH, WIDTH)), "pre_logits/bias": np.ones(WIDTH)}
+    found = read_weights(npz(tmp_path / "x.npz", arrays() | extra)).tensors
+    heads = {name: tuple(tensor.shape) for name, tensor in found.items() if name[:4] == "head"}
     assert heads == {
         "head.0.weight": (WIDTH, WIDTH),
         "head.0.bias": (WIDTH,),
         "head.2.weight": (CLASSES, WIDTH),
         "head.2.bias": (CLASSES,),
     }
-    assert all(torch.equal(found[name], plain[name]) for name in found)
 
 
-def test_class_position_can_be_folded_into_the_token(tmp_path: Path) -> None:
-    """big_vision adds positions to patches only; its own conversion folds the first row."""
-    content = arrays()
-    folded = dict(content)
-    rows = folded.pop("Transformer/posembed_input/pos_embedding")
-    folded["pos_embedding"], folded["cls"] = rows[:, 1:], content["cls"] + rows[:, :1]
-    expected = logits(loaded(npz(tmp_path / "a.npz", content)))
-    path = npz(tmp_path / "b.npz", folded)
-    for class_position in (None, False):
-        found = logits(loaded(path, class_position=class_position))
-        assert torch.allclose(found, expected, atol=1e-6)
-
-
-def test_bfloat16_is_read_as_numpy_stores_it(tmp_path: Path) -> None:
-    content = arrays()
-    rounded = {k: torch.from_numpy(v).bfloat16() for k, v in content.items()}
-    raw = {k: v.view(torch.int16).numpy().view("V2") for k, v in rounded.items()}
-    exact = {k: v.float().numpy() for k, v in rounded.items()}
-    found = logits(loaded(npz(tmp_path / "bf16.npz", raw)))
-    assert torch.equal(found, logits(loaded(npz(tmp_path / "fp32.npz", exact))))
+def test_settings_that_are_given_win_over_the_formats(tmp_path: Path) -> None:
+    path = npz(tmp_path / "x.npz", arrays())
+    expected = theirs()
+    load_as_timm_does(expected, str(path))
+    found = (opened(path, model={"name": "vit", "gelu": "erf"}), opened(path))
+    given, default = ((each - logits(expected)).abs().max() for each in found)
+    assert 10 * given < default
 
 
 def test_nonsquare_grid_must_be_given(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", arrays(rows=19))
-    with pytest.raises(UserError, match="form no square") as caught:
-        read_weights(path, grid=None)
-    assert "init_grid" in str(caught.value)
-    assert loaded(path, grid=(3, 6)).pos_embed.shape == (1, 17, WIDTH)
+    with pytest.raises(UserError, match=r"form no square(?s:.*)init_grid"):
+        read_weights(path)
+    assert opened(path, init_grid=[3, 6], image_size=16).shape == (3, CLASSES)
     with pytest.raises(UserError, match="does not hold"):
-        loaded(path, grid=(4, 5))
+        opened(path, init_grid=[4, 5])
 
 
-def timms(path: Path, **changes: Any) -> VisionTransformer:
-    """timm's model and its weights in a file."""
-    torch.manual_seed(0)
-    model = VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=WIDTH, depth=DEPTH, num_heads=HEADS,
-        mlp_ratio=MLP / WIDTH, num_classes=CLASSES, init_values=0.3, **changes,
-    ).eval()  # fmt: skip
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    save_file(model.state_dict(), path)
-    return model
+# ---- PyTorch ------------------------------------------------------------------------------------
 
 
-def test_logits_of_timms_safetensors_equal_timms(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    theirs = timms(path)
-    ours = loaded(path, gelu="erf", layer_scale=0.1)
-    assert logits(theirs).std() > 0.01
-    assert torch.allclose(logits(ours), logits(theirs), atol=1e-6)
+def test_weights_of_timm_and_deit_give_their_logits(tmp_path: Path) -> None:
+    model = theirs(init_values=0.3)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    deit = {n.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): v
+            for n, v in state.items()}  # fmt: skip
+    for content in (state, deit):
+        save_file(content, tmp_path / "model.safetensors")
+        found = opened(tmp_path / "model.safetensors", model={"name": "vit", "num_heads": HEADS})
+        assert torch.allclose(found, logits(model), atol=1e-6)
 
 
-def test_a_norm_after_the_mean_is_another_model(tmp_path: Path) -> None:
-    """timm also has the papers' form: `fc_norm=False`."""
-    path = tmp_path / "model.safetensors"
-    options: dict[str, Any] = {"global_pool": "avg", "class_token": False}
-    same = timms(path, **options, fc_norm=False, final_norm=True)
-    ours = loaded(path, pool="gap", gelu="erf", layer_scale=0.1)
-    assert torch.allclose(logits(ours), logits(same), atol=1e-6)
-    timms(path, **options)
-    with pytest.raises(UserError, match="fc_norm.weight: model not in this model"):
-        loaded(path, pool="gap", gelu="erf", layer_scale=0.1)
+STATE = {
+    "cls_token": torch.full((1, 1, 8), 2.0),
+    "pos_embed": torch.arange(80.0).view(1, 10, 8),
+    "patch_embed.proj.weight": torch.ones(8, 3, 4, 4, dtype=torch.float16),
+    "blocks.0.norm1.weight": torch.ones(8),
+}
+ARGS = argparse.Namespace(lr=0.1, output_dir=Path("/somewhere"))
+HEADS_OF_DINO = {
+    "backbone.mask_token": torch.ones(1, 8),
+    "dino_head.mlp.0.weight": torch.ones(2, 2),
+}
 
 
-def test_deits_own_names_of_layer_scale(tmp_path: Path) -> None:
-    state = {k: v.clone() for k, v in built(layer_scale=0.1).state_dict().items()}
-    state["blocks.1.ls2.gamma"].fill_(0.7)
-    deit = {k.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): v
-            for k, v in state.items()}  # fmt: skip
-    save_file(deit, tmp_path / "deit.safetensors")
-    model = loaded(tmp_path / "deit.safetensors", layer_scale=1e-4)
-    assert model.blocks[1].ls2.gamma.tolist() == pytest.approx([0.7] * WIDTH)
+def under(prefix: str) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": value for name, value in STATE.items()}
 
 
-def test_other_architectures_are_refused_with_a_table(tmp_path: Path) -> None:
-    content = arrays()
-    content["Transformer/encoderblock_2/LayerNorm_0/scale"] = np.zeros(WIDTH, np.float32)
-    path = npz(tmp_path / "other.npz", content)
-    with pytest.raises(UserError) as caught:
-        loaded(path, mlp_width=48)
-    text = str(caught.value)
-    assert "blocks.2.norm1.weight: model not in this model, checkpoint (24,)" in text
-    assert "blocks.0.mlp.fc1.weight: model (48, 24), checkpoint (40, 24)" in text
+CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": STATE, "optimizer": {"state": {0: {"step": 1}}}, "epoch": 3, "args": ARGS},
+        {"state_dict": under("module.")},
+        {"student": {}, "teacher": under("module.backbone."), "epoch": 1},
+        {"teacher": under("backbone.") | HEADS_OF_DINO},
+        {"model": {name: torch.nn.Parameter(value) for name, value in STATE.items()}},
+        CHUNKED,
+    ],
+    ids=["mae", "timm", "dino", "dinov2", "parameters", "chunks"],
+)
+@pytest.mark.parametrize("kind", ["zip", "old", "deflated"])
+def test_files_of_trainers_load_as_their_weights(tmp_path: Path, content: Any, kind: str) -> None:
+    path = tmp_path / "model.pth"
+    torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
+    if kind == "deflated":
+        with zipfile.ZipFile(path) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in members.items():
+                archive.writestr(name, data)
+    found = read_weights(path)
+    path.write_bytes(bytes(path.stat().st_size))  # the weights do not change with their file
+    assert found.grid == (3, 3)
+    assert found.tensors.keys() - {"mask_token"} == STATE.keys()
+    assert all(torch.equal(found.tensors[name], STATE[name].float()) for name in STATE)
+    assert all(value.dtype == torch.float32 for value in found.tensors.values())
+
+
+# DeiT's Ti, SigLIP's So400m, H and DINOv2's g; any other has heads of 64 channels.
+@pytest.mark.parametrize(
+    ("width", "heads"), [(192, 3), (1152, 16), (1280, 16), (1536, 24), (640, 10)]
+)
+def test_heads_are_those_of_the_known_model(tmp_path: Path, width: int, heads: int) -> None:
+    shapes = {
+        "cls_token": (1, 1, width),
+        "pos_embed": (1, 2, width),
+        "patch_embed.proj.weight": (width, 3, 2, 2),
+        "blocks.0.norm1.weight": (width,),
+        "blocks.0.mlp.fc1.weight": (8, width),
+        "blocks.0.mlp.fc2.weight": (width, 8),
+    }
+    path = tmp_path / "bare.safetensors"
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, path)
+    settings, classes = inferred_model(read_weights(path), chosen=None, path=path)
+    assert (settings.num_heads, settings.width, classes) == (heads, width, 0)  # type: ignore[attr-defined]  # a ViT's
+
+
+# ---- bad files ----------------------------------------------------------------------------------
 
 
 class Trap:
@@ -226,63 +260,53 @@ class Trap:
         return (Path.touch, (self.path,))
 
 
-def test_pickled_objects_are_refused_unread(tmp_path: Path) -> None:
-    content = arrays() | {"cls": np.array([Trap(tmp_path / "sprung")], dtype=object)}
-    path = npz(tmp_path / "trap.npz", content)
-    with pytest.raises(UserError, match="Object arrays cannot be loaded"):
-        read_weights(path, grid=None)
-    assert not (tmp_path / "sprung").exists()
+@pytest.mark.parametrize("kind", ["zip", "old", "npz"])
+def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> None:
+    sprung, path = tmp_path / "sprung", tmp_path / "trap.pth"
+    if kind == "npz":
+        path = npz(
+            tmp_path / "trap.npz", arrays() | {"cls": np.array([Trap(sprung)], dtype=object)}
+        )
+    else:
+        content = {"model": STATE, "extra": Trap(sprung)}
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
+    message = (
+        "Object arrays cannot be" if kind == "npz" else "may run code; nothing of it was loaded"
+    )
+    with pytest.raises(UserError, match=message):
+        read_weights(path)
+    assert not sprung.exists()
+    if kind != "npz":
+        torch.load(path, weights_only=False)  # the trap is a real one
+        assert sprung.exists()
 
 
-def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     whole = npz(tmp_path / "whole.npz", arrays()).read_bytes()
-    # A byte of an array changed: zip's own checksum detects it.
+    torch.save(STATE, tmp_path / "whole.pth")
     middle = len(whole) // 2
-    for name, content in {
+    bad: dict[str, Any] = {
         "cut.npz": whole[:middle],
+        # zip's own checksum detects a byte that changed.
         "changed.npz": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
-        "text.npz": b"hello",
-        "text.safetensors": b"hello" * 10,
-        "empty.npz": b"",
-        "empty.safetensors": b"",
-    }.items():
+        "cut.pth": (tmp_path / "whole.pth").read_bytes()[:-300],
+        **{f"text{suffix}": b"<html>" * 9 for suffix in (".npz", ".safetensors", ".pth")},
+        **{f"empty{suffix}": b"" for suffix in (".npz", ".safetensors", ".pth")},
+    }
+    for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=name):
-            read_weights(tmp_path / name, grid=None)
+        with pytest.raises(UserError, match="is damaged or no file of weights") as caught:
+            read_weights(tmp_path / name)
+        assert name in str(caught.value) and len(str(caught.value).splitlines()) <= 3
+    for content, message in (
+        ({"model": {"x": 1}}, "'x' is no tensor"),
+        ([torch.ones(1)], "holds no tensors by name"),
+    ):
+        torch.save(content, tmp_path / "odd.pth")
+        with pytest.raises(UserError, match=message):
+            read_weights(tmp_path / "odd.pth")
     with pytest.raises(UserError, match="cannot be read .No such file"):
-        read_weights(tmp_path / "missing.npz", grid=None)
+        read_weights(tmp_path / "missing.npz")
     npz(tmp_path / "other.npz", {"a": np.ones(2), "b": np.ones(2)})
     with pytest.raises(UserError, match="its first names: a, b"):
-        read_weights(tmp_path / "other.npz", grid=None)
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-def test_weights_of_mae_load_without_their_decoder(tmp_path: Path, suffix: str) -> None:
-    """Names below `model.`, as in mae_pretrain_*; those of the decoder as in *_full."""
-    source = built(num_classes=None)
-    state = {name: value for name, value in source.state_dict().items() if "head" not in name}
-    decoder = {
-        "mask_token": torch.ones(1, 1, 8),
-        "decoder_pos_embed": torch.ones(1, 17, 8),
-        "decoder_blocks.0.norm1.weight": torch.ones(8),
-    }
-    path = tmp_path / f"mae{suffix}"
-    both = {f"model.{name}": value.clone() for name, value in (state | decoder).items()}
-    if suffix == ".npz":
-        np.savez(path, **{name: value.numpy() for name, value in both.items()})
-    else:
-        save_file(both, path)
-    found = read_weights(path, grid=None)
-    assert found.grid == (4, 4)
-    target = built(pool="gap", class_token=True, pool_norm=True)
-    left_out = transfer_weights(
-        target,
-        weights=found.tensors,
-        source_grid=found.grid,
-        target_grid=(4, 4),
-        num_prefix_tokens=1,
-        convention="deit",
-        where=str(path),
-    )
-    assert left_out == sorted([*decoder, "norm.bias", "norm.weight"])
-    assert torch.equal(target.blocks[1].mlp.fc2.weight, source.blocks[1].mlp.fc2.weight)
+        read_weights(tmp_path / "other.npz")

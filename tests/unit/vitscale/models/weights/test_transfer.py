@@ -1,41 +1,41 @@
-"""Transfer with registers, fixed positions, and class tokens with and without a position."""
+"""Transfer to other grids, patches, tokens, heads; what does not fit is one table."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from vitscale.config.errors import UserError
 from vitscale.models.positions import fixed_positions, sincos_position_embedding
 from vitscale.models.settings import ViTSettings
-from vitscale.models.vit import build_model
+from vitscale.models.vit import ViT, build_model
 from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+DISTILLED = {"distillation_token": True}
 
 
-def shaken(**changes: object) -> torch.nn.Module:
+def shaken(*, num_classes: int = 5, **changes: object) -> ViT:
     """A model in evaluation mode whose weights, the head's too, are all random."""
-    settings = SMALL.model_copy(update=changes)
-    model = build_model(settings.resolved(num_classes=5), seed=0).eval()
+    model = build_model(SMALL.model_copy(update=changes).resolved(num_classes=num_classes), seed=0)
     random = torch.Generator().manual_seed(len(changes))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(std=0.1, generator=random)
-    return model
+            parameter.normal_(std=0.2, generator=random)
+    return model.eval()
 
 
-def transfer(
-    target: torch.nn.Module,
-    source: torch.nn.Module,
-    grid: tuple[int, int] = (4, 4),
-    **options: bool,
-) -> list[str]:
+def transfer(target: ViT, source: ViT, **options: Any) -> list[str]:
+    weights = source.state_dict() | options.pop("more", {})
+    grids = (each.patch_embed.grid_size for each in (source, target))
+    options = dict(zip(("source_grid", "target_grid"), grids, strict=True)) | options
     return transfer_weights(
         target,
-        weights=source.state_dict(),
-        source_grid=(4, 4),
-        target_grid=grid,
+        weights=weights,
         num_prefix_tokens=source.num_prefix_tokens,
         convention="google",
         where="there",
@@ -43,80 +43,84 @@ def transfer(
     )
 
 
-@pytest.mark.parametrize("pool", ["cls", "gap"])
-def test_registers_carry_over_to_another_grid(pool: str) -> None:
-    source = shaken(num_registers=2, pool=pool)
-    target = shaken(num_registers=2, pool=pool, image_size=24)
-    transfer(target, source, (6, 6))
-    assert torch.equal(target.reg_token, source.reg_token)
-    assert target.pos_embed.shape == (1, 36, 24)
-    # Align-corners resampling keeps the corners: no register was taken for a patch.
-    corners = [0, 5, 30, 35], [0, 3, 12, 15]
-    assert torch.allclose(target.pos_embed[0, corners[0]], source.pos_embed[0, corners[1]])
-
-
-def test_modules_of_an_objective_are_left_out_and_named() -> None:
-    source, target = shaken(), shaken(num_classes=3)
+@pytest.mark.parametrize(
+    ("options", "prefix"),
+    [({"num_registers": 2}, 0), ({"num_registers": 2, "pool": "gap"}, 0), ({}, 1), (DISTILLED, 2)],
+)
+def test_tokens_carry_over_to_another_grid(options: dict[str, Any], prefix: int) -> None:
+    source, target = shaken(**options), shaken(**options, image_size=24)
     assert transfer(target, source) == []
+    for name in ("cls_token", "reg_token", "dist_token", "norm.weight"):
+        if name in source.state_dict():
+            assert torch.equal(target.state_dict()[name], source.state_dict()[name])
+    assert target.pos_embed is not None and source.pos_embed is not None
+    assert target.pos_embed.shape == (1, prefix + 36, 24)
+    assert torch.equal(target.pos_embed[:, :prefix], source.pos_embed[:, :prefix])
+    # Align-corners resampling keeps the corners: no other token was taken for a patch.
+    ours, theirs = target.pos_embed[0, prefix:], source.pos_embed[0, prefix:]
+    assert torch.allclose(ours[[0, 5, 30, 35]], theirs[[0, 3, 12, 15]])
+
+
+def test_heads_stay_fresh_unless_kept() -> None:
+    source, target = shaken(), shaken(depth=1)
+    fresh = target.head.weight.clone()
+    transfer(target, source)
+    assert torch.equal(target.head.weight, fresh) and torch.equal(
+        target.cls_token, source.cls_token
+    )
+    transfer(target, source, keep_head=True)
+    assert torch.equal(target(IMAGES), source(IMAGES))
+    with pytest.raises(UserError, match=r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"):
+        transfer(shaken(num_classes=3), source, keep_head=True)
+
+
+def test_what_only_training_or_another_pool_needs_is_left_out_and_named() -> None:
+    pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
+    source, target = shaken(), shaken(**pooled)
+    fresh = target.fc_norm.weight.clone()
+    decoder = {"mask_token": torch.ones(8), "decoder_blocks.0.norm1.weight": torch.ones(8)}
     source.objective = torch.nn.Linear(2, 2)
-    assert transfer(target, source) == ["objective.bias", "objective.weight"]
-    assert torch.equal(target.cls_token, source.cls_token)
+    left_out = transfer(target, source, more=decoder)
+    objective = ["objective.bias", "objective.weight"]
+    assert left_out == sorted([*decoder, "norm.bias", "norm.weight", *objective])
+    assert torch.equal(target.fc_norm.weight, fresh)
+    again = shaken(**pooled, num_classes=3)
+    assert transfer(again, target) == [] and torch.equal(again.fc_norm.weight, fresh)
 
 
 def test_fixed_positions_are_computed_for_the_new_grid() -> None:
     source, target = shaken(positions="sincos2d"), shaken(positions="sincos2d", image_size=24)
-    transfer(target, source, (6, 6))
+    transfer(target, source)
     assert torch.equal(target.pos_embed[0], sincos_position_embedding((6, 6), width=24))
-    assert torch.equal(target.cls_token, source.cls_token)
-
-
-def test_a_norm_after_the_mean_starts_fresh() -> None:
-    pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
-    source, target, again = shaken(), shaken(**pooled), shaken(**pooled, num_classes=3)
-    fresh = target.fc_norm.weight.clone()
-    assert transfer(target, source) == ["norm.bias", "norm.weight"]
-    assert torch.equal(target.fc_norm.weight, fresh)
-    assert torch.equal(target.cls_token, source.cls_token)
-    assert transfer(again, target) == []
-    assert torch.equal(again.fc_norm.weight, fresh)
-
-
-def test_fixed_positions_become_learned_ones_of_another_grid() -> None:
     source = shaken(positions="sincos2d_mae")
-    settings = SMALL.model_copy(update={"positions": "sincos2d_mae"})
-    description = settings.resolved(num_classes=5).description()
-    positions = fixed_positions(description, grid=(4, 4))
+    arch = SMALL.model_copy(update={"positions": "sincos2d_mae"}).resolved(num_classes=5)
+    positions = fixed_positions(arch.description(), grid=(4, 4))
     assert fixed_positions(SMALL.resolved(num_classes=5).description(), grid=(4, 4)) == {}
-    for size, grid in ((16, (4, 4)), (24, (6, 6))):
+    for size in (24, 16):  # become learned ones
         target = shaken(image_size=size)
-        transfer_weights(
-            target,
-            weights=source.state_dict() | positions,
-            source_grid=(4, 4),
-            target_grid=grid,
-            num_prefix_tokens=1,
-            convention="deit",
-            where="there",
-        )
+        transfer(target, source, more=positions)
         assert not target.pos_embed[:, 0].any()
-        if size == 16:
-            images = torch.randn(2, 3, 16, 16)
-            assert torch.allclose(
-                target.forward_features(images), source.forward_features(images), atol=1e-6
-            )
+    features = target.forward_features(IMAGES), source.forward_features(IMAGES)
+    torch.testing.assert_close(*features)
 
 
 @pytest.mark.parametrize("with_position", [True, False])
 def test_adding_or_removing_the_class_position_keeps_features(with_position: bool) -> None:
-    source = shaken(class_position=with_position)
-    target = shaken(class_position=not with_position)
-    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
-    with torch.no_grad():
-        before = target.forward_features(images)
-        transfer(target, source)
-        features = target.forward_features(images)
-        assert torch.allclose(features, source.forward_features(images), atol=1e-5)
+    source, target = shaken(class_position=with_position), shaken(class_position=not with_position)
+    before = target.forward_features(IMAGES)
+    transfer(target, source)
+    features = target.forward_features(IMAGES)
+    assert torch.allclose(features, source.forward_features(IMAGES), atol=1e-5)
     assert not torch.allclose(features, before, atol=1e-2)
+
+
+def test_a_model_sees_upsized_patches_as_their_originals() -> None:
+    source, target = shaken(), shaken(patch_size=8, image_size=32)
+    transfer(target, source, keep_head=True, resize_patches=True)
+    patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 48, 4, 4)
+    upsized = F.interpolate(patches, size=(8, 8), mode="bilinear").reshape(2, 3, 4, 4, 8, 8)
+    upsized = upsized.permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 32, 32)
+    assert torch.allclose(target(upsized), source(IMAGES), atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -127,36 +131,31 @@ def test_adding_or_removing_the_class_position_keeps_features(with_position: boo
         ({}, {"positions": "sincos2d"}, "pos_embed: model not in this model"),
         ({"positions": "sincos2d"}, {}, "pos_embed: model"),
         ({"layer_scale": 0.1}, {}, "blocks.0.ls1.gamma: model not in this model"),
+        (
+            {"mlp_width": 44},
+            {},
+            r"blocks.0.mlp.fc1.weight: model \(40, 24\), checkpoint \(44, 24\)",
+        ),
+        ({}, {"depth": 2}, "blocks.1.attn.proj.bias: model .24,., checkpoint not in"),
+        ({}, {"patch_size": 8}, r"model \(24, 3, 8, 8\)(?s:.*)init_patch=resize"),
+        ({"pool": "gap", "pool_norm": True}, {"pool": "gap"}, "fc_norm.weight: model not in this"),
     ],
 )
 def test_another_kind_of_model_is_refused_by_name(
     source: dict[str, object], target: dict[str, object], row: str
 ) -> None:
-    with pytest.raises(UserError) as caught:
-        transfer(shaken(**target), shaken(**source))
-    assert row in str(caught.value) and "keys of `model`" in str(caught.value)
+    """Nothing is loaded then."""
+    model = shaken(**target)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UserError, match=f"checkpoint of another model(?s:.*){row}") as caught:
+        transfer(model, shaken(**source))
+    assert "keys of `model`" in str(caught.value)
+    assert ("init_patch" in str(caught.value)) == ("patch_size" in target)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def test_a_wrong_grid_is_refused_with_registers_too() -> None:
-    model = shaken(num_registers=2)
-    with pytest.raises(UserError, match="does not hold"):
-        transfer_weights(
-            model,
-            weights=model.state_dict(),
-            source_grid=(3, 4),
-            target_grid=(4, 4),
-            num_prefix_tokens=3,
-            convention="google",
-            where="there",
-        )
-
-
-def test_a_kept_head_gives_the_same_logits() -> None:
-    source, target, fresh = shaken(), shaken(pool="cls", depth=1), shaken(num_classes=3)
-    images = torch.randn(2, 3, 16, 16)
-    transfer(target, source)
-    assert not torch.equal(target(images), source(images))
-    transfer(target, source, keep_head=True)
-    assert torch.equal(target(images), source(images))
-    with pytest.raises(UserError, match=r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"):
-        transfer(fresh, source, keep_head=True)
+def test_a_wrong_grid_is_refused() -> None:
+    for options in ({}, {"num_registers": 2}):
+        model = shaken(**options)
+        with pytest.raises(UserError, match="does not hold"):
+            transfer(model, model, source_grid=(3, 4))

@@ -1,4 +1,4 @@
-"""Position embeddings: conventions against independent implementations."""
+"""Positions and patch embeddings of other sizes against independent implementations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from vitscale.models.positions import resize_position_embedding
+from vitscale.models.positions import (
+    mae_position_embedding,
+    resize_patch_embedding,
+    resize_position_embedding,
+    sincos_position_embedding,
+)
 
 
 def embedding(rows: int, columns: int, *, prefix: int) -> torch.Tensor:
@@ -68,12 +73,12 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 2, 5])
+@pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("convention", REFERENCES)
 def test_conventions_equal_independent_references(convention: str, prefix: int) -> None:
     """14 x 14 to the grids of 112 x 448 and 384 x 512 px, a smaller one, and from no square."""
     for source, target in (
-        ((14, 14), (7, 28)),
+        ((14, 14), (7, 28)),  # as many tokens
         ((14, 14), (24, 32)),
         ((14, 14), (9, 9)),
         ((4, 5), (3, 9)),
@@ -87,6 +92,7 @@ def test_conventions_equal_independent_references(convention: str, prefix: int) 
             convention=convention,
         )
         assert torch.equal(resized_LD[:prefix], pos_LD[:prefix])
+        assert resized_LD.dtype == torch.float32
         expected = REFERENCES[convention](pos_LD[prefix:].reshape(*source, -1), target)
         found = resized_LD[prefix:].reshape(*target, -1)
         assert torch.allclose(found, expected, atol=1e-5), (source, target)
@@ -120,26 +126,6 @@ def test_transformers_resizes_dinov2_as_deit_does() -> None:
     assert 0.005 < (dinov2 - theirs[0]).abs().max()
 
 
-def test_resampling_conventions_differ() -> None:
-    pos_LD = embedding(4, 4, prefix=0)
-    google, timm, deit, dinov2 = (
-        resize_position_embedding(
-            pos_LD, source_grid=(4, 4), target_grid=(3, 3), num_prefix_tokens=0, convention=name
-        )
-        for name in ("google", "timm", "deit", "dinov2")
-    )
-    assert not torch.allclose(google, timm) and not torch.allclose(timm, deit)
-    assert not torch.allclose(deit, dinov2)
-
-
-def test_equal_token_counts_on_another_grid_are_resampled() -> None:
-    pos_LD = embedding(4, 4, prefix=1)
-    resized = resize_position_embedding(
-        pos_LD, source_grid=(4, 4), target_grid=(2, 8), num_prefix_tokens=1, convention="google"
-    )
-    assert resized.shape == pos_LD.shape and not torch.allclose(resized, pos_LD)
-
-
 def test_wrong_source_grid_is_refused() -> None:
     with pytest.raises(ValueError, match="does not hold 1 prefix tokens and a 4 x 4 grid"):
         resize_position_embedding(
@@ -151,10 +137,36 @@ def test_wrong_source_grid_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize("target", [(4, 4), (6, 6)])
-def test_half_precision_positions_are_resized_in_fp32(target: tuple[int, int]) -> None:
-    pos_LD = embedding(4, 4, prefix=1).bfloat16()
-    options = {"source_grid": (4, 4), "target_grid": target, "num_prefix_tokens": 1}
-    found = resize_position_embedding(pos_LD, convention="timm", **options)
-    expected = resize_position_embedding(pos_LD.float(), convention="timm", **options)
-    assert found.dtype == torch.float32 and torch.equal(found, expected)
+def bilinear_matrix(old: int, new: int) -> np.ndarray:
+    """[new * new, old * old], half-pixel centres, the border repeated; without torch."""
+    line = np.zeros((new, old))
+    for row in range(new):
+        at = min(max((row + 0.5) * old / new - 0.5, 0), old - 1)
+        low = min(int(at), old - 2)
+        line[row, low], line[row, low + 1] = 1 - (at - low), at - low
+    return np.kron(line, line)
+
+
+@pytest.mark.parametrize("new", [3, 6, 8, 14])
+def test_resized_kernels_equal_the_definition_in_float64(new: int) -> None:
+    kernel = torch.randn(7, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    inverse = np.linalg.pinv(bilinear_matrix(6, new).T)
+    expected = inverse @ kernel.double().numpy().reshape(21, 36).T
+    found = resize_patch_embedding(kernel, patch_size=new)
+    expected_DCPP = torch.from_numpy(expected.T.reshape(7, 3, new, new)).float()
+    assert torch.allclose(found, expected_DCPP, atol=2e-5)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 7), (37, 37)])
+def test_fixed_positions_equal_a_slow_table(grid: tuple[int, int]) -> None:
+    """Columns first; big_vision's frequencies include 1 / 10,000, MAE's stop short of it."""
+    for function, steps in ((sincos_position_embedding, 5), (mae_position_embedding, 6)):
+        omega = [10_000.0 ** -(band / steps) for band in range(6)]
+        slow = [
+            [wave(place * o) for place in (x, y) for wave in (math.sin, math.cos) for o in omega]
+            for y in range(grid[0])
+            for x in range(grid[1])
+        ]
+        table = function(grid, width=24)
+        assert table.dtype == torch.float32
+        assert np.allclose(table.numpy(), np.array(slow), atol=1e-6)
