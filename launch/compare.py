@@ -15,8 +15,8 @@ from pathlib import Path
 
 try:
     from launch.comparison.differences import compare, parse_budget
-    from launch.comparison.page import default_output, write_page
-    from launch.comparison.report import plain_text, tables, write_csv, write_json
+    from launch.comparison.page import default_output, render
+    from launch.comparison.report import plain_text, tables, write_csv, write_file, write_json
     from launch.comparison.runs import load_runs, search_runs
     from launch.comparison.sync import sync
     from vitscale.config.errors import UserError, run_script
@@ -79,7 +79,7 @@ def main() -> None:
             write(comparison, Path(path))
             print(f"wrote {path}")
     output = Path(arguments.output) if arguments.output else default_output(runs)
-    write_page(comparison, path=output)
+    write_file(output, render(comparison))
     print(f"report: {output}")
 
 

@@ -90,19 +90,15 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
             note(error, f"stage {name}")
             continue
         steps = []
-        for wanted in _wanted(settings, stage, kind, found):
+        for step_name, words, needs, labels in _wanted(settings, stage, kind, found):
             try:
-                run = launchable(load_run(RUN_TYPES, stage.config, overrides=wanted.words).run)
+                run = launchable(load_run(RUN_TYPES, stage.config, overrides=words).run)
                 tasks = num_tasks or run.launch.nodes * run.launch.tasks_per_node
                 check_job(run, num_tasks=tasks, cluster=cluster)
             except UserError as error:
-                note(error, wanted.name)
+                note(error, step_name)
                 continue
-            steps.append(
-                ChainStep(
-                    name=wanted.name, kind=kind, run=run, needs=wanted.needs, labels=wanted.labels
-                )
-            )
+            steps.append(ChainStep(name=step_name, kind=kind, run=run, needs=needs, labels=labels))
         if steps:
             found[name] = steps
     every = [step for steps in found.values() for step in steps]
@@ -152,21 +148,11 @@ def _has_key(kind: str, override: str) -> bool:
     return override.partition("=")[0].split(".")[0].strip() in RUN_TYPES[kind].model_fields
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Wanted:
-    """A run of a stage before it is validated."""
-
-    name: str
-    words: list[str]
-    """Its overrides."""
-    needs: tuple[str, ...]
-    labels: dict[str, str]
-
-
 def _wanted(
     chain: ChainRun, stage: ChainStage, kind: str, found: dict[str, list[ChainStep]]
-) -> Iterator[_Wanted]:
-    """Each combination of the runs of the inputs with the stage's own variants and sweep."""
+) -> Iterator[tuple[str, list[str], tuple[str, ...], dict[str, str]]]:
+    """(name, overrides, needs, labels) of each combination of the runs of the inputs with the
+    stage's own variants and sweep."""
     after = [step.name for each in stage.after for step in found[each]]
     general = [text for text in chain.overrides if _has_key(kind, text)]
     for sources in itertools.product(*(found[name] for name in stage.inputs.values())):
@@ -196,7 +182,7 @@ def _wanted(
                     f"tracking.tags={yaml_flow(tags)}",
                 ]
             needs = (*(source.name for source in sources), *after)
-            yield _Wanted(name=name, words=words, needs=needs, labels=labels)
+            yield name, words, needs, labels
 
 
 def _choices(

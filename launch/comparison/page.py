@@ -1,4 +1,4 @@
-"""Write the comparison page: one HTML file that loads nothing, with charts by plotly.
+"""Render the comparison page: one HTML file that loads nothing, with charts by plotly.
 
 Owns: the verdict, the charts, the pictures, and filling `page.html.j2`.
 Leaves out: the numbers (`differences`) and the tables (`report`).
@@ -29,16 +29,13 @@ from launch.comparison.differences import (
     has_effect,
     spread,
 )
-from launch.comparison.report import format_spread, metric_place, printable, tables, write_file
+from launch.comparison.report import format_spread, metric_place, printable, tables
 from launch.comparison.runs import RUNS_FOLDER, ComparedRun
-from vitscale.config.errors import UserError
 
 COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00"),
     *("#56b4e9", "#7f3c8d", "#5d6b78", "#b03060", "#3b7d23"),
 )
-# Settings that explain a result are listed in this order of their first part.
-REASON_ORDER = ("init", "stage", "model", "objective", "optim", "schedule", "data", "seed")
 MAX_REASONS = 8
 # Of a longer curve, the lowest and the highest point of each of half as many intervals are drawn.
 MAX_POINTS = 1000
@@ -60,16 +57,6 @@ def default_output(runs: Sequence[ComparedRun]) -> Path:
     if RUNS_FOLDER.is_dir() or first is None:
         return RUNS_FOLDER / "compare.html"
     return first.resolve().parent / "compare.html"
-
-
-def write_page(comparison: Comparison, *, path: Path) -> None:
-    """Write the page atomically. Raises UserError when it cannot be written."""
-    page = render(comparison)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot be written: {error.strerror}", where=str(path)) from None
-    write_file(path, page)
 
 
 def render(comparison: Comparison) -> str:
@@ -136,7 +123,10 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
         f"{label} is best: {line.key} {format_spread(best)}{at}; "
         f"next is {second}, {format_spread(next_best)}."
     )
-    reasons = [key for key in _reasons(run, other) if key != "seed" or best.deviation is None]
+    keys = sorted(filter(has_effect, run.params.keys() | other.params.keys()))
+    reasons = [key for key in keys if run.params.get(key) != other.params.get(key)]
+    if best.deviation is not None and "seed" in reasons:
+        reasons.remove("seed")
     if reasons:
         more = f" and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
         yield f"They differ in {', '.join(reasons[:MAX_REASONS])}{more}."
@@ -162,17 +152,6 @@ def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
         if (over := spread(line.compared[i] for i in members))
     ]
     return sorted(sides, key=lambda side: side[2].mean, reverse=line.better == "higher")
-
-
-def _reasons(one: ComparedRun, other: ComparedRun) -> list[str]:
-    """Parameters with an effect that differ, the likeliest causes first."""
-
-    def place(key: str) -> tuple[int, str]:
-        group = key.split(".")[0]
-        return REASON_ORDER.index(group) if group in REASON_ORDER else len(REASON_ORDER), key
-
-    keys = filter(has_effect, one.params.keys() | other.params.keys())
-    return sorted((key for key in keys if one.params.get(key) != other.params.get(key)), key=place)
 
 
 # ---- charts -----------------------------------------------------------------------------------

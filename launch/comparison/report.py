@@ -171,30 +171,21 @@ def write_csv(comparison: Comparison, path: Path) -> None:
 
 
 def write_json(comparison: Comparison, path: Path) -> None:
-    """Write runs, parameters, metrics, budget and spread. Raises UserError if it cannot."""
-    runs = comparison.runs
-    groups = [
+    """Write runs, parameters, budget and metrics. Raises UserError if it cannot."""
+    runs = [
         {
-            "runs": [runs[i].label for i in group.members],
-            "metrics": {
-                line.key: asdict(over)
-                for line in comparison.metrics
-                if (over := spread(line.final[i] for i in group.members))
-            },
+            "label": run.label,
+            "source": run.source,
+            "status": run.status,
+            "params": run.params,
+            **{axis: totals[-1] for axis, totals in run.totals.items()},
         }
-        for group in comparison.seeds
+        for run in comparison.runs
     ]
-    fields = ("label", "source", "status", "params")
     values = {
-        "runs": [
-            {name: getattr(run, name) for name in fields}
-            | {axis: totals[-1] for axis, totals in run.totals.items()}
-            for run in runs
-        ],
+        "runs": runs,
         "budget": None if comparison.budget is None else asdict(comparison.budget),
         "metrics": [asdict(line) for line in comparison.metrics],
-        "seeds": groups,
-        "dependences": [asdict(each) for each in dependences(comparison)],
     }
     write_file(path, json.dumps(_finite(values), indent=1, allow_nan=False) + "\n")
 
@@ -211,8 +202,9 @@ def _finite(value: Any) -> Any:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write the file atomically. Raises UserError if it cannot be written."""
+    """Write the file atomically, in a folder made for it. Raises UserError if it cannot."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     except OSError as error:
         raise UserError(

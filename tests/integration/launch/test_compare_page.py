@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.comparison.differences import compare
-from launch.comparison.page import write_page
+from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
 from tests.support.waiting import PATIENCE_S
 from vitscale.tracking.journal import Row
@@ -40,7 +40,7 @@ def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(tmp_path: Pa
         params = {"optim.lr": str(number), f"note.{EVIL}": EVIL}
         runs.append(ComparedRun(label=label, source=EVIL, params=params, rows=tuple(rows)))
     page = tmp_path / "compare.html"
-    write_page(compare(runs), path=page)
+    page.write_text(render(compare(runs)))
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--proxy-server=127.0.0.1:9"]
     options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=20000"]
     shown = subprocess.run(

@@ -230,7 +230,7 @@ def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
     assert read["budget"] == {"axis": "steps", "total": 10.0, "steps": [10, 10]}
     assert read["metrics"][0]["final"] == ["NaN", 0.3]
     with pytest.raises(UserError, match="cannot be written"):
-        write_csv(compared, tmp_path / "missing" / "c.csv")
+        write_csv(compared, tmp_path / "c.csv" / "c.csv")
 
 
 # ---- the page ---------------------------------------------------------------------------------

@@ -1,0 +1,330 @@
+"""Chains: their runs, sweeps on the command line, what is done, and what is submitted."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.run import FinetuneRun
+from finetune.settings import EvaluateRun
+from launch.chains.executors import describe_chain, submit_chain
+from launch.chains.load import Chain, ChainStep, load_chain
+from launch.chains.settings import ChainRun
+from launch.chains.states import chain_states, check_unchanged
+from launch.chains.sweeps import _sweeps, sweep_command
+from launch.jobs.preparation import prepare_job
+from tests.contract.tree import ROOT
+from tests.support.chain_runs import CHAIN, chain_of, steps_of, write_chain, write_training
+from tests.support.corpora.small_shards import make_shard_folder
+from vitscale.config.errors import UserError
+
+SWEEP = "    sweep: {optim.lr: [0.01, 0.001], seed: [3, 4]}\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_chain(tmp_path)
+    return tmp_path
+
+
+# ---- runs -------------------------------------------------------------------------------------
+
+
+def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path) -> None:
+    chain = chain_of(write_chain(folder))
+    before: set[str] = set()
+    for step in chain.steps:
+        assert set(step.needs) <= before
+        before.add(step.name)
+    assert len(before) == 10
+    tuned, evaluations = steps_of(chain, "finetune"), steps_of(chain, "evaluate")
+    names = [f"lr-{lr}_seed-{seed}" for lr in (0.01, 0.001) for seed in (3, 4)]
+    assert [str(step.folder) for step in tuned] == [f"runs/small/finetune/{n}" for n in names]
+    assert [str(step.folder) for step in evaluations] == [f"runs/small/evaluate/{n}" for n in names]
+    assert [step.needs for step in evaluations] == [("shards", step.name) for step in tuned]
+    last = tuned[-1].run
+    assert isinstance(last, FinetuneRun) and (last.optim.lr, last.seed) == (0.001, 4)
+    assert (last.init, last.data.path) == ("runs/small/pretrain", "shards")
+    assert last.tracking.tags == {
+        "chain": "small", "chain.stage": "finetune",
+        "chain.finetune.optim.lr": "0.001", "chain.finetune.seed": "4",
+    }  # fmt: skip
+
+
+def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path) -> None:
+    text = CHAIN.replace(
+        "inputs: {data.path: shards}}",
+        "inputs: {data.path: shards}, sweep: {data.first_percent: [1, 10], seed: [7]}}",
+    ).replace(SWEEP, "")
+    steps = steps_of(chain_of(write_chain(folder, text)), "finetune")
+    assert [step.name for step in steps] == [
+        f"finetune/first-percent-{share}_seed-7" for share in (1, 10)
+    ]
+    for step, share in zip(steps, ("1", "10"), strict=True):
+        assert isinstance(step.run, FinetuneRun) and step.run.seed == 7
+        assert step.run.data.first_percent == 100
+        assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
+
+
+def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder: Path) -> None:
+    variants = "variants: {plain: [], wide: [model.width=32, model.mlp_width=64]}"
+    text = CHAIN.replace(SWEEP, f"    {variants}\n    sweep: {{seed: [3, 4]}}\n")
+    widths = {"plain": 16, "wide": 32}
+    both = text.replace("{data.path: shards}}", f"{{data.path: shards}}, {variants}}}")
+    for content in (text, both):
+        steps = steps_of(chain_of(write_chain(folder, content)), "finetune")
+        assert {step.name: step.run.model.width for step in steps} == {  # type: ignore[union-attr]
+            f"finetune/{name}_seed-{seed}": widths[name] for name in widths for seed in (3, 4)
+        }
+
+
+def test_overrides_of_the_chain_reach_runs_that_have_the_key() -> None:
+    chain = chain_of(Path("chain.yaml"), "overrides=[launch.partition=fast,tracking.uri=null]")
+    assert {step.run.launch.partition for step in chain.steps} == {"fast"}
+    with pytest.raises(UserError, match="trakcing.uri=null: no stage has this key"):
+        chain_of(Path("chain.yaml"), "overrides=[trakcing.uri=null]")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("data.path: shards}}\n  - {name", "init: evaluate}}\n  - {name", "circle: .*evaluate"),
+        ("init: finetune}", "init: finetuning}", "no stage 'finetuning'; did you mean"),
+        ("name: evaluate,", "name: finetune,", "two stages have the name 'finetune'"),
+        ("config: data.yaml", "config: date.yaml", "(?s)no file date.yaml.*did you mean.*shards"),
+        ("[0.01, 0.001]", "[0.01, fast]", "(?s)optim.lr.*fast.*in: .*lr-fast.* and 1 more"),
+        ("[0.01, 0.001]", "[0.01, 0.01]", "(?s)another run both write.*rename one value"),
+        ("seed: [3, 4]}", "name: [a]}", "name: the chain sets it itself"),
+        ("overrides: [launch", "overrides: [name=x, launch", "name: the chain sets it itself"),
+        ("data.path: shards, init: finetune", "init: shards", "init: stage shards is data_prep"),
+        ("{optim.lr: [0.01, 0.001]", "{init: [a]", "init is given twice"),
+        ("[launch.num_tasks=2]", "[], sweep: {seed: [1]}", "data_prep has no sweep"),
+    ],
+)  # fmt: skip
+def test_wrong_chains_are_refused(folder: Path, old: str, new: str, message: str) -> None:
+    assert CHAIN.count(old) == 1
+    path = write_chain(folder, CHAIN.replace(old, new))
+    with pytest.raises(UserError, match=message):
+        chain_of(path)
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs/chains").glob("*.yaml")), ids=lambda path: path.stem
+)
+def test_chains_of_the_repository_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert len(chain_of(path, cluster="slurm").steps) > 4
+
+
+# ---- sweeps on the command line ---------------------------------------------------------------
+
+
+def sweep_of(stage: str, *words: str) -> dict[str, Any]:
+    """Name -> run."""
+    argv = ["--config", f"{stage}.yaml", *words]
+    command = sweep_command(argv, script="launch/local.py", switches={})
+    assert command is not None and isinstance(command.run, ChainRun)
+    return {step.name: step.run for step in load_chain(command.run, cluster="local").steps}
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("optim.lr=[1e-3,0.01]", [1e-3, 0.01]),
+        ("optim.name=[adamw, sgd]", ["adamw", "sgd"]),
+        ("engine.zero_stage=[0,1]", [0, 1]),
+        ("data.val_split=[test,null]", ["test", None]),
+        ("data.crop_area=[[0.2,1],[0.5,1]]", [[0.2, 1], [0.5, 1]]),
+        ("data.crop_area=[0.2,1]", None),
+        ("evaluate=[{name: knn}]", None),
+        ("launch.setup=[a,b]", None),
+        ("optim.lr=0.1", None),
+        ("optim.rate=[1,2]", None),
+        ("optim=[1,2]", None),
+        ("optim.lr=[1,", None),
+        ("objective.mask_ratio=[0.5,0.75]", None),
+        ("objective.mask_ratio=[0.5,0.75] objective.name=mae", [0.5, 0.75]),
+    ],
+)
+def test_a_list_that_is_no_value_of_its_key_is_a_sweep(word: str, values: list[Any] | None) -> None:
+    words = word.rsplit(" ", 1) if " objective" in word else [word]
+    found = _sweeps(["--config", "pretrain.yaml", *words])
+    assert found == ({} if values is None else {word.partition("=")[0]: values})
+
+
+def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
+    runs = sweep_of("pretrain", "optim.lr=[1e-3,0.01]", "seed=[2,3]", "model.width=32", "name=x")
+    assert list(runs) == [
+        f"pretrain/lr-{lr}_seed-{seed}" for lr in (0.001, 0.01) for seed in (2, 3)
+    ]
+    run = runs["pretrain/lr-0.01_seed-3"]
+    assert (run.optim.lr, run.seed, run.model.width) == (0.01, 3, 32)
+    assert run.folder == "runs/x/pretrain/lr-0.01_seed-3"
+    runs = sweep_of("finetune", "init=[runs/a,runs/b]")
+    assert [run.init for run in runs.values()] == ["runs/a", "runs/b"]
+    with pytest.raises(UserError, match="(?s)optim.lr.*in: pretrain/lr-fast"):
+        sweep_of("pretrain", "optim.lr=[0.1,fast]")
+    for file in ("data.yaml", "lost.yaml"):
+        assert sweep_command(["--config", file, "seed=[0,1]"], script="x", switches={}) is None
+
+
+# ---- what is done -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chain(folder: Path) -> Chain:
+    make_shard_folder(folder / "shards", classes=("a", "b", "c", "d", "e"))
+    return chain_of(folder / "chain.yaml")
+
+
+def train(chain: Chain, *stages: str) -> None:
+    for stage in stages:
+        for step in steps_of(chain, stage):
+            write_training(step, at=20)
+
+
+def write_evaluation(step: ChainStep) -> Path:
+    assert isinstance(step.run, EvaluateRun)
+    prepare_job(step.run, cluster="local")
+    results = step.folder / "results.json"
+    results.write_text("{}")
+    return results
+
+
+def texts(chain: Chain, stage: str) -> set[str]:
+    states = chain_states(chain)
+    return {states[step.name].text for step in steps_of(chain, stage)}
+
+
+def test_a_run_is_done_when_its_folder_says_so(chain: Chain) -> None:
+    (pretrain,) = steps_of(chain, "pretrain")
+    assert texts(chain, "shards") == {"done"} and texts(chain, "pretrain") == {"missing"}
+    write_training(pretrain, at=7)
+    assert texts(chain, "pretrain") == {"resumable (step 7)"}
+    train(chain, "pretrain", "finetune")
+    assert texts(chain, "pretrain") == texts(chain, "finetune") == {"done"}
+    assert texts(chain, "evaluate") == {"missing"}
+    for step in steps_of(chain, "evaluate"):
+        write_evaluation(step)
+    assert texts(chain, "evaluate") == {"done"}
+    os.utime(steps_of(chain, "evaluate")[0].folder / "results.json", (1, 1))
+    assert texts(chain, "evaluate") == {"done", "old"}
+    weights = next((pretrain.folder / "checkpoints/step-00000020").glob("*.safetensors"))
+    weights.write_bytes(b"cut")
+    assert texts(chain, "pretrain") == {"resumable (step 7)"}
+
+
+def test_an_evaluation_with_other_settings_is_repeated(chain: Chain, folder: Path) -> None:
+    train(chain, "pretrain", "finetune")
+    for step in steps_of(chain, "evaluate"):
+        write_evaluation(step)
+    path = folder / "evaluate.yaml"
+    path.write_text(path.read_text() + "init_weights: model\nlaunch: {nodes: 2}\n")
+    assert texts(chain_of(folder / "chain.yaml"), "evaluate") == {"old"}
+
+
+def test_a_training_with_other_settings_is_refused(chain: Chain, folder: Path) -> None:
+    train(chain, "pretrain")
+    changes = "launch.timeout_min=7, checkpoint.every_steps=9, data.num_workers=0"
+    assert texts(chain_of(folder / "chain.yaml", f"overrides=[{changes}]"), "pretrain") == {"done"}
+    path = folder / "pretrain.yaml"
+    path.write_text(path.read_text().replace("0.001", "0.002"))
+    expected = r"(?s)trained to step 20.*lr: trained with 0.001, now 0.002"
+    with pytest.raises(UserError, match=expected):
+        check_unchanged(chain_states(chain_of(folder / "chain.yaml")))
+
+
+def test_a_training_without_its_input_is_refused(chain: Chain) -> None:
+    """A pre-training that is repeated may end with other weights than the transfer had."""
+    train(chain, "finetune")
+    with pytest.raises(UserError, match="starts from is missing or incomplete: shards, pretrain"):
+        check_unchanged(chain_states(chain))
+
+
+def test_shards_with_other_settings_are_refused(chain: Chain, folder: Path) -> None:
+    manifest = folder / "shards/manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"config": {"seed": 9, "launch": {"nodes": 7}}}))
+    with pytest.raises(UserError, match="(?s)shards: exists already.*seed: made with 9, now 0"):
+        check_unchanged(chain_states(chain))
+
+
+# ---- submitted, with programs of SLURM that record their arguments ----------------------------
+
+PROGRAMS = {
+    "sbatch": 'if [ "$1" = --test-only ]; then exit 0; fi\n'
+    'number=$(ls script-* 2>/dev/null | wc -l); cp "$1" "script-$number"; job=$((71 + number))\n'
+    'echo "$job $1" >> jobs; echo "Submitted batch job $job"',
+    "srun": "true",
+    "scancel": 'echo "$@" >> cancelled',
+    "squeue": "cat queue 2>/dev/null || true",
+}
+
+
+@pytest.fixture
+def slurm(chain: Chain, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "bin").mkdir()
+    (folder / "images").mkdir()
+    for name, body in PROGRAMS.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
+
+
+def submit(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    submit_chain(chain_of(path, "overrides=[launch.snapshot=false]", cluster="slurm"))
+    words = ("skipped", "kept", "cancelled", "submitted")
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(words)]
+
+
+def test_jobs_wait_for_those_they_need(
+    slurm: None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_chain(folder, CHAIN.replace(", seed: [3, 4]", ""))
+    lines = submit(path, capsys)
+    assert lines[:3] == [
+        "skipped   shards: done",
+        "submitted pretrain: job 71",
+        "submitted finetune/lr-0.01: job 72, after 71",
+    ]
+    assert lines[-1] == "submitted evaluate/lr-0.001: job 75, after 73"
+    script = (folder / "script-1").read_text()
+    assert "--dependency=afterok:71\n" in script and "--kill-on-invalid-dep=yes" in script
+
+    # The fine-tunings are left in the queue, and the pre-training is submitted again.
+    scripts = dict(line.split(" ", 1) for line in (folder / "jobs").read_text().splitlines())
+    rows = [
+        f"{job}|{job}|{state}|Dependency|N/A||1|{scripts[job]}\n"
+        for job, state in (("72", "PENDING"), ("73", "RUNNING"))
+    ]
+    (folder / "queue").write_text("".join(rows))
+    assert submit(path, capsys)[1:5] == [
+        "submitted pretrain: job 76",
+        "cancelled finetune/lr-0.01: job 72 waited for jobs that have failed",
+        "submitted finetune/lr-0.01: job 77, after 76",
+        "kept      finetune/lr-0.001: job 73 is running",
+    ]
+    assert (folder / "cancelled").read_text() == "72\n"
+
+
+def test_a_finished_chain_submits_nothing(
+    slurm: None, chain: Chain, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(chain, "pretrain", "finetune")
+    submit_chain(chain_of(write_chain(folder, CHAIN[: CHAIN.index("  - {name: evaluate")])))
+    output = capsys.readouterr().out
+    assert "Chain small: 6 runs, 6 done" in output and "submitted" not in output
+    assert output.endswith("  compare  python launch/compare.py runs/small\n")
+
+
+def test_a_dry_run_writes_nothing(slurm: None, folder: Path) -> None:
+    text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
+    assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  1 tasks x 1 cores" in text
+    assert text.count("#!/bin/bash") == 3 and "# Batch script of evaluate/lr-0.01_seed-3" in text
+    assert not (folder / "runs").exists()
