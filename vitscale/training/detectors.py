@@ -6,9 +6,8 @@ Leaves out: measuring (`meters`) and skipping updates (`engine.guard`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -20,18 +19,12 @@ from vitscale.distributed.world import gather_objects, sum_over_ranks
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
 
-Gather = Callable[[Any], list[Any]]
 UNREADABLE_SHOWN = 10
 # A run ends after this many updates in a row whose loss or gradient was not finite, and when more
 # than this many of 100 updates were such, or a tenth of a log interval that is longer.
 MAX_SKIPPED = 10
 WINDOW = 100
 NAMES_SHOWN = 8
-
-
-def _total(number: int) -> int:
-    """The sum over all ranks."""
-    return int(sum_over_ranks(torch.tensor([float(number)])).item())
 
 
 class SkippedUpdateMonitor:
@@ -44,10 +37,9 @@ class SkippedUpdateMonitor:
         plan: TrainingPlan,
         start_step: int,
         num_skipped: int,
-        gather: Gather = gather_objects,
     ) -> None:
         """num_skipped: updates skipped before `start_step`."""
-        self._data, self._plan, self._gather = data, plan, gather
+        self._data, self._plan = data, plan
         # (step, updates skipped by then) of log lines; between the first and the last lie at least
         # `WINDOW` updates, as soon as there were so many.
         self._marks = deque([(start_step, num_skipped)])
@@ -66,7 +58,7 @@ class SkippedUpdateMonitor:
             self._marks.popleft()
         if not num_new or health.last_step is None:
             return
-        gathered = self._gather(health.bad_micro_steps)
+        gathered = gather_objects(health.bad_micro_steps)
         ranks = {rank: numbers for rank, numbers in enumerate(gathered) if numbers}
         cause = "the loss" if ranks else "the gradient"
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
@@ -100,8 +92,6 @@ class UnreadableSampleMonitor:
     data: TrainingSet
     max_fraction: float
     """`data.max_unreadable_fraction`"""
-    gather: Gather = gather_objects
-    total: Callable[[int], int] = _total
     num_replaced: int = 0
     """On all ranks, in this process's lifetime, as of the last `collect`."""
     _pending: list[Unreadable] = field(default_factory=list)
@@ -117,12 +107,14 @@ class UnreadableSampleMonitor:
         Collective. Each rank sends and names at most `UNREADABLE_SHOWN` of them.
         """
         own, self._pending = self._pending, []
-        num_new = self.total(len(own))
+        num_new = int(sum_over_ranks(torch.tensor([float(len(own))])).item())
         if not num_new:
             return []
         shown = own[:UNREADABLE_SHOWN]
-        names = _names(self.data, shown)
-        gathered = self.gather(list(zip(names, shown, strict=True)))
+        names = [repr(each.key) for each in shown]
+        if self.data.order is not None:
+            names = sample_names(self.data.parts, [(each.part, each.sample) for each in shown])
+        gathered = gather_objects(list(zip(names, shown, strict=True)))
         lost = [each for found in gathered for each in found][:UNREADABLE_SHOWN]
         self.num_replaced += num_new
         self._last = lost[-1]
@@ -149,12 +141,6 @@ class UnreadableSampleMonitor:
             where=unreadable.shard,
             next_step="find every damaged shard with data_prep/verify_shards.py and copy it again",
         )
-
-
-def _names(data: TrainingSet, unreadable: Sequence[Unreadable]) -> list[str]:
-    if data.order is None:
-        return [repr(each.key) for each in unreadable]
-    return sample_names(data.parts, [(each.part, each.sample) for each in unreadable])
 
 
 def positions_of_step(

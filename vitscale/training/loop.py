@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.interval_log import IntervalLog
 from vitscale.training.objective import Objective
-from vitscale.training.resume import PROVENANCE, compatibility_key
+from vitscale.training.resume import compatibility_key
 
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
@@ -73,13 +72,10 @@ class TrainingSession:
     engine: Engine
     evaluations: ScheduledEvaluations
     store: CheckpointStore
-    provenance: dict[str, str]
-    """What each checkpoint records of the run beyond what a resume must agree on."""
     batches: DeviceBatches[Batch]
     log: IntervalLog
     preemption: PreemptionFlag
     heartbeat: Heartbeat
-    """Until its seed is written; None: there is none to write."""
     start_step: int
     lr: float = 0.0
     """Of the current step."""
@@ -151,7 +147,8 @@ class TrainingSession:
         is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
         # A save ends the interval, so that no checkpoint holds a part of one.
         if is_saved or done % self.run.tracking.log_every_steps == 0:
-            self._write_log(done)
+            self._report(self.store.take_committed())
+            self.log.write(done, lr=self.lr, engine=self.engine, metrics=self.objective.metrics())
         if self.evaluations.due(done, is_last=is_last):
             self._evaluate(done, is_last=is_last)
         if is_last:
@@ -163,10 +160,6 @@ class TrainingSession:
             self._finish_save()
             self.log.console.message(f"stopped by a signal at step {done}; rerun to resume")
             raise SystemExit(EXIT_STOPPED_RESUMABLE)
-
-    def _write_log(self, done: int) -> None:
-        self._report(self.store.take_committed())
-        self.log.write(done, lr=self.lr, engine=self.engine, metrics=self.objective.metrics())
 
     def _evaluate(self, done: int, *, is_last: bool) -> None:
         self.heartbeat.mark("evaluating")
@@ -187,13 +180,8 @@ class TrainingSession:
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "engine": self.engine.export_counters(),
             },
-            description=self._description(),
+            description=compatibility_key(self.run, self.arch, self.data, self.objective),
         )
-
-    def _description(self) -> dict[str, Any]:
-        name = self.objective.settings.name
-        key = compatibility_key(self.run, self.arch, self.data, objective=name)
-        return key | self.objective.compatibility() | {PROVENANCE: self.provenance}
 
     def _finish_save(self) -> None:
         """Wait until the last checkpoint is committed. Raises UserError when it cannot be."""

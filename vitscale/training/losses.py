@@ -1,28 +1,13 @@
-"""Classification losses of logits against labels, mixed or not, as the recipes define them."""
+"""Losses of logits against labels, mixed or not, and against a teacher, as recipes define them."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 # B batch, C classes
-
-
-class Loss(Protocol):
-    """Scalar, fp32. With mixing the target is lambda * label + (1 - lambda) * mixed label."""
-
-    def __call__(
-        self,
-        logits_BC: torch.Tensor,
-        labels_B: torch.Tensor,
-        smoothing: float,
-        /,
-        *,
-        mixed_labels_B: torch.Tensor | None = None,
-        mix_lambda_B: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
 
 
 def softmax_loss(
@@ -106,8 +91,29 @@ def _at_labels(
     return mix_lambda_B * own_B + (1 - mix_lambda_B) * other_B
 
 
-LOSSES: dict[str, Loss] = {
+# Scalar, fp32. With mixing the target is lambda * label + (1 - lambda) * mixed label.
+LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "softmax": softmax_loss,
     "sigmoid": sigmoid_loss,
     "bce": bce_loss,
 }
+
+
+def hard_loss(student_BC: torch.Tensor, teacher_BC: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy with the teacher's most likely class, not smoothed. Scalar, fp32.
+
+    Source: Touvron et al. 2021, eq. 3.
+    """
+    return F.cross_entropy(student_BC.float(), teacher_BC.argmax(dim=1))
+
+
+def soft_loss(student_BC: torch.Tensor, teacher_BC: torch.Tensor, *, tau: float) -> torch.Tensor:
+    """tau^2 KL(teacher, student) at temperature tau, mean over the batch. Scalar, fp32.
+
+    Source: Touvron et al. 2021, eq. 2; DeiT's `losses.py` divides by the number of logits, B * C.
+    """
+    student_BC, teacher_BC = (
+        F.log_softmax(logits_BC.float() / tau, dim=1) for logits_BC in (student_BC, teacher_BC)
+    )
+    divergence = F.kl_div(student_BC, teacher_BC, reduction="batchmean", log_target=True)
+    return tau**2 * divergence

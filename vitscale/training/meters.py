@@ -105,11 +105,10 @@ class IntervalMeter:
     """Loss, throughput and time spent waiting for data since the last reading."""
 
     def __init__(self, device: torch.device) -> None:
-        # [sum, count] of the losses that are finite
-        self._losses = torch.zeros(2, dtype=torch.float64, device=device)
-        self.restart_clock()
+        self._device, self._losses = device, IntervalMeans(("train/loss",), device)
+        self._restart_clock()
 
-    def restart_clock(self) -> None:
+    def _restart_clock(self) -> None:
         """Start the time of an interval now."""
         self._start, self._wait_s, self._num_images = time.perf_counter(), 0.0, 0
         self._warm_up = self._start, self._wait_s, self._num_images
@@ -120,20 +119,15 @@ class IntervalMeter:
         For the first step, which starts workers and compiles. They count where the interval has no
         other step.
         """
-        if self._losses.device.type == "cuda":
-            torch.cuda.synchronize(self._losses.device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         so_far = self._start, self._wait_s, self._num_images
-        self.restart_clock()
+        self._restart_clock()
         self._warm_up = so_far
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Add the mean loss of one micro-batch of this rank, without synchronising.
-
-        A loss that is not finite is skipped, as its update is.
-        """
-        value = loss.detach().to(torch.float64)
-        finite = torch.isfinite(value)
-        self._losses += torch.stack([torch.where(finite, value, 0.0), finite.to(torch.float64)])
+        """Add the mean loss of one micro-batch of this rank, without synchronising."""
+        self._losses.add("train/loss", loss)
 
     def add_images(self, count: int) -> None:
         """`count` images of this rank arrived."""
@@ -148,19 +142,14 @@ class IntervalMeter:
 
         `train/loss` is NaN when no loss was finite.
         """
-        own = self._losses.tolist()  # waits for the device, so the time is measured correctly
+        means = self._losses.read()  # waits for the device, so the time is measured correctly
         if not self._num_images:
             self._start, self._wait_s, self._num_images = self._warm_up
         elapsed = time.perf_counter() - self._start
-        own += [self._num_images, self._wait_s]
-        loss_sum, num_losses, num_images, wait_s = sum_over_ranks(
-            torch.tensor(own, dtype=torch.float64)
-        ).tolist()
-        ranks = torch.distributed.get_world_size()
-        self._losses.zero_()
-        self.restart_clock()
-        return {
-            "train/loss": loss_sum / num_losses if num_losses else math.nan,
+        own = torch.tensor([self._num_images, self._wait_s], dtype=torch.float64)
+        num_images, wait_s = sum_over_ranks(own).tolist()
+        self._restart_clock()
+        return means | {
             "vitals/images_per_s": num_images / elapsed,
-            "vitals/data_wait": wait_s / ranks / elapsed,
+            "vitals/data_wait": wait_s / torch.distributed.get_world_size() / elapsed,
         }

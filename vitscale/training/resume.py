@@ -1,16 +1,14 @@
-"""Resume a run from a checkpoint: compatibility, provenance, and restoring state.
+"""Resume a run from a checkpoint: compatibility, changed settings, and restoring state.
 
 Leaves out: files (`checkpoint`), state by name (`engine`).
 """
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
-import torch
+import yaml
 
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.tensors import SavedTensors, Slice, read_header
@@ -19,19 +17,16 @@ from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import World, agree_no_error, gather_objects
 from vitscale.engine.engine import Engine
-from vitscale.images.decoders import resolve_decoder
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.run_facts import flatten_params
-from vitscale.tracking.source_version import git_commit
+from vitscale.training.objective import Objective
 
-PROVENANCE = "record"
-RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale")
 CHANGES_SHOWN = 20
 
 
 def compatibility_key(
-    run: TrainingRun, arch: Architecture, data: TrainingSet, *, objective: str
+    run: TrainingRun, arch: Architecture, data: TrainingSet, objective: Objective
 ) -> dict[str, Any]:
     """What a checkpoint and a run must agree on for resuming, and what transfer reads."""
     optim = run.optim
@@ -40,7 +35,7 @@ def compatibility_key(
         "architecture": arch.description(),
         "grid": list(arch.grid),
         "num_prefix_tokens": arch.num_prefix_tokens,
-        "objective": objective,
+        "objective": objective.settings.name,
         "optimizer": optim.name,
         "layer_decay": optim.layer_decay,
         "weight_decay_mode": optim.weight_decay_mode,
@@ -51,46 +46,23 @@ def compatibility_key(
         "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,
         "seed": run.seed,
-    }
+    } | objective.compatibility()
 
 
-def provenance(run: TrainingRun, world: World, *, dtype: torch.dtype) -> dict[str, str]:
-    """Everything else that can change what a run computes, as text without secrets."""
-    facts = {f"config {key}": text for key, text in flatten_params(run.model_dump()).items()}
-    facts["number of ranks"] = str(world.world_size)
-    facts["device"] = world.device.type
-    if world.device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(world.device)
-    facts["precision"] = str(dtype).removeprefix("torch.")
-    facts["decoder"] = resolve_decoder(run.data.decoder)
-    facts["threads per rank"] = str(torch.get_num_threads())
-    facts["python"] = platform.python_version()
-    facts |= {name: _version(name) for name in RECORDED_PACKAGES}
-    facts["git commit"] = (git_commit() if world.is_first else None) or "unknown"
-    return facts
-
-
-def _version(package: str) -> str:
+def changed_settings(folder: Path, run: TrainingRun) -> list[str]:
+    """Lines that list how the settings differ from the last start's; such changes are no error."""
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def changes(saved: Mapping[str, Any], now: Mapping[str, str]) -> Iterator[str]:
-    """One message that lists the changed provenance; such changes are reported, not refused."""
-    before = saved.get(PROVENANCE)
-    if not isinstance(before, Mapping):
-        return
+        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    before, now = flatten_params(last), flatten_params(run.model_dump(mode="json"))
     rows = [
-        f"    {key.removeprefix('config ')}: {before.get(key, 'not set')} -> "
-        f"{now.get(key, 'not set')}"
+        f"    {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     ]
-    if rows:
-        more = [f"    ... {len(rows) - CHANGES_SHOWN} more"] if len(rows) > CHANGES_SHOWN else []
-        yield "\n".join(["changed since the checkpoint:", *rows[:CHANGES_SHOWN], *more])
+    more = [f"    ... {len(rows) - CHANGES_SHOWN} more"] if len(rows) > CHANGES_SHOWN else []
+    return ["changed since the last start:", *rows[:CHANGES_SHOWN], *more] if rows else []
 
 
 def check_resumable(
@@ -105,7 +77,7 @@ def check_resumable(
     changed = [
         f"    {key}: checkpoint {saved.get(key)!r}, now {value!r}"
         for key, value in description.items()
-        if key != PROVENANCE and saved.get(key) != value
+        if saved.get(key) != value
     ]
     if changed:
         table = "\n".join(changed)

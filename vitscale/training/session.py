@@ -5,8 +5,9 @@ Leaves out: what happens in a step (`loop`), and what a checkpoint must agree on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -29,13 +30,13 @@ from vitscale.distributed.world import (
     process_group,
 )
 from vitscale.engine.engine import Engine
-from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.console import Console
-from vitscale.tracking.run_facts import read_record
+from vitscale.tracking.run_facts import DATA_TAG, read_record
+from vitscale.tracking.tracker import Tracker
 from vitscale.training.build import (
     InitialWeights,
     build_architecture,
@@ -51,13 +52,14 @@ from vitscale.training.loop import TrainingSession
 from vitscale.training.meters import IntervalMeter, peak_flops, profiled
 from vitscale.training.objective import Objective, check_evaluations, check_objective
 from vitscale.training.resume import (
-    changes,
+    changed_settings,
     check_resumable,
     compatibility_key,
-    provenance,
     restore_engine,
 )
-from vitscale.training.tracking import open_tracker
+
+# `What: ...` at the start of a line of a run card.
+CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
 
 @contextmanager
@@ -71,7 +73,13 @@ def open_session(
     that is finished.
     """
     with ExitStack() as stack:
-        world = stack.enter_context(_join(run.engine))
+        world = stack.enter_context(
+            process_group(
+                device=run.engine.device,
+                timeout_min=run.engine.timeout_min,
+                num_threads=run.engine.num_threads,
+            )
+        )
         heartbeat = stack.enter_context(
             Heartbeat(world, timeout_min=run.engine.timeout_min, folder=Path(run.folder))
         )
@@ -105,23 +113,27 @@ def _open(
     )
     checkpoint, messages = store.newest()
     start_step = checkpoint.step if checkpoint else 0
-    key = compatibility_key(run, arch, data, objective=objective.settings.name)
-    check_resumable(run, checkpoint, key | objective.compatibility(), plan)
+    check_resumable(run, checkpoint, compatibility_key(run, arch, data, objective), plan)
     _end_if_finished(run, plan, world, start_step)
     model = build_model(run, objective, arch)
     if initial_weights is not None and checkpoint is None:
         messages += start_from(model, arch, initial_weights, world)
     engine = build_engine(run, plan, world, arch, model)
     evaluations = build_evaluations(run, objective, arch, engine, data, val_index)
-    facts = provenance(run, world, dtype=engine.dtype)
     if checkpoint is not None:
         restore_engine(engine, checkpoint)
-        messages += changes(checkpoint.description, facts)
-    size = _facts(run, objective, plan, arch, engine)
+        messages += changed_settings(folder, run)
+        messages.append(f"resuming {run.folder} at step {start_step}")
+    if run.data.is_streamed:
+        messages.append(
+            "tars without an index: a resume is not exact, it shuffles anew; "
+            "data_prep/index_shards.py makes an index, which resumes exactly"
+        )
+    facts = _facts(run, objective, plan, arch, engine)
     log = _open_log(
-        stack, run, objective, plan, arch, engine, data, val_index, start_step, facts=size
+        stack, run, objective, plan, arch, engine, data, val_index, start_step, facts=facts
     )
-    for line in [*messages, *_opening_lines(run, start_step, size)]:
+    for line in [*messages, f"{run.name}: {facts}"]:
         log.console.message(line)
     return TrainingSession(
         run=run,
@@ -135,7 +147,6 @@ def _open(
         engine=engine,
         evaluations=evaluations,
         store=store,
-        provenance=facts,
         log=log,
         preemption=stack.enter_context(PreemptionFlag(world)),
         batches=stack.enter_context(open_batches(run, plan, data, world, step=start_step)),
@@ -158,14 +169,6 @@ def _end_if_finished(run: TrainingRun, plan: TrainingPlan, world: World, step: i
         raise SystemExit(0)
 
 
-def _join(settings: EngineSettings) -> AbstractContextManager[World]:
-    return process_group(
-        device=settings.device,
-        timeout_min=settings.timeout_min,
-        num_threads=settings.num_threads,
-    )
-
-
 def _open_log(
     stack: ExitStack,
     run: TrainingRun,
@@ -180,19 +183,30 @@ def _open_log(
     facts: str,
 ) -> IntervalLog:
     folder, world = Path(run.folder), engine.world
-    if world.is_first:
+    is_first, source = world.is_first, run.starts_from()
+    if is_first:
         write_text(folder / "config.yaml", run_to_yaml(run))
         if objective.trains_classifier:
             write_json(folder / CLASSES_NAME, list(data.classes))
     console = stack.enter_context(
-        Console(
-            folder,
-            total_steps=plan.total_steps,
-            start_step=start_step,
-            is_writer=world.is_first,
-        )
+        Console(folder, total_steps=plan.total_steps, start_step=start_step, is_writer=is_first)
     )
-    if world.is_first and start_step < plan.total_steps:
+    tags = {"vitscale.model": run.model.title, **_data_tags(data, val_index)}
+    if source is not None:
+        tags["vitscale.init"] = redact(source)
+    tracker = Tracker(
+        folder,
+        settings=run.tracking,
+        name=run.name,
+        stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
+        tags=tags,
+        resume_step=start_step,
+        is_writer=is_first,
+        note=_note(run.card, facts),
+        origin=source,
+        say=console.message,
+    )
+    if is_first and start_step < plan.total_steps:
         with or_warn(folder / EVENTS_NAME, console.message):
             record_start(folder, first_step=start_step, total_steps=plan.total_steps)
     return IntervalLog(
@@ -200,14 +214,11 @@ def _open_log(
         world=world,
         plan=plan,
         start_step=start_step,
-        tracker=open_tracker(stack, run, world, console, start_step, data, val_index, facts=facts),
+        tracker=stack.enter_context(tracker),
         console=console,
         meter=IntervalMeter(world.device),
         skipped=SkippedUpdateMonitor(
-            data=data,
-            plan=plan,
-            start_step=start_step,
-            num_skipped=engine.health().skipped,
+            data=data, plan=plan, start_step=start_step, num_skipped=engine.health().skipped
         ),
         unreadable=UnreadableSampleMonitor(
             data=data, max_fraction=run.data.max_unreadable_fraction
@@ -216,7 +227,7 @@ def _open_log(
         peak_flops=peak_flops(world.device),
         profile=stack.enter_context(
             profiled(
-                folder / "profile.json" if world.is_first else None,
+                folder / "profile.json" if is_first else None,
                 steps=run.engine.profile_steps,
                 say=console.message,
             )
@@ -230,17 +241,6 @@ def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, Sp
     if training_set.dev is not None:
         return training_set, training_set.dev
     return training_set, open_val_split(run.data, check_files=check_files)
-
-
-def _opening_lines(run: TrainingRun, start_step: int, facts: str) -> Iterator[str]:
-    if start_step:
-        yield f"resuming {run.folder} at step {start_step}"
-    if run.data.is_streamed:
-        yield (
-            "tars without an index: a resume is not exact, it shuffles anew; "
-            "data_prep/index_shards.py makes an index, which resumes exactly"
-        )
-    yield f"{run.name}: {facts}"
 
 
 def _facts(
@@ -259,3 +259,25 @@ def _facts(
         f"decoder {resolve_decoder(run.data.decoder)}; "
         f"CPU threads per rank: {torch.get_num_threads()}"
     )
+
+
+def _note(card: str, facts: str) -> str:
+    """The run card as Markdown, and the facts."""
+    return "\n\n".join(part for part in (CARD_KEY.sub(r"\n**\1:** ", card).strip(), facts) if part)
+
+
+def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
+    """Name, size and fingerprint of what a run reads."""
+    if data.streamed is not None:
+        folder = redact(str(data.streamed.tars[0].parent))
+        parts = [f"{folder}, {data.num_samples:,} images"]
+    else:
+        parts = [_data(part) for part in data.parts]
+    tags = {DATA_TAG: "; ".join(parts)}
+    return tags if val_index is None else tags | {"vitscale.val_data": _data(val_index)}
+
+
+def _data(index: SplitIndex) -> str:
+    folder = redact(str(index.folder))
+    name = "/".join([*folder.rstrip("/").split("/")[-2:], index.split])
+    return f"{name}, {index.num_samples:,} images, {index.fingerprint[:12]}"

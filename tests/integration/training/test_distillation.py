@@ -14,8 +14,8 @@ from tests.support.ranks.fault_runs import FaultRuns, wait_all
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.run_states import journal_rows
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.training.distillation.settings import TeacherSettings
-from vitscale.training.distillation.teacher import Teacher, open_teacher
+from vitscale.training.distillation import TeacherSettings
+from vitscale.training.teacher import Teacher, open_teacher
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

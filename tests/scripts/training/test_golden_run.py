@@ -63,7 +63,7 @@ def stored(
 def drop_facts_of_this_machine(path: Path) -> None:
     """Keep what a resume needs in the description of a checkpoint."""
     manifest = read_manifest(path)
-    del manifest["format_version"], manifest["description"]["record"]
+    del manifest["format_version"]
     description = manifest.pop("description").items()
     kept = {key: value for key, value in description if value is not None}
     path.write_text(manifest_text(**manifest, description=kept))

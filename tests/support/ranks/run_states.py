@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.training.resume import PROVENANCE
 
 # These differ between equal runs.
 TIMES = ("time", "vitals/")
@@ -53,12 +52,10 @@ def read_state(folder: Path, *, records: Path | None = None) -> RunState:
             contradictions.append(
                 f"rank {key[0]} step {key[1]} micro-step {key[2]} changed when repeated"
             )
-    described = checkpoint.description.items()
     return RunState(
         step=checkpoint.step,
         progress=checkpoint.progress,
-        # The provenance holds the name of the run folder.
-        description={key: value for key, value in described if key != PROVENANCE},
+        description=dict(checkpoint.description),
         tensors=checkpoint.tensors(),
         journal=journal_rows(folder),
         batches=batches,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from vitscale.training.losses import LOSSES, Loss
+from vitscale.training.losses import LOSSES
 
 MIXED = [False, True]
 
 
 @pytest.mark.parametrize("mixed", MIXED)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_bf16_logits_give_the_fp32_loss(loss: Loss, mixed: bool) -> None:
+def test_bf16_logits_give_the_fp32_loss(loss: Callable[..., torch.Tensor], mixed: bool) -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 100, generator=random).bfloat16()
     labels = torch.arange(8)

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import PIL
 import pytest
-import torch
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
-from vitscale.distributed.world import World
+from vitscale.config.loader import run_to_yaml
 from vitscale.evaluation.trained_model import takes_average
 from vitscale.runs.training import training_plan
-from vitscale.tracking.run_facts import shared_config
 from vitscale.training import resume as resuming
 from vitscale.training.resume import (
     CHANGES_SHOWN,
-    PROVENANCE,
-    changes,
+    changed_settings,
     check_resumable,
     compatibility_key,
-    provenance,
 )
 
 GLOBAL_BATCH = 8
@@ -68,8 +63,11 @@ def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
     shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hash": None}
     shards |= change.get("shards", {})
-    arch, data = run.model.resolved(num_classes=10), SimpleNamespace(**shards)
-    return compatibility_key(run, arch, data, objective=change.get("objective", "supervised"))
+    objective: Any = SimpleNamespace(
+        settings=SimpleNamespace(name=change.get("objective", "supervised")), compatibility=dict
+    )
+    data: Any = SimpleNamespace(**shards)
+    return compatibility_key(run, run.model.resolved(num_classes=10), data, objective)
 
 
 def checkpoint_of(description: dict[str, Any], *, step: int = 20, **progress: Any) -> Checkpoint:
@@ -107,52 +105,17 @@ def test_step_that_does_not_fit_the_run_is_refused() -> None:
         resume(checkpoint_of(description, step=101), {})
 
 
-def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, inner in value.items():
-        if isinstance(inner, dict) and inner:
-            yield from leaves(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-def facts_of(change: Mapping[str, Any]) -> dict[str, str]:
-    world = World(
-        rank=0, world_size=2, local_rank=0, local_world_size=2, device=torch.device("cpu")
-    )
-    return provenance(run_with(change), world, dtype=torch.bfloat16)
-
-
-def test_provenance_has_the_configuration_and_the_environment() -> None:
-    facts = facts_of({})
-    config = {f"config {key}" for key in leaves(shared_config(run_with({}).model_dump()))}
-    assert len(config) > 100 and config <= facts.keys()
-    assert facts.keys() - config == {
-        *("number of ranks", "device", "precision", "decoder", "threads per rank", "python"),
-        *("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale", "git commit"),
-    }
-    assert (facts["number of ranks"], facts["precision"]) == ("2", "bfloat16")
-    assert facts["decoder"] != "auto" and facts["config data.decoder"] == "auto"
-    assert facts["pillow"] == PIL.__version__
-    lower = facts_of({"optim": {"lr": 5e-4}})
-    assert list(changes({PROVENANCE: facts}, lower)) == [
-        "changed since the checkpoint:\n    optim.lr: 0.001 -> 0.0005"
+def test_changed_settings_are_listed(tmp_path: Path) -> None:
+    assert changed_settings(tmp_path, run_with({})) == []  # no configuration
+    (tmp_path / "config.yaml").write_text(run_to_yaml(run_with({})))
+    assert changed_settings(tmp_path, run_with({})) == []
+    assert changed_settings(tmp_path, run_with({"optim": {"lr": 5e-4}})) == [
+        "changed since the last start:",
+        "    optim.lr: 0.001 -> 0.0005",
     ]
-
-
-def test_every_difference_is_one_line_and_none_gives_none() -> None:
-    saved = {PROVENANCE: {"config optim.lr": "0.001", "torch": "2.11.0", "gone": "1"}}
-    now = {"config optim.lr": "0.0005", "torch": "2.11.0", "config new": "2"}
-    assert list(changes(saved, now)) == [
-        "changed since the checkpoint:\n    new: not set -> 2\n    optim.lr: 0.001 -> 0.0005\n"
-        "    gone: 1 -> not set"
-    ]
-    assert list(changes({PROVENANCE: now}, now)) == []
-
-
-def test_long_lists_of_changes_are_cut() -> None:
-    saved = {PROVENANCE: {f"config {number:03d}": "a" for number in range(CHANGES_SHOWN + 5)}}
-    (text,) = changes(saved, {})
-    assert text.splitlines()[-1] == "    ... 5 more" and len(text.splitlines()) == CHANGES_SHOWN + 2
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    long = changed_settings(tmp_path, run_with({}))
+    assert long[-1].endswith(" more") and len(long) == CHANGES_SHOWN + 2
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from vitscale.config.errors import UserError
-from vitscale.training.distillation.objective import Distillation
-from vitscale.training.distillation.settings import (
+from vitscale.training.distillation import (
+    Distillation,
     DistillationSettings,
     TeacherSettings,
 )
-from vitscale.training.distillation.teacher import Teacher, open_teacher
+from vitscale.training.teacher import Teacher, open_teacher
 
 NAME, CLASSES = "test_efficientnet", 5
 CPU = torch.device("cpu")

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from vitscale.data.loader import Batch
-from vitscale.training.distillation.losses import hard_loss, soft_loss
-from vitscale.training.distillation.objective import Distillation
-from vitscale.training.distillation.settings import DistillationSettings
-from vitscale.training.losses import softmax_loss
+from vitscale.training.distillation import Distillation, DistillationSettings
+from vitscale.training.losses import hard_loss, soft_loss, softmax_loss
 
 CLS = torch.tensor([[1.0, 0.0, -1.0]])
 DIST = torch.tensor([[0.0, 2.0, 0.0]])

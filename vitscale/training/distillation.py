@@ -1,4 +1,4 @@
-"""Distillation: learn labels and a teacher's predictions together.
+"""Distillation: learn labels and a teacher's predictions together. Needs no torch when imported.
 
 Leaves out: the teacher (`teacher`), the student's token and heads (`vitscale.models.vit`).
 """
@@ -6,10 +6,12 @@ Leaves out: the teacher (`teacher`), the student's token and heads (`vitscale.mo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from vitscale.training.distillation.settings import DistillationSettings
-from vitscale.training.supervised import Supervised
+from pydantic import Field, PositiveInt
+
+from vitscale.config.section import Section
+from vitscale.training.supervised import Supervised, SupervisedSettings
 
 if TYPE_CHECKING:
     import torch
@@ -17,9 +19,39 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
     from vitscale.models.settings import Architecture
-    from vitscale.training.distillation.teacher import Teacher
+    from vitscale.training.teacher import Teacher
 
 FP32_BYTES = 4
+
+
+class TeacherSettings(Section):
+    """The model whose predictions are the student's second target. It is never trained."""
+
+    model: str | None = None
+    """timm's name, for example regnety_160 (DeiT's teacher); null: `weights` is a run of ours."""
+    weights: str
+    """Weights of `model`: .safetensors, .npz, or a torch file of tensors alone (.pth, .pt; also
+    below the key `model`, as DeiT's teacher). With model=null a run folder or checkpoint folder."""
+    image_size: PositiveInt | None = None
+    """Pixels a side that the teacher sees; images are resized to it. null: its own."""
+
+
+class DistillationSettings(SupervisedSettings):
+    name: Literal["distillation"] = "distillation"  # type: ignore[assignment]  # another entry
+    """Labels and a teacher's predictions are learned together. Touvron et al. 2021 (DeiT), sec. 3.
+    With model.distillation_token each has a head of its own; without, one head learns both."""
+    teacher: TeacherSettings
+    kind: Literal["hard", "soft"] = "hard"
+    """hard: cross-entropy with the teacher's class. soft: divergence from its probabilities."""
+    alpha: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the teacher in the loss. DeiT 0.5 (hard) and 0.1 (soft)."""
+    tau: float = Field(default=1.0, gt=0)
+    """soft only: temperature of both softmaxes. DeiT's paper 3, its code 1."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.kind == "hard" and self.tau != 1.0:
+            yield ("objective.tau", "has no effect on hard distillation; set it to 1")
 
 
 class Distillation(Supervised):
@@ -33,7 +65,7 @@ class Distillation(Supervised):
     """Whether the student has a distillation token."""
 
     def prepare(self, *, arch: Architecture, device: torch.device) -> None:
-        from vitscale.training.distillation.teacher import open_teacher
+        from vitscale.training.teacher import open_teacher
 
         self.has_token = getattr(arch, "distillation_token", False)
         self.teacher = open_teacher(
@@ -45,7 +77,7 @@ class Distillation(Supervised):
         return {"teacher": self.teacher.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        from vitscale.training.distillation.losses import hard_loss, soft_loss
+        from vitscale.training.losses import hard_loss, soft_loss
 
         assert self.teacher is not None
         settings = self.settings

@@ -19,7 +19,7 @@ from vitscale.evaluation.inference import Normalization, Preprocessing
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import timm_model
 from vitscale.models.settings import TimmSettings
-from vitscale.training.distillation.settings import TeacherSettings
+from vitscale.training.distillation import TeacherSettings
 
 WEIGHTS_KEY = "objective.teacher.weights"
 SIZE_KEY = "objective.teacher.image_size"
