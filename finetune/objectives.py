@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitscale.config.section import NamedSection, choice_of
-from vitscale.training.distillation.objective import Distillation
+from vitscale.training.distillation import Distillation
 from vitscale.training.objective import Objective
 from vitscale.training.supervised import Supervised
 

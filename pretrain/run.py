@@ -9,7 +9,7 @@ from pretrain.objectives.mae import Mae
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
 from vitscale.config.section import NamedSection, choice_of
 from vitscale.runs.training import TrainingRun
-from vitscale.training.distillation.objective import Distillation
+from vitscale.training.distillation import Distillation
 from vitscale.training.objective import Objective
 from vitscale.training.supervised import Supervised, SupervisedSettings
 

@@ -23,7 +23,6 @@ from typing import Any
 from vitscale.distributed.atomic_files import atomic_file
 
 JOURNAL_NAME = "journal.jsonl"
-RESERVED_KEYS = ("step", "time")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,17 +36,12 @@ class Row:
 
 def encode(row: Row) -> bytes:
     """One line of JSON, with its newline."""
+    assert not row.metrics.keys() & {"step", "time"}
     values: dict[str, Any] = {"step": row.step, "time": round(row.time, 3)}
     for key, value in row.metrics.items():
-        assert key not in RESERVED_KEYS, key
-        values[key] = value if math.isfinite(value) else _not_finite(value)
+        # "NaN", "Infinity" or "-Infinity", as text.
+        values[key] = value if math.isfinite(value) else json.dumps(value)
     return (json.dumps(values, allow_nan=False) + "\n").encode()
-
-
-def _not_finite(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
 
 
 def decode(line: bytes) -> Row | None:
@@ -85,37 +79,47 @@ class Journal:
     def __init__(self, path: Path | str, *, resume_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-        self.num_dropped = _truncate(self.path, resume_step) if self.path.exists() else 0
         # Keys of the last step: an evaluation repeated after a resume is not written twice.
         self._step, self._keys = -1, set[str]()
         if self.path.exists():
-            for row, _ in read_rows(self.path):
-                self._remember(row.step, set(row.metrics))
+            self._truncate(resume_step)
         self._file = open(self.path, "ab", buffering=0)
         self._unwritten = bytearray()
         """Lines, or the rest of one, that a full or failing disk has refused."""
 
-    def _remember(self, step: int, keys: set[str]) -> None:
-        if step != self._step:
-            self._step, self._keys = step, set()
-        self._keys |= keys
+    def _truncate(self, resume_step: int) -> None:
+        """Keep readable lines up to `resume_step` unchanged.
 
-    def append(self, metrics: dict[str, float], *, step: int) -> Row | None:
-        """Write one line. Returns None if this step already has all these keys.
+        The file is replaced atomically, and only if lines are dropped: a kill leaves the old file.
+        """
+        kept, num_lines = [], 0
+        with open(self.path, "rb") as old:
+            for line in old:
+                num_lines += 1
+                row = decode(line)
+                if row is not None and row.step <= resume_step:
+                    kept.append(line)
+                    self._remember(row.step, set(row.metrics))
+        if len(kept) < num_lines:
+            with atomic_file(self.path) as file:
+                file.writelines(kept)
+
+    def _remember(self, step: int, keys: set[str]) -> None:
+        self._keys = keys if step != self._step else self._keys | keys
+        self._step = step
+
+    def append(self, metrics: dict[str, float], *, step: int) -> None:
+        """Write one line, without keys that this step already has.
 
         What the disk refuses is kept, and written with the next line: see `refused`.
         """
         assert step >= self._step, f"step {step} logged after step {self._step}"
-        if step == self._step:
-            metrics = {key: value for key, value in metrics.items() if key not in self._keys}
-        if not metrics:
-            return None
-        values = {key: float(value) for key, value in metrics.items()}
-        row = Row(step=step, time=time.time(), metrics=values)
-        self._unwritten += encode(row)
-        self._write()
-        self._remember(step, set(values))
-        return row
+        known = self._keys if step == self._step else set()
+        values = {key: float(value) for key, value in metrics.items() if key not in known}
+        if values:
+            self._unwritten += encode(Row(step=step, time=time.time(), metrics=values))
+            self._write()
+            self._remember(step, set(values))
 
     def _write(self) -> None:
         self.refused = None
@@ -136,18 +140,3 @@ class Journal:
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
-
-
-def _truncate(path: Path, resume_step: int) -> int:
-    """Keep readable lines up to `resume_step` unchanged. Returns the number of dropped lines.
-
-    The file is replaced atomically, and only if lines are dropped: a kill leaves the old file.
-    """
-    with open(path, "rb") as file:
-        lines = file.readlines()
-    rows = [(line, decode(line)) for line in lines]
-    kept = [line for line, row in rows if row is not None and row.step <= resume_step]
-    if len(kept) < len(lines):
-        with atomic_file(path) as file:
-            file.writelines(kept)
-    return len(lines) - len(kept)

@@ -71,14 +71,6 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
     return SourceVersion(commit=commit.strip(), diff=diff, untracked=tuple(untracked))
 
 
-def git_commit() -> str | None:
-    """Full hash of the commit."""
-    if (recorded := _recorded(PROJECT_ROOT)) is not None:
-        return recorded.commit
-    commit = git_output("rev-parse", "HEAD", root=PROJECT_ROOT)
-    return None if commit is None else commit.strip()
-
-
 def code_version() -> str | None:
     """`SourceVersion.short`."""
     version = source_version()
