@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 try:
-    from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
+    from launch.jobs.queue import known_jobs
     from launch.jobs.status.following import follow_run
-    from launch.jobs.status.states import RunStatus, find_runs, read_state
+    from launch.jobs.status.states import find_runs, read_state
     from launch.jobs.status.text import as_text, as_values
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
@@ -30,7 +30,8 @@ def main() -> None:
     arguments = parse()
     if arguments.follow:
         raise SystemExit(follow(find_runs(arguments.runs)))
-    runs = read_states(find_runs(arguments.runs))
+    jobs = known_jobs()
+    runs = [read_state(folder, jobs) for folder in find_runs(arguments.runs)]
     if arguments.json:
         print(json.dumps(list(map(as_values, runs)), indent=2, default=str))
     else:
@@ -64,17 +65,6 @@ def follow(folders: Sequence[Path]) -> int:
             next_step="name one run",
         )
     return follow_run(folder, output=sys.stdout)
-
-
-def read_states(folders: Sequence[Path]) -> list[RunStatus]:
-    """The states of all runs. SLURM is asked once."""
-    jobs: list[QueuedJob] | None = None
-    no_answer = ""
-    try:
-        jobs = user_jobs()
-    except NoAnswerError as error:
-        no_answer = str(error)
-    return [read_state(folder, jobs, no_answer=no_answer) for folder in folders]
 
 
 if __name__ == "__main__":

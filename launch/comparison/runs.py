@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from finetune.run import FinetuneRun
 from launch.jobs.attempts import read_attempts
-from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
+from launch.jobs.queue import QueuedJob, known_jobs
 from launch.jobs.status.states import RUNS_FOLDER, find_runs, read_state
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
@@ -162,14 +162,6 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
     if not runs:
         raise UserError(f"no run with metrics matches {query!r}", where="--filter")
     return _with_distinct_labels(runs)
-
-
-def known_jobs() -> list[QueuedJob] | None:
-    """The user's jobs; None where SLURM does not answer."""
-    try:
-        return user_jobs()
-    except NoAnswerError:
-        return None
 
 
 def read_config(path: Path) -> tuple[str, dict[str, Any]]:

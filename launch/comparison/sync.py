@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.comparison.runs import default_uri, known_jobs, read_config
+from launch.comparison.runs import default_uri, read_config
 from launch.jobs.attempts import Ending
-from launch.jobs.queue import QueuedJob
+from launch.jobs.queue import QueuedJob, known_jobs
 from launch.jobs.status.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.redaction import redact, short_reason

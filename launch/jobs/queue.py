@@ -110,6 +110,14 @@ def user_jobs() -> list[QueuedJob]:
     return sorted(jobs, key=lambda job: [int(each) for each in re.findall(r"\d+", job.job_id)])
 
 
+def known_jobs() -> list[QueuedJob] | None:
+    """As `user_jobs`; None if SLURM does not answer, or is not here."""
+    try:
+        return user_jobs()
+    except NoAnswerError:
+        return None
+
+
 def _job(line: str) -> QueuedJob:
     job_id, submitted_id, state, reason, start, nodes, submitted, script = line.split(
         "|", len(FIELDS) - 1

@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import uuid
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -34,22 +33,8 @@ MAX_BYTES = 64_000_000
 EXTENSIONS = "vitscale/**/*.so"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Code:
-    """The code at one moment."""
-
-    files: dict[str, bytes]
-    """Path below the root -> content, with the record."""
-    executable: frozenset[str]
-
-    @property
-    def name(self) -> str:
-        """Name of its folder, from all paths and contents."""
-        digest = blake3.blake3()
-        for path, content in sorted(self.files.items()):
-            digest.update(f"{path}\0{path in self.executable}\0{len(content)}\0".encode())
-            digest.update(content)
-        return f"code-{digest.hexdigest()[:12]}"
+Code = dict[str, tuple[bytes, int]]
+"""Path below the root -> content and mode, with the record of the version."""
 
 
 def kept_code(launch: LaunchSettings, folder: Path) -> Path | None:
@@ -71,7 +56,7 @@ def kept_code(launch: LaunchSettings, folder: Path) -> Path | None:
 def planned_folder(launch: LaunchSettings, folder: Path) -> Path | None:
     """Where `kept_code` would put the snapshot. Writes nothing."""
     code = read_code() if launch.snapshot else None
-    return None if code is None else folder / code.name
+    return None if code is None else folder / folder_name(code)
 
 
 @lru_cache(maxsize=1)
@@ -91,7 +76,7 @@ def read_code(root: Path = PROJECT_ROOT) -> Code | None:
     """
     version = source_version(root)
     if (root / RECORD_NAME).is_file():
-        names = [str(path.relative_to(root)) for path in root.rglob("*") if _is_source(path)]
+        names = [str(path.relative_to(root)) for path in root.rglob("*") if path.suffix != ".pyc"]
     else:
         names = list_files("--cached", "--others", root=root) or []
         names += [str(path.relative_to(root)) for path in root.glob(EXTENSIONS)]
@@ -109,10 +94,20 @@ def read_code(root: Path = PROJECT_ROOT) -> Code | None:
             next_step="move data out of the code folders or add it to .gitignore, or set "
             "launch.snapshot=false to run the code on disk",
         )
-    files = {name: path.read_bytes() for name, path in paths.items()}
-    files[RECORD_NAME] = json_text(version.record()).encode()
-    executable = frozenset(name for name, path in paths.items() if os.access(path, os.X_OK))
-    return Code(files=files, executable=executable)
+    code = {
+        name: (path.read_bytes(), 0o555 if os.access(path, os.X_OK) else 0o444)
+        for name, path in paths.items()
+    }
+    return code | {RECORD_NAME: (json_text(version.record()).encode(), 0o444)}
+
+
+def folder_name(code: Code) -> str:
+    """Name of the snapshot's folder, from all paths, modes and contents."""
+    digest = blake3.blake3()
+    for path, (content, mode) in sorted(code.items()):
+        digest.update(f"{path}\0{mode}\0{len(content)}\0".encode())
+        digest.update(content)
+    return f"code-{digest.hexdigest()[:12]}"
 
 
 def store_code(code: Code, folder: Path) -> Path:
@@ -120,13 +115,18 @@ def store_code(code: Code, folder: Path) -> Path:
 
     Raises UserError if it cannot be written.
     """
-    final = folder / code.name
-    if final.exists():
-        return final
-    temporary = folder / f".{code.name}.{uuid.uuid4().hex[:8]}.tmp"
+    final = folder / folder_name(code)
+    temporary = folder / f".{final.name}.{uuid.uuid4().hex[:8]}.tmp"
     try:
-        _write(code, temporary)
-        commit_folder(temporary, final)
+        if not final.exists():
+            temporary.mkdir(mode=0o700)
+            for name, (content, mode) in code.items():
+                path = temporary / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # Without fsync, which would take seconds.
+                path.write_bytes(content)
+                path.chmod(mode)
+            commit_folder(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         # Another submission may have been faster.
@@ -137,17 +137,3 @@ def store_code(code: Code, folder: Path) -> Path:
                 next_step="free space, or set launch.snapshot=false to run the code on disk",
             ) from error
     return final
-
-
-def _is_source(path: Path) -> bool:
-    return path.is_file() and path.suffix != ".pyc"
-
-
-def _write(code: Code, folder: Path) -> None:
-    folder.mkdir(mode=0o700)
-    for name, content in code.files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Without fsync, which would take seconds.
-        path.write_bytes(content)
-        path.chmod(0o555 if name in code.executable else 0o444)

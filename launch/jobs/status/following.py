@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from launch.jobs.processes import LogTail
-from launch.jobs.queue import NoAnswerError, user_jobs
+from launch.jobs.queue import known_jobs
 from launch.jobs.status.states import ACTIVE, RunState, RunStatus, newest_log, read_state
 from launch.jobs.status.text import line_of, shown_folder
 from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, UserError
@@ -56,12 +56,9 @@ def follow_run(folder: Path, *, output: TextIO) -> int:
 
 def _look(folder: Path, before: RunStatus | None) -> RunStatus:
     """The state now; the one before if SLURM, which has the job, does not answer."""
-    try:
-        jobs = user_jobs()
-    except NoAnswerError:
-        if before is not None and before.job is not None:
-            return before
-        jobs = None
+    jobs = known_jobs()
+    if jobs is None and before is not None and before.job is not None:
+        return before
     run = read_state(folder, jobs)
     if run.job is not None and "_" in run.job.job_id:
         raise UserError(
@@ -99,9 +96,7 @@ def _copy_log(
 
 
 def _exit_code(run: RunStatus) -> int:
-    if run.state is RunState.FINISHED:
-        return 0
-    if run.state is RunState.STOPPED:
-        return EXIT_STOPPED_RESUMABLE
-    kind = None if run.failure is None else run.failure.kind
-    return EXIT_FAILED if kind is None else kind.exit_code
+    if run.failure is not None and run.failure.kind is not None:
+        return run.failure.kind.exit_code
+    known = {RunState.FINISHED: 0, RunState.STOPPED: EXIT_STOPPED_RESUMABLE}
+    return known.get(run.state, EXIT_FAILED)

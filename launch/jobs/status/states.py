@@ -129,11 +129,10 @@ class RunStatus:
         return self.logged.time is None or self.logged.time < self.since
 
 
-def read_state(folder: Path, jobs: Sequence[QueuedJob] | None, *, no_answer: str = "") -> RunStatus:
+def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     """The state of the run in `folder`.
 
-    jobs: all jobs of the user, from `user_jobs`; None: SLURM was not asked, or did not answer;
-    no_answer: why.
+    jobs: all jobs of the user, from `known_jobs`.
     """
     attempts, start, logged = read_attempts(folder), read_start(folder), _read_logged(folder)
     last = attempts[-1] if attempts else None
@@ -159,7 +158,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None, *, no_answer: str
         state, place = RunState.RUNNING, f"process {pid} on this machine"
     elif jobs is None and is_open and last is not None and last.cluster == "slurm":
         state = RunState.RUNNING
-        note = f"as its records say; SLURM does not answer{no_answer and f': {no_answer}'}"
+        note = "as its records say; SLURM does not answer"
     else:
         state, failure = _ended_state(folder, last, start, logged)
         since = last.ended if last is not None and last.ended is not None else logged.time

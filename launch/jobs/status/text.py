@@ -24,21 +24,15 @@ REASONS = {
     "all of them: it will never start",
     # cred_expire in slurm.conf: until the old credential has expired.
     "BeginTime": "waits for its start time; SLURM holds a requeued job back for two minutes",
-    "Cleaning": "SLURM still cleans up after the last attempt",
     "Dependency": "waits for another job",
     "DependencyNeverSatisfied": "waits for a job that has failed: it will never start",
     "JobArrayTaskLimit": "launch.max_running_tasks tasks are running",
     "JobHeldAdmin": "held by an administrator",
     "JobHeldUser": "held by its user: `scontrol release` lets it start",
-    "Licenses": "waits for a license",
-    "NodeDown": "a node that it needs is down",
-    "PartitionDown": "its partition starts no jobs at present",
-    "PartitionInactive": "its partition accepts no jobs at present",
     "PartitionNodeLimit": "asks for more or fewer nodes than its partition allows: it will never "
     "start",
     "PartitionTimeLimit": "asks for more time than its partition allows: it will never start",
     "Priority": "jobs of higher priority are before it",
-    "Reservation": "waits for its reservation to begin",
     "Resources": "waits for free nodes",
 }
 # Families of reasons with many members.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs import snapshot
-from launch.jobs.snapshot import Code, kept_code, read_code, store_code
+from launch.jobs.snapshot import Code, folder_name, kept_code, read_code, store_code
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 from vitscale.tracking.source_version import RECORD_NAME, source_version
@@ -74,7 +74,7 @@ def test_the_record_replaces_git_inside_a_snapshot(root: Path) -> None:
     assert recorded == source_version(root) and recorded is not None and not recorded.is_dirty
     git(root, "commit", "--quiet", "--allow-empty", "--message", "later")
     assert source_version(copy) == recorded != source_version(root)
-    assert code_of(copy).name == copy.name
+    assert folder_name(code_of(copy)) == copy.name
 
 
 def test_equal_code_shares_one_folder(root: Path, tmp_path: Path) -> None:
