@@ -14,7 +14,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import VisualizeRun
 from pretrain.run import PretrainRun
 from tests.support.run_files import VALID, errors_of
-from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.errors import UserErrors
 from vitscale.config.fields import known_keys
 from vitscale.config.loader import OTHER_NAMES, load_run, load_run_file, run_leaves, run_to_yaml
 from vitscale.config.section import Run
@@ -44,30 +44,6 @@ def test_lists_are_replaced_and_groups_merged(here: Path) -> None:
     assert launch.setup == ("c",) and launch.sbatch == {"x": 1, "y": 2, "z": 3}
 
 
-def test_all_errors_are_in_one_report_with_their_lines(here: Path) -> None:
-    (here / "b.yaml").write_text(
-        "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\nmodel:\n  image_size: x\nseeed: 1\n"
-        "data: {path: null}\nschedule: {final_lr: .inf}\n"
-    )
-    found = errors_of("b.yaml", "oops", "engine.precision=fp8")
-    starts = [
-        "b.yaml:3: optim.lr: 'fast' was read as text",
-        "b.yaml:4: optim.lr: key 'lr' is given twice; first on line 3",
-        "b.yaml:6: model.image_size: 'x' was read as text",
-        "b.yaml:7: seeed: unknown key seeed",
-        "b.yaml:8: data.path: null was read as null",
-        "b.yaml:9: schedule.final_lr: .inf is not a finite number",
-        "command line: 'oops' is not key=value",
-        "command line: engine.precision: 'fp8' is not allowed",
-    ]
-    assert [text[: len(start)] for text, start in zip(found, starts, strict=True)] == starts
-
-
-def test_conflicts_between_valid_values_are_all_reported(here: Path) -> None:
-    found = errors_of("a.yaml", "schedule.steps=10", "name=a/b")
-    assert {text.split(": ")[1] for text in found} == {"schedule", "name"}
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
@@ -88,17 +64,13 @@ def test_typo_suggests_the_nearest_key(here: Path, typed: str, meant: str) -> No
     assert found.endswith(f"next: did you mean {meant}?")
 
 
-@pytest.mark.parametrize("meant", sorted(set(OTHER_NAMES.values())))
-def test_suggested_keys_exist(meant: str) -> None:
-    assert tuple(meant.split(".")) in set(known_keys(PretrainRun, {}))
+def test_suggested_keys_exist() -> None:
+    assert {tuple(key.split(".")) for key in OTHER_NAMES.values()} <= {*known_keys(PretrainRun, {})}
 
 
 def test_stage_chooses_the_run_type(here: Path) -> None:
     (here / "b.yaml").write_text(VALID.replace("pretrain", "finetune") + "init: x\n")
     assert isinstance(load_run_file(STAGES, "b.yaml"), FinetuneRun)
-    (here / "c.yaml").write_text(VALID.replace("stage: pretrain\n", ""))
-    with pytest.raises(UserError, match="stage is missing\n  allowed: pretrain, finetune"):
-        load_run_file(STAGES, "c.yaml")
 
 
 # ---- the site file ----------------------------------------------------------------------------

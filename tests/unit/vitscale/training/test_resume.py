@@ -39,6 +39,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "grid": {"model": {"image_size": 384}},
     "num_prefix_tokens": {"model": {"num_registers": 4}},
     "objective": {"objective": "another"},
+    "teacher": {"teacher": "other"},
     "optimizer": {"optim": {"name": "sgd"}},
     "layer_decay": {"optim": {"layer_decay": 0.9}},
     "weight_decay_mode": {"optim": {"weight_decay_mode": "independent"}},
@@ -64,7 +65,8 @@ def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hash": None}
     shards |= change.get("shards", {})
     objective: Any = SimpleNamespace(
-        settings=SimpleNamespace(name=change.get("objective", "supervised")), compatibility=dict
+        settings=SimpleNamespace(name=change.get("objective", "supervised")),
+        compatibility=lambda: {"teacher": change.get("teacher", "one")},
     )
     data: Any = SimpleNamespace(**shards)
     return compatibility_key(run, run.model.resolved(num_classes=10), data, objective)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -85,30 +84,6 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     for name, value in teacher.model.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert torch.equal(torch.get_rng_state(), before_state)
-
-
-@pytest.mark.parametrize("key", [None, "model", "state_dict"])
-def test_torch_files_of_tensors_are_read(network: Any, tmp_path: Path, key: str | None) -> None:
-    state = network.state_dict()
-    # DeiT's and MAE's files hold the options of the command too.
-    beside = {"epoch": 3, "args": argparse.Namespace(lr=1)}
-    path = torch_file(tmp_path / "teacher.pth", state if key is None else {key: state, **beside})
-    save_file(state, tmp_path / "same.safetensors")
-    found = opened(path, image_size=64)
-    same = opened(tmp_path / "same.safetensors", image_size=64)
-    pixels = images(64)
-    assert torch.equal(
-        found.logits(pixels, dtype=torch.float32), same.logits(pixels, dtype=torch.float32)
-    )
-    assert found.fingerprint != same.fingerprint
-
-
-def test_unfit_weights_are_listed(network: Any, tmp_path: Path) -> None:
-    state = {name: value for name, value in network.state_dict().items() if name != "bn1.bias"}
-    state["conv_stem.weight"] = torch.zeros(1)
-    path = torch_file(tmp_path / "teacher.pth", state)
-    with pytest.raises(UserError, match=r"(?s)2 tensors do not fit.*bn1.bias: model \(\d+,\), ch"):
-        opened(path)
 
 
 def test_another_number_of_classes_is_one_sentence(safetensors: Path) -> None:
