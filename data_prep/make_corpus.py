@@ -20,8 +20,7 @@ from pathlib import Path
 
 try:
     from data_prep.corpora.characters import GREY_LEVELS, SETS, Characters, character_files
-    from data_prep.corpora.digits import digit_files
-    from data_prep.corpora.idx import idx_files
+    from data_prep.corpora.digits import digit_files, idx_files
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.atomic_files import commit_folder
 except ModuleNotFoundError as error:

@@ -1,13 +1,17 @@
-"""Make the digits corpus: scikit-learn's handwritten digits as PNG files.
+"""Make corpora of arrays that other packages hold: scikit-learn's digits, and (Fashion-)MNIST.
 
-1,797 images of 8 x 8 grey values 0-16 (UCI "Optical Recognition of Handwritten Digits", test part),
-as 32 x 32 PNG: enlarged here once, so that crops at 16 and 24 px are resampled as for any corpus.
+The digits are 1,797 images of 8 x 8 grey values 0-16 (UCI "Optical Recognition of Handwritten
+Digits", test part), as 32 x 32 PNG: enlarged here once, so that crops at 16 and 24 px are resampled
+as for any corpus. Files in the idx format are those of yann.lecun.com/exdb/mnist.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
+import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -18,6 +22,10 @@ from vitscale.config.errors import UserError
 NUM_TEST = 360
 SIDE_PX = 32
 MAX_GREY = 16
+# Split -> the name that its files begin with.
+NAMES = {"train": "train", "test": "t10k"}
+# Two zero bytes, 8 for unsigned bytes, the number of dimensions; then each size, big-endian.
+UBYTE = b"\0\0\x08"
 
 
 def digit_files(*, seed: int) -> Iterator[tuple[str, bytes]]:
@@ -50,3 +58,30 @@ def _choose_test(labels: np.ndarray, *, seed: int) -> set[int]:
         rows.sort(key=lambda i: seeded_hash(str(i), seed=seed, purpose="digits test"))
         chosen.update(rows[:num])
     return chosen
+
+
+def idx_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield {train,test}/LABEL/NNNNN.png and its content, grey. Raises UserError."""
+    for split, name in NAMES.items():
+        images = read_idx(folder / f"{name}-images-idx3-ubyte", num_dimensions=3)
+        labels = read_idx(folder / f"{name}-labels-idx1-ubyte", num_dimensions=1)
+        if len(images) != len(labels):
+            raise UserError(f"{len(images)} images, but {len(labels)} labels", where=str(folder))
+        for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+            file = io.BytesIO()
+            Image.fromarray(image).save(file, format="PNG")
+            yield f"{split}/{label}/{i:05d}.png", file.getvalue()
+
+
+def read_idx(path: Path, *, num_dimensions: int) -> np.ndarray:
+    """uint8 array of a file, or of the same packed as `.gz`. Raises UserError."""
+    packed = path.with_name(f"{path.name}.gz")
+    try:
+        data = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(path), allowed="also .gz") from None
+    start = 4 + 4 * num_dimensions
+    sizes = np.frombuffer(data[4:start], ">u4").tolist() if len(data) >= start else []
+    if data[:4] != UBYTE + bytes([num_dimensions]) or len(data) != start + math.prod(sizes):
+        raise UserError("is not a whole idx file of bytes", where=str(path))
+    return np.frombuffer(data, np.uint8, offset=start).reshape(sizes)

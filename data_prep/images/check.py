@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import zlib
 from dataclasses import dataclass
@@ -139,20 +140,16 @@ def _checked(
 
 
 def _unpacked(data: bytes) -> bytes:
-    unpacker = zlib.decompressobj(wbits=31)
     try:
-        start = unpacker.decompress(data, START_BYTES)
-        if not unpacker.eof and len(start) < START_BYTES:
-            raise Rejected("bad_gzip")
-        format_of(start)  # content that is no image is not unpacked at all
-        rest = unpacker.decompress(unpacker.unconsumed_tail, MAX_FILE_BYTES + 1 - len(start))
-    except zlib.error:
+        with gzip.open(io.BytesIO(data)) as file:
+            start = file.read(START_BYTES)
+            format_of(start)  # content that is no image is not unpacked at all
+            content = start + file.read(MAX_FILE_BYTES + 1 - len(start))
+    except (OSError, EOFError, zlib.error):
         raise Rejected("bad_gzip") from None
-    if len(start) + len(rest) > MAX_FILE_BYTES:
+    if len(content) > MAX_FILE_BYTES:
         raise Rejected("too_large")
-    if not unpacker.eof:
-        raise Rejected("bad_gzip")
-    return start + rest
+    return content
 
 
 def format_of(data: bytes) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from vitscale.config.errors import UserError
 from vitscale.data.shards import DATA_LOSS_ERRNOS
-from vitscale.distributed.atomic_files import blake3_of_file
 
 # Errors of the file itself: lost bytes, no permission, no file. All others are transient: a server
 # that does not answer, no memory, no file handles, an expired key.
@@ -102,22 +101,20 @@ def compressed_tar_error(path: str, method: str) -> UserError:
     )
 
 
+def read_named(file: str, *, where: str) -> bytes:
+    """Return the content of a file that the setting `where` names. Raises Outage."""
+    try:
+        return Path(file).expanduser().read_bytes()
+    except OSError as error:
+        what = f"{file!r} cannot be read ({error.strerror or error})"
+        raise Outage(what, where=where) from None
+
+
 def read_text(file: str, *, where: str) -> str:
     """Return the text of a file that the setting `where` names. Raises UserError, Outage."""
     try:
-        return Path(file).expanduser().read_bytes().decode()
-    except OSError as error:
-        raise Outage(f"{file!r} cannot be read ({error.strerror})", where=where) from None
+        return read_named(file, where=where).decode()
     except UnicodeDecodeError as error:
         raise UserError(
             f"{file!r} is not UTF-8 (byte {error.start})", where=where, allowed="UTF-8 text"
         ) from None
-
-
-def hash_named_file(file: str, *, where: str) -> str:
-    """Return the BLAKE3 of a file that the setting `where` names. Raises Outage."""
-    try:
-        return blake3_of_file(Path(file).expanduser())
-    except OSError as error:
-        what = f"{file!r} cannot be read ({error.strerror or error})"
-        raise Outage(what, where=where) from None

@@ -16,9 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
-from data_prep.sources.errors import Outage, hash_named_file
+from data_prep.sources.errors import Outage, read_named
 from data_prep.steps.labels import load_labels
 from data_prep.steps.work import (
     FAILED_NAME,
@@ -135,7 +137,7 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     for where, file in named.items():
         if file is not None:
             section, key = where.split(".")
-            config[section][f"{key}_blake3"] = hash_named_file(file, where=where)
+            config[section][f"{key}_blake3"] = blake3(read_named(file, where=where)).hexdigest()
     return config
 
 
