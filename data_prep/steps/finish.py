@@ -120,9 +120,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
                 where=str(work.path),
                 next_step="remove this folder and run the same command again",
             )
-    _commit(
-        *(work, final, tars, tables), sums=sums, source_fingerprint=digest, classes=plan.classes
-    )
+    _commit(work, final, tars, tables, sums=sums, source_fingerprint=digest, classes=plan.classes)
 
 
 def finish_index(work: WorkFolder, unit: str) -> None:
@@ -153,7 +151,10 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     check_mixed(labels_of_train, shard_lengths=list(map(len, train)), where="source.path")
     shards_root = root_of_tars(root, output=work.output)
     _commit(
-        *(work, final, tars, tables),
+        work,
+        final,
+        tars,
+        tables,
         sums=sums,
         source_fingerprint=digest,
         classes=classes,
