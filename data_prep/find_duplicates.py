@@ -34,7 +34,7 @@ try:
     )
     from data_prep.duplicates.search import first_equal, first_similar
     from vitscale.config.errors import run_script
-    from vitscale.distributed.atomic_files import atomic_file, make_folders
+    from vitscale.distributed.atomic_files import atomic_file, make_folders, write_text
     from vitscale.distributed.processes import num_cores, ordered_results
     from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
@@ -97,7 +97,10 @@ def main() -> None:
             "similarity": pa.array(alike[own], pa.float32(), from_pandas=True),
         }
     )
-    write_lists(output, table)
+    with atomic_file(output / TABLE_NAME) as file:
+        pq.write_table(table, file)
+    kept = table.filter(table["keep"])["key"].to_pylist()
+    write_text(output / KEYS_NAME, "".join(f"{key}\n" for key in kept))
     pairs = np.flatnonzero(is_copy & ~exact & (positions >= num_others))
     pairs = pairs[np.argsort(alike[pairs], kind="stable")[:NUM_PAIRS]]
     (output / PICTURE_NAME).unlink(missing_ok=True)
@@ -116,16 +119,6 @@ def main() -> None:
         f"next: train with data.only_keys={output / KEYS_NAME}, or make the shards again "
         f"without the copies: source.leave_out={output / TABLE_NAME}"
     )
-
-
-def write_lists(output: Path, table: pa.Table) -> None:
-    """Write the table, and the keys that it keeps as text."""
-    with atomic_file(output / TABLE_NAME) as file:
-        pq.write_table(table, file)
-    kept = table.filter(table.column("keep")).select(["key"])
-    with atomic_file(output / KEYS_NAME) as file:
-        for batch in kept.to_batches(max_chunksize=BATCH_ROWS):
-            file.write("".join(f"{key}\n" for key in batch.column("key").to_pylist()).encode())
 
 
 def describe_all(images: pa.Table, *, num_workers: int | None) -> np.ndarray:
