@@ -21,7 +21,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-from vitscale.images.plain import TAG, UPRIGHT, upright
+from vitscale.images.plain import orientation, plain, upright
 
 NUM_FREQUENCIES = 64
 SIDE_PX = 32
@@ -54,7 +54,6 @@ HASHES = ("phash", "mirrored")
 CORRELATED_ROWS = 1 << 11
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 1 << 28
-DEEP_GREY = {"I": 256, "I;16": 256, "I;16B": 256, "I;16L": 256, "I;16N": 256, "F": 1}
 
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
@@ -79,8 +78,9 @@ def grey_picture(content: bytes) -> np.ndarray | None:
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
             # filled, hence the box, which is the true extent of the picture.
             drafted = image.draft("L", (2 * SIDE_PX, 2 * SIDE_PX))
-            orientation = image.getexif().get(TAG, UPRIGHT)
-            small = _grey(image).resize(
+            turn = orientation(image)
+            grey = plain(image).convert("L")
+            small = grey.resize(
                 (SIDE_PX, SIDE_PX),
                 Image.Resampling.BILINEAR,
                 box=drafted[1] if drafted else None,
@@ -91,22 +91,7 @@ def grey_picture(content: bytes) -> np.ndarray | None:
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
         return None
-    return np.asarray(upright(small, orientation))
-
-
-def _grey(image: Image.Image) -> Image.Image:
-    """8 bits of grey; transparent pixels become white."""
-    if image.mode == "L":
-        return image
-    if image.mode in DEEP_GREY:
-        values = np.asarray(image, dtype=np.float64) / DEEP_GREY[image.mode]
-        return Image.fromarray(np.nan_to_num(values).clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        image = Image.alpha_composite(white, image)
-    # Palette entries must become colours first.
-    return (image.convert("RGB") if image.mode == "P" else image).convert("L")
+    return np.asarray(upright(small, turn))
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
