@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.comparison.runs import default_uri, read_config
 from launch.jobs.attempts import Ending
-from launch.jobs.queue import QueuedJob, known_jobs
+from launch.jobs.queue import known_jobs
 from launch.jobs.status.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.redaction import redact, short_reason
@@ -40,16 +39,6 @@ STATUS: dict[RunState, Status] = {
 KILLED = (Ending.KILLED, Ending.LOST, Ending.ENDED_BY_SLURM, None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunToCopy:
-    """A run folder to copy. Times are Unix seconds."""
-
-    folder: Path
-    started: float
-    status: Status
-    ended: float
-
-
 def sync(arguments: Sequence[str]) -> None:
     """Copy the runs. Raises UserErrors before anything is written where a folder is no run."""
     parser = argparse.ArgumentParser(
@@ -66,16 +55,24 @@ def sync(arguments: Sequence[str]) -> None:
     parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
     given = parser.parse_args(arguments)
     uri = absolute_uri(given.uri or default_uri(), where="--uri")
-    for source in _read_all(given.runs):
-        folder = source.folder
+    sources: list[tuple[float, Path, Status, float]] = []
+    errors: list[UserError] = []
+    jobs = known_jobs()
+    for folder in find_runs(given.runs):
+        try:
+            start = _start(folder)
+            state = read_state(folder, jobs)
+            status, ended = _ending(state, read_record(folder))
+            sources.append((start, folder, status, ended or state.logged.time or start))
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise UserErrors(errors)
+    # A parent starts before its children, which name it.
+    for _, folder, status, ended in sorted(sources):
         try:
             done = mlflow_sync.sync(
-                folder,
-                uri,
-                status=source.status,
-                ended=source.ended,
-                experiment=given.experiment,
-                say=print,
+                folder, uri, status=status, ended=ended, experiment=given.experiment, say=print
             )
         # Any failure of a server or its database is reported as a problem of the address.
         except Exception as error:
@@ -86,41 +83,20 @@ def sync(arguments: Sequence[str]) -> None:
             ) from None
         print(
             f"{folder}: sent {done.num_points} points, {done.num_files} files; "
-            f"{source.status.lower()}; run {done.run_id}"
+            f"{status.lower()}; run {done.run_id}"
         )
     print(f"MLflow: {chart_page(uri, done.experiment)}")
 
 
-def _read_all(names: Sequence[str]) -> list[RunToCopy]:
-    jobs = known_jobs()
-    sources: list[RunToCopy] = []
-    errors: list[UserError] = []
-    for folder in find_runs(names):
-        try:
-            sources.append(_read(folder, jobs))
-        except UserError as error:
-            errors.append(error)
-    if errors:
-        raise UserErrors(errors)
-    # A parent starts before its children, which name it.
-    return sorted(sources, key=lambda source: source.started)
-
-
-def _read(folder: Path, jobs: list[QueuedJob] | None) -> RunToCopy:
+def _start(folder: Path) -> float:
+    """Time of the first line of the journal. Raises UserError for what is no run."""
     journal, config = folder / JOURNAL_NAME, folder / CONFIG_NAME
     first = next(read_rows(journal), None) if journal.is_file() else None
     if first is None:
         raise UserError("has no metrics", where=str(journal), next_step="give a run that has")
     if not read_config(config)[1]:
         raise UserError("is no configuration of a run", where=str(config))
-    state = read_state(folder, jobs)
-    status, ended = _ending(state, read_record(folder))
-    return RunToCopy(
-        folder=folder,
-        started=first[0].time,
-        status=status,
-        ended=ended or state.logged.time or first[0].time,
-    )
+    return first[0].time
 
 
 def _ending(state: RunStatus, record: RunRecord | None) -> tuple[Status, float | None]:

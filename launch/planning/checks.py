@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 from finetune.run import FinetuneRun
-from finetune.settings import EvaluateRun
 from launch.jobs.preparation import LaunchableRun, check_job
 from launch.jobs.queue import NoAnswerError
 from launch.jobs.submission import try_start
@@ -123,11 +122,24 @@ def run_checks(run: LaunchableRun) -> list[Check]:
     """Rows about the configuration, data, loader and files of a run, none of them heavy."""
     num_tasks = run.launch.nodes * run.launch.tasks_per_node
     facts: DataFacts | None = None
-    if isinstance(run, PretrainRun | FinetuneRun):
-        try:
-            facts = data_facts(run)
-        except UserError:
-            pass  # reported with the data
+
+    def data() -> Iterator[Check]:
+        nonlocal facts
+        if isinstance(run, DataPrepRun):
+            return
+        # Sizes of thousands of remote files would take minutes; the job asks for them.
+        is_local = isinstance(location_of(run.data.path), Path)
+        if isinstance(run, PretrainRun | FinetuneRun):
+            facts = data_facts(run, check_files=is_local)
+            yield _training_data(run, facts)
+        else:
+            index = read_split(
+                run.data.path,
+                split=run.data.val_split,
+                remote_settings=run.data.remote,
+                check_files=is_local,
+            )
+            yield ok("data", f"{run.data.val_split}: {index.num_samples:,} samples")
 
     def configuration() -> Iterator[Check]:
         check_job(run, num_tasks=num_tasks, cluster="slurm")
@@ -136,57 +148,41 @@ def run_checks(run: LaunchableRun) -> list[Check]:
         tasks = run.launch.num_tasks if isinstance(run, DataPrepRun) else num_tasks
         yield ok("configuration", f"{run.stage}, {tasks} task(s)")
 
-    rows = caught("configuration", configuration)
-    if isinstance(run, DataPrepRun):
-        return rows
-    if not isinstance(run, PretrainRun | FinetuneRun):
-        return rows + caught("data", lambda: _evaluation_data(run))
-    rows += caught("data", lambda: _training_data(run))
+    data_rows = caught("data", data)
+    rows = [*caught("configuration", configuration), *data_rows]
     if isinstance(run, FinetuneRun) and run.init is not None:
         rows.append(_weights(run.init))
-    if facts and facts.num_samples:
-        rows += caught("loader", lambda: _loader(run, facts))
-        rows += caught("disk", lambda: _disk(run, facts))
+    if isinstance(run, PretrainRun | FinetuneRun) and facts and facts.num_samples:
+        known = facts
+        rows += caught("loader", lambda: _loader(run, known))
+        rows += caught("disk", lambda: _disk(run, known))
     return rows
 
 
-def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
-    data, is_local = run.data, isinstance(location_of(run.data.path), Path)
-    index = read_split(
-        data.path, split=data.val_split, remote_settings=data.remote, check_files=is_local
-    )
-    yield ok("data", f"{data.val_split}: {index.num_samples:,} samples; as in the manifest")
-
-
-def _training_data(run: PretrainRun | FinetuneRun) -> Iterator[Check]:
-    """Names, sizes and counts of the files of a run's splits."""
+def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
+    """Counts of the samples and shards. Raises UserError for what is missing or damaged."""
     data = run.data
     if data.is_streamed:
         tars = tars_of_split(Path(data.path), data.train_split, where="data.train_split")
-        what = f"{data.train_split}: {len(tars):,} tars; no index: a resume is not exact"
-        yield ok("data", what)
-        return
-    # Sizes of thousands of remote files would take minutes; the job asks for them.
-    is_local = isinstance(location_of(data.path), Path)
-    facts = data_facts(run, check_files=is_local)
+        return ok("data", f"{data.train_split}: {len(tars):,} tars; no index: inexact resume")
     if facts.opened is None:
         if facts.num_samples is None:
             check_data(run, facts)
-        yield warning(
+        return warning(
             "data",
             f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples",
             next_step="none if only the nodes see the folder: the job checks it",
         )
-        return
     parts = facts.opened.parts
     for part in parts:
         check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
     num_shards = sum(len(part.shard_lengths) for part in parts)
     found = f"{data.train_split}: {facts.num_samples:,} samples in {num_shards:,} shards"
+    is_local = isinstance(location_of(data.path), Path)
     evaluated = None if data.dev_percent else open_val_split(data, check_files=is_local)
     if evaluated is not None:
         found += f"; {data.val_split}: {evaluated.num_samples:,} samples"
-    yield ok("data", f"{found}; as in the manifest")
+    return ok("data", f"{found}; as in the manifest")
 
 
 def _weights(init: str) -> Check:

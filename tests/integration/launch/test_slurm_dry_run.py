@@ -22,8 +22,6 @@ optim: {lr: 0.001}
 schedule: {epochs: 10, warmup_steps: 5, decay: linear}
 launch: {nodes: 2, tasks_per_node: 4, gpus_per_node: 4}
 """
-
-
 DATA_CONFIG = """\
 stage: data_prep
 output: shards
@@ -68,8 +66,6 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(launch, tmp_path) -> None:
     assert plan["model"].startswith("5,526,346 parameters, 197 tokens, 10 classes")
     assert "GFLOPs per training image" in plan["compute"]
     assert "GiB" in plan["memory per GPU"]
-    assert "#SBATCH --gpus-per-node=4" in done.stdout
-    assert "srun " in done.stdout
     checks = done.stdout.partition("# Checks\n")[2].partition("\n\n")[0]
     assert "data           warning  no manifest.json in shards here" in checks
     assert "SLURM" not in checks
@@ -100,7 +96,6 @@ def test_data_preparation_is_shown_as_an_array(launch, tmp_path) -> None:
     assert plan["tasks"].startswith("64 task(s) x 8 core(s) = 512 core(s), as a SLURM array")
     assert plan["tasks"].endswith("at most 16 task(s) at a time")
     assert "#SBATCH --array=0-63%16" in done.stdout
-    assert "#SBATCH --cpus-per-task=8" in done.stdout
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in done.stdout
     assert not (tmp_path / "runs").exists()
