@@ -9,7 +9,7 @@ width, T tokens, N patches, p patch size, C classes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vitscale.models.settings import Architecture, ViTSettings
 
@@ -113,18 +113,6 @@ HEAD_REMAINDER_BYTES = 2
 GATHERED_AHEAD = 50_000_000
 
 
-class Costs(Protocol):
-    """What a model costs: formulas as below, or those of an objective that adds to the model."""
-
-    def num_parameters(self, arch: Any, /) -> int: ...
-
-    def train_flops_per_image(self, arch: Any, /) -> int: ...
-
-    def activation_bytes_per_image(
-        self, arch: Any, /, *, precision: str, activation_checkpointing: bool
-    ) -> int: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
     """Bytes on one rank. Without allocator slack, NCCL's buffers and the CUDA context."""
@@ -145,7 +133,7 @@ class MemoryEstimate:
 def memory_estimate(
     arch: Architecture,
     *,
-    costs: Costs,
+    costs: Any,
     zero_stage: int,
     world_size: int,
     precision: str,
@@ -171,12 +159,19 @@ def memory_estimate(
     master = WEIGHT_BYTES["fp32" if zero_stage == 0 else precision][1]
     if precision == "fp32" and zero_stage > 0:
         master = ZERO_FP32_CLONE_BYTES
+    weight = WEIGHT_BYTES["fp32" if zero_stage == 0 else precision][0]
+    parameters = -(-count * weight // (world_size if zero_stage == 3 else 1))
+    if zero_stage == 3:
+        parameters += weight * min(count, GATHERED_AHEAD)
+    if precision != "fp32":
+        parameters += (
+            AUTOCAST_COPY_BYTES * count if zero_stage == 0 else HEAD_REMAINDER_BYTES * head
+        )
     # The engine sums more than two micro-batches in fp32, and all at stage 0.
     gradient = 2 if precision != "fp32" and zero_stage > 0 and accumulation <= 2 else 4
     gradient_ranks = world_size if zero_stage >= 2 else 1
     return MemoryEstimate(
-        parameters=frozen_bytes
-        + _weight_bytes(count, head, stage=zero_stage, world_size=world_size, precision=precision),
+        parameters=frozen_bytes + parameters,
         gradients=gradient * (-(-count // gradient_ranks) + bucket_elements),
         optimizer=-(-count * (master + optimizer_bytes) // (world_size if zero_stage else 1)),
         activations=micro_batch
@@ -184,14 +179,3 @@ def memory_estimate(
             arch, precision=precision, activation_checkpointing=activation_checkpointing
         ),
     )
-
-
-def _weight_bytes(count: int, head: int, *, stage: int, world_size: int, precision: str) -> int:
-    """head: elements of the last layer."""
-    weight = WEIGHT_BYTES["fp32" if stage == 0 else precision][0]
-    whole = -(-count * weight // (world_size if stage == 3 else 1))
-    if stage == 3:
-        whole += weight * min(count, GATHERED_AHEAD)
-    if precision == "fp32":
-        return whole
-    return whole + (AUTOCAST_COPY_BYTES * count if stage == 0 else HEAD_REMAINDER_BYTES * head)

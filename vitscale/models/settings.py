@@ -270,58 +270,38 @@ class ViTSettings(Architecture):
                 f"{self.positions} needs a width of 8 or more that 4 divides, not {width}; "
                 "set positions=learned or another width",
             )
-        yield from _pool_problems(self)
-        yield from _class_position_problems(self)
-        yield from _distillation_problems(self)
+        if self.pool not in PATCH_POOLS and self.class_token is False:
+            what = f"false, but pool={self.pool} reads it"
+            yield ("model.class_token", f"{what}; set it to null, or pool=gap")
+        if self.pool != "gap" and self.pool_norm:
+            yield ("model.pool_norm", "is for pool=gap; set it to false, or pool=gap")
+        if self.pool == "cls_mean" and self.representation_layer:
+            yield ("model.representation_layer", "is not for pool=cls_mean; set it to false")
+        if self.class_position:
+            reasons = {
+                f"pool={self.pool} has no class token": not self.has_class_token,
+                f"{self.positions} positions are for patches only": self.positions != "learned",
+                "the position embedding has no rows for registers": self.num_registers,
+            }
+            for reason in [reason for reason, holds in reasons.items() if holds][:1]:
+                yield ("model.class_position", f"true, but {reason}; set it to null or false")
+        if self.distillation_token:
+            # DeiT has class token, distillation token and patches, all with positions, two heads.
+            needed = {"pool": "cls", "positions": "learned", "num_registers": 0}
+            for key, value in {**needed, "representation_layer": False}.items():
+                if getattr(self, key) != value:
+                    shown = str(value).lower()
+                    yield (f"model.{key}", f"a distillation token needs {shown}; set it to {shown}")
+            if self.class_position is False:
+                yield ("model.class_position", "a distillation token needs true; set it to null")
         side, patch = self.image_size, numbers["patch_size"]
         if side < patch:
             what = f"{side} px hold no patch of {patch} px"
             yield ("model.image_size", f"{what}; give at least {patch}")
         elif side % patch:
             below = side // patch * patch
-            yield (
-                "model.image_size",
-                f"{side} px is not a multiple of the {patch} px patch (remainder "
-                f"{side % patch}); nearest: {below} or {below + patch}",
-            )
-
-
-def _pool_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
-    if model.pool not in PATCH_POOLS and model.class_token is False:
-        what = f"false, but pool={model.pool} reads it"
-        yield ("model.class_token", f"{what}; set it to null, or pool=gap")
-    if model.pool != "gap" and model.pool_norm:
-        yield ("model.pool_norm", "is for pool=gap; set it to false, or pool=gap")
-    if model.pool == "cls_mean" and model.representation_layer:
-        yield ("model.representation_layer", "is not for pool=cls_mean; set it to false")
-
-
-def _class_position_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
-    if not model.class_position:
-        return
-    if model.pool in PATCH_POOLS and not model.class_token:
-        reason = f"pool={model.pool} has no class token"
-    elif model.positions != "learned":
-        reason = f"{model.positions} positions are for patches only"
-    elif model.num_registers:
-        reason = "the position embedding has no rows for registers"
-    else:
-        return
-    yield ("model.class_position", f"true, but {reason}; set it to null or false")
-
-
-def _distillation_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
-    """DeiT has class token, distillation token and patches, all with positions, and two heads."""
-    if not model.distillation_token:
-        return
-    needed = {"pool": "cls", "positions": "learned", "num_registers": 0}
-    needed |= {"representation_layer": False}
-    for key, value in needed.items():
-        if getattr(model, key) != value:
-            shown = str(value).lower()
-            yield (f"model.{key}", f"a distillation token needs {shown}; set it to {shown}")
-    if model.class_position is False:
-        yield ("model.class_position", "a distillation token needs true; set it to null")
+            what = f"{side} px is not a multiple of the {patch} px patch (remainder {side % patch})"
+            yield ("model.image_size", f"{what}; nearest: {below} or {below + patch}")
 
 
 # Arguments of timm.create_model that have a setting, or that would load or download weights.

@@ -10,10 +10,9 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -68,13 +67,10 @@ class TimmModel(nn.Module):
             {n: t for n, t in each.items() if not n.startswith(left_out) and COUNTER not in n}
             for each in (self.state_dict(), weights)
         )
-        for name in (f"{each}.weight" for each in self.classifiers):
-            if name in own and name in given and len(own[name]) != len(given[name]):
-                raise UserError(
-                    f"the weights have {len(given[name])} classes, the model {len(own[name])}",
-                    where=where,
-                    next_step="take weights of the same classes",
-                )
+        for name in (f"{each}.weight" for each in self.classifiers if keep_head):
+            if name in given and len(own[name]) != len(given[name]):
+                what = f"the weights have {len(given[name])} classes, the model {len(own[name])}"
+                raise UserError(what, where=where, next_step="take weights of the same classes")
         resample = getattr(sys.modules[type(self).__module__], "checkpoint_filter_fn", None)
         is_resized = own.keys() <= given.keys() and any(
             tensor.shape != given[name].shape for name, tensor in own.items()
@@ -145,8 +141,7 @@ def classifiers(config: PretrainedCfg) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Measured:
+class _Measured(NamedTuple):
     num_parameters: int
     forward_flops: int
     """Of one image."""
@@ -161,14 +156,12 @@ def _measured(arch: TimmSettings) -> _Measured:
 @cache
 def _measure(description: str) -> _Measured:
     """Of a model without memory. Raises UserError where timm does not build or run it."""
-    values = json.loads(description)
-    arch = TimmSettings.model_construct(**values)
-    shape = (1, 3, arch.image_size, arch.image_size)
+    arch = TimmSettings.model_construct(**json.loads(description))
     try:
         with torch.device("meta"), torch.no_grad():
             model: Any = _create(arch).eval()
             with FlopCounterMode(display=False) as counter:
-                output = model(torch.empty(shape))
+                output = model(torch.empty(1, 3, arch.image_size, arch.image_size))
     except UserError:
         raise
     except Exception as error:  # timm's models raise any kind
@@ -184,11 +177,8 @@ def _measure(description: str) -> _Measured:
     if hasattr(model, "group_matcher"):
         layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
         layers = {name: max(layers.values()) - layer for name, layer in layers.items()}
-    return _Measured(
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        forward_flops=counter.get_total_flops(),
-        layers_above=layers,
-    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return _Measured(num_parameters, counter.get_total_flops(), layers)
 
 
 def num_parameters(arch: TimmSettings) -> int:
