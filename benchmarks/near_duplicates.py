@@ -30,7 +30,6 @@ try:
 
     from data_prep.duplicates.descriptors import (
         NUM_FREQUENCIES,
-        are_duplicates,
         coefficient_descriptors,
         describe_images,
         has_contrast,
@@ -142,7 +141,7 @@ def compared_copies(job: tuple[int, bytes]) -> np.ndarray:
         image = opened.convert("RGB")
     copies = [manipulate(image, rng) for manipulate in MANIPULATIONS.values()]
     rows, _ = describe_images([content, *copies])
-    return are_duplicates(np.repeat(rows[:1], len(copies)), rows[1:])
+    return np.array([first_similar(rows[[0, i]])[1] == 0 for i in range(1, len(rows))])
 
 
 def report_catch_rates(images: dict[str, bytes]) -> None:

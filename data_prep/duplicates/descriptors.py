@@ -1,7 +1,8 @@
 """Describe images and decide whether two of them show the same picture.
 
-Owns: the descriptor of an image (`DESCRIPTOR`), the keys shared by likely copies, and the test of a
-pair.
+Owns: the descriptor of an image (`DESCRIPTOR`), and the conditions of a pair: both have contrast,
+they share a key, their hashes are near, and they correlate, all of it direct, or all of it with one
+of them mirrored.
 Leaves out: which images are compared (`search`).
 
 An image is shrunk to 32 x 32 grey values; the 64 lowest frequencies of its cosine transform are
@@ -191,22 +192,6 @@ def similarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     _, _, signs = _frequencies()
     a, b = (each["coefficients"].astype(np.float64) for each in (left, right))
     return np.maximum(_correlation(a, b), _correlation(a * signs, b))
-
-
-def are_duplicates(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Whether descriptors left[i] and right[i] show the same picture.
-
-    Both have contrast, they share a key, their hashes are near, and they correlate: all of it
-    direct, or all of it with one of them mirrored.
-    """
-    keys = [keys_of(left), keys_of(right)]
-    found = np.zeros(len(left), dtype=bool)
-    for ours, theirs in ((0, 0), (1, 0), (0, 1)):
-        shared = (keys[0][ours][:, :, None] == keys[1][theirs][:, None, :]).any(axis=(1, 2))
-        hashes = left[HASHES[ours]], right[HASHES[theirs]]
-        mirrored = np.full(len(left), ours != theirs)
-        found |= shared & hashes_near(*hashes) & pictures_correlate(left, right, mirrored=mirrored)
-    return found & has_contrast(left) & has_contrast(right)
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
