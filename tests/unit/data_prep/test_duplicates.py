@@ -147,27 +147,6 @@ def test_orientation_is_undone(orientation: int) -> None:
     assert are_duplicates(pair[:1], pair[1:]).all()
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
-def test_every_pixel_mode_is_described(mode: str) -> None:
-    picture = drawn(2)
-    if mode == "I;16":
-        image = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
-    else:
-        image = picture.convert(mode)
-    content = encoded(image, "JPEG", quality=95) if mode == "CMYK" else encoded(image)
-    plain = encoded(image.convert("L")) if mode == "1" else encoded(picture)
-    assert are_duplicates(described(content), described(plain)).all()
-
-
-def test_transparent_pixels_are_white() -> None:
-    over_white, hidden = drawn(0).convert("RGBA"), drawn(0).convert("RGBA")
-    box = (0, 0, hidden.width, hidden.height // 2)
-    over_white.paste((255, 255, 255, 255), box)
-    hidden.paste((0, 0, 0, 0), box)
-    found = described(encoded(hidden), encoded(over_white.convert("RGB")))
-    assert found[0] == found[1]
-
-
 def all_pairs(descriptors: np.ndarray) -> list[int]:
     """Search by the definition, pair by pair."""
     first = []
