@@ -23,8 +23,7 @@ from data_prep.images.check import MAX_FILE_BYTES
 from data_prep.sources.errors import Outage, printable
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import load_labels
-from data_prep.steps.list_inputs import left_out, list_units, read_containers
-from data_prep.steps.reading import InputReader
+from data_prep.steps.list_inputs import InputReader, left_out, list_units, read_containers
 from data_prep.steps.rows import commit_file, commit_table, equal_groups, read_table, unique_keys
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError

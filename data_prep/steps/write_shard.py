@@ -13,8 +13,8 @@ from data_prep.formats.ledger import BAD, Rejections
 from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
 from data_prep.sources.errors import printable
+from data_prep.steps.list_inputs import InputReader
 from data_prep.steps.plan_shards import REJECTED, ROWS, read_plan
-from data_prep.steps.reading import InputReader
 from data_prep.steps.rows import commit_table, read_table
 from data_prep.steps.work import WorkFolder
 from vitscale.data.index import NO_LABEL

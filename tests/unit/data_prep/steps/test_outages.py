@@ -15,7 +15,7 @@ import pytest
 
 from data_prep.sources.errors import Outage
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.steps.reading import InputReader
+from data_prep.steps.list_inputs import InputReader
 from data_prep.steps.work import WorkFolder
 from tests.support.corpora.image_corpus import corpus, encoded
 from tests.support.corpora.preparing import prepare_here, run_of
