@@ -104,9 +104,6 @@ SBATCH_OWNED = {
 }
 # SLURM may send the warning this much earlier (man sbatch, --signal).
 SIGNAL_EARLY_S = 60
-# A signal that comes earlier than this share of the limit (or these seconds) before the end is a
-# preemption to submitit, which resubmits without counting.
-SIGNAL_SHARE, SIGNAL_FLOOR_S = 0.2, 600
 
 
 def launch_problems(
@@ -197,19 +194,10 @@ def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str
 
 
 def _signal_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
-    limit_s = 60 * launch.timeout_min
-    longest = int(max(SIGNAL_FLOOR_S, SIGNAL_SHARE * limit_s))
-    if launch.signal_delay_s + SIGNAL_EARLY_S >= limit_s:
+    if launch.signal_delay_s + SIGNAL_EARLY_S >= 60 * launch.timeout_min:
         yield (
             "launch.signal_delay_s",
             f"a warning {launch.signal_delay_s} s before the end (SLURM may send it "
             f"{SIGNAL_EARLY_S} s earlier) leaves no time of launch.timeout_min="
             f"{launch.timeout_min}; lower it or request more time",
-        )
-    elif launch.signal_delay_s > longest:
-        yield (
-            "launch.signal_delay_s",
-            f"{launch.signal_delay_s} s is more than {longest} s, the larger of {SIGNAL_FLOOR_S} s "
-            f"and {SIGNAL_SHARE:.0%} of launch.timeout_min={launch.timeout_min}: submitit would "
-            "treat the warning as a preemption; lower it",
         )

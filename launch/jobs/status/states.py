@@ -118,8 +118,6 @@ class RunStatus:
     failure: RunFailure | None
     log: Path | None
     """The newest log of rank 0."""
-    note: str | None
-    """What could not be found out."""
 
     @property
     def is_starting(self) -> bool:
@@ -141,7 +139,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     at_work = (job for job in queued if job.state not in WAITING_STATES)
     job = next(at_work, queued[0] if queued else None)
     pid = _live_pid(last if is_open else None, start)
-    note, failure = None, None
+    failure = None
     place = "" if last is None else f"job {last.job_id} on {', '.join(last.nodes)}"
     # Of a run that has ended, or runs without a job.
     since = (last.ended or last.started) if last is not None else start.time if start else None
@@ -158,7 +156,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         state, place = RunState.RUNNING, f"process {pid} on this machine"
     elif jobs is None and is_open and last is not None and last.cluster == "slurm":
         state = RunState.RUNNING
-        note = "as its records say; SLURM does not answer"
+        place += ", as its records say: SLURM does not answer"
     else:
         state, failure = _ended_state(folder, last, start, logged)
         since = last.ended if last is not None and last.ended is not None else logged.time
@@ -174,7 +172,6 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         restarts=dict(Counter(str(each.ending) for each in followed if each.ending is not None)),
         failure=failure,
         log=newest_log(folder),
-        note=note,
     )
 
 

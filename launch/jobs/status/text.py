@@ -63,7 +63,7 @@ def line_of(run: RunStatus, *, now: float) -> str:
     if run.state in (RunState.QUEUED, RunState.PAUSED) and run.job is not None:
         parts[0] += f": {waiting(run.job, now=now)}"
     if run.state is RunState.RUNNING:
-        parts += [run.place, run.note or ""]
+        parts.append(run.place)
     if run.state is RunState.FINISHED:
         shown = list(run.logged.results.items())[:MAX_RESULTS]
         if run.logged.loss is not None:

@@ -309,11 +309,13 @@ def submit(
     folder = tmp_path / "slurm"
     folder.mkdir()
 
-    def submit_script(text: str, *, independent: bool = False, **changes: Any) -> Submission:
+    def submit_script(
+        text: str, *, independent: bool = False, run: Path = tmp_path, **changes: Any
+    ) -> Submission:
         script, config = folder / "main.py", folder / "config.yaml"
         script.write_text(textwrap.dedent(text))
         config.touch()
-        run_folder = None if independent else str(tmp_path)
+        run_folder = None if independent else str(run)
         job = StageJob(
             script=str(script), config=str(config), run_folder=run_folder, independent=independent
         )

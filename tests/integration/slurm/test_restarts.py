@@ -12,6 +12,7 @@ import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
 from tests.integration.slurm.conftest import wait_for_files
+from tests.support.waiting import wait_until
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings
 
@@ -73,6 +74,18 @@ FAILING_DEVICE = (
         time.sleep(0.05)
     report(FailureKind.PEER_LOST, "connection closed")
     sys.exit(1)
+"""
+)
+# Fills the disk of the run at its first start.
+FILLING = (
+    BEGINNING
+    + """
+    try:
+        with open(run / f"disk/filler-{rank}", "wb", buffering=0) as file:
+            while attempt == 1:
+                file.write(bytes(4096))
+    except OSError:
+        sys.exit(74)
 """
 )
 # Killed at every start on the node where it was first.
@@ -181,6 +194,21 @@ def test_the_recorded_cause_is_blamed(slurm, submit, tmp_path) -> None:
     assert (first.ending, first.kind) == (Ending.FAILED, FailureKind.DEVICE)
     assert first.failed_node == "n2" and "fell off the bus" in first.reason
     assert (second.ending, second.exit_code) == (Ending.DIVERGED, 76)
+
+
+def test_an_outage_of_storage_is_waited_for(slurm, submit, tmp_path, small_disk) -> None:
+    job = submit(FILLING, run=small_disk, max_fruitless_restarts=0)
+    wait_until(
+        lambda: job.log(0).exists() and "waiting before" in job.log(0).read_text(),
+        else_say=slurm.logs,
+        every_s=0.5,
+    )
+    for path in small_disk.glob("filler-*"):
+        path.unlink()
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log(0).read_text()
+    first, second = read_attempts(small_disk)
+    assert (first.kind, second.ending) == (FailureKind.STORAGE, Ending.DONE)
 
 
 def test_a_node_that_two_attempts_blame_is_left(slurm, submit, tmp_path) -> None:
