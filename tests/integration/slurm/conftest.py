@@ -15,6 +15,7 @@ import pwd
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from launch.jobs.task import StageJob
 from tests.support.required import skip_or_fail
 from tests.support.waiting import PATIENCE_S, wait_until
 
+ROOT = Path(__file__).resolve().parents[3]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("n1", "n2")
 
@@ -77,11 +79,11 @@ class SlurmCluster:
     slurmds: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """By node."""
 
-    def run(self, command: Sequence[str], *, cwd: Path | None = None) -> str:
-        """Standard output of a command. Raises with its errors."""
+    def run(self, command: Sequence[object], *, cwd: Path | None = None, **more: str) -> str:
+        """Standard output of a command. Raises with its errors. more: variables."""
         done = subprocess.run(
-            command,
-            env=self.environment,
+            [str(word) for word in command],
+            env=self.environment | more,
             cwd=cwd,
             capture_output=True,
             text=True,
@@ -89,6 +91,10 @@ class SlurmCluster:
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
+
+    def script(self, name: str, *arguments: object, cwd: Path, **more: str) -> str:
+        """Standard output of one of the project's scripts."""
+        return self.run([sys.executable, ROOT / name, *arguments], cwd=cwd, **more)
 
     def job(self, job_id: str) -> dict[str, str]:
         """The controller's fields of a job, for example JobState, ExitCode and Restarts."""

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import PATIENCE_S
-
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[3]
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
 DATA = """\
 stage: data_prep
@@ -94,13 +89,8 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
 
     def chain() -> tuple[dict[str, str], str]:
         """({stage: new job}, output)."""
-        done = subprocess.run(
-            [sys.executable, ROOT / "launch/slurm.py", "--config", "chain.yaml"],
-            cwd=tmp_path, env=slurm.environment, capture_output=True, text=True,
-            timeout=PATIENCE_S,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return dict(re.findall(r"submitted (\S+): job (\d+)", done.stdout)), done.stdout
+        output = slurm.script("launch/slurm.py", "--config", "chain.yaml", cwd=tmp_path)
+        return dict(re.findall(r"submitted (\S+): job (\d+)", output)), output
 
     def logs(run: str) -> str:
         return "\n".join(p.read_text() for p in tmp_path.glob(f"runs/small/{run}/**/*.out"))

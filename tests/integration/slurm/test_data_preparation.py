@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.integration.slurm.conftest import ROOT
 from tests.support.range_server import served
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 from vitscale.data.index import read_manifest
 
 pytestmark = pytest.mark.slurm
 
-ROOT = Path(__file__).resolve().parents[3]
 NUM_TASKS = 4
 NUM_SHARDS = 24
 SETTINGS = (
     "--config", ROOT / "configs/data/image_folder.yaml", "source.path=images",
     "source.holdout_fraction=0", f"shards.min_shards={NUM_SHARDS}", "images.max_bad_fraction=0.2",
 )  # fmt: skip
-
-
-def script(*command: str | Path, cwd: Path, environment: dict[str, str]) -> str:
-    """Run one of the project's scripts; its output."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def write_corpus(folder: Path) -> None:
@@ -64,12 +52,11 @@ def check_that_an_array_indexes_tars_behind_a_url(slurm, tmp_path: Path) -> None
         "--config", ROOT / "configs/data/index_shards.yaml",
         f"source.splits={{train: '{{{','.join(names)}}}'}}", "num_workers=1",
     )  # fmt: skip
-    environment = slurm.environment | {"no_proxy": "127.0.0.1"}
     with served(tmp_path / "alone") as server:
-        output = script(
-            ROOT / "launch/slurm.py", *settings, f"source.path={server.url}", "output=index",
+        output = slurm.script(
+            "launch/slurm.py", *settings, f"source.path={server.url}", "output=index",
             "launch.num_tasks=2", "launch.cpus_per_task=2", "launch.timeout_min=10",
-            cwd=tmp_path, environment=environment,
+            cwd=tmp_path, no_proxy="127.0.0.1",
         )  # fmt: skip
         found = re.search(r"submitted array (\d+): data_prep-index, 2 task\(s\)", output)
         assert found, output
@@ -84,19 +71,19 @@ def check_that_an_array_indexes_tars_behind_a_url(slurm, tmp_path: Path) -> None
         assert sum(server.sent.values()) == sum(sizes.values())
         made = read_manifest(tmp_path / "index")
         assert made.shards_root == server.url
-    script(
-        ROOT / "data_prep/index_shards.py", *settings, "source.path=alone", "output=local_index",
-        "source.splits={train: '*.tar'}", cwd=tmp_path, environment=environment,
+    slurm.script(
+        "data_prep/index_shards.py", *settings, "source.path=alone", "output=local_index",
+        "source.splits={train: '*.tar'}", cwd=tmp_path, no_proxy="127.0.0.1",
     )  # fmt: skip
     assert made.index_blake3 == read_manifest(tmp_path / "local_index").index_blake3
 
 
 def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     write_corpus(tmp_path / "images")
-    output = script(
-        ROOT / "launch/slurm.py", *SETTINGS, "output=shards", f"launch.num_tasks={NUM_TASKS}",
+    output = slurm.script(
+        "launch/slurm.py", *SETTINGS, "output=shards", f"launch.num_tasks={NUM_TASKS}",
         "launch.cpus_per_task=2", "launch.timeout_min=10", "num_workers=1",
-        cwd=tmp_path, environment=slurm.environment,
+        cwd=tmp_path,
     )  # fmt: skip
     found = re.search(r"submitted array (\d+): data_prep-shards, 4 task\(s\)", output)
     assert found, output
@@ -111,9 +98,9 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     slurm.run(["scontrol", "requeue", f"{array}_1"])
     assert not (tmp_path / "shards").exists()
     # Meanwhile: SLURM delays a requeued job.
-    script(
-        ROOT / "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
-        cwd=tmp_path, environment=slurm.environment,
+    slurm.script(
+        "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
+        cwd=tmp_path,
     )  # fmt: skip
     ended = [
         slurm.wait(f"{array}_{task}", states=["COMPLETED", "FAILED"]) for task in range(NUM_TASKS)

@@ -25,11 +25,11 @@ import pytest
 
 from tests.integration.slurm.conftest import (
     NODES,
+    ROOT,
     SlurmCluster,
     missing_daemons,
     slurm_cluster,
 )
-from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.run_states import differences, read_state
 from tests.support.required import skip_or_fail
 from tests.support.waiting import wait_until
@@ -136,13 +136,6 @@ class Storm:
         return found
 
 
-def script(name: str, *arguments: object, work: Path, environment: dict[str, str]) -> str:
-    command = [sys.executable, str(ROOT / name), *map(str, arguments)]
-    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slurm
 @pytest.mark.exhaustive
 @pytest.mark.timeout(0)
@@ -159,12 +152,13 @@ def test_interruptions_change_no_bit(
     training = ["--config", ROOT / "configs/digits/pretrain.yaml", *SETTINGS]
     training += [f"schedule.steps={steps}", f"data.path={digits_shards}"]
     calm, run, database = (tmp_path / name for name in ("calm", "disturbed", "mlflow.db"))
-    here = ["launch/local.py", "--num-procs", 2, *training, f"output={calm}", "tracking.uri=null"]
-    script(*here, work=tmp_path, environment=dict(os.environ))
+    here = [ROOT / "launch/local.py", "--num-procs", 2, *training, f"output={calm}"]
+    here += ["tracking.uri=null"]
+    subprocess.run([sys.executable, *map(str, here)], cwd=tmp_path, check=True)
     with slurm_cluster(more=PARTITIONS) as cluster:
         there = ["launch/slurm.py", *training, *LAUNCH, f"output={run}"]
         there += [f"tracking.uri=sqlite:///{database}"]
-        output = script(*there, work=tmp_path, environment=cluster.environment)
+        output = cluster.script(*there, cwd=tmp_path)
         found = re.search(r"submitted job (\d+)", output)
         assert found, output
         storm = Storm(cluster=cluster, job_id=found[1], run_folder=run, rng=rng)

@@ -5,28 +5,15 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import PATIENCE_S
+from tests.integration.slurm.conftest import ROOT
 
 pytestmark = pytest.mark.slurm
 
-ROOT = Path(__file__).resolve().parents[3]
 STEPS = 6
-
-
-def script(*command: str | Path, cwd: Path, environment: dict[str, str]) -> str:
-    """Run one of the project's scripts; its output."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def write_corpus(folder: Path) -> None:
@@ -46,11 +33,11 @@ def write_corpus(folder: Path) -> None:
 
 def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
     write_corpus(tmp_path / "images")
-    script(
-        ROOT / "data_prep/make_shards.py", "--config", ROOT / "configs/data/image_folder.yaml",
+    slurm.script(
+        "data_prep/make_shards.py", "--config", ROOT / "configs/data/image_folder.yaml",
         "source.path=images", "output=shards", "source.splits={train: train, test: test}",
         "source.holdout_fraction=0",
-        cwd=tmp_path, environment=slurm.environment,
+        cwd=tmp_path,
     )  # fmt: skip
     command = (
         "--config", ROOT / "configs/digits/pretrain.yaml",
@@ -59,7 +46,7 @@ def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
         "schedule.epochs=null", f"schedule.steps={STEPS}", "schedule.warmup_steps=2",
         "launch.nodes=2", "launch.tasks_per_node=1", "launch.timeout_min=10",
     )  # fmt: skip
-    output = script(ROOT / "launch/slurm.py", *command, cwd=tmp_path, environment=slurm.environment)
+    output = slurm.script("launch/slurm.py", *command, cwd=tmp_path)
     found = re.search(r"submitted job (\d+)", output)
     assert found, output
     job_id = found[1]
