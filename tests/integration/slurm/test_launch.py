@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 
 import pytest
 
-from launch.jobs.submission import sbatch_text
 from tests.integration.slurm.conftest import wait_for_files
-from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
@@ -108,16 +103,6 @@ def test_a_stopped_job_is_requeued_once_and_finishes(slurm, submit, tmp_path) ->
     assert f"requeueing job {job.job_id} (1 of 3)" in log
 
 
-def test_requeueing_stops_at_its_limit(slurm, submit, tmp_path) -> None:
-    job = submit(STOPPABLE, max_requeues=0)
-    wait_for_files(tmp_path / "slurm", "ready-0", "ready-1")
-    slurm.run(["scancel", "--signal=USR2", job.job_id])
-    ended = slurm.wait(job.job_id, states=["FAILED"])
-    assert ended["ExitCode"] != "0:0"
-    assert ended["Restarts"] == "0"
-    assert "launch.max_requeues=0 is reached" in job.log(0).read_text()
-
-
 def test_unusual_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
     job = submit(
@@ -132,18 +117,6 @@ def test_unusual_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
     assert ended["JobState"] == "COMPLETED"
     assert not list(tmp_path.rglob("canary"))
-
-
-def test_the_script_of_a_dry_run_is_accepted(slurm, tmp_path) -> None:
-    text = sbatch_text(LAUNCH, name="dry", folder=tmp_path)
-    script = tmp_path / "job.sh"
-    script.write_text(text)
-    assert re.search(r"^#SBATCH --signal=USR2@30$", text, re.M)
-    done = subprocess.run(
-        ["sbatch", "--test-only", str(script)],
-        env=slurm.environment, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_refusal_is_reported_and_leaves_no_files(submit, tmp_path) -> None:
@@ -162,7 +135,3 @@ def test_submitting_inside_a_job_inherits_nothing(slurm, submit, monkeypatch) ->
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
     assert ended["JobState"] == "COMPLETED"
     assert ended["NumTasks"] == "2"
-
-
-def test_tasks_use_the_current_interpreter(tmp_path) -> None:
-    assert sys.executable in sbatch_text(LAUNCH, name="dry", folder=tmp_path)

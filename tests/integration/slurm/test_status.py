@@ -18,12 +18,12 @@ from launch.jobs.queue import user_jobs
 from launch.jobs.status.states import RunState, RunStatus, read_state
 from launch.jobs.submission import submit_to_slurm
 from launch.jobs.task import StageJob
+from tests.integration.slurm.conftest import ROOT
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.runs.launching import LaunchSettings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = LaunchSettings(timeout_min=5, signal_delay_s=30, sbatch={"hold": True})
 
 # Logs and saves as training does: two steps, then two more after it was stopped.
@@ -113,8 +113,8 @@ def test_status_and_follow_see_every_state(slurm, run_folder: Path, tmp_path: Pa
         wait_until(is_there, else_say=lambda: f"{status()}\n{slurm.logs()}", every_s=0.3)
         return status()
 
-    assert shown(tmp_path)["state"] == "queued"
-    assert shown(tmp_path)["job"]["reason"] == "JobHeldUser"
+    [shown] = json.loads(slurm.script("launch/status.py", "--json", cwd=tmp_path))
+    assert (shown["state"], shown["job"]["reason"]) == ("queued", "JobHeldUser")
     log = tmp_path / "follow.log"
     with following(log) as process:
         wait_for_text(log, "held by its user")
@@ -145,14 +145,3 @@ def test_status_and_follow_see_every_state(slurm, run_folder: Path, tmp_path: Pa
     ]
     assert re.search("(?s)" + ".*".join(told), log.read_text()), log.read_text()
     assert log.read_text().count("vit: paused") == 1
-
-
-def shown(folder: Path) -> dict:
-    """What `status.py --json` prints of the only run."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "launch/status.py"), "--json"],
-        cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    [run] = json.loads(done.stdout)
-    return run
