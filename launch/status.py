@@ -12,14 +12,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict
 
 try:
     from launch.jobs.queue import known_jobs
     from launch.jobs.status.following import follow_run
     from launch.jobs.status.states import find_runs, read_state
-    from launch.jobs.status.text import as_text, as_values
+    from launch.jobs.status.text import as_text
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -28,12 +27,20 @@ except ModuleNotFoundError as error:
 
 def main() -> None:
     arguments = parse()
+    folders = find_runs(arguments.runs)
     if arguments.follow:
-        raise SystemExit(follow(find_runs(arguments.runs)))
+        if len(folders) > 1:
+            raise UserError(
+                f"--follow shows one run, but these are {len(folders)}",
+                where="command line",
+                next_step="name one run",
+            )
+        raise SystemExit(follow_run(folders[0], output=sys.stdout))
     jobs = known_jobs()
-    runs = [read_state(folder, jobs) for folder in find_runs(arguments.runs)]
+    runs = [read_state(folder, jobs) for folder in folders]
     if arguments.json:
-        print(json.dumps(list(map(as_values, runs)), indent=2, default=str))
+        values = [{"name": run.folder.name, **asdict(run)} for run in runs]
+        print(json.dumps(values, indent=2, default=str))
     else:
         print(as_text(runs, now=time.time()))
 
@@ -53,18 +60,6 @@ def parse() -> argparse.Namespace:
     )
     mode.add_argument("--json", action="store_true", help="print a list of objects")
     return parser.parse_args()
-
-
-def follow(folders: Sequence[Path]) -> int:
-    """Follow the only run of `folders`. Returns its exit code."""
-    [folder, *others] = folders
-    if others:
-        raise UserError(
-            f"--follow shows one run, but these are {len(folders)}",
-            where="command line",
-            next_step="name one run",
-        )
-    return follow_run(folder, output=sys.stdout)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from finetune.settings import EvaluateRun
 from launch.jobs.queue import NoAnswerError, already_queued, depending_on, jobs_of, submitted_ids
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import Submission, folder_lock, submit_to_slurm
-from launch.jobs.task import StageJob, stage_job
+from launch.jobs.task import StageJob
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import run_to_yaml
@@ -30,12 +30,18 @@ from vitscale.config.section import Run
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
+from vitscale.tracking.source_version import PROJECT_ROOT, code_version
 
 RUN_TYPES: dict[str, type[Run]] = {
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
     "evaluate": EvaluateRun,
     "data_prep": DataPrepRun,
+}
+SCRIPTS = {
+    "pretrain": "pretrain/main.py",
+    "finetune": "finetune/main.py",
+    "evaluate": "finetune/evaluate_model.py",
 }
 LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | DataPrepRun
 
@@ -122,7 +128,7 @@ def prepare_job(
 ) -> tuple[StageJob, Path]:
     """Create the job folder with the resolved configuration. Return (job, folder).
 
-    code: see `stage_job`.
+    code: the snapshot that contains the stage; None: the code that runs now.
     """
     folder = job_folder(run, cluster=cluster)
     make_private(folder)
@@ -130,11 +136,17 @@ def prepare_job(
     # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     write_text(config, text)
-    if isinstance(run, DataPrepRun):
-        # Tasks that share work have no folder of their own.
-        script = f"data_prep/{run.script}.py"
-        return stage_job(run.stage, config=config, script=script, code=code), folder
-    return stage_job(run.stage, config=config, run_folder=folder.parent, code=code), folder
+    # Tasks that share work have no folder of their own, and none waits for another.
+    shares = isinstance(run, DataPrepRun)
+    script = f"data_prep/{run.script}.py" if isinstance(run, DataPrepRun) else SCRIPTS[run.stage]
+    job = StageJob(
+        script=str((code or PROJECT_ROOT) / script),
+        config=str(config.resolve()),
+        run_folder=None if shares else str(folder.parent),
+        independent=shares,
+        code_version=code_version(),
+    )
+    return job, folder
 
 
 def submit_run(

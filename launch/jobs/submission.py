@@ -80,8 +80,7 @@ def sbatch_text(
     code: Path | None = None,
 ) -> str:
     """The batch script that `submit_to_slurm` would submit. Needs no SLURM."""
-    executor = _Executor(_folder(launch, folder), python=launch.python)
-    executor.update_parameters(**_parameters(launch, name, folder, run_folder, code))
+    executor = _executor(launch, name, folder, run_folder, code)
     if launch.num_tasks > 1:
         # submitit adds this when it submits an array.
         executor.parameters["map_count"] = launch.num_tasks
@@ -97,15 +96,10 @@ class _Executor(SlurmExecutor):
         return 2
 
 
-def _folder(launch: LaunchSettings, folder: Path) -> Path:
-    """One folder per submission, named after the job or the whole array."""
-    return folder / ("%A" if launch.num_tasks > 1 else "%j")
-
-
-def _parameters(
+def _executor(
     launch: LaunchSettings, name: str, folder: Path, run_folder: str | None, code: Path | None
-) -> dict[str, Any]:
-    """submitit's parameters for validated settings."""
+) -> _Executor:
+    """submitit's executor for validated settings."""
     # SLURM_JOB_ID of the first task of an array would mean all its tasks.
     is_array = launch.num_tasks > 1
     job_id = "$SLURM_ARRAY_JOB_ID" if is_array else "$SLURM_JOB_ID"
@@ -156,7 +150,10 @@ def _parameters(
     for field in ("partition", "account", "qos", "exclude"):
         if (value := getattr(launch, field)) is not None:
             parameters[field] = value
-    return parameters
+    # One folder per submission, named after the job or the whole array.
+    executor = _Executor(folder / ("%A" if is_array else "%j"), python=launch.python)
+    executor.update_parameters(**parameters)
+    return executor
 
 
 def _imports_from(code: Path) -> list[str]:
@@ -232,8 +229,7 @@ def submit_to_slurm(
     code: the snapshot that the tasks import from; None: the code on disk.
     Raises UserError if sbatch refuses, and removes submitit's files.
     """
-    executor = _Executor(_folder(launch, folder), python=launch.python)
-    executor.update_parameters(**_parameters(launch, name, folder, run_folder, code))
+    executor = _executor(launch, name, folder, run_folder, code)
     with folder_lock(folder):
         before = set(_unaccepted_files(folder))
         try:

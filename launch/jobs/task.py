@@ -1,7 +1,6 @@
 """Run a stage's script in one task of a SLURM job.
 
-Owns: `StageJob`, which submitit pickles, the stages' scripts, and stop signals before a script
-handles them.
+Owns: `StageJob`, which submitit pickles, and stop signals before a script handles them.
 Leaves out: submitting (`submission`), signals and checkpoints inside a stage (its script), and what
 follows an attempt (`after`).
 
@@ -27,16 +26,7 @@ from launch.jobs.submission import enter_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.failures.ending import skip_teardown
-from vitscale.tracking.source_version import PROJECT_ROOT, code_version
-
-STAGE_SCRIPTS = {
-    "data_prep": "data_prep/make_shards.py",
-    "pretrain": "pretrain/main.py",
-    "finetune": "finetune/main.py",
-    "evaluate": "finetune/evaluate_model.py",
-}
-# Their tasks share work through files; none waits for another.
-INDEPENDENT_STAGES = ("data_prep",)
+from vitscale.tracking.source_version import code_version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,28 +96,6 @@ class StageJob:
                 "this attempt runs the code now on disk",
                 flush=True,
             )
-
-
-def stage_job(
-    stage: str,
-    *,
-    config: Path,
-    script: str | None = None,
-    run_folder: Path | None = None,
-    code: Path | None = None,
-) -> StageJob:
-    """The job that runs a stage with a resolved configuration on disk.
-
-    script: of the project, if it is not the stage's own.
-    code: the snapshot that contains the stage; None: the code that runs now.
-    """
-    return StageJob(
-        script=str((code or PROJECT_ROOT) / (script or STAGE_SCRIPTS[stage])),
-        config=str(config.resolve()),
-        run_folder=None if run_folder is None else str(run_folder.absolute()),
-        code_version=code_version(),
-        independent=stage in INDEPENDENT_STAGES,
-    )
 
 
 def run_in_process(arguments: list[str]) -> int:

@@ -119,13 +119,6 @@ class RunStatus:
     log: Path | None
     """The newest log of rank 0."""
 
-    @property
-    def is_starting(self) -> bool:
-        """Running, without a line in the journal since this attempt began."""
-        if self.state is not RunState.RUNNING or self.since is None:
-            return False
-        return self.logged.time is None or self.logged.time < self.since
-
 
 def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     """The state of the run in `folder`.

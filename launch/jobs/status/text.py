@@ -1,13 +1,11 @@
-"""Show the states of runs as text, a line each, or as plain values for JSON."""
+"""Show the states of runs as text, a line each."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launch.jobs.queue import QueuedJob
 from launch.jobs.status.states import RESULTS_NAME, RunState, RunStatus
@@ -86,7 +84,8 @@ def _headline(run: RunStatus, *, now: float) -> str:
     length = "" if run.since is None else age(now - run.since)
     if run.state is RunState.RUNNING:
         words = ["running" + (f" for {length}" if length else "")]
-        if run.is_starting:
+        # Without a line in the journal since this attempt began.
+        if run.since is not None and (logged.time is None or logged.time < run.since):
             at = f" from step {logged.checkpoint_step:,}" if logged.checkpoint_step else ""
             return ", ".join([*words, f"starting{at}"])
         if logged.step:
@@ -147,11 +146,6 @@ def clock(seconds: float) -> str:
     moment, today = time.localtime(seconds), time.localtime()
     is_today = moment[:3] == today[:3]
     return time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M", moment)
-
-
-def as_values(run: RunStatus) -> dict[str, Any]:
-    """Values for JSON, keys as in `RunStatus`, paths among them; times are unix seconds."""
-    return {"name": run.folder.name, **asdict(run)}
 
 
 def plain_reason(reason: str | None) -> str:
