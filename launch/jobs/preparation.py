@@ -19,7 +19,7 @@ from typing import Literal
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.jobs.queue import NoAnswerError, already_queued, depending_on, jobs_of, submitted_ids
+from launch.jobs.queue import NoAnswerError, depending_on, jobs_of, submitted_ids
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import Submission, folder_lock, submit_to_slurm
 from launch.jobs.task import StageJob
@@ -200,7 +200,13 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
         return []
     # Tasks of data preparation share the work, whichever job they belong to.
     if jobs and not wait and not isinstance(run, DataPrepRun):
-        raise already_queued(jobs, run_folder=run_folder)
+        raise UserError(
+            f"job {', '.join(map(str, jobs[:3]))}{' and others' * (len(jobs) > 3)} of this run has "
+            "not ended; a second one would fail when it starts",
+            where=str(run_folder),
+            next_step=f"wait for it, cancel it (scancel {' '.join(submitted_ids(jobs))}), or add "
+            "--after (starts when it has ended)",
+        )
     return submitted_ids(jobs) if wait else []
 
 

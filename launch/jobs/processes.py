@@ -29,7 +29,7 @@ from vitscale.distributed.failures.events import ATTEMPT_VARIABLE, Failure, caus
 from vitscale.distributed.processes import descendants, free_port, node_name
 
 POLL_SECONDS = 0.1
-# After one rank failed or was stopped, the others have this long to end by themselves.
+# After one rank failed or was killed, the others have this long to end by themselves.
 GRACE_SECONDS = 5.0
 LAST_LINES = 40
 EXIT_INTERRUPTED = 130
@@ -153,19 +153,19 @@ def _start(
     folder: Path,
     environment: dict[str, str],
 ) -> Rank:
-    rank, world_size, tasks = number, num_procs, f"{num_procs} task(s)"
+    rank, world_size, tasks = str(number), str(num_procs), f"{num_procs} task(s)"
     if job.independent:
         # A job of its own, as in an array.
-        rank, world_size, tasks = 0, 1, f"task {number} ({num_procs} in total)"
-    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
-    sizes["LOCAL_WORLD_SIZE"] = world_size
+        rank, world_size, tasks = "0", "1", f"task {number} ({num_procs} in total)"
+    environment = environment | {"RANK": rank, "LOCAL_RANK": rank}
+    environment |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     path = folder / f"rank_{number}_log.out"
     with open(path, "ab", buffering=0) as log:
-        if rank == 0:
+        if rank == "0":
             log.write(f"{job.heading(tasks)}\n".encode())
         process = subprocess.Popen(
             command,
-            env=environment | {name: str(size) for name, size in sizes.items()},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -188,7 +188,8 @@ def _follow(ranks: Sequence[Rank], *, independent: bool, stop: StopFlag) -> Rank
             for rank in ranks:
                 rank.process.terminate()
         failed = failed or _first_failed(ranks, stop)
-        has_gone = any(rank.process.poll() not in (None, 0) for rank in ranks)
+        # Others may still save when one has stopped as asked.
+        has_gone = any(rank.has_failed(stopping=False) for rank in ranks)
         if has_gone and not independent:
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:

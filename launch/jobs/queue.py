@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
 SLURM_SECONDS = 60
@@ -63,6 +62,11 @@ class QueuedJob:
     """When it was submitted or, later, requeued."""
     script: str
     """Path of its batch script."""
+
+    def __str__(self) -> str:
+        """Such as 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
+        more = f" on {self.nodes}" if self.nodes else f": {self.reason}" if self.reason else ""
+        return f"{self.job_id} ({self.state}{more})"
 
 
 def ask_slurm(*command: str, stdin: str = "") -> str:
@@ -157,24 +161,6 @@ def jobs_of(run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None) -> lis
 def submitted_ids(jobs: Iterable[QueuedJob]) -> list[str]:
     """The id of each job or array, once."""
     return list(dict.fromkeys(job.submitted_id for job in jobs))
-
-
-def already_queued(jobs: Sequence[QueuedJob], *, run_folder: Path) -> UserError:
-    """The error for submitting a run whose `jobs` are queued or running."""
-
-    def shown(job: QueuedJob) -> str:
-        """Such as 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
-        more = f" on {job.nodes}" if job.nodes else f": {job.reason}" if job.reason else ""
-        return f"{job.job_id} ({job.state}{more})"
-
-    names = ", ".join(map(shown, jobs[:3]))
-    more = f" and {len(jobs) - 3} more" if len(jobs) > 3 else ""
-    return UserError(
-        f"job {names}{more} of this run has not ended; a second one would fail when it starts",
-        where=str(run_folder),
-        next_step=f"wait for it, cancel it (scancel {' '.join(submitted_ids(jobs))}), or add "
-        "--after (starts when it has ended)",
-    )
 
 
 def depending_on(

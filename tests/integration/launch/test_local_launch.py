@@ -90,6 +90,9 @@ WAITING = """
     pathlib.Path(f"pid-{os.getpid()}").touch()
     while not stop:
         time.sleep(0.05)
+    if os.environ["RANK"] == "0":
+        time.sleep(2)  # longer than the grace of ranks after one has failed
+        pathlib.Path("saved").touch()
     sys.exit(75)
 """
 
@@ -167,6 +170,7 @@ def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert process.returncode == 75
     assert "the same command resumes the run" in output
     await_end(tasks)
+    assert (tmp_path / "saved").exists()
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.STOPPED]
 
 
