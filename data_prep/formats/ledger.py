@@ -135,6 +135,7 @@ class LedgerSums:
     num_kept: int = 0
     num_repaired: int = 0
     rejected: Rejections = field(default_factory=Rejections)
+    source_fingerprint: str = ""
 
     def check_bad_fraction(self, max_bad_fraction: float) -> None:
         """Raise UserError if too many of the inputs that were meant as images are bad."""

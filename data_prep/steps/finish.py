@@ -56,6 +56,9 @@ from vitscale.data.order import check_mixed
 from vitscale.data.storage import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
 
+# The folder to commit.
+FINAL = "final"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tar:
@@ -63,7 +66,14 @@ class Tar:
 
     unit: str
     split: str
-    entry: ShardEntry
+    name: str
+    facts: Mapping[str, str]
+
+    @property
+    def entry(self) -> ShardEntry:
+        samples, num_bytes = int(self.facts["samples"]), int(self.facts["bytes"])
+        digest = self.facts["blake3"]
+        return ShardEntry(name=self.name, samples=samples, bytes=num_bytes, blake3=digest)
 
     def rows(self, work: WorkFolder, classes: Sequence[str]) -> pa.Table:
         """Its samples as rows of the index, in its order."""
@@ -74,7 +84,7 @@ class Tar:
             labels = pc.index_in(table["class"], value_set=pa.array(classes, pa.string()))
         made = {
             "split": pa.array([self.split] * len(table), pa.string()),
-            "shard": pa.array([self.entry.name] * len(table), pa.string()),
+            "shard": pa.array([self.name] * len(table), pa.string()),
             "label": labels,
         }
         names = index_schema().names
@@ -94,15 +104,13 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         if int(facts["samples"]):
             name = f"{split}-{numbers[split]:06d}.tar"
             numbers[split] += 1
-            tars.append(Tar(unit=outcomes, split=split, entry=_entry(name, facts)))
-    final = work.path / "final"
-    final.mkdir(exist_ok=True)
-    sums, digest = _write_ledger(work, final, [*plan.units, REJECTED])
+            tars.append(Tar(unit=outcomes, split=split, name=name, facts=facts))
+    sums = _write_ledger(work, [*plan.units, REJECTED])
     tables = [tar.rows(work, plan.classes) for tar in tars]
     labels = np.concatenate([np.zeros(0, np.int32), *(table["label"] for table in tables)])
     kept = np.bincount(labels + 1, minlength=len(plan.classes) + 1)[1:]  # after NO_LABEL
-    lost = [name for label, name in enumerate(plan.classes) if not kept[label]]
-    lost = [name for name in lost if name in set(plan.present)]
+    empty = {name for label, name in enumerate(plan.classes) if not kept[label]}
+    lost = [name for name in plan.present if name in empty]
     if not tables or (lost and load_labels(work.run.labels).space is None):
         shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
         raise UserError(
@@ -111,7 +119,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
             next_step="fix these files" + (" or remove the classes" if lost else ""),
         )
     for tar in tars:
-        path = final / tar.entry.name
+        path = work.path / FINAL / tar.name
         with suppress(FileNotFoundError):  # of a process that died here
             os.rename((work.path / tar.unit).with_suffix(".tar"), path)
         if not path.exists() or path.stat().st_size != tar.entry.bytes:
@@ -120,7 +128,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
                 where=str(work.path),
                 next_step="remove this folder and run the same command again",
             )
-    _commit(work, final, tars, tables, sums=sums, source_fingerprint=digest, classes=plan.classes)
+    _commit(work, tars, tables, sums, classes=plan.classes)
 
 
 def finish_index(work: WorkFolder, unit: str) -> None:
@@ -134,13 +142,11 @@ def finish_index(work: WorkFolder, unit: str) -> None:
         _count(found, table.filter(pc.is_null(table["reason"])))
         _count(unknown, table.filter(pc.equal(table["reason"], "unknown_class")))
         if int(facts["samples"]):
-            entry = _entry(container.path, facts)
-            tars.append(Tar(unit=outcomes, split=container.split, entry=entry))
+            name = container.path
+            tars.append(Tar(unit=outcomes, split=container.split, name=name, facts=facts))
     labels = load_labels(work.run.labels)
     labels.check(unknown, found=found)
-    final = work.path / "final"
-    final.mkdir(exist_ok=True)
-    sums, digest = _write_ledger(work, final, tar_units(work))
+    sums = _write_ledger(work, tar_units(work))
     if not found:
         raise UserError("contains no usable samples", where=f"source.path={root}")
     tars.sort(key=lambda tar: tar.split)
@@ -150,16 +156,7 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     labels_of_train = np.concatenate([np.zeros(0, np.int32), *train])
     check_mixed(labels_of_train, shard_lengths=list(map(len, train)), where="source.path")
     shards_root = root_of_tars(root, output=work.output)
-    _commit(
-        work,
-        final,
-        tars,
-        tables,
-        sums=sums,
-        source_fingerprint=digest,
-        classes=classes,
-        shards_root=shards_root,
-    )
+    _commit(work, tars, tables, sums, classes=classes, shards_root=shards_root)
 
 
 def root_of_tars(tars: Location, *, output: Path) -> str:
@@ -191,16 +188,8 @@ def _count(counts: Counter[str], rows: pa.Table) -> None:
         counts[name.as_py() or ""] += num.as_py()
 
 
-def _entry(name: str, facts: Mapping[str, str]) -> ShardEntry:
-    samples, num_bytes = int(facts["samples"]), int(facts["bytes"])
-    return ShardEntry(name=name, samples=samples, bytes=num_bytes, blake3=facts["blake3"])
-
-
-def _write_ledger(work: WorkFolder, final: Path, units: Sequence[str]) -> tuple[LedgerSums, str]:
-    """Write the ledger of all inputs; return its sums, and the fingerprint of the source.
-
-    Raises UserError for too many bad images.
-    """
+def _write_ledger(work: WorkFolder, units: Sequence[str]) -> LedgerSums:
+    """Write the ledger of all inputs. Raises UserError for too many bad images."""
     digest, copy_of = blake3(), left_out(work.run.source.leave_out)
 
     def tables() -> Iterator[pa.Table]:
@@ -221,25 +210,26 @@ def _write_ledger(work: WorkFolder, final: Path, units: Sequence[str]) -> tuple[
             digest.update("\0".join(each or "" for each in reasons).encode())
             yield pa.table(rows | {"blake3": hashes, "detail": pa.array(details, pa.string())})
 
+    final = work.path / FINAL
+    final.mkdir(exist_ok=True)
     sums = write_ledger(final, tables())
+    sums.source_fingerprint = digest.hexdigest()
     sums.check_bad_fraction(work.run.images.max_bad_fraction)
-    return sums, digest.hexdigest()
+    return sums
 
 
 def _commit(
     work: WorkFolder,
-    final: Path,
     tars: Sequence[Tar],
     tables: Sequence[pa.Table],
-    *,
     sums: LedgerSums,
-    source_fingerprint: str,
+    *,
     classes: tuple[str, ...],
     shards_root: str = ".",
 ) -> None:
     """Write all files but the tars and the ledger, then give the folder its name."""
+    final, splits = work.path / FINAL, {}
     write_index(final, tables=tables)
-    splits = {}
     for split in sorted({tar.split for tar in tars}):
         own = [pair for pair in zip(tars, tables, strict=True) if pair[0].split == split]
         shards = tuple(tar.entry for tar, _ in own)
@@ -259,7 +249,7 @@ def _commit(
         format_version=FORMAT_VERSION,
         tool_version=tool_version(),
         fingerprint=folder_fingerprint(splits, classes=classes),
-        source_fingerprint=source_fingerprint,
+        source_fingerprint=sums.source_fingerprint,
         label_map_sha256=label_map_sha256(classes),
         classes=classes,
         index_bytes=(final / INDEX_NAME).stat().st_size,
