@@ -7,11 +7,13 @@ Leaves out: the label spaces known by name (`vitscale.data.label_spaces`), count
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from data_prep.sources.errors import read_text
 from data_prep.sources.protocol import NO_CLASS
@@ -183,12 +185,9 @@ def read_map(file: str) -> dict[str, str]:
     delimiter = DELIMITERS.get(path.suffix.lower())
     if delimiter is None:
         raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
-    text = read_text(file, where=where).removeprefix("\ufeff").replace("\r\n", "\n")
-    lines = (line + "\n" for line in text.split("\n"))
-    if delimiter == ",":
-        reader = csv.reader(lines, strict=True)
-    else:
-        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
+    lines = io.StringIO(read_text(file, where=where).removeprefix("\ufeff"), newline="")
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     pairs: dict[str, str] = {}
     try:
         for row in reader:
