@@ -48,15 +48,15 @@ class FakeSlurm:
         """An answer: queue, state or ranks."""
         (self.folder / "slurm" / name).write_text(text)
 
-    def call(self, script: str, *arguments: str, slurm: bool = True) -> str:
-        """Output of a script of launch/, called in the folder."""
+    def call(self, script: str, *arguments: str, slurm: bool = True, code: int = 0) -> str:
+        """Output of a script of launch/, called in the folder; its errors if it is to fail."""
         done = subprocess.run(
             [sys.executable, str(REPOSITORY / script), *arguments],
             cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S,
             env=self.environment if slurm else os.environ | {"PATH": str(self.folder)},
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stderr if code else done.stdout
 
     def run_job(self, ranks: str, *, restart: int = 0, state: str = "RUNNING") -> int:
         """Run the batch script once, as SLURM does. Returns the exit code of the job."""

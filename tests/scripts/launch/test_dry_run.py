@@ -1,4 +1,4 @@
-"""Batch scripts of launch/slurm.py, word for word, and a sweep on the command line."""
+"""Plan, checks, batch scripts word for word and refusals of launch/slurm.py; sweeps typed there."""
 
 from __future__ import annotations
 
@@ -76,3 +76,48 @@ def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> Non
     runs = [set(re.findall(rf"\S*lr\S*{rate}\S*", output)) for rate in ("0.001", "0.002")]
     assert all(runs) and not runs[0] & runs[1], output
     assert "#SBATCH --nodes=2" in output
+
+
+def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:
+    output = submitted.call(
+        "launch/slurm.py", "--dry-run", "--config", "run.yaml", "optim.lr=0.002", slurm=False
+    )
+    plan = output.partition("# Plan\n")[2].partition("\n\n")[0]
+    rows = dict(re.split(r"  +", line, maxsplit=1) for line in plan.splitlines())
+    assert "lr: 0.002" in output
+    assert rows["batch"] == "global batch 2 = 2 ranks x 1 images x 1 accumulated"
+    assert rows["steps"].startswith("100 steps, 200 images = ")
+    assert "0.002" in rows["learning rate"] and "GFLOPs per training image" in rows["compute"]
+    checks = output.partition("# Checks\n")[2].partition("\n\n")[0]
+    assert "configuration  ok" in checks and "SLURM" not in checks
+
+
+def test_a_data_preparation_is_an_array(submitted: FakeSlurm) -> None:
+    (submitted.folder / "data.yaml").write_text(DATA)
+    output = submitted.call(
+        "launch/slurm.py", "--dry-run", "--config", "data.yaml", "launch.max_running_tasks=16"
+    )
+    assert "64 task(s) x 8 core(s) = 512 core(s), as a SLURM array" in output
+    assert "at most 16 task(s) at a time" in output and "#SBATCH --array=0-63%16" in output
+    # A task uses the cores that it requested, not all that the node has.
+    assert "\nnum_workers: 8\n" in output
+
+
+def test_a_dry_run_shows_what_slurm_says(slurm: FakeSlurm) -> None:
+    command = ("launch/slurm.py", "--dry-run", "--config", "run.yaml")
+    assert "SLURM          ok " in slurm.call(*command)
+    slurm.write("refusal", "allocation failure: no such nodes")
+    refused = "SLURM          warning  sbatch --test-only: allocation failure: no such"
+    assert refused in slurm.call(*command)
+
+
+def test_refusals_are_short_and_complete(submitted: FakeSlurm) -> None:
+    command = ("launch/slurm.py", "--config", "run.yaml", "name=other")
+    without = submitted.call(*command, slurm=False, code=2)
+    assert "no SLURM on this machine" in without
+    assert "launch/local.py" in without and "--dry-run" in without
+    bad = ("launch.nodes=3", "data.global_batch=64", "engine.device=cuda")
+    errors = submitted.call(*command, *bad, code=2)
+    assert "64 images are not divisible by 3 tasks" in errors and "63 or 66" in errors
+    assert "launch.gpus_per_node" in errors and "Traceback" not in errors + without
+    assert not (submitted.folder / "runs/other").exists()
