@@ -43,47 +43,35 @@ class InFp32:
 
     remainders: Mapping[str, torch.Tensor] = {}
 
-    def _logits(
-        self, features_BD: torch.Tensor, weight_CD: torch.Tensor, bias_C: torch.Tensor | None
-    ) -> torch.Tensor:
-        assert bias_C is not None
-        device = features_BD.device.type
+    def forward(self, features_BX: torch.Tensor) -> torch.Tensor:
+        device = features_BX.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self._logits(features_BD, weight_CD, bias_C)
-        dtype = torch.promote_types(features_BD.dtype, torch.float32)
-        return nn.functional.linear(
-            features_BD.to(dtype),
-            self._whole("weight", weight_CD, dtype).flatten(1),
-            self._whole("bias", bias_C, dtype),
-        )
-
-    def _whole(self, name: str, rounded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        remainder = self.remainders.get(name)
-        whole = rounded.to(dtype)
-        return whole if remainder is None else whole + remainder
+                return self.forward(features_BX)
+        dtype = torch.promote_types(features_BX.dtype, torch.float32)
+        weight, bias = (getattr(self, name).to(dtype) for name in ("weight", "bias"))
+        if self.remainders:
+            weight, bias = weight + self.remainders["weight"], bias + self.remainders["bias"]
+        if weight.ndim == 2:
+            return nn.functional.linear(features_BX.to(dtype), weight, bias)
+        # GPUs may round the inputs of convolutions to TF32.
+        logits_BC = nn.functional.linear(features_BX.flatten(1).to(dtype), weight.flatten(1), bias)
+        return logits_BC[..., None, None]
 
 
 class Classifier(InFp32, nn.Linear):
     """Features [B, width] -> logits [B, classes]."""
 
-    def forward(self, features_BD: torch.Tensor) -> torch.Tensor:
-        return self._logits(features_BD, self.weight, self.bias)
-
 
 class ConvClassifier(InFp32, nn.Conv2d):
     """Features [B, width, 1, 1] -> logits [B, classes, 1, 1]."""
-
-    def forward(self, features_BD11: torch.Tensor) -> torch.Tensor:
-        return self._logits(features_BD11.flatten(1), self.weight, self.bias)[..., None, None]
 
 
 def classify_in_fp32(*lasts: nn.Module) -> None:
     """Make last layers fp32 ones in place; leaves what stands for no layer, such as Identity."""
     kinds = {nn.Linear: Classifier, nn.Conv2d: ConvClassifier}
     for last in lasts:
-        if type(last) in kinds:
-            last.__class__ = kinds[type(last)]
+        last.__class__ = kinds.get(type(last), type(last))
 
 
 def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:

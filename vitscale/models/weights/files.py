@@ -37,6 +37,7 @@ BFLOAT16 = np.dtype("V2")
 DAMAGE = (
     *(ValueError, TypeError, LookupError, AttributeError, AssertionError, EOFError),
     *(RuntimeError, MemoryError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+    SafetensorError,
 )
 REFUSED = re.compile(r"Unsupported (?:global|class|operand).*?(?= was not|$)")
 
@@ -73,16 +74,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_npz(path: Path, *, prefix_of: Callable[[Collection[str]], str]) -> dict[str, torch.Tensor]:
-    """Arrays whose names start with a prefix, which is removed.
+def read_tensors(
+    path: Path, *, prefix_of: Callable[[Collection[str]], str] = lambda names: ""
+) -> dict[str, torch.Tensor]:
+    """All tensors of a file, or of all files that an index lists, in fp32 under their own names.
 
-    prefix_of: chooses it from all names; what is beside it, such as optimiser states, is not read.
+    prefix_of: chooses a prefix from the names in an .npz, which is removed; what is beside it, such
+    as optimiser states, is not read.
     """
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            prefix = prefix_of(arrays.files)
-            names = [name for name in arrays.files if name.startswith(prefix)]
-            return {name.removeprefix(prefix): _in_fp32(arrays[name]) for name in names}
+        if path.suffix == ".json":  # model.safetensors.index.json
+            found: dict[str, torch.Tensor] = {}
+            for name in sorted(set(read_json(path).get("weight_map", {}).values())):
+                found |= read_tensors(path.parent / name)
+            return found
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name).float() for name in file.keys()}
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                prefix = prefix_of(arrays.files)
+                names = [name for name in arrays.files if name.startswith(prefix)]
+                return {name.removeprefix(prefix): _in_fp32(arrays[name]) for name in names}
+        return _of_torch_file(path)
     except DAMAGE as error:
         raise _refused(error, path) from None
 
@@ -93,50 +107,27 @@ def _in_fp32(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.astype(np.float32, order="C"))
 
 
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors; of all files that an index lists (`model.safetensors.index.json`)."""
-    if path.suffix == ".json":
-        shards = sorted(set(read_json(path).get("weight_map", {}).values()))
-        found: dict[str, torch.Tensor] = {}
-        for name in shards:
-            found |= read_safetensors(path.parent / name)
-        return found
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name).float() for name in file.keys()}
-    except SafetensorError as error:
-        raise _refused(error, path) from None
-
-
-def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
+def _of_torch_file(path: Path) -> dict[str, torch.Tensor]:
     """Tensors of `torch.save`, also below one of `WEIGHT_KEYS`."""
-    try:
-        with safe_globals(EXTRA_TYPES):
-            found = torch.load(
-                path, map_location="cpu", weights_only=True, mmap=_is_plain_zip(path)
-            )
-        for key in WEIGHT_KEYS:
-            if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-                found = found[key]
-                break
-        if not isinstance(found, Mapping):
-            raise UserError("holds no tensors by name", where=str(path))
-        odd = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
-        if odd:
-            allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
-            raise UserError(f"{odd[0]!r} is no tensor", where=str(path), allowed=allowed)
-        # A copy: what is mapped changes with the file.
-        return {str(k): v.detach().to(torch.float32, copy=True) for k, v in found.items()}
-    except DAMAGE as error:
-        raise _refused(error, path) from None
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file, under their own names."""
-    if path.suffix == ".npz":
-        return read_npz(path, prefix_of=lambda names: "")
-    is_safe = path.suffix in (".safetensors", ".json")
-    return read_safetensors(path) if is_safe else read_torch_file(path)
+    can_be_mapped = False  # torch's older format is no zip file
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            kinds = {info.compress_type for info in archive.infolist()}
+            can_be_mapped = kinds == {zipfile.ZIP_STORED}
+    with safe_globals(EXTRA_TYPES):
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
+    for key in WEIGHT_KEYS:
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+            break
+    if not isinstance(found, Mapping):
+        raise UserError("holds no tensors by name", where=str(path))
+    odd = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
+    if odd:
+        allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
+        raise UserError(f"{odd[0]!r} is no tensor", where=str(path), allowed=allowed)
+    # A copy: what is mapped changes with the file.
+    return {str(k): v.detach().to(torch.float32, copy=True) for k, v in found.items()}
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -160,14 +151,6 @@ def labels_in_order(names: Any) -> tuple[str, ...] | None:
         return None
     found = tuple(str(names[str(label)]) for label in range(len(names)))
     return None if found == tuple(f"LABEL_{label}" for label in range(len(names))) else found
-
-
-def _is_plain_zip(path: Path) -> bool:
-    """Whether it can be mapped: torch's older format is no zip file."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
 
 
 def _refused(error: Exception, path: Path) -> UserError:

@@ -24,7 +24,6 @@ from vitscale.models.weights.files import (
     NOT_STATED,
     Weights,
     read_json,
-    read_npz,
     read_tensors,
 )
 from vitscale.models.weights.huggingface import read_huggingface_folder
@@ -102,16 +101,12 @@ def _read_file(path: Path, timm_name: str | None) -> Weights:
             # The pixels that timm's own weights expect.
             preprocessing=timm_preprocessing(asdict(config), where=timm_name),
         )
-    if path.suffix != ".npz":
-        tensors = read_tensors(path)
-    else:
-        tensors = read_npz(path, prefix_of=lambda stored: _prefix(stored, path))
-        if not any(name.endswith(names.FIRST_NAME) for name in tensors):
-            tensors, num_heads = google.from_google(tensors)
-            found = Weights(tensors=tensors, format="Google's names", **GOOGLE)
-            if num_heads is None:
-                return found
-            return replace(found, known={**found.known, "num_heads": num_heads})
+    tensors = read_tensors(path, prefix_of=lambda stored: _prefix(stored, path))
+    if path.suffix == ".npz" and not any(name.endswith(names.FIRST_NAME) for name in tensors):
+        tensors, num_heads = google.from_google(tensors)
+        found = Weights(tensors=tensors, format="Google's names", **GOOGLE)
+        heads = {} if num_heads is None else {"num_heads": num_heads}
+        return replace(found, known={**found.known, **heads})
     theirs = [name for name in tensors if "embeddings.patch_embeddings.projection" in name]
     if theirs:
         has_config = (path.parent / CONFIG).is_file()
