@@ -5,8 +5,6 @@ Needs no torch when imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitscale.config.section import NamedSection, choice_of
@@ -15,20 +13,21 @@ from vitscale.training.objective import Objective
 from vitscale.training.supervised import Supervised
 
 if TYPE_CHECKING:
-    import torch
-
     from vitscale.training.loop import TrainingSession
 
 SHEET_ROWS, SHEET_COLUMNS = 4, 8
-NAME_WIDTH, NAME_LINES = 18, 2
 
 
 class PredictionsDrawn(Objective):
     def draw(self, session: TrainingSession) -> None:
-        """Predict samples evenly spaced over the split and draw them. Collective; rank 0 writes."""
+        """Predict samples evenly spaced over the split and draw them, wrong ones in red.
+
+        Collective; rank 0 writes.
+        """
         import torch
 
         from vitscale.data.samples import EvaluationSamples
+        from vitscale.images.sheet import captioned_sheet, save_figure, short_names
 
         index, engine, size = session.val_index, session.engine, session.arch.image_size
         if index is None:
@@ -43,47 +42,23 @@ class PredictionsDrawn(Objective):
         with torch.no_grad():
             predicted = engine.logits(images.to(engine.world.device)).argmax(dim=1).tolist()
         engine.train()
-        if engine.world.is_first:
-            path = session.folder / "pictures" / "test_predictions.png"
-            labels = [int(index.label[sample]) for sample in chosen]
-            _draw(images, predicted, labels, classes=index.classes, path=path)
-
-
-def _draw(
-    images_B3SS: torch.Tensor,
-    predicted: Sequence[int],
-    labels: Sequence[int],
-    *,
-    classes: tuple[str, ...],
-    path: Path,
-) -> None:
-    """Wrong predictions are red, with the true class."""
-    from matplotlib.figure import Figure
-
-    from vitscale.images.sheet import caption, common_start, save_figure
-
-    figure = Figure(figsize=(SHEET_COLUMNS * 1.3, SHEET_ROWS * 2.0 + 0.5), layout="constrained")
-    start = common_start(classes[each] for each in (*predicted, *labels))
-    right = sum(a == b for a, b in zip(predicted, labels, strict=True))
-    figure.suptitle(
-        f"Test images with the predicted class: {right} of {len(labels)} right, in black"
-        + (f'; "{start}" is left out' if start else ""),
-        fontsize=10,
-        parse_math=False,
-    )
-    for number, image in enumerate(images_B3SS):
-        axes = figure.add_subplot(SHEET_ROWS, SHEET_COLUMNS, number + 1)
-        axes.imshow(image.permute(1, 2, 0).numpy())
-        axes.set_axis_off()
-        guess, truth = (
-            caption(classes[each].removeprefix(start), width=NAME_WIDTH, num_lines=NAME_LINES)
-            for each in (predicted[number], labels[number])
-        )
-        right = predicted[number] == labels[number]
-        title = guess if right else f"{guess}\nis: {truth}"
-        # Class names come from folder names: never let matplotlib read them as mathematics.
-        axes.set_title(title, fontsize=8, color="black" if right else "#c0392b", parse_math=False)
-    save_figure(figure, path)
+        if not engine.world.is_first:
+            return
+        labels = [int(index.label[sample]) for sample in chosen]
+        names, note = short_names(index.classes, [*predicted, *labels])
+        cells = [
+            (
+                names[guess] if guess == label else f"{names[guess]}\nis: {names[label]}",
+                label != guess,
+                image,
+            )
+            for guess, label, image in zip(predicted, labels, images, strict=True)
+        ]
+        right = sum(not is_wrong for _, is_wrong, _ in cells)
+        title = f"Test images with the predicted class: {right} of {count} right, in black{note}"
+        rows = [cells[at : at + SHEET_COLUMNS] for at in range(0, count, SHEET_COLUMNS)]
+        path = session.folder / "pictures" / "test_predictions.png"
+        save_figure(captioned_sheet(title, rows, height=2.0), path)
 
 
 class Transfer(PredictionsDrawn, Supervised):

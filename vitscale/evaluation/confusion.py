@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -13,8 +13,6 @@ from vitscale.evaluation.evaluation import EvaluationSettingsBase, Outputs, Pass
 
 if TYPE_CHECKING:
     import torch
-
-NAME_WIDTH, NAME_LINES = 18, 2
 
 
 class ConfusionSettings(EvaluationSettingsBase):
@@ -76,43 +74,25 @@ class Confusion(PassEvaluation):
     ) -> None:
         """One row for each class: label, accuracy, and images of it that were taken for others."""
         import torch
-        from matplotlib.figure import Figure
 
         from vitscale.data.samples import EvaluationSamples
-        from vitscale.images.sheet import caption, common_start, save_figure
+        from vitscale.images.sheet import captioned_sheet, save_figure, short_names
 
         subject, size = self._subject, self._subject.image_size
-        classes = subject.val.classes
-        named = {label for label, _, _ in chosen}
-        named |= {int(found.guess[each]) for _, _, numbers in chosen for each in numbers}
-        start = common_start(classes[each] for each in named)
-
-        def shown(label: int) -> str:
-            # Class names come from folder names: never let matplotlib read them as mathematics.
-            name = classes[label].removeprefix(start)
-            return caption(name, width=NAME_WIDTH, num_lines=NAME_LINES)
-
+        guesses = [int(found.guess[each]) for _, _, numbers in chosen for each in numbers]
+        labels = [label for label, _, _ in chosen]
+        names, note = short_names(subject.val.classes, [*labels, *guesses])
         samples = EvaluationSamples(subject.val, settings=subject.data, image_size=size)
-        pixels = torch.empty(3, size, size, dtype=torch.uint8)
-        columns = max((len(numbers) for _, _, numbers in chosen), default=0) + 1
-        figure = Figure(figsize=(columns * 1.3, len(chosen) * 1.6 + 0.5), layout="constrained")
-        title = "Worst classes: images that were taken for the class above them"
-        title += f'; "{start}" is left out' if start else ""
-        figure.suptitle(title, fontsize=10, parse_math=False)
-        for row, (label, share, numbers) in enumerate(chosen):
-            first = row * columns + 1
-            axes = figure.add_subplot(len(chosen), columns, first)
-            axes.set_axis_off()
-            text = f"{shown(label)}\n{share:.0%} right"
-            axes.text(1, 0.5, text, ha="right", va="center", fontsize=9, parse_math=False)
-            for place, number in enumerate(numbers, start=first + 1):
+        rows = []
+        for label, share, numbers in chosen:
+            row: list[Any] = [(f"{names[label]}\n{share:.0%} right", False, None)]
+            for number in numbers:
+                pixels = torch.empty(3, size, size, dtype=torch.uint8)
                 samples.fill(int(found.sample[number]), pixels)
-                axes = figure.add_subplot(len(chosen), columns, place)
-                axes.imshow(pixels.permute(1, 2, 0).numpy(), interpolation="nearest")
-                axes.set_axis_off()
-                text = shown(int(found.guess[number]))
-                axes.set_title(text, fontsize=8, color="#c0392b", parse_math=False)
-        save_figure(figure, path)
+                row.append((names[int(found.guess[number])], True, pixels))
+            rows.append(row)
+        title = f"Worst classes: images that were taken for the class above them{note}"
+        save_figure(captioned_sheet(title, rows, height=1.6), path)
 
 
 def cells(found: Guesses) -> list[tuple[int, int, int]]:

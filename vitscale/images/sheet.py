@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,44 @@ def sheet(rows: Mapping[str, torch.Tensor]) -> Figure:
             if column == 0:
                 axes.set_ylabel(title, fontsize=9)
     return figure
+
+
+def captioned_sheet(
+    title: str, rows: Sequence[Sequence[tuple[str, bool, torch.Tensor | None]]], *, height: float
+) -> Figure:
+    """Rows of captions, whether they are red, and uint8 images [3, S, S]; None: the caption alone.
+
+    height: of a row, in inches.
+    """
+    from matplotlib.figure import Figure
+
+    columns = max(map(len, rows), default=1)
+    size = (columns * 1.3, len(rows) * height + 0.5)
+    figure = Figure(figsize=size, layout="constrained")
+    # Names of classes come from folder names: never let matplotlib read them as mathematics.
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    for row, cells in enumerate(rows):
+        for column, (text, is_red, image) in enumerate(cells):
+            axes = figure.add_subplot(len(rows), columns, row * columns + column + 1)
+            axes.set_axis_off()
+            if image is None:
+                axes.text(1, 0.5, text, ha="right", va="center", fontsize=9, parse_math=False)
+                continue
+            axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
+            color = "#c0392b" if is_red else "black"
+            axes.set_title(text, fontsize=8, color=color, parse_math=False)
+    return figure
+
+
+def short_names(classes: Sequence[str], labels: Iterable[int]) -> tuple[dict[int, str], str]:
+    """Captions of classes by label, without the words that all begin with, and a note on these."""
+    labels = set(labels)
+    start = common_start(classes[label] for label in labels)
+    names = {
+        label: caption(classes[label].removeprefix(start), width=18, num_lines=2)
+        for label in labels
+    }
+    return names, f'; "{start}" is left out' if start else ""
 
 
 def common_start(names: Iterable[str]) -> str:
