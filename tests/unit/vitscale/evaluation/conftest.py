@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from tests.support.engine.array_subject import one_rank
-from vitscale.distributed.world import World, process_group
+import torch.distributed as dist
 
 
-@pytest.fixture
+@pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    with one_rank():
-        yield
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with process_group(device="cpu", timeout_min=1, num_threads=1) as joined:
-        yield joined
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

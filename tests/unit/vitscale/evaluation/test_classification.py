@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine.given_outputs import given_outputs
+from tests.support.engine.subjects import WORLD, given_outputs
 from vitscale.config.errors import UserError
-from vitscale.distributed.world import World
 from vitscale.evaluation.classification import Classification, ClassificationSettings
 from vitscale.evaluation.evaluation import Outputs, Share
 
@@ -29,10 +28,10 @@ label,class,images,correct,top1
 
 
 @pytest.mark.parametrize("num_classes", [5, 8])
-def test_metrics_equal_brute_force(world: World, num_classes: int) -> None:
+def test_metrics_equal_brute_force(num_classes: int) -> None:
     logits = torch.randn(NUM, num_classes, generator=torch.Generator().manual_seed(1))
     labels = [(3 * number) % num_classes for number in range(NUM)]
-    found = Classification(ClassificationSettings()).metrics(given_outputs(world, logits, labels))
+    found = Classification(ClassificationSettings()).metrics(given_outputs(logits, labels))
     at1 = at5 = loss = 0.0
     for row, label in zip(logits.tolist(), labels, strict=True):
         better = sum(value > row[label] for value in row)
@@ -46,7 +45,7 @@ def test_metrics_equal_brute_force(world: World, num_classes: int) -> None:
     assert isinstance(found["top1"], Share) and found["top1"].images == NUM
 
 
-def test_each_head_of_a_distilled_model_is_counted(world: World) -> None:
+def test_each_head_of_a_distilled_model_is_counted() -> None:
     """The class head is right about image 0, the other about 0 and 1, their sum about 0 and 2."""
     heads_2BC = torch.tensor(
         [
@@ -54,9 +53,9 @@ def test_each_head_of_a_distilled_model_is_counted(world: World) -> None:
             [[2.0, 0, 0], [0, 1, 0], [1.0, 0.0, 0.9], [1, 0, 0]],
         ]
     )
-    model: Any = SimpleNamespace(world=world, known_outputs=("logits", "heads"))
+    model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits", "heads"))
     evaluation = Classification(ClassificationSettings())
-    evaluation.start(replace(given_outputs(world, torch.zeros(4, 3), [0, 1, 2, 0]), model=model))
+    evaluation.start(replace(given_outputs(torch.zeros(4, 3), [0, 1, 2, 0]), model=model))
     labels_B, weights_B = torch.tensor([0, 1, 2, 0]), torch.tensor([1.0, 1, 1, 0])  # one is padding
     evaluation.add(Outputs(heads_2BC.mean(dim=0), labels_B, weights_B, np.arange(4), heads_2BC))
     found = evaluation.finish()
@@ -64,19 +63,19 @@ def test_each_head_of_a_distilled_model_is_counted(world: World) -> None:
     assert {name: found[name] for name in shares} == pytest.approx(shares)
 
 
-def test_the_mean_over_classes_counts_classes(world: World, tmp_path: Path) -> None:
+def test_the_mean_over_classes_counts_classes(tmp_path: Path) -> None:
     logits = torch.eye(3)[[0, 0, 0, 2]]
     classes = ("cat, black", "dog", "eel")
-    subject = given_outputs(world, logits, [0, 0, 0, 1], classes=classes, folder=tmp_path)
+    subject = given_outputs(logits, [0, 0, 0, 1], classes=classes, folder=tmp_path)
     found = Classification(ClassificationSettings()).metrics(subject)
     assert (found["top1"], found["class_mean_top1"]) == (0.75, 0.5)
     assert (tmp_path / "per_class.csv").read_text() == TABLE
 
 
-def test_calibration_equals_a_case_by_hand(world: World, tmp_path: Path) -> None:
+def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
     """Two classes, the first predicted with these probabilities."""
     logits = torch.tensor([[math.log(p), math.log1p(-p)] for p in (0.95, 0.95, 0.65, 0.65)])
-    subject = given_outputs(world, logits, [0, 0, 0, 1], folder=tmp_path / "files")
+    subject = given_outputs(logits, [0, 0, 0, 1], folder=tmp_path / "files")
     found = Classification(ClassificationSettings()).metrics(subject)
     # Half of the images are 0.05 too unsure, the other half 0.15 too sure.
     loss = -(2 * math.log(0.95) + math.log(0.65) + math.log(0.35)) / 4
@@ -90,14 +89,14 @@ def test_calibration_equals_a_case_by_hand(world: World, tmp_path: Path) -> None
     assert [float(row["low"]) for row in rows] == pytest.approx([9 / 15, 14 / 15], abs=1e-6)
 
 
-def test_certain_predictions_are_in_the_last_bin(world: World) -> None:
+def test_certain_predictions_are_in_the_last_bin() -> None:
     logits = torch.tensor([[200.0, 0.0], [200.0, 0.0]])
-    found = Classification(ClassificationSettings()).metrics(given_outputs(world, logits, [0, 1]))
+    found = Classification(ClassificationSettings()).metrics(given_outputs(logits, [0, 1]))
     assert (found["ece"], found["loss"]) == pytest.approx((0.5, 100.0))
 
 
-def test_a_file_that_cannot_be_written_is_one_error(world: World, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "files").write_text("no folder")
-    subject = given_outputs(world, torch.eye(2), [0, 1], folder=tmp_path / "files")
+    subject = given_outputs(torch.eye(2), [0, 1], folder=tmp_path / "files")
     with pytest.raises(UserError, match="per_class.csv: cannot be written"):
         Classification(ClassificationSettings()).metrics(subject)

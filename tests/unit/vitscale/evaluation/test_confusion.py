@@ -9,9 +9,8 @@ import torch
 from PIL import Image
 
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.engine.given_outputs import given_outputs
+from tests.support.engine.subjects import given_outputs
 from vitscale.data.index import read_split
-from vitscale.distributed.world import World
 from vitscale.evaluation.confusion import (
     Confusion,
     ConfusionSettings,
@@ -30,13 +29,13 @@ def test_examples_show_each_wrong_class_before_a_second() -> None:
     assert len(examples(found, 0, count=9)) == 5
 
 
-def test_files_and_metric_equal_a_case_by_hand(world: World, tmp_path: Path) -> None:
+def test_files_and_metric_equal_a_case_by_hand(tmp_path: Path) -> None:
     folder = write_shard_folder(
         tmp_path / "shards", num_per_class=2, num_shards=1, classes=("$a_", "b"), split="val"
     )
     val = read_split(str(folder), split="val")
     logits = torch.eye(2)[[1, 1, 0, 1]]  # of labels 0, 1, 0, 1
-    subject = given_outputs(world, logits, [], val=val, folder=tmp_path / "files")
+    subject = given_outputs(logits, [], val=val, folder=tmp_path / "files")
     found = Confusion(ConfusionSettings(num_classes=1)).metrics(subject)
     assert found == {"worst_classes_top1": 0.5}
     lines = (tmp_path / "files/confusion.csv").read_text().splitlines()

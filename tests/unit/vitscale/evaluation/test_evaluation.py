@@ -11,7 +11,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from tests.support.engine.array_subject import array_subject, split_of
+from tests.support.engine.subjects import array_subject, split_of
 from vitscale.config.errors import UserError
 from vitscale.evaluation.evaluation import Share, check_labels
 
@@ -61,18 +61,18 @@ def test_other_classes_are_refused(given: Any, parts: tuple[str, ...]) -> None:
 
 def train_split() -> Any:
     values = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
-    return split_of(values, [number % 3 for number in range(30)], name="train")
+    return split_of(values, [number % 3 for number in range(30)])
 
 
 def test_features_are_computed_once_whoever_asks() -> None:
     split = train_split()
     subject = array_subject(split, split)
     some = subject.features("train", samples=np.array([3, 5, 17]))
-    assert torch.equal(some.values_ND, split.features[[3, 5, 17]])
+    assert torch.equal(some.values_ND, split.values[[3, 5, 17]])
     assert some.labels_N.tolist() == [0, 2, 2]
     every = subject.features("train")
     assert sorted(every.samples) == list(range(30))
-    assert torch.equal(every.values_ND, split.features[torch.from_numpy(every.samples)])
+    assert torch.equal(every.values_ND, split.values[torch.from_numpy(every.samples)])
     again = subject.features("train", samples=np.array([0, 29]))
     assert sorted(again.samples) == [0, 29]
     assert [len(each) for each in subject.extracted] == [3, 27]
@@ -82,7 +82,7 @@ def test_features_are_computed_once_whoever_asks() -> None:
 
 
 def test_parts_of_a_training_set_are_numbered_through() -> None:
-    split, other = train_split(), split_of(torch.ones(4, 5), [2, 1, 0, 2], name="other")
+    split, other = train_split(), split_of(torch.ones(4, 5), [2, 1, 0, 2])
     subject = array_subject((split, other), other)
     found = subject.features("train", samples=np.array([29, 30, 32]))
     assert found.samples.tolist() == [29, 30, 32]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine.array_subject import array_subject, split_of
+from tests.support.engine.subjects import array_subject, split_of
 from vitscale.evaluation.few_shot import (
     FewShot,
     FewShotSettings,
@@ -56,16 +56,12 @@ def test_draws_are_those_of_big_vision_and_nested() -> None:
     assert np.bincount(LABELS[three]).tolist() == [3, 0, 3, 0, 2]  # a short class gives all it has
 
 
-@pytest.mark.usefixtures("group")
 def test_accuracies_equal_a_direct_solve_of_every_draw() -> None:
     random = np.random.default_rng(3)
     labels = [number % 4 for number in range(60)]
     centres = random.normal(0, 1, (4, 6))
     values = [(centres[labels] + random.normal(0, 1.5, (60, 6))).astype(np.float32) for _ in "ab"]
-    train, val = (
-        split_of(torch.from_numpy(each), labels, name=name)
-        for each, name in zip(values, ("train", "test"), strict=True)
-    )
+    train, val = (split_of(torch.from_numpy(each), labels) for each in values)
     subject = array_subject(train, val)
     found = FewShot(FewShotSettings(shots=(1, 3), num_draws=2)).metrics(subject)
     for shots in (1, 3):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.support.engine.array_subject import array_subject, split_of
+from tests.support.engine.subjects import array_subject, split_of
 from vitscale.evaluation.knn import Knn, KnnSettings, evenly_spaced
 
 TEMPERATURE, CLASSES = 0.07, 4
@@ -33,15 +33,12 @@ def test_the_bank_is_evenly_spaced() -> None:
     assert evenly_spaced(3, at_most=4).tolist() == evenly_spaced(3, at_most=None).tolist()
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("num_bank", [60, 4])
 def test_every_k_equals_brute_force(num_bank: int) -> None:
     bank, queries = 3 * normalized(num_bank, seed=0), 2 * normalized(40, seed=1)
     labels = [number % CLASSES for number in range(num_bank)]
     truth = [number % CLASSES for number in range(40)]
-    subject = array_subject(
-        split_of(bank, labels, name="train"), split_of(queries, truth, name="test")
-    )
+    subject = array_subject(split_of(bank, labels), split_of(queries, truth))
     settings = KnnSettings(k=5, also_k=(1, 50, 10), temperature=TEMPERATURE, max_bank_images=None)
     found = Knn(settings).metrics(subject)
     names = {"knn_top1": 5, "knn1_top1": 1, "knn50_top1": 50, "knn10_top1": 10}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine.array_subject import WORLD, array_subject, split_of
+from tests.support.engine.subjects import WORLD, array_subject, split_of
 from vitscale.config.errors import UserError
 from vitscale.evaluation.features import Features
 from vitscale.evaluation.linear_heads import (
@@ -29,7 +29,7 @@ def clusters(*, name: str, width: int = 5) -> Any:
     labels = [number % 3 for number in range(90)]
     values = torch.randn(90, width, generator=random)
     values[torch.arange(90), torch.tensor(labels)] += 8.0
-    return split_of(values, labels, name=name)
+    return split_of(values, labels)
 
 
 def probe(**settings: Any) -> LinearHeads:
@@ -37,7 +37,6 @@ def probe(**settings: Any) -> LinearHeads:
     return LinearHeads(LinearHeadsSettings(**chosen))
 
 
-@pytest.mark.usefixtures("group")
 def test_the_best_head_separates_clusters() -> None:
     subject = array_subject(clusters(name="train"), clusters(name="test"))
     found = probe().metrics(subject)
@@ -47,7 +46,6 @@ def test_the_best_head_separates_clusters() -> None:
     assert inside == ends | {"linear_lr_at_end": 0.0}
 
 
-@pytest.mark.usefixtures("group")
 def test_the_reported_split_does_not_choose() -> None:
     """Its labels are shifted: the rate that learns nothing would look better on it."""
     train, test = clusters(name="train"), clusters(name="test")
@@ -63,7 +61,6 @@ def test_the_part_that_chooses_is_not_trained_on() -> None:
     assert [len(each) for each in dev_split(2, 0.01, seed=0)] == [1, 1]
 
 
-@pytest.mark.usefixtures("group")
 def test_heads_on_blocks_see_four_choices_of_columns() -> None:
     found = column_choices(10, "blocks")
     assert [each.tolist() for each in found] == [
@@ -84,7 +81,6 @@ def test_heads_on_blocks_see_four_choices_of_columns() -> None:
 THREE_RATES, STEPS, BATCH, CHOSEN = (0.01, 0.5, 3.0), 12, 16, np.arange(2, 40)
 
 
-@pytest.mark.usefixtures("group")
 def test_heads_equal_torch_sgd() -> None:
     values = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     labels = torch.arange(40) % 3

@@ -10,8 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.support.engine.array_subject import WORLD
-from tests.support.engine.given_outputs import given_outputs
+from tests.support.engine.subjects import given_outputs
 from vitscale.evaluation import registry, schedule
 from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Output, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
@@ -50,7 +49,7 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(
 ) -> None:
     monkeypatch.setattr(schedule, "EVALUATIONS", {"a": Weights, "b": Weights})
     engine: Any = FakeEngine()
-    subject = replace(given_outputs(WORLD, torch.zeros(1, 2), [0]), model=engine)
+    subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)
     chosen = [
         EvaluationSettingsBase(name=name, every_steps=n) for name, n in (("a", 4), ("b", None))
     ]

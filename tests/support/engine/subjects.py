@@ -1,0 +1,105 @@
+"""Subjects of evaluations in one process, whose model's output is given, in padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitscale.data.index import SplitIndex
+from vitscale.data.settings import DataSettings
+from vitscale.distributed.world import World
+from vitscale.evaluation.evaluation import Outputs, Subject
+
+WORLD = World(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
+
+
+def index_of(
+    labels: Sequence[int], classes: Sequence[str], *, folder: Path = Path("shards")
+) -> SplitIndex:
+    """A split without tars."""
+    num = len(labels)
+    return SplitIndex(
+        folder=folder,
+        split="val",
+        shard_of=np.zeros(num, np.int32),
+        offset=np.arange(num),
+        length=np.ones(num, np.int64),
+        label=np.array(labels, np.int32),
+        shard_paths=(),
+        shard_lengths=(num,),
+        classes=tuple(classes),
+        fingerprint="",
+        label_map_sha256="",
+    )
+
+
+def split_of(values_ND: torch.Tensor, labels: list[int]) -> Any:
+    """A split with the model's output, for `array_subject`."""
+    return SimpleNamespace(
+        num_samples=len(labels),
+        label=np.array(labels, dtype=np.int32),
+        classes=tuple(map(str, range(max(labels) + 1))),
+        values=values_ND,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenOutputs(Subject):
+    """The model's output for sample i is row i of `values`, or of those of the split."""
+
+    values: torch.Tensor | None = None
+    extracted: list[np.ndarray] = field(default_factory=list)
+    """Samples of each call of `outputs`."""
+
+    def outputs(
+        self, index: Any, output: str, *, samples: np.ndarray | None = None
+    ) -> Iterator[Outputs]:
+        values = index.values if self.values is None else self.values
+        samples, size = np.arange(index.num_samples) if samples is None else samples, 3
+        self.extracted.append(samples)
+        for first in range(0, len(samples), size):
+            chosen = samples[first : first + size]
+            padded = np.resize(chosen, size)
+            labels = torch.from_numpy(index.label[padded].astype(np.int64))
+            weights = (torch.arange(size) < len(chosen)).float()
+            yield Outputs(values[torch.from_numpy(padded)], labels, weights, padded)
+
+
+def array_subject(train: Any, val: Any) -> GivenOutputs:
+    """train: one part, or several as a tuple."""
+    model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits", "features", "blocks"))
+    unused: Any = None
+    parts = train if isinstance(train, tuple) else (train,)
+    return GivenOutputs(model=model, train=parts, val=val, data=unused, image_size=8, micro_batch=3)
+
+
+def given_outputs(
+    values: torch.Tensor,
+    labels: Sequence[int],
+    *,
+    classes: Sequence[str] | None = None,
+    model_classes: Sequence[str] | None = None,
+    folder: Path | None = None,
+    val: SplitIndex | None = None,
+) -> GivenOutputs:
+    """values: [N, outputs]. The last batch of three is padded if N is no multiple of 3."""
+    model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits",))
+    names = tuple(classes or map(str, range(values.shape[1])))
+    return GivenOutputs(
+        values=values,
+        model=model,
+        train=(),
+        val=val or index_of(labels, names),
+        data=DataSettings(path="shards", global_batch=3),
+        image_size=8,
+        micro_batch=3,
+        num_outputs=values.shape[1],
+        classes=None if model_classes is None else tuple(model_classes),
+        folder=folder,
+    )
