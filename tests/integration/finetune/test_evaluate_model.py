@@ -1,51 +1,128 @@
-"""finetune/evaluate_model.py on a model trained here: the same numbers on one rank and on two."""
+"""Evaluations give equal metrics and files in training and outside, on one rank and on two."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.ranks.fault_runs import FaultRuns, wait_all
 from tests.support.ranks.rank_processes import ROOT
+from tests.support.ranks.run_states import journal_rows
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-EVALUATIONS = "[{name: classification}, {name: confusion}]"
+LINEAR = {"name": "linear_heads", "steps": 40, "batch": 64, "learning_rates": [0.001, 0.1]}
+Evaluations = Sequence[Mapping[str, Any]]
+FEATURES: Evaluations = (
+    {"name": "knn", "k": 7, "also_k": [100], "max_bank_images": 300},
+    {"name": "few_shot", "shots": [1, 5]},
+    LINEAR,
+)
+BLOCKS: Evaluations = (*FEATURES[:2], {**LINEAR, "inputs": "blocks"})
+LOGITS: Evaluations = ({"name": "classification"}, {"name": "confusion"})
 FILES = {"calibration.csv", "confusion.csv", "per_class.csv", "worst_classes.png"}
+DECODER = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
+# (objective, what it changes in the model)
+OBJECTIVES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "supervised": ({}, {"representation_layer": True}),
+    "mae": ({"name": "mae", **DECODER}, {"positions": "sincos2d_mae"}),
+    "masked": ({"name": "masked_patch_prediction"}, {}),
+    "distillation": ({"name": "distillation"}, {"distillation_token": True}),
+}
+# Two images of the 360.
+TOLERANCE = 2 / 360 + 1e-9
 
 
-@pytest.fixture(scope="module")
-def trained(fault_runs: FaultRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps that evaluates itself with `EVALUATIONS`."""
-    folder = tmp_path_factory.mktemp("trained")
-    steps = ("schedule.steps=3", "schedule.warmup_steps=0")
-    assert fault_runs.run(folder, *steps, f"evaluate={EVALUATIONS}", num_ranks=2) == [0, 0]
+def start(
+    runs: FaultRuns, folder: Path, *command: str | Path, num_ranks: int, code: int = 0
+) -> str:
+    """Run to the end; what rank 0 printed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script, *words = command
+    ranks = runs.starter.start([ROOT / script, *words], num_ranks=num_ranks, folder=folder)
+    assert set(wait_all(ranks)) == {code}, ranks[0].output()
+    return ranks[0].output()
+
+
+def train(runs: FaultRuns, folder: Path, name: str, evaluate: Evaluations, **changes: Any) -> Path:
+    """changes: keys that are added to the sections here."""
+    objective, model = OBJECTIVES[name]
+    values = {
+        "base": str(ROOT / "configs/digits/pretrain.yaml"),
+        "output": str(folder / "run"),
+        "data": {"path": str(runs.shards), "global_batch": 16, "num_workers": 0},
+        "model": {"width": 24, "depth": 4, "mlp_width": 48, "drop_path": 0.0, **model},
+        "objective": dict(objective),
+        "optim": {"lr": 0.003},
+        "engine": {"device": "cpu", "num_threads": 1},
+        "schedule": {"epochs": None, "steps": 6, "warmup_steps": 0},
+        "evaluate": list(evaluate),
+        "tracking": {"uri": None},
+    }
+    for section, keys in changes.items():
+        values[section] |= keys
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    start(runs, folder, "pretrain/main.py", "--config", folder / "run.yaml", num_ranks=2)
     return folder / "run"
 
 
-def evaluate(
-    runs: FaultRuns, trained: Path, folder: Path, *settings: str, num_ranks: int
-) -> tuple[list[int], str]:
-    """Exit codes, and what rank 0 printed."""
-    folder.mkdir()
-    command = [ROOT / "finetune/evaluate_model.py", "--config", ROOT / "configs/eval/demo.yaml"]
-    values = (f"init={trained}", f"data.path={runs.shards}", f"output={folder / 'out'}")
-    more = (
-        "tracking.uri=null",
-        "compute.batch=50",
-        "data.num_workers=1",
-        f"evaluate={EVALUATIONS}",
-    )
-    ranks = runs.starter.start(
-        [*command, *values, *more, *settings], num_ranks=num_ranks, folder=folder
-    )
-    return wait_all(ranks), ranks[0].output()
+def evaluate_run(
+    runs: FaultRuns, folder: Path, init: Path, *more: str, num_ranks: int = 1, code: int = 0
+) -> str:
+    words = (f"init={init}", f"output={folder / 'out'}", "compute.device=cpu")
+    words += ("data.num_workers=0", "tracking.uri=null", *more)
+    script = "finetune/evaluate_model.py"
+    return start(runs, folder, script, *words, num_ranks=num_ranks, code=code)
+
+
+@pytest.fixture(scope="module")
+def supervised(fault_runs: FaultRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an average of the weights."""
+    folder, ema = tmp_path_factory.mktemp("supervised"), {"ema": {"decay": 0.9}}
+    evaluate = (*LOGITS, *BLOCKS)
+    engine = {"zero_stage": 3}
+    return train(fault_runs, folder, "supervised", evaluate, optim=ema, engine=engine)
+
+
+def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
+    """The results outside are those that the training logged; returns them."""
+    logged = [each for row in journal_rows(run) for each in row.items()]
+    of_weights = [(k.removeprefix(prefix), v) for k, v in logged if k.startswith(prefix)]
+    stored = json.loads((folder / "out/results.json").read_text())
+    assert stored["data"]["images"] == 360
+    outside = [(row["metric"], row["value"]) for row in stored["results"]]
+    assert len(outside) >= 2 + 4 + 4
+    for (name, value), (metric, found) in zip(of_weights, outside, strict=True):
+        assert name == metric and value == pytest.approx(found, abs=TOLERANCE), name
+    return dict(outside)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "evaluate"),
+    [
+        ("mae", 0, FEATURES),
+        ("mae", 3, FEATURES),
+        ("masked", 3, FEATURES),
+        ("distillation", 3, BLOCKS),
+    ],
+)
+def test_features_in_training_equal_those_outside(
+    fault_runs: FaultRuns, supervised: Path, tmp_path: Path, name: str, stage: int, evaluate: Any
+) -> None:
+    taught = {"teacher": {"weights": str(supervised)}} if name == "distillation" else {}
+    engine = {"zero_stage": stage}
+    run = train(fault_runs, tmp_path / "a", name, evaluate, objective=taught, engine=engine)
+    evaluate_run(fault_runs, tmp_path / "b", run)
+    check_outside(run, tmp_path / "b", prefix="val/")
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -53,82 +130,40 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def results_of(folder: Path) -> dict[str, dict[str, Any]]:
-    stored = json.loads((folder / "out/results.json").read_text())
-    assert stored["data"]["images"] == 360
-    assert {row["image_size"] for row in stored["results"]} == {20}
-    return {row["metric"]: row for row in stored["results"]}
-
-
-def test_results_are_the_same_on_one_rank_and_two(
-    fault_runs: FaultRuns, trained: Path, tmp_path: Path
+def test_the_average_is_the_same_on_one_rank_and_two(
+    fault_runs: FaultRuns, supervised: Path, tmp_path: Path
 ) -> None:
-    found, printed = {}, {}
-    for num_ranks in (1, 2):
-        folder = tmp_path / str(num_ranks)
-        codes, printed[num_ranks] = evaluate(
-            fault_runs, trained, folder, "image_size=20", num_ranks=num_ranks
-        )
-        assert set(codes) == {0}, printed[num_ranks]
-        found[num_ranks] = results_of(folder)
-    assert found[1].keys() == found[2].keys() and len(found[1]) == 6
-    for key, row in found[1].items():
-        assert found[2][key]["value"] == pytest.approx(row["value"], abs=1e-6), key
-    tables = [printed[num].partition("\n\n")[2].replace("/1/", "/2/") for num in (1, 2)]
+    """Files agree with the table, and count every image once; the training writes the same."""
+    tables = []
+    for ranks in (1, 2):
+        printed = evaluate_run(fault_runs, tmp_path / str(ranks), supervised, num_ranks=ranks)
+        metrics = check_outside(supervised, tmp_path / str(ranks), prefix="val/ema_")
+        tables.append(printed.partition("\n\n")[2].replace("/1/", "/2/"))
     assert tables[0] == tables[1] and "95 % interval" in tables[0]
-    files = tmp_path / "2/out/evaluation"
-    assert {path.name for path in files.iterdir()} == FILES
-    _check_files(files, found[2]["top1"], found[2]["class_mean_top1"])
-
-
-def _check_files(files: Path, top1: dict[str, Any], class_mean: dict[str, Any]) -> None:
-    """The files agree with the table, and count every image once."""
-    images: dict[str, int] = defaultdict(int)
-    right: dict[str, int] = defaultdict(int)
-    for row in rows_of(files / "confusion.csv"):
-        images[row["class"]] += int(row["images"])
-        right[row["class"]] += int(row["images"]) * (row["class"] == row["predicted"])
-    assert sum(images.values()) == top1["images"] == 360
-    assert sum(right.values()) / 360 == pytest.approx(top1["value"])
-    shares = [right[name] / images[name] for name in images]
-    assert sum(shares) / len(shares) == pytest.approx(class_mean["value"])
-    for row in rows_of(files / "per_class.csv"):
-        assert (int(row["images"]), int(row["correct"])) == (
-            images[row["class"]],
-            right[row["class"]],
-        )
-
-
-def test_a_training_writes_the_same_files(trained: Path) -> None:
-    for files in (trained / "evaluation", trained / "evaluation/ema"):
-        assert {path.name for path in files.iterdir()} - {"ema"} == FILES
-        assert sum(int(row["images"]) for row in rows_of(files / "confusion.csv")) == 360
+    for files in (tmp_path / "2/out/evaluation", supervised / "evaluation/ema"):
+        assert {path.name for path in files.iterdir()} == FILES
+        images, right = Counter[str](), Counter[str]()
+        for row in rows_of(files / "confusion.csv"):
+            images[row["class"]] += int(row["images"])
+            right[row["class"]] += int(row["images"]) * (row["class"] == row["predicted"])
+        assert images.total() == 360
+        assert right.total() / 360 == pytest.approx(metrics["top1"], abs=TOLERANCE)
+        for row in rows_of(files / "per_class.csv"):
+            name = row["class"]
+            assert (int(row["images"]), int(row["correct"])) == (images[name], right[name])
 
 
 def test_bad_input_is_one_error_before_any_work(
-    fault_runs: FaultRuns, trained: Path, tmp_path: Path
+    fault_runs: FaultRuns, supervised: Path, tmp_path: Path
 ) -> None:
     classes = [str(number) for number in (1, 0, *range(2, 10))]
-    shards = {}
-    for name, labels in (("few", classes[:2]), ("swapped", classes)):
-        shards[name] = write_shard_folder(
-            tmp_path / name, num_per_class=1, num_shards=1, classes=labels, split="val"
-        )
-    cases = {
-        "few": ("2 classes", "head has 10"),
-        "swapped": ("in another order", "label 0 is '1' here and '0' in the model"),
-    }
-    for name, parts in cases.items():
-        codes, printed = evaluate(
-            fault_runs,
-            trained,
-            tmp_path / f"of-{name}",
-            *(f"data.path={shards[name]}", "data.val_split=val"),
-            num_ranks=2,
-        )
-        assert codes == [2, 2] and all(part in printed for part in parts), printed
-        assert not (tmp_path / f"of-{name}/out").exists()
-    codes, printed = evaluate(
-        fault_runs, trained, tmp_path / "into", f"output={trained}", num_ranks=1
+    shards = write_shard_folder(
+        tmp_path / "swapped", num_per_class=1, num_shards=1, classes=classes, split="val"
     )
-    assert codes == [2] and "is the run folder of a training" in printed
+    data = (f"data.path={shards}", "data.val_split=val", "evaluate=[{name: confusion}]")
+    printed = evaluate_run(fault_runs, tmp_path / "a", supervised, *data, num_ranks=2, code=2)
+    assert "in another order" in printed and "label 0 is '1' here and '0' in the model" in printed
+    assert not (tmp_path / "a/out").exists()
+    into = f"output={supervised}"
+    printed = evaluate_run(fault_runs, tmp_path / "b", supervised, into, code=2)
+    assert "is the run folder of a training" in printed
