@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pretrain.objectives.mae import MaeSettings
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch
@@ -144,34 +145,13 @@ def test_costs_are_those_of_the_published_models(
     assert mae.num_parameters(arch) == encoder + decoder
     found = mae.train_flops_per_image(arch) / plain.train_flops_per_image(arch)
     assert found == pytest.approx(ratio, abs=6e-4)
+    # Rounded down: 1 - 0.8 is below 0.2.
+    fifth = MaeSettings(mask_ratio=0.8)
+    assert (mae.settings.num_kept(196), fifth.num_kept(100)) == (49, 19)
     masked = PretrainRun.model_validate(RUN | {"objective": MASKED}).make_objective()
     arch = ViTSettings(preset="B/16").resolved(num_classes=0)
     # Without its head, the mask embedding and 768 x 512 + 512.
     assert masked.num_parameters(arch) == 86_567_656 - 769_000 + 768 + 393_728
-
-
-def test_the_number_kept_is_rounded_down() -> None:
-    kept = [
-        PretrainRun.model_validate(
-            RUN | {"objective": MAE | {"mask_ratio": ratio}}
-        ).objective.num_kept(num_patches)  # type: ignore[attr-defined]  # of mae
-        for num_patches, ratio in ((100, 0.8), (196, 0.75), (256, 0.75))
-    ]
-    assert kept == [19, 49, 64]  # 1 - 0.8 is below 0.2
-
-
-def test_training_learns_to_predict_constant_images() -> None:
-    objective, engine = opened(MASKED)
-    batch = batch_of(np.arange(4))
-    batch.images[:] = torch.tensor([250, 100, 3], dtype=torch.uint8)[:, None, None]
-    optimizer = torch.optim.Adam(engine.model.parameters(), lr=0.01)
-    losses = []
-    for _ in range(20):
-        losses.append(objective.loss(engine, batch))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        optimizer.step()
-    assert losses[-1] < 0.1 * losses[0]
 
 
 CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -180,7 +160,6 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (MAE, {"model": {"pool": "gap", "class_token": True, "pool_norm": True}}, "model.pool_norm"),
     (MAE, {"data": {"mixing": {"mixup_alpha": 0.2}}}, "data.mixing"),
     (MAE, {"objective": {"mask_ratio": 0.95}}, "objective.mask_ratio"),
-    (MAE, {"objective": {"mask_ratio": 1e-20}}, "objective.mask_ratio"),
     (MAE, {"objective": {"decoder_heads": 3}}, "objective.decoder_heads"),
     (MAE, {"objective": {"decoder_width": 6}}, "objective.decoder_width"),
     (MAE, {"model": {"representation_layer": True}}, "model.representation_layer"),
@@ -207,12 +186,6 @@ def test_conflicts_are_named_before_the_start(
         values[name] = values[name] | value if isinstance(value, dict) else value
     found = [": ".join(problem) for problem in PretrainRun.model_validate(values).problems()]
     assert len(found) == 1 and re.search(pattern, found[0]), found
-
-
-def test_pooling_beside_a_class_token_is_allowed() -> None:
-    model = MODEL | {"pool": "gap", "class_token": True}
-    values = RUN | {"model": model, "objective": MAE}
-    assert not list(PretrainRun.model_validate(values).problems())
 
 
 # ---- the interface ----------------------------------------------------------------------------

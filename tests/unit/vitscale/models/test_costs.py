@@ -83,32 +83,3 @@ def test_fp32_adam_needs_sixteen_bytes_without_sharding_too() -> None:
         activation_checkpointing=False, optimizer_bytes=8, accumulation=2,
     )  # fmt: skip
     assert memory.total - memory.activations == 16 * num_parameters(arch)
-
-
-def test_flops_and_memory_count_the_tokens_that_blocks_see() -> None:
-    plain = arch_of("B/16")
-    # 196 patches, half of them removed; all are embedded first. Written out for B/16.
-    tokens, d = 98 + 1, 768
-    block = tokens * 12 * d * d + 2 * tokens**2 * d
-    found = vit_costs.train_flops_per_image(plain, num_tokens=tokens)
-    assert found == 6 * (12 * block + 3 * 196 * 256 * d + d * 1000)
-    more = arch_of("B/16", num_registers=4)
-    assert more.num_tokens == 201 and num_parameters(more) == num_parameters(plain) + (4 - 1) * d
-    kept = {
-        num_tokens or arch.num_tokens: activation_bytes_per_image(
-            arch, precision="bf16", activation_checkpointing=False, num_tokens=num_tokens
-        )
-        for arch, num_tokens in ((plain, None), (plain, tokens), (more, None))
-    }
-    assert kept == {t: 34 * t * d * 12 for t in (197, 99, 201)}
-
-
-def test_fixed_positions_and_layer_scale_change_the_count() -> None:
-    plain, d = arch_of("S/16", pool="gap"), 384
-    fixed = arch_of("S/16", pool="gap", positions="sincos2d")
-    assert num_parameters(plain) - num_parameters(fixed) == 196 * d
-    # "Better plain ViT baselines" S/16: about 22 M.
-    assert num_parameters(fixed) / 1e6 == pytest.approx(22.0, abs=0.05)
-    scaled = arch_of("S/16", pool="gap", layer_scale=1e-4)
-    assert num_parameters(scaled) - num_parameters(plain) == 12 * 2 * d
-    assert train_flops_per_image(fixed) == train_flops_per_image(plain)

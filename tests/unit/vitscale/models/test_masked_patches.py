@@ -15,7 +15,6 @@ from vitscale.models.masked_patches import (
     colors,
     draw_corruption,
     picture_rows,
-    shades,
 )
 from vitscale.models.patches import on_device, take_patches, to_images, to_patches
 from vitscale.models.settings import ViTSettings
@@ -100,12 +99,6 @@ def test_the_loss_of_chance_is_ln_512() -> None:
     loss, accuracy = color_loss(torch.zeros(2, 3, 512), torch.tensor([[0, 1, 2], [3, 4, 5]]))
     assert loss.item() == pytest.approx(math.log(512))
     assert accuracy.item() == pytest.approx(1 / 6)
-
-
-def test_the_middle_of_a_color_has_that_color() -> None:
-    every = torch.arange(512)
-    patches = shades(every)[:, None, None, None, :].expand(-1, 1, 4, 4, -1)
-    assert torch.equal(colors(patches.flatten(2)).flatten(), every)
 
 
 @pytest.mark.parametrize(

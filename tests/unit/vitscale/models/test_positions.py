@@ -98,34 +98,6 @@ def test_conventions_equal_independent_references(convention: str, prefix: int) 
         assert torch.allclose(found, expected, atol=1e-5), (source, target)
 
 
-def test_transformers_resizes_dinov2_as_deit_does() -> None:
-    """Its port passes the size; the original passes a factor, so the positions differ."""
-    # Imported here: it takes seconds.
-    from transformers.models.dinov2.modeling_dinov2 import Dinov2Config, Dinov2Embeddings
-
-    config = Dinov2Config(hidden_size=6, num_attention_heads=2, image_size=28)
-    embeddings = Dinov2Embeddings(config)
-    patch = config.patch_size
-    grid, target = (28 // patch, 28 // patch), (5, 3)
-    with torch.no_grad():
-        embeddings.position_embeddings.normal_(generator=torch.Generator().manual_seed(0))
-        theirs = embeddings.interpolate_pos_encoding(
-            torch.zeros(1, 1 + 15, 6), target[0] * patch, target[1] * patch
-        )
-        deit, dinov2 = (
-            resize_position_embedding(
-                embeddings.position_embeddings[0],
-                source_grid=grid,
-                target_grid=target,
-                num_prefix_tokens=1,
-                convention=name,
-            )
-            for name in ("deit", "dinov2")
-        )
-    assert torch.allclose(deit, theirs[0], atol=1e-6)
-    assert 0.005 < (dinov2 - theirs[0]).abs().max()
-
-
 def test_wrong_source_grid_is_refused() -> None:
     with pytest.raises(ValueError, match="does not hold 1 prefix tokens and a 4 x 4 grid"):
         resize_position_embedding(

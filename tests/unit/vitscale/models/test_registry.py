@@ -17,11 +17,6 @@ SMALL_MODELS: dict[str, Architecture] = {
 }
 
 
-def test_family_is_chosen_by_its_key() -> None:
-    for name, family in MODELS.items():
-        assert family.Settings.model_fields["name"].default == name
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_only_the_objective_takes_further_inputs(name: str) -> None:
     settings = SMALL_MODELS[name]

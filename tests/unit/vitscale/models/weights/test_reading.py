@@ -146,15 +146,6 @@ def test_a_representation_layer_and_its_head_are_one_module(tmp_path: Path) -> N
     }
 
 
-def test_settings_that_are_given_win_over_the_formats(tmp_path: Path) -> None:
-    path = npz(tmp_path / "x.npz", arrays())
-    expected = theirs()
-    load_as_timm_does(expected, str(path))
-    found = (opened(path, model={"name": "vit", "gelu": "erf"}), opened(path))
-    given, default = ((each - logits(expected)).abs().max() for each in found)
-    assert 10 * given < default
-
-
 def test_nonsquare_grid_must_be_given(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", arrays(rows=19))
     with pytest.raises(UserError, match=r"form no square(?s:.*)init_grid"):
