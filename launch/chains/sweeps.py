@@ -15,7 +15,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from finetune.run import FinetuneRun
+from launch.chains.load import TRAININGS
 from launch.chains.settings import ChainRun, ChainStage
+from launch.jobs.preparation import RUN_TYPES
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors
@@ -24,7 +26,7 @@ from vitscale.config.loader import read_values
 from vitscale.config.section import Run
 from vitscale.config.source import read_yaml, yaml_flow
 
-TRAININGS: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
+TRAINABLE = {name: RUN_TYPES[name] for name in TRAININGS}
 
 
 def sweep_command(
@@ -40,7 +42,7 @@ def sweep_command(
     others = [word for word in argv if word.partition("=")[0].strip() not in values]
     first = [f"{key}={yaml_flow(each[0])}" for key, each in values.items()]
     command = load_command(
-        TRAININGS,
+        TRAINABLE,
         script=script,
         description="Train a grid of runs.",
         argv=[*others, *first],
@@ -78,7 +80,7 @@ def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
         for word in lists:
             key, _, text = word.partition("=")
             value = read_yaml(text, name=key)
-            run_type = TRAININGS.get(str(known.get("stage")))
+            run_type = TRAINABLE.get(str(known.get("stage")))
             if run_type and value and _is_sweep(run_type, key, value, known):
                 values[key] = value
     except UserErrors:

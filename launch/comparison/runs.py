@@ -8,23 +8,23 @@ Leaves out: comparing (`differences`).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from finetune.run import FinetuneRun
 from launch.jobs.attempts import read_attempts
+from launch.jobs.preparation import RUN_TYPES
 from launch.jobs.queue import QueuedJob, known_jobs
 from launch.jobs.status.states import RUNS_FOLDER, find_runs, read_state
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import load_run_file, read_site
+from vitscale.config.loader import load_run_file, read_site, read_values
 from vitscale.config.redaction import redact, short_reason
-from vitscale.config.section import Run
-from vitscale.config.source import read_yaml
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_sync import StoredRun, find_stored_run, find_stored_runs
 from vitscale.tracking.run_facts import (
@@ -39,7 +39,6 @@ from vitscale.tracking.run_facts import (
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
 MAX_FILTERED = 50
 AXES = ("steps", "samples", "hours", "flops")
-TRAININGS: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 Answer = TypeVar("Answer")
 
 
@@ -107,8 +106,9 @@ def _flops_per_image(folder: Path | None) -> float | None:
     if folder is None:
         return None
     try:
-        run = load_run_file(TRAININGS, folder / "config.yaml")
-        assert isinstance(run, PretrainRun | FinetuneRun)
+        run = load_run_file(RUN_TYPES, folder / CONFIG_NAME)
+        if not isinstance(run, PretrainRun | FinetuneRun):
+            return None
         classes = folder / "classes.json"
         num_classes = len(json.loads(classes.read_bytes())) if classes.exists() else 0
         arch = run.model.resolved(num_classes=num_classes)
@@ -164,22 +164,13 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
     return _with_distinct_labels(runs)
 
 
-def read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    """Text and values of a run's configuration; no values if it has no keys."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(path)) from None
-    values = read_yaml(text, name=str(path))
-    return text, values if isinstance(values, dict) else {}
-
-
 def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     distinct = []
     for run in runs:
-        seen[run.label] = number = seen.get(run.label, 0) + 1
-        distinct.append(run if number == 1 else replace(run, label=f"{run.label} ({number})"))
+        seen[run.label] += 1
+        again = f" ({seen[run.label]})" if seen[run.label] > 1 else ""
+        distinct.append(replace(run, label=f"{run.label}{again}"))
     return distinct
 
 
@@ -211,7 +202,7 @@ def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
         source=str(folder),
         folder=folder,
         status=str(read_state(folder.resolve(), jobs).state),
-        params=flatten_params(read_config(config)[1]) if config.is_file() else {},
+        params=flatten_params(read_values(config)) if config.is_file() else {},
         rows=rows,
         origin=origin_line(record.tags, time_s=rows[0].time) if record else "",
     )
@@ -219,11 +210,9 @@ def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
 
 def _read_mlflow(name: str, uri: str) -> ComparedRun | None:
     found = _asked(uri, lambda uri: find_stored_run(uri, name))
-    if found is None or found[0] is None:
-        return None
-    if not found[0].rows:
+    if found is not None and not found.rows:
         raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
-    return _from_store(found[0])
+    return None if found is None else _from_store(found)
 
 
 def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:

@@ -12,11 +12,12 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.comparison.runs import default_uri, read_config
+from launch.comparison.runs import default_uri
 from launch.jobs.attempts import Ending
 from launch.jobs.queue import known_jobs
 from launch.jobs.status.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import read_values
 from vitscale.config.redaction import redact, short_reason
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
@@ -94,7 +95,7 @@ def _start(folder: Path) -> float:
     first = next(read_rows(journal), None) if journal.is_file() else None
     if first is None:
         raise UserError("has no metrics", where=str(journal), next_step="give a run that has")
-    if not read_config(config)[1]:
+    if not config.is_file() or not read_values(config):
         raise UserError("is no configuration of a run", where=str(config))
     return first[0].time
 

@@ -5,12 +5,11 @@ python -m launch.planning.configuration > docs/configuration.md
 
 from __future__ import annotations
 
-import argparse
-
 from finetune.settings import ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from launch.jobs.preparation import RUN_TYPES
 from vitscale.config.reference import as_markdown, settings_reference
+from vitscale.config.section import Run
 
 COMMAND = "python -m launch.planning.configuration > docs/configuration.md"
 INTRODUCTION = f"""\
@@ -41,16 +40,13 @@ This page is written by `{COMMAND}`.
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        usage=COMMAND, description="Print the reference of all settings as Markdown."
-    ).parse_args()
-    stages = RUN_TYPES | {
+    others: dict[str, type[Run]] = {
         "predict": PredictRun,
         "export": ExportRun,
         "visualize": VisualizeRun,
-        "chain": ChainRun,
     }
-    print(INTRODUCTION + as_markdown(settings_reference(stages)), end="")
+    others |= {"chain": ChainRun}
+    print(INTRODUCTION + as_markdown(settings_reference(RUN_TYPES | others)), end="")
 
 
 if __name__ == "__main__":

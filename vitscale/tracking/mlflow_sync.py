@@ -388,13 +388,13 @@ class StoredRun:
     tags: dict[str, str]
 
 
-def find_stored_run(uri: str, name_or_id: str) -> tuple[StoredRun | None, list[str]]:
-    """Find a run by id or name (the newest of that name). Returns (run, all names)."""
+def find_stored_run(uri: str, name_or_id: str) -> StoredRun | None:
+    """Find a run by id or name (the newest of that name)."""
     client, found = _search(uri, "", MAX_FOUND)
     for run in found:
         if name_or_id in (run.info.run_id, run.info.run_name):
-            return _stored(client, run), []
-    return None, sorted({run.info.run_name for run in found})
+            return _stored(client, run)
+    return None
 
 
 def find_stored_runs(uri: str, query: str, *, limit: int) -> list[StoredRun]:

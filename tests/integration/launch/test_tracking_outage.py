@@ -121,6 +121,6 @@ def test_a_killed_server_costs_no_step_and_no_point(
     start_server()
     away.log({"train/loss": 0.01}, step=42)
     away.close(status="FINISHED")
-    stored, _ = find_stored_run(uri, read_links(tmp_path / "run")[0].run_id)
+    stored = find_stored_run(uri, read_links(tmp_path / "run")[0].run_id)
     assert stored is not None and stored.status == "FINISHED"
     assert [row.step for row in stored.rows] == list(range(1, 43))

@@ -245,7 +245,7 @@ def test_the_node_is_watched_until_the_run_ends(
         wait_until(lambda: query(database, sql), every_s=0.05)
     assert any(key.endswith("/cpu_utilization_percentage") for (key,) in query(database, sql))
     assert "SystemMetricsMonitor" not in {thread.name for thread in threading.enumerate()}
-    stored, _ = find_stored_run(f"sqlite:///{database}", "digits")
+    stored = find_stored_run(f"sqlite:///{database}", "digits")
     assert stored is not None and set(stored.rows[0].metrics) == {"train/loss", "train/lr"}
 
 
