@@ -5,6 +5,8 @@ python -m launch.planning.configuration > docs/configuration.md
 
 from __future__ import annotations
 
+import argparse
+
 from finetune.settings import ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from launch.jobs.preparation import RUN_TYPES
@@ -40,6 +42,9 @@ This page is written by `{COMMAND}`.
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        usage=COMMAND, description="Print the reference of all settings as Markdown."
+    ).parse_args()
     others: dict[str, type[Run]] = {
         "predict": PredictRun,
         "export": ExportRun,
