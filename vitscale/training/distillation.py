@@ -68,9 +68,8 @@ class Distillation(Supervised):
         from vitscale.training.teacher import open_teacher
 
         self.has_token = getattr(arch, "distillation_token", False)
-        self.teacher = open_teacher(
-            self.settings.teacher, num_classes=arch.num_classes, device=device
-        )
+        chosen = self.settings.teacher.model_dump()
+        self.teacher = open_teacher(**chosen, num_classes=arch.num_classes, device=device)
 
     def compatibility(self) -> dict[str, Any]:
         assert self.teacher is not None

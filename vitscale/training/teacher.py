@@ -19,7 +19,6 @@ from vitscale.evaluation.inference import Normalization, Preprocessing
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import timm_model
 from vitscale.models.settings import TimmSettings
-from vitscale.training.distillation import TeacherSettings
 
 WEIGHTS_KEY = "objective.teacher.weights"
 SIZE_KEY = "objective.teacher.image_size"
@@ -64,26 +63,34 @@ class Teacher:
         return logits_BC
 
 
-def open_teacher(settings: TeacherSettings, *, num_classes: int, device: torch.device) -> Teacher:
+def open_teacher(
+    weights: str,
+    *,
+    model: str | None,
+    image_size: int | None,
+    num_classes: int,
+    device: torch.device,
+) -> Teacher:
     """Load the teacher and try it on one image.
 
+    weights, model, image_size: the settings of `objective.teacher`.
     Raises UserError for an unknown name, a missing or unfit file, another number of classes than
     `num_classes`, and images that the teacher cannot take.
     """
-    name, chosen = settings.model, None
-    if name is not None:
-        config = timm_model.pretrained_config(name, where="objective.teacher.model")
+    chosen = None
+    if model is not None:
+        config = timm_model.pretrained_config(model, where="objective.teacher.model")
         own_size = config.input_size[-1]
-        chosen = TimmSettings(model=name, image_size=settings.image_size or own_size)
-    opened = open_model(settings.weights, model=chosen, key=WEIGHTS_KEY)
+        chosen = TimmSettings(model=model, image_size=image_size or own_size)
+    opened = open_model(weights, model=chosen, key=WEIGHTS_KEY)
     if opened.num_classes != num_classes:
         raise _other_classes(opened.num_classes, num_classes, where=opened.source)
-    if name is None:
+    if model is None:
         own_size = opened.arch.image_size
-    file = Path(settings.weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
+    file = Path(weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
     teacher = Teacher(
         opened.network,
-        image_size=settings.image_size or own_size,
+        image_size=image_size or own_size,
         preprocessing=opened.preprocessing,
         fingerprint=blake3_of_file(file),
         device=device,

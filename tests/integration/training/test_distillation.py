@@ -13,7 +13,6 @@ from tests.support.ranks.fault_runs import FaultRuns, wait_all
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.run_states import journal_rows
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.training.distillation import TeacherSettings
 from vitscale.training.teacher import Teacher, open_teacher
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -56,7 +55,11 @@ def teaching(weights: Path, **settings: Any) -> dict[str, Any]:
 
 def opened(weights: Path, num_classes: int = 10) -> Teacher:
     return open_teacher(
-        TeacherSettings(weights=str(weights)), num_classes=num_classes, device=torch.device("cpu")
+        str(weights),
+        model=None,
+        image_size=None,
+        num_classes=num_classes,
+        device=torch.device("cpu"),
     )
 
 

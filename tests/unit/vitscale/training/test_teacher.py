@@ -32,7 +32,9 @@ def network() -> Any:
 
 def opened(path: Path | str, *, num_classes: int = CLASSES, **settings: Any) -> Teacher:
     values = {"model": NAME, "weights": str(path), **settings}
-    return open_teacher(TeacherSettings.model_validate(values), num_classes=num_classes, device=CPU)
+    return open_teacher(
+        **TeacherSettings.model_validate(values).model_dump(), num_classes=num_classes, device=CPU
+    )
 
 
 @pytest.fixture
