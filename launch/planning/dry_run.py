@@ -176,7 +176,9 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     yield "data", f"{count} training images{unlabelled}{held_out}, from {facts.source}"
     if data.only_keys is not None and facts.opened is not None:
         index = read_split(data.path, split=data.train_split, remote_settings=data.remote)
-        yield "keys", f"{select(index, data)[1]}, {data.only_keys}"
+        _, chosen = select(index, data)
+        assert chosen is not None
+        yield "keys", f"{chosen.text}, {data.only_keys}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
     plan = known_plan(run, facts)

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import blake3
@@ -127,9 +126,12 @@ class ShardCache:
 
     def prefetch(self, files: Sequence[RemoteFile]) -> None:
         """Fetch files in the background, the first first; replaces what was asked for before."""
-        missing = [file for file in files if not (self.folder / file.blake3_hex).exists()]
-        if missing:
-            _prefetcher(os.getpid()).want(self, missing)
+        with _changing:
+            missing = (file for file in files if not (self.folder / file.blake3_hex).exists())
+            _wanted[:] = [(self, file) for file in missing]
+        if _wanted and not _is_fetching.locked():
+            # A daemon, so that the end does not wait for the network.
+            threading.Thread(target=_fetch_wanted, daemon=True).start()
 
     def _reserve(self, descriptor: int, *, num_bytes: int, idle_s: float) -> None:
         """Extend a file to its full length, after evicting as many others as necessary."""
@@ -193,34 +195,24 @@ def prefix_of_hash(data: bytes) -> int:
     return int.from_bytes(blake3.blake3(data).digest(8), "little")
 
 
-class _Prefetcher:
-    """One thread of a process. A daemon, so that the end does not wait for the network."""
+# Files to prefetch, and whether a thread is at it. Workers are forks of a server that never
+# prefetches.
+_wanted: list[tuple[ShardCache, RemoteFile]] = []
+_changing, _is_fetching = threading.Lock(), threading.Lock()
 
-    def __init__(self) -> None:
-        self._wanted: list[tuple[ShardCache, RemoteFile]] = []
-        self._changed = threading.Condition()
-        threading.Thread(target=self._fetch, daemon=True).start()
 
-    def want(self, cache: ShardCache, files: list[RemoteFile]) -> None:
-        with self._changed:
-            self._wanted = [(cache, file) for file in files]
-            self._changed.notify()
-
-    def _fetch(self) -> None:
+def _fetch_wanted() -> None:
+    """Fetch until nothing is wanted."""
+    with _is_fetching:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted)
-                cache, file = self._wanted.pop(0)
+            with _changing:
+                if not _wanted:
+                    return
+                cache, file = _wanted.pop(0)
             # Another process fetches it, all shards are in use, or the storage gives no answer:
             # whoever reads the shard fetches it, and names what is wrong.
             with suppress(OSError, UserError):
                 cache.fetch(file, wait=False, idle_s=IDLE_S)
-
-
-@cache
-def _prefetcher(process: int) -> _Prefetcher:
-    """Per process: threads do not survive a fork."""
-    return _Prefetcher()
 
 
 def _copy(file: RemoteFile, descriptor: int) -> None:

@@ -24,26 +24,15 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ChosenByKey:
     """The samples of a split that a list of keys leaves."""
 
     index: SplitIndex
     sha256: str
     """Hash of the chosen rows of the stored split; the same for every file that lists them."""
-    num_listed: int
-    """Different keys of the file."""
-    num_missing: int
-    """Keys that no sample of the stored split has."""
-    num_before: int
-    """Samples before choosing."""
-
-    def __str__(self) -> str:
-        missing = f"; {self.num_missing:,} keys are not in {self.index.split!r}"
-        return (
-            f"{self.index.num_samples:,} of {self.num_before:,} samples by {self.num_listed:,} "
-            f"keys{missing if self.num_missing else ''}"
-        )
+    text: str
+    """How many, for people."""
 
 
 def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
@@ -78,13 +67,10 @@ def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
             next_step="correct the file",
         )
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
-    return ChosenByKey(
-        index=index.subset(rows, name=f"keys {digest}"),
-        sha256=digest,
-        num_listed=len(wanted),
-        num_missing=len(wanted) - len(pc.unique(keys.filter(is_listed))),
-        num_before=index.num_samples,
-    )
+    num_missing = len(wanted) - len(pc.unique(keys.filter(is_listed)))
+    text = f"{len(rows):,} of {index.num_samples:,} samples by {len(wanted):,} keys"
+    text += f"; {num_missing:,} keys are not in {index.split!r}" if num_missing else ""
+    return ChosenByKey(index.subset(rows, name=f"keys {digest}"), digest, text)
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
@@ -122,10 +108,10 @@ def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]
     for part in {part for part, _ in samples}:
         numbers = [number for of, number in samples if of == part]
         try:
-            keys = [repr(key) for key in sample_keys(parts[part], numbers)]
+            found = [repr(key) for key in sample_keys(parts[part], numbers)]
         except UserError:
-            keys = [f"number {number} of {parts[part].split!r}" for number in numbers]
-        names |= {(part, number): key for number, key in zip(numbers, keys, strict=True)}
+            found = [f"number {number} of {parts[part].split!r}" for number in numbers]
+        names |= {(part, number): name for number, name in zip(numbers, found, strict=True)}
     return [names[sample] for sample in samples]
 
 

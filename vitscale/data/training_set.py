@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.data.index import SplitIndex, read_manifest, read_split
+from vitscale.data.index import MANIFEST_NAME, SplitIndex, read_manifest, read_split
 from vitscale.data.index_keys import ChosenByKey, choose_by_key
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.settings import DataSettings, RemoteSettings
@@ -53,35 +53,53 @@ def open_training_set(
     """
     if settings.is_streamed:
         return _streamed_set(settings)
-    whole, chosen = select(_read_part(settings, check_files=check_files), settings)
-    first, dev = _cut(whole, settings.num_dev(whole.num_samples))
+
+    def read(path: str, where: str) -> SplitIndex:
+        return read_split(
+            location_of(path, where=f"{where}.path"),
+            split=settings.train_split,
+            key="data.train_split",
+            remote_settings=settings.remote,
+            check_files=check_files,
+        )
+
+    whole, chosen = select(read(settings.path, "data"), settings)
+    first, dev = whole, None
+    if num_dev := settings.num_dev(whole.num_samples):
+        # The tail is held out, as the ViT paper's code cuts it.
+        rows = np.arange(whole.num_samples)
+        first = whole.subset(rows[:-num_dev], name=f"without the last {num_dev}")
+        dev = whole.subset(rows[-num_dev:], name=f"last {num_dev}")
     parts = [first]
     for number, mixed_in in enumerate(settings.mixture):
         where = f"data.mixture[{number}]"
-        part = _read_part(settings, mixed_in.path, where=where, check_files=check_files)
-        if part.label_map_sha256 != parts[0].label_map_sha256:
+        part = read(mixed_in.path, where)
+        if part.label_map_sha256 != first.label_map_sha256:
             raise UserError(
                 f"its label map has {_classes(part)} and differs from that of {settings.path}, "
-                f"which has {_classes(parts[0])}",
+                f"which has {_classes(first)}",
                 where=f"{where}.path",
                 next_step="prepare both with the same labels.space",
             )
         parts.append(part)
     _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
+    orders = [
+        SampleOrder(shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed)
+        for part in parts
+    ]
     order = TrainingOrder(
-        parts=tuple(
-            SampleOrder(shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed)
-            for part in parts
-        ),
-        shares=(MILLION - sum(shares), *shares),
-        views=settings.views,
+        parts=tuple(orders), shares=(MILLION - sum(shares), *shares), views=settings.views
     )
+    fingerprint = first.fingerprint
+    if len(parts) > 1 or settings.views > 1:
+        facts = [[part.fingerprint for part in parts], order.shares, order.views]
+        fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return TrainingSet(
         num_samples=sum(part.num_samples for part in parts),
         classes=first.classes,
         label_map_sha256=first.label_map_sha256,
-        fingerprint=_fingerprint(order),
+        fingerprint=fingerprint,
         parts=tuple(parts),
         order=order,
         dev=dev,
@@ -122,34 +140,6 @@ def _streamed_set(settings: DataSettings) -> TrainingSet:
     )
 
 
-def _cut(whole: SplitIndex, num_dev: int) -> tuple[SplitIndex, SplitIndex | None]:
-    """(what is trained on, what is held out): the tail, as the ViT paper's code cuts it."""
-    if num_dev == 0:
-        return whole, None
-    rows = np.arange(whole.num_samples)
-    return (
-        whole.subset(rows[:-num_dev], name=f"without the last {num_dev}"),
-        whole.subset(rows[-num_dev:], name=f"last {num_dev}"),
-    )
-
-
-def _read_part(
-    settings: DataSettings,
-    path: str | None = None,
-    *,
-    where: str = "data",
-    check_files: bool,
-) -> SplitIndex:
-    """The training split of a set of shards; path None: of `data.path`."""
-    return read_split(
-        location_of(path or settings.path, where=f"{where}.path"),
-        split=settings.train_split,
-        key="data.train_split",
-        remote_settings=settings.remote,
-        check_files=check_files,
-    )
-
-
 def select(index: SplitIndex, settings: DataSettings) -> tuple[SplitIndex, ChosenByKey | None]:
     """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split, and what
     `only_keys` did."""
@@ -163,7 +153,16 @@ def select(index: SplitIndex, settings: DataSettings) -> tuple[SplitIndex, Chose
                 where="data.only_classes",
                 next_step="remove it, or set the path to labelled shards",
             )
-        labels = [_label(name, index) for name in settings.only_classes]
+        for name in settings.only_classes:
+            if name not in index.classes:
+                like = nearest(name, index.classes)
+                raise UserError(
+                    f"no class {name!r}" + (f"; did you mean {like!r}?" if like else ""),
+                    where="data.only_classes",
+                    allowed=f"class names in {index.folder / MANIFEST_NAME}, such as "
+                    f"{index.classes[0]!r}",
+                )
+        labels = [index.classes.index(name) for name in settings.only_classes]
         rows = np.flatnonzero(np.isin(index.label, labels))
         if not len(rows):
             raise UserError(
@@ -198,24 +197,3 @@ def _classes(index: SplitIndex) -> str:
     if not index.classes:
         return "no classes"
     return f"{len(index.classes)} classes (the first is {index.classes[0]!r})"
-
-
-def _label(name: str, index: SplitIndex) -> int:
-    if name not in index.classes:
-        like = nearest(name, index.classes)
-        raise UserError(
-            f"no class {name!r}" + (f"; did you mean {like!r}?" if like else ""),
-            where="data.only_classes",
-            allowed=f"class names in {index.folder / 'manifest.json'}, such as "
-            f"{index.classes[0]!r}",
-        )
-    return index.classes.index(name)
-
-
-def _fingerprint(order: TrainingOrder) -> str:
-    first = order.parts[0].fingerprint
-    if len(order.parts) == 1 and order.views == 1:
-        return first
-    names = [part.fingerprint for part in order.parts]
-    text = json.dumps([names, order.shares, order.views])
-    return hashlib.sha256(text.encode()).hexdigest()
