@@ -85,7 +85,10 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     cache, files = index.remote.cache.folder, index.remote.files
     wait_until(lambda: all((cache / file.blake3_hex).exists() for file in files))
     sent = dict(server.sent)
-    assert all(sent[file.url.text.rpartition("/")[2]] == file.num_bytes for file in files)
+    # Once, but for what the two workers were fetching when they were ended.
+    tars = sum(num for name, num in sent.items() if name.endswith(".tar"))
+    sizes = [file.num_bytes for file in files]
+    assert sum(sizes) <= tars <= sum(sizes) + 2 * max(sizes)
     assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
     # All from the cache but the manifest.
     assert {name for name, num in server.sent.items() if num != sent[name]} == {MANIFEST_NAME}
