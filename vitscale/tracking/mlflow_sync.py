@@ -166,10 +166,10 @@ def _open_run(
 
     client = open_client(uri, say=say)
     config = _read_config(folder)
-    record = read_record(folder) or RunRecord.from_config(config, folder=folder)
+    record = read_record(folder) or RunRecord(name=folder.resolve().name)  # a bare copy
     params = flatten_params(config)
-    tags = record.tags | {"vitscale.run_folder": str(folder.absolute())}
-    tags |= _origin_tags(client, record)
+    tags = {**record.tags, **_origin_tags(client, record)}
+    tags["vitscale.run_folder"] = str(folder.absolute())
     known = _linked_run(client, folder)
     if known is not None and starts_anew and not _is_same(known, params, tags):
         say(f"MLflow run {known.info.run_id} is of another start of this run; creating one")

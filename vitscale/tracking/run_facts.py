@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,6 @@ from vitscale.config.errors import UserError, nearest
 from vitscale.config.redaction import redact
 from vitscale.config.source import shown_path
 from vitscale.distributed.failures.events import read_events
-from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import source_version
 
 CONFIG_NAME = "config.yaml"
@@ -64,8 +63,8 @@ class RunRecord:
     """What MLflow is told of a run beside metrics and configuration, and how the run ended."""
 
     name: str
-    experiment: str
-    tags: dict[str, str]
+    experiment: str = "vitscale"
+    tags: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     """Description of the run, in Markdown."""
     origin: str | None = None
@@ -76,16 +75,6 @@ class RunRecord:
     """A process that was killed outright leaves RUNNING."""
     ended: float | None = None
     """Unix seconds; None while it is RUNNING."""
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, folder: Path) -> RunRecord:
-        """For a folder whose events were lost."""
-        return cls(
-            name=str(config.get("name") or folder.resolve().name),
-            experiment=TrackingSettings().experiment,
-            tags={"vitscale.stage": str(config.get("stage"))},
-            started=time.time(),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

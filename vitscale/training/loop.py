@@ -148,7 +148,7 @@ class TrainingSession:
         # A save ends the interval, so that no checkpoint holds a part of one.
         if is_saved or done % self.run.tracking.log_every_steps == 0:
             self._report(self.store.take_committed())
-            self.log.write(done, lr=self.lr, engine=self.engine, metrics=self.objective.metrics())
+            self.log.write(done, lr=self.lr, metrics=self.objective.metrics())
         if self.evaluations.due(done, is_last=is_last):
             self._evaluate(done, is_last=is_last)
         if is_last:

@@ -46,10 +46,9 @@ from vitscale.training.build import (
     open_batches,
     start_from,
 )
-from vitscale.training.detectors import SkippedUpdateMonitor, UnreadableSampleMonitor
 from vitscale.training.interval_log import IntervalLog
 from vitscale.training.loop import TrainingSession
-from vitscale.training.meters import IntervalMeter, peak_flops, profiled
+from vitscale.training.meters import profiled
 from vitscale.training.objective import Objective, check_evaluations, check_objective
 from vitscale.training.resume import (
     changed_settings,
@@ -202,36 +201,25 @@ def _open_log(
         tags=tags,
         resume_step=start_step,
         is_writer=is_first,
-        note=_note(run.card, facts),
+        note="\n\n".join([CARD_KEY.sub(r"\n**\1:** ", run.card), facts]).strip(),
         origin=source,
         say=console.message,
     )
     if is_first and start_step < plan.total_steps:
         with or_warn(folder / EVENTS_NAME, console.message):
             record_start(folder, first_step=start_step, total_steps=plan.total_steps)
+    trace = folder / "profile.json" if is_first else None
+    steps = run.engine.profile_steps
     return IntervalLog(
-        folder=folder,
-        world=world,
-        plan=plan,
+        run,
+        plan,
+        data,
+        engine,
         start_step=start_step,
+        flops_per_image=objective.train_flops_per_image(arch),
         tracker=stack.enter_context(tracker),
         console=console,
-        meter=IntervalMeter(world.device),
-        skipped=SkippedUpdateMonitor(
-            data=data, plan=plan, start_step=start_step, num_skipped=engine.health().skipped
-        ),
-        unreadable=UnreadableSampleMonitor(
-            data=data, max_fraction=run.data.max_unreadable_fraction
-        ),
-        flops_per_image=objective.train_flops_per_image(arch),
-        peak_flops=peak_flops(world.device),
-        profile=stack.enter_context(
-            profiled(
-                folder / "profile.json" if is_first else None,
-                steps=run.engine.profile_steps,
-                say=console.message,
-            )
-        ),
+        profile=stack.enter_context(profiled(trace, steps=steps, say=console.message)),
     )
 
 
@@ -259,11 +247,6 @@ def _facts(
         f"decoder {resolve_decoder(run.data.decoder)}; "
         f"CPU threads per rank: {torch.get_num_threads()}"
     )
-
-
-def _note(card: str, facts: str) -> str:
-    """The run card as Markdown, and the facts."""
-    return "\n\n".join(part for part in (CARD_KEY.sub(r"\n**\1:** ", card).strip(), facts) if part)
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
