@@ -36,7 +36,7 @@ from vitscale.checkpoint.folders import read_checkpoint
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.checkpoint.tensors import whole_tensors
 from vitscale.config.loader import load_run
-from vitscale.distributed.failures.ending import run_rank_script
+from vitscale.distributed.exit import run_rank_script
 from vitscale.distributed.world import World, agree_no_error, gather_objects, process_group
 
 # 5 tokens an image, so 160 a step: far fewer than a GPU takes for the same weights.

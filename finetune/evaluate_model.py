@@ -12,7 +12,7 @@ from pathlib import Path
 try:
     from finetune.settings import EvaluateRun, settings_of_run
     from vitscale.config.command_line import load_command
-    from vitscale.distributed.failures.ending import run_rank_script
+    from vitscale.distributed.exit import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 def evaluate(run: EvaluateRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
     from finetune.evaluating import check_folder, evaluate_run
-    from vitscale.distributed.failures.heartbeat import watched_ranks
+    from vitscale.distributed.watchdog import watched_ranks
 
     compute, folder = run.compute, Path(run.folder)
     check_folder(folder)

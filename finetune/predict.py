@@ -12,7 +12,7 @@ import sys
 try:
     from finetune.settings import PredictRun
     from vitscale.config.command_line import load_command
-    from vitscale.distributed.failures.ending import run_rank_script
+    from vitscale.distributed.exit import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
 def predict(run: PredictRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
     from finetune.predicting import find_inputs, predict_images
-    from vitscale.distributed.failures.heartbeat import watched_ranks
+    from vitscale.distributed.watchdog import watched_ranks
     from vitscale.evaluation.trained_model import open_model
 
     inputs, compute = find_inputs(run), run.compute

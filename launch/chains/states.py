@@ -20,7 +20,7 @@ from vitscale.config.loader import load_run_file, run_leaves
 from vitscale.config.section import Run
 from vitscale.config.source import yaml_flow
 from vitscale.data.index import MANIFEST_NAME, read_manifest
-from vitscale.distributed.failures.events import read_start
+from vitscale.distributed.events import read_start
 from vitscale.runs.data_prep import DataPrepRun
 
 # Changing these changes where and how fast a run trains, not its result.

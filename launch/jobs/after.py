@@ -31,7 +31,7 @@ from launch.jobs.attempts import (
 from launch.jobs.outcomes import STOP_SIGNALS, classify
 from launch.jobs.queue import end_time, exclude, job_fields, requeue, restart_count
 from vitscale.config.errors import FailureKind
-from vitscale.distributed.failures.storage import forgive_output
+from vitscale.distributed.retry import forgive_output
 
 FINAL_TEXTS = {
     Ending.BAD_INPUT: "bad input: a restart would fail in the same way. Correct it and submit "

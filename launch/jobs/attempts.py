@@ -1,7 +1,7 @@
 """Record the attempts of a run: when each started and ended, why, and what it gained.
 
 Owns: the attempts among the events of a run folder.
-Leaves out: the file of the events (`vitscale.distributed.failures.events`), and deciding whether
+Leaves out: the file of the events (`vitscale.distributed.events`), and deciding whether
 to start again (`after`).
 
 Each attempt is two events, one at its start and one at its end. An attempt whose machine died has
@@ -21,8 +21,8 @@ from typing import Any
 
 from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.config.errors import FailureKind
-from vitscale.distributed.failures.events import EVENTS_NAME, append_event, read_events
-from vitscale.distributed.failures.storage import or_warn, retried
+from vitscale.distributed.events import EVENTS_NAME, append_event, read_events
+from vitscale.distributed.retry import or_warn, retried
 from vitscale.tracking.journal import JOURNAL_NAME, decode
 
 # Name of the event.

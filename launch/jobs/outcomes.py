@@ -1,7 +1,7 @@
 """Find out why an attempt ended, from srun's errors and what the ranks recorded.
 
 Leaves out: what follows from it (`after`), and which report of ranks names the cause
-(`vitscale.distributed.failures.events`).
+(`vitscale.distributed.events`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from launch.jobs.attempts import Ending, Outcome
 from launch.jobs.queue import end_time, is_ended_by_slurm
 from vitscale.config.errors import EXIT_CODES, EXIT_STOPPED_RESUMABLE, FailureKind
-from vitscale.distributed.failures.events import Failure, cause, read_failures, record_failure
+from vitscale.distributed.events import Failure, cause, read_failures, record_failure
 
 # srun: error: n[1-2]: tasks 0-1: Exited with exit code 75
 TASK_ENDED = re.compile(r"srun: error: ([^\s:]+): tasks? ([\d,-]+): (.+)")

@@ -25,7 +25,7 @@ from launch.jobs.outcomes import failure_outcome, kind_of_exit_code
 from launch.jobs.task import StageJob
 from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.config.loader import SITE_VARIABLE
-from vitscale.distributed.failures.events import ATTEMPT_VARIABLE, Failure, cause, read_failures
+from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure, cause, read_failures
 from vitscale.distributed.processes import descendants, free_port, node_name
 
 POLL_SECONDS = 0.1

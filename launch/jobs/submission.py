@@ -28,7 +28,7 @@ from submitit.slurm.slurm import SlurmExecutor
 
 from launch.jobs.queue import ask_slurm, reachable_address
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
-from vitscale.distributed.failures.events import ATTEMPT_VARIABLE
+from vitscale.distributed.events import ATTEMPT_VARIABLE
 from vitscale.runs.launching import LaunchSettings
 
 # Kept when submitting from inside another job: they name the cluster, not the job.

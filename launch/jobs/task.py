@@ -25,7 +25,7 @@ from launch.jobs.queue import restart_count
 from launch.jobs.submission import enter_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.loader import SITE_VARIABLE
-from vitscale.distributed.failures.ending import skip_teardown
+from vitscale.distributed.exit import skip_teardown
 from vitscale.tracking.source_version import code_version
 
 

@@ -8,7 +8,7 @@ from launch.chains.load import Chain, ChainStep, load_chain
 from launch.chains.settings import ChainRun
 from tests.support.light_checkpoints import light_save
 from vitscale.config.loader import load_run, run_to_yaml
-from vitscale.distributed.failures.events import record_start
+from vitscale.distributed.events import record_start
 
 PRETRAIN = """\
 stage: pretrain

@@ -44,7 +44,7 @@ from vitscale.config.errors import (
     UserError,
 )
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
-from vitscale.distributed.failures.storage import retried
+from vitscale.distributed.retry import retried
 
 Answer = dict[str, Any]
 # What all ranks raise when a save fails on one of them.

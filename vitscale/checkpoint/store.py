@@ -36,8 +36,7 @@ from vitscale.checkpoint.folders import (
 )
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import DivergedError, StorageError, UserError
-from vitscale.distributed.failures.events import EVENTS_NAME
-from vitscale.distributed.failures.heartbeat import NOBODY, Heartbeat
+from vitscale.distributed.events import EVENTS_NAME
 from vitscale.distributed.key_value_store import StoreExchange
 from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
 
@@ -45,7 +44,7 @@ T = TypeVar("T")
 # Longest that a save may take, and one rank's disk beyond another's.
 LONGEST_SAVE_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed: the process ends
-# soon, `failures.ending.EXIT_S`.
+# soon, `exit.EXIT_S`.
 PATIENCE_S = 4.0
 # Saves in a row that storage refuses before the run ends.
 MAX_FAILED = 3
@@ -59,11 +58,8 @@ class CheckpointStore:
     As a context manager it waits for the last save.
     """
 
-    def __init__(
-        self, run_folder: Path, *, keep: int, world: World, heartbeat: Heartbeat | None = None
-    ) -> None:
+    def __init__(self, run_folder: Path, *, keep: int, world: World) -> None:
         self.folder, self.keep, self.world = run_folder / "checkpoints", keep, world
-        self._heartbeat = heartbeat
         self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
         self._copied.set()
@@ -225,9 +221,6 @@ class CheckpointStore:
         if error is None or isinstance(error, SystemExit):
             self.wait()
         elif self._thread is not None:
-            found = self._heartbeat.missing_ranks(error) if self._heartbeat else None
-            if self._exchange is not None and found not in (None, NOBODY):
-                self._exchange.ended.set()
             # Another rank may be gone: the first error is the one to see, after a last try.
             self._thread.join(PATIENCE_S)
             if self._error is not None or self._thread.is_alive():

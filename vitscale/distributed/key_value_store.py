@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -163,8 +162,6 @@ class StoreExchange:
         self._timeout_s, self._number = timeout_s, 0
         self._sent: list[str] = []
         self._published: list[str] = []
-        self.ended = threading.Event()
-        """Set it to give up waiting."""
 
     def gather(self, value: Any) -> list[Any] | None:
         """The values of all ranks, in their order, on rank 0. Others get None and do not wait."""
@@ -202,8 +199,7 @@ class StoreExchange:
         return value
 
     def _wait_for(self, key: str, timeout_s: float) -> bytes:
-        size, is_over = self._world_size, self.ended.is_set
-        return wait_for(self._store, key, world_size=size, timeout_s=timeout_s, is_over=is_over)
+        return wait_for(self._store, key, world_size=self._world_size, timeout_s=timeout_s)
 
     def _next(self) -> str:
         self._number += 1

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from vitscale.distributed.failures.storage import open_log
+from vitscale.distributed.retry import open_log
 
 LOG_NAME = "logs/rank0.log"
 CLOCK_FORMAT = "%Y-%m-%d %H:%M:%S"

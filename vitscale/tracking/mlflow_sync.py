@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from vitscale.config.redaction import redact, short_reason
-from vitscale.distributed.failures.events import append_event
+from vitscale.distributed.events import append_event
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.run_facts import (

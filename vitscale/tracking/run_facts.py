@@ -22,7 +22,7 @@ from typing import Any, Literal
 from vitscale.config.errors import UserError, nearest
 from vitscale.config.redaction import redact
 from vitscale.config.source import shown_path
-from vitscale.distributed.failures.events import read_events
+from vitscale.distributed.events import read_events
 from vitscale.tracking.source_version import source_version
 
 CONFIG_NAME = "config.yaml"

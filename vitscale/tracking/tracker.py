@@ -18,8 +18,8 @@ from typing import Any
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.redaction import redact, short_reason
 from vitscale.distributed.atomic_files import write_text
-from vitscale.distributed.failures.events import EVENTS_NAME, append_event
-from vitscale.distributed.failures.storage import or_warn
+from vitscale.distributed.events import EVENTS_NAME, append_event
+from vitscale.distributed.retry import or_warn
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
 from vitscale.tracking.run_facts import (

@@ -22,9 +22,9 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.random_numbers import stream_key
+from vitscale.distributed.watchdog import Watchdog
 from vitscale.distributed.world import World
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
@@ -75,7 +75,7 @@ class TrainingSession:
     batches: DeviceBatches[Batch]
     log: IntervalLog
     preemption: PreemptionFlag
-    heartbeat: Heartbeat
+    watchdog: Watchdog
     start_step: int
     lr: float = 0.0
     """Of the current step."""
@@ -117,16 +117,16 @@ class TrainingSession:
     @contextmanager
     def _waiting_for_data(self) -> Iterator[None]:
         start = time.perf_counter()
-        self.heartbeat.mark("waiting for data")
+        self.watchdog.mark("waiting for data")
         yield
-        self.heartbeat.mark("training")
+        self.watchdog.mark("training")
         self.log.meter.add_wait(time.perf_counter() - start)
 
     def update(self, loss: torch.Tensor) -> None:
         """Backward pass, and the optimiser's step at the end of an accumulation."""
-        self.heartbeat.mark("running the backward pass")
+        self.watchdog.mark("running the backward pass")
         self.engine.backward(loss)
-        self.heartbeat.mark("updating the weights")
+        self.watchdog.mark("updating the weights")
         self.store.wait_for_host_copy()  # a save may still read the weights
         self.engine.step()
         self.log.meter.add_loss(loss)
@@ -141,7 +141,7 @@ class TrainingSession:
         """
         done = step + 1
         is_last = done == self.plan.total_steps
-        self.heartbeat.step = done
+        self.watchdog.step = done
         self.log.advance(done)
         preempted = self.preemption.set_on_any_rank() and not is_last
         is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
@@ -162,7 +162,7 @@ class TrainingSession:
             raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
     def _evaluate(self, done: int, *, is_last: bool) -> None:
-        self.heartbeat.mark("evaluating")
+        self.watchdog.mark("evaluating")
         assert self.val_index is not None
         subject = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
         for metrics in self.evaluations.run(done, is_last=is_last):
@@ -170,7 +170,7 @@ class TrainingSession:
 
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
-        self.heartbeat.mark("saving")
+        self.watchdog.mark("saving")
         self._report(self.store.wait(say=self.log.console.message))
         self.store.save(
             self.engine.export_state(),

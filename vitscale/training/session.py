@@ -18,11 +18,11 @@ from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
 from vitscale.distributed.atomic_files import write_json, write_text
-from vitscale.distributed.failures.events import EVENTS_NAME, record_start
-from vitscale.distributed.failures.heartbeat import Heartbeat
-from vitscale.distributed.failures.storage import or_warn
+from vitscale.distributed.events import EVENTS_NAME, record_start
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.preemption import PreemptionFlag
+from vitscale.distributed.retry import or_warn
+from vitscale.distributed.watchdog import Watchdog
 from vitscale.distributed.world import (
     World,
     broadcast_object,
@@ -79,17 +79,17 @@ def open_session(
                 num_threads=run.engine.num_threads,
             )
         )
-        heartbeat = stack.enter_context(
-            Heartbeat(world, timeout_min=run.engine.timeout_min, folder=Path(run.folder))
+        watchdog = stack.enter_context(
+            Watchdog(world, timeout_min=run.engine.timeout_min, folder=Path(run.folder))
         )
-        with heartbeat.reporting():
-            yield _open(stack, world, heartbeat, run, objective, initial_weights)
+        with watchdog.reporting():
+            yield _open(stack, world, watchdog, run, objective, initial_weights)
 
 
 def _open(
     stack: ExitStack,
     world: World,
-    heartbeat: Heartbeat,
+    watchdog: Watchdog,
     run: TrainingRun,
     objective: Objective,
     initial_weights: InitialWeights | None,
@@ -107,9 +107,7 @@ def _open(
     objective.prepare(arch=arch, device=world.device)
     folder = Path(run.folder)
     stack.enter_context(run_folder_lock(folder, world=world))
-    store = stack.enter_context(
-        CheckpointStore(folder, keep=run.checkpoint.keep, world=world, heartbeat=heartbeat)
-    )
+    store = stack.enter_context(CheckpointStore(folder, keep=run.checkpoint.keep, world=world))
     checkpoint, messages = store.newest()
     start_step = checkpoint.step if checkpoint else 0
     check_resumable(run, checkpoint, compatibility_key(run, arch, data, objective), plan)
@@ -149,7 +147,7 @@ def _open(
         log=log,
         preemption=stack.enter_context(PreemptionFlag(world)),
         batches=stack.enter_context(open_batches(run, plan, data, world, step=start_step)),
-        heartbeat=heartbeat,
+        watchdog=watchdog,
         start_step=start_step,
     )
 

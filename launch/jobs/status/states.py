@@ -21,7 +21,7 @@ from launch.jobs.attempts import FAILURES, FINAL, Attempt, Ending, read_attempts
 from launch.jobs.queue import QueuedJob, jobs_of
 from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.config.errors import FailureKind, UserError, UserErrors, nearest
-from vitscale.distributed.failures.events import (
+from vitscale.distributed.events import (
     EVENTS_NAME,
     TrainingStart,
     cause,

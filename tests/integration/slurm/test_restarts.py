@@ -60,7 +60,7 @@ FAILING_DEVICE = (
     BEGINNING
     + """
     from vitscale.config.errors import FailureKind
-    from vitscale.distributed.failures.events import Failure, record_failure
+    from vitscale.distributed.events import Failure, record_failure
     def report(kind, what):
         where = {"rank": int(rank), "node": os.environ["SLURMD_NODENAME"]}
         record_failure(run, Failure(kind=kind, what=what, reported_by=int(rank), **where))

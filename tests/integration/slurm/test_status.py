@@ -29,7 +29,7 @@ LAUNCH = LaunchSettings(timeout_min=5, signal_delay_s=30, sbatch={"hold": True})
 # Logs and saves as training does: two steps, then two more after it was stopped.
 STAGE = """
     import os, pathlib, signal, sys, time
-    from vitscale.distributed.failures.events import record_start
+    from vitscale.distributed.events import record_start
     from vitscale.tracking.journal import Journal
     from vitscale.tracking.console import plain_line
     stop = []

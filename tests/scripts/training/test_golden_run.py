@@ -27,7 +27,7 @@ from vitscale.checkpoint.folders import (
     read_manifest,
     step_folders,
 )
-from vitscale.distributed.failures.events import cause, read_events, read_failures, read_start
+from vitscale.distributed.events import cause, read_events, read_failures, read_start
 
 pytestmark = pytest.mark.distributed
 

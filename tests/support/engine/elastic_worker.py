@@ -24,7 +24,7 @@ from engine_training import (  # type: ignore[import-not-found]  # see above
 from plain_training import STEPS  # type: ignore[import-not-found]  # see above
 from safetensors.torch import load_file, save_file
 
-from vitscale.distributed.failures.ending import run_rank_script
+from vitscale.distributed.exit import run_rank_script
 from vitscale.distributed.world import World, agree_no_error, process_group
 
 STAGES, HALF, PATIENCE_S = (0, 1, 2, 3), STEPS // 2, 900

@@ -32,7 +32,7 @@ from plain_training import (  # type: ignore[import-not-found]  # beside this fi
     train_plain,
 )
 
-from vitscale.distributed.failures.ending import run_rank_script
+from vitscale.distributed.exit import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group
 from vitscale.engine.engine import Engine
 

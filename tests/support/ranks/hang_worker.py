@@ -12,9 +12,9 @@ import time
 
 import torch
 
-from vitscale.distributed.failures.ending import run_rank_script
-from vitscale.distributed.failures.heartbeat import Heartbeat
+from vitscale.distributed.exit import run_rank_script
 from vitscale.distributed.preemption import PreemptionFlag
+from vitscale.distributed.watchdog import Watchdog
 from vitscale.distributed.world import process_group, sum_over_ranks
 
 TIMEOUT_MIN, INIT_TIMEOUT_MIN = 0.2, 0.1
@@ -41,15 +41,15 @@ def main() -> None:
             num_threads=1,
             init_timeout_min=INIT_TIMEOUT_MIN if "missing" in case else 2.0,
         ) as world,
-        Heartbeat(world, timeout_min=TIMEOUT_MIN) as heartbeat,
+        Watchdog(world, timeout_min=TIMEOUT_MIN) as watchdog,
         PreemptionFlag(world) as stop,
-        heartbeat.reporting(),
+        watchdog.reporting(),
     ):
         for step in range(20):
-            heartbeat.mark("waiting for data")
+            watchdog.mark("waiting for data")
             if step == 5 and world.rank == 1:
                 inject_fault(case)
-            heartbeat.mark("training")
+            watchdog.mark("training")
             sum_over_ranks(torch.ones(3))
             if stop.set_on_any_rank():
                 print(f"stopped at step {step}", flush=True)

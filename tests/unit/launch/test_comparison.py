@@ -21,7 +21,7 @@ from launch.jobs.attempts import ATTEMPT
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run, run_to_yaml
-from vitscale.distributed.failures.events import append_event
+from vitscale.distributed.events import append_event
 from vitscale.models.costs import train_flops_per_image
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import Row

@@ -14,7 +14,7 @@ from launch.jobs.after import blamed_node, restart_refusal, wait_for_storage
 from launch.jobs.attempts import Attempt, Ending, Outcome
 from launch.jobs.outcomes import classify
 from vitscale.config.errors import FailureKind
-from vitscale.distributed.failures.events import Failure, read_failures, record_failure
+from vitscale.distributed.events import Failure, read_failures, record_failure
 
 ATTEMPT = "17/1"
 RUNNING = {"JobState": "RUNNING"}

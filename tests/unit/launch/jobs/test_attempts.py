@@ -15,7 +15,7 @@ from launch.jobs.attempts import (
     end_attempt,
     read_attempts,
 )
-from vitscale.distributed.failures.events import EVENTS_NAME
+from vitscale.distributed.events import EVENTS_NAME
 
 KILLED = Outcome(ending=Ending.KILLED, reason="rank 1 on n2", exit_code=1, failed_node="n2")
 

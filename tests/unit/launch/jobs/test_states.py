@@ -14,7 +14,7 @@ from launch.jobs.queue import QueuedJob
 from launch.jobs.status.states import RunState, find_runs, read_state
 from launch.jobs.status.text import as_text, line_of
 from vitscale.config.errors import FailureKind, UserError
-from vitscale.distributed.failures.events import (
+from vitscale.distributed.events import (
     FAILED,
     STARTED,
     append_event,

@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
-from vitscale.distributed.failures.events import append_event
+from vitscale.distributed.events import append_event
 from vitscale.tracking import mlflow_sync, run_facts
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.journal import read_rows

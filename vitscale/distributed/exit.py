@@ -2,7 +2,7 @@
 
 Owns: the exit code of a rank's script, the deadline of everything at exit, and killing children.
 Needs no torch.
-Leaves out: telling the other ranks (`heartbeat`).
+Leaves out: telling the other ranks (`watchdog`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from vitscale.config.errors import EXIT_FAILED, FailureKind, run_script
-from vitscale.distributed.failures.storage import forgive_output
 from vitscale.distributed.processes import descendants
+from vitscale.distributed.retry import forgive_output
 
 # From a failure, or the end of a script, until the process is gone.
 EXIT_S = 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vitscale.config.errors import FailureKind
-from vitscale.distributed.failures.events import (
+from vitscale.distributed.events import (
     ATTEMPT_VARIABLE,
     EVENTS_NAME,
     Failure,

@@ -12,13 +12,13 @@ import pytest
 from launch.jobs.attempts import begin_attempt, read_attempts
 from tests.support.ranks.rank_processes import ROOT
 from vitscale.config.errors import EXIT_CODES, FailureKind
-from vitscale.distributed.failures import storage
-from vitscale.distributed.failures.events import Failure, read_failures, record_failure
+from vitscale.distributed import retry
+from vitscale.distributed.events import Failure, read_failures, record_failure
 from vitscale.tracking.journal import Journal, read_rows
 
 SCRIPT = """
 import sys
-from vitscale.distributed.failures.ending import run_rank_script
+from vitscale.distributed.exit import run_rank_script
 
 def main():
     for number in range(2000):
@@ -75,7 +75,7 @@ def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk: Path
 def test_records_of_a_full_disk_are_lost_with_a_warning(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(storage, "PAUSES_S", ())
+    monkeypatch.setattr(retry, "PAUSES_S", ())
     filler = fill(small_disk)
     attempt = begin_attempt(small_disk, cluster="slurm", job_id="7")
     record_failure(small_disk, Failure(kind=FailureKind.OTHER, what="x" * 600))
