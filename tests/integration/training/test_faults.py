@@ -194,19 +194,6 @@ def test_hung_rank_is_named(fault_runs: FaultRuns, tmp_path: Path, case: str) ->
 
 
 @slow
-def test_hung_disk_ends_the_training(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    """In the save of step 10. All ranks wait at the same place, so only that rank can report it."""
-    planted = {1: [fault("write", 2, "hang")]}
-    world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
-    assert wait_all(world) == [74, 74]
-    for number in (0, 1):
-        said = f"error: rank {number}: rank 1 on {HERE} ended the run: save step 10: no "
-        assert said in world[number].output()
-    assert newest_step(tmp_path) == 5
-    fault_runs.assert_resumes_exactly(tmp_path)
-
-
-@slow
 def test_slow_rank_changes_nothing(fault_runs: FaultRuns, tmp_path: Path) -> None:
     planted = {
         0: [fault("write", 3, "lag"), fault("log", 4, "lag")],
