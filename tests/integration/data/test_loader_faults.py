@@ -119,6 +119,14 @@ def test_evaluation_does_not_substitute_samples(shards: Path, workers: int) -> N
         )
 
 
+def start_server(shards: Path) -> None:
+    """Let the server of workers import torch, before the time of a batch is limited."""
+    found = batches(shards, workers=2)
+    next(found)
+    del found
+    wait_until(lambda: not worker_pids())
+
+
 def test_a_truncated_shard_is_found_before_the_first_batch(shards: Path) -> None:
     os.truncate(shards / "train-000001.tar", 5000)
     (shards / "train-000002.tar").unlink()
@@ -137,6 +145,7 @@ def test_a_truncated_shard_is_found_before_the_first_batch(shards: Path) -> None
 def test_a_dead_or_hung_worker_is_named(
     shards: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, message: str
 ) -> None:
+    start_server(shards)
     monkeypatch.setattr(loader_module, "TIMEOUT_S", 3.0)
     running = batches(shards, workers=2, steps=10_000)
     next(running)
@@ -185,9 +194,10 @@ def test_server_and_workers_end_with_their_rank(shards: Path, tmp_path: Path, en
 SUSPENDED = """
 import sys
 from pathlib import Path
-from tests.integration.data.test_loader_faults import batches
+from tests.integration.data.test_loader_faults import batches, start_server
 from vitscale.data import loader
 from tests.support.loader_runs import worker_pids
+start_server(Path(sys.argv[1]))
 loader.TIMEOUT_S = 4.0
 found = batches(Path(sys.argv[1]), workers=2, steps=200)
 next(found)
