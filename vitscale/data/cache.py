@@ -126,12 +126,14 @@ class ShardCache:
 
     def prefetch(self, files: Sequence[RemoteFile]) -> None:
         """Fetch files in the background, the first first; replaces what was asked for before."""
+        global _is_fetching
+        missing = [file for file in files if not (self.folder / file.blake3_hex).exists()]
         with _changing:
-            missing = (file for file in files if not (self.folder / file.blake3_hex).exists())
             _wanted[:] = [(self, file) for file in missing]
-        if _wanted and not _is_fetching.locked():
-            # A daemon, so that the end does not wait for the network.
-            threading.Thread(target=_fetch_wanted, daemon=True).start()
+            if _wanted and not _is_fetching:
+                _is_fetching = True
+                # A daemon, so that the end does not wait for the network.
+                threading.Thread(target=_fetch_wanted, daemon=True).start()
 
     def _reserve(self, descriptor: int, *, num_bytes: int, idle_s: float) -> None:
         """Extend a file to its full length, after evicting as many others as necessary."""
@@ -195,24 +197,26 @@ def prefix_of_hash(data: bytes) -> int:
     return int.from_bytes(blake3.blake3(data).digest(8), "little")
 
 
-# Files to prefetch, and whether a thread is at it. Workers are forks of a server that never
-# prefetches.
+# Files to prefetch, and whether a thread is at it; both are changed under the lock. Workers are
+# forks of a server that never prefetches.
 _wanted: list[tuple[ShardCache, RemoteFile]] = []
-_changing, _is_fetching = threading.Lock(), threading.Lock()
+_is_fetching = False
+_changing = threading.Lock()
 
 
 def _fetch_wanted() -> None:
     """Fetch until nothing is wanted."""
-    with _is_fetching:
-        while True:
-            with _changing:
-                if not _wanted:
-                    return
-                cache, file = _wanted.pop(0)
-            # Another process fetches it, all shards are in use, or the storage gives no answer:
-            # whoever reads the shard fetches it, and names what is wrong.
-            with suppress(OSError, UserError):
-                cache.fetch(file, wait=False, idle_s=IDLE_S)
+    global _is_fetching
+    while True:
+        with _changing:
+            if not _wanted:
+                _is_fetching = False
+                return
+            cache, file = _wanted.pop(0)
+        # Another process fetches it, all shards are in use, or the storage gives no answer:
+        # whoever reads the shard fetches it, and names what is wrong.
+        with suppress(OSError, UserError):
+            cache.fetch(file, wait=False, idle_s=IDLE_S)
 
 
 def _copy(file: RemoteFile, descriptor: int) -> None:

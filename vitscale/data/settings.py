@@ -158,11 +158,6 @@ class DataSettings(Section):
         )
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """Shard folders and URLs of all sets."""
-        return (self.path, *(part.path for part in self.mixture))
-
-    @property
     def is_streamed(self) -> bool:
         """Whether tars are read without an index."""
         return self.reader == "webdataset"

@@ -19,11 +19,9 @@ from vitscale.data.order import (
     ORDER_VERSION,
     REMEMBERED,
     VIEW_BLOCK,
-    Draw,
     SampleOrder,
     TrainingOrder,
     check_mixed,
-    rank_batches,
 )
 from vitscale.distributed.random_numbers import permutation, stream_key
 
@@ -43,18 +41,6 @@ def epoch_samples(sample_order: SampleOrder, epoch: int) -> list[int]:
 def test_every_epoch_holds_every_sample_once(lengths: list[int], seed: int, epoch: int) -> None:
     sample_order = order(lengths, seed=seed)
     assert sorted(epoch_samples(sample_order, epoch)) == list(range(sum(lengths)))
-
-
-def test_order_changes_with_seed_epoch_and_data() -> None:
-    lengths = [20] * 5
-    orders = [
-        epoch_samples(order(lengths), 0),
-        epoch_samples(order(lengths), 1),
-        epoch_samples(order(lengths, seed=1), 0),
-        epoch_samples(order(lengths, fingerprint="g"), 0),
-    ]
-    assert len({tuple(each) for each in orders}) == 4
-    assert all(each != sorted(each) for each in orders)
 
 
 def test_order_is_pinned_for_all_time() -> None:
@@ -97,27 +83,6 @@ def test_the_shards_of_this_block_and_the_next_are_wanted_ahead() -> None:
         assert set(ahead) == {*block, *after}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("micro_batch", [2, 4])
-def test_global_batches_are_equal_on_every_layout(world_size: int, micro_batch: int) -> None:
-    global_batch = 16
-    per_rank = [
-        [
-            position
-            for batch in rank_batches(
-                start=32, stop=80, rank=rank, world_size=world_size, micro_batch=micro_batch
-            )
-            for position in batch
-        ]
-        for rank in range(world_size)
-    ]
-    share = global_batch // world_size
-    for step in range(3):
-        seen = sorted(p for own in per_rank for p in own[step * share : (step + 1) * share])
-        first = 32 + step * global_batch
-        assert seen == list(range(first, first + global_batch))
-
-
 @pytest.mark.parametrize(
     "num_classes, num_tars, is_refused", [(1000, 1000, True), (1000, 40, False), (20, 200, False)]
 )
@@ -144,14 +109,6 @@ def part(num: int, name: str = "f") -> SampleOrder:
 def mixture(*shares: int, nums: tuple[int, ...], views: int = 1) -> TrainingOrder:
     parts = tuple(part(num, f"part {i}") for i, num in enumerate(nums))
     return TrainingOrder(parts=parts, shares=shares, views=views)
-
-
-def test_one_set_in_one_view_is_its_own_order() -> None:
-    single = part(50)
-    order = TrainingOrder(parts=(single,), shares=(1_000_000,))
-    for position in range(120):
-        epoch, sample = single.at(position)
-        assert order.at(position) == Draw(0, epoch, sample, 0)
 
 
 def test_order_of_this_version_is_pinned() -> None:

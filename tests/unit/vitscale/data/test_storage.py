@@ -156,20 +156,16 @@ def test_a_transient_fault_is_retried(folder: Path, fault: str) -> None:
         assert server.encodings == {"identity"}
 
 
-@pytest.mark.parametrize("fault", ["error", "drop", "short"])
-def test_a_persistent_fault_ends_in_time_with_one_error(folder: Path, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "num_requests"),
+    [("error", "[1-9]\\d"), ("drop", "[1-9]\\d"), ("short", "[1-9]\\d")]
+    + [("forbidden", "1"), ("missing", "1")],
+)
+def test_a_lasting_fault_is_one_error(folder: Path, fault: str, num_requests: str) -> None:
+    """In time; a refusal at once."""
     with served(folder, fault=lambda path, number: fault) as server:
-        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*; \d+ requests"):
+        with pytest.raises(StorageError, match=rf"a\.bin: cannot be read .*; {num_requests} req"):
             read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
-        assert server.requests["a.bin"] > 10
-
-
-@pytest.mark.parametrize("fault", ["forbidden", "missing"])
-def test_a_refusal_is_not_repeated(folder: Path, fault: str) -> None:
-    with served(folder, fault=lambda path, number: fault) as server:
-        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*; 1 requests"):
-            read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
-        assert server.requests["a.bin"] == 1
 
 
 def test_sizes_are_known_or_missing(folder: Path) -> None:

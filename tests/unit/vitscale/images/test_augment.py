@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from tests.support.corpora.scripted_images import HALF, MEAN, STD, Scripted, photo
 from vitscale.data.settings import DataSettings, augment_problems
 from vitscale.distributed.random_numbers import CounterRandom
-from vitscale.images import augment as augment_module
 from vitscale.images.augment import augment
 from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
 
@@ -71,26 +68,6 @@ def test_keys_matter_and_global_generators_do_not(name: str) -> None:
     assert len({image.numpy().tobytes() for image in first}) >= 6
 
 
-def test_jitter_factors_and_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, float]] = []
-
-    def note(image: torch.Tensor, *, name: str, **strength: float) -> torch.Tensor:
-        calls.append((name, *strength.values()))
-        return image
-
-    for name in ("brightness", "contrast", "saturation"):
-        monkeypatch.setattr(augment_module.ops, name, partial(note, name=name))
-    orders = set()
-    for key in range(600):
-        run(photo(2), AugmentSettings(three_augment=True), key << 20)
-        orders.add(tuple(name for name, _ in calls[-3:]))
-    assert len(orders) == 6 and len(calls) == 1800
-    for name in ("brightness", "contrast", "saturation"):
-        factors = [factor for called, factor in calls if called == name]
-        assert 0.7 <= min(factors) < max(factors) <= 1.3
-        assert np.mean(factors) == pytest.approx(1, abs=0.06)
-
-
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
 def test_erasing_fills_one_box(mode: str) -> None:
     image = torch.full((3, 64, 64), 255, dtype=torch.uint8)
@@ -116,27 +93,6 @@ def test_erasing_fills_one_box(mode: str) -> None:
     assert all((box == box[:, :1, :1]).all() for box in values) == (mode != "pixel")
     if mode == "rand":
         assert len({tuple(box[:, 0, 0].tolist()) for box in values}) > 400
-
-
-def test_noise_of_erasing_is_normal() -> None:
-    """Uncorrelated neighbours, and the share of pixels beyond two standard deviations."""
-    image = torch.zeros(3, 128, 128, dtype=torch.uint8)
-    box = AugmentSettings(erasing=ErasingSettings(probability=1, mode="pixel"))
-    results = (
-        augment(image, box, CounterRandom(key << 20), mean=HALF, std=(0.1, 0.1, 0.1))
-        for key in range(20)
-    )
-    erased = max(results, key=torch.count_nonzero)
-    rows, columns = ((erased != 0).any(dim=0).any(dim=side) for side in (1, 0))
-    noise = (erased[:, rows][:, :, columns].double() - 127.5) / 25.5
-    assert noise.mean() == pytest.approx(0, abs=0.03) and noise.std() == pytest.approx(1, abs=0.03)
-    assert (noise.abs() > 2).double().mean() == pytest.approx(0.0455, abs=0.006)
-    for a, b in (
-        (noise[:, 1:], noise[:, :-1]),
-        (noise[..., 4:], noise[..., :-4]),
-        (noise[1:], noise[:-1]),
-    ):
-        assert abs((a * b).mean()) < 0.03
 
 
 def data_with(augment: AugmentSettings) -> DataSettings:

@@ -203,28 +203,6 @@ def test_the_centre_of_a_very_long_image_is_cut_first() -> None:
     assert center_crop(2, 20_000, size=224, fraction=1.0).resized == (16 * 224, 224)
 
 
-@pytest.mark.parametrize("size", [7, 40])
-def test_bilinear_without_antialias_equals_the_slow_formula(size: int) -> None:
-    random = np.random.default_rng(0)
-    pixels = random.integers(0, 256, (23, 31, 3), dtype=np.uint8)
-    box = CropBox(4, 3, 20, 17)
-    request = CropRequest(box=box, size=size, interpolation="bilinear", antialias=False, flip=False)
-    resized = crop_and_resize(torch.from_numpy(pixels), request)
-    crop = pixels[3:20, 4:24].astype(float)
-    expected = np.zeros((size, size, 3))
-    for row in range(size):
-        for column in range(size):
-            y = min(max((row + 0.5) * 17 / size - 0.5, 0), 16)
-            x = min(max((column + 0.5) * 20 / size - 0.5, 0), 19)
-            y0, x0 = int(y), int(x)
-            y1, x1 = min(y0 + 1, 16), min(x0 + 1, 19)
-            top = crop[y0, x0] * (1 - (x - x0)) + crop[y0, x1] * (x - x0)
-            bottom = crop[y1, x0] * (1 - (x - x0)) + crop[y1, x1] * (x - x0)
-            expected[row, column] = top * (1 - (y - y0)) + bottom * (y - y0)
-    difference = resized.permute(1, 2, 0).numpy().astype(float) - expected
-    assert np.abs(difference).max() <= 1.0 + 1e-9  # rounded to uint8
-
-
 def test_decode_refuses_other_formats() -> None:
     file = io.BytesIO()
     Image.new("RGB", (4, 4)).save(file, "BMP")

@@ -125,14 +125,6 @@ def test_equals_pillow_on_tiny_and_flat_images(
     assert difference.abs().max() <= 1
 
 
-@pytest.mark.parametrize("name", PAIRS)
-def test_takes_a_mirrored_view(name: str) -> None:
-    own, _ = PAIRS[name]
-    image = smooth_image(32)
-    view = image.transpose(1, 2)
-    assert torch.equal(own(view), own(view.contiguous()))
-
-
 @given(x=st.integers(-12, 12), y=st.integers(-12, 12))
 def test_translate_moves_pixels(x: int, y: int) -> None:
     image = smooth_image(9)
