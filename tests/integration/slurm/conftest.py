@@ -31,6 +31,7 @@ from launch.jobs.submission import Submission, submit_to_slurm
 from launch.jobs.task import StageJob
 from tests.support.required import skip_or_fail
 from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.distributed.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -154,14 +155,6 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
-def _free_ports(num: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 @contextmanager
 def _daemon(
     name: str, *arguments: str, environment: dict[str, str], log: Path
@@ -190,7 +183,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _write_configuration(folder: Path, *, more: str) -> Path:
     host = socket.gethostname().split(".")[0]
-    ctld_port, *node_ports = _free_ports(1 + len(NODES))
+    ports: set[int] = set()
+    while len(ports) <= len(NODES):
+        ports.add(free_port())
+    ctld_port, *node_ports = ports
     nodes = [
         NODE.format(name=name, host=host, port=port)
         for name, port in zip(NODES, node_ports, strict=True)

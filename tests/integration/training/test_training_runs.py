@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks.rank_processes import ROOT, free_port, run_ranks
+from tests.support.ranks.rank_processes import ROOT, run_ranks
 from tests.support.ranks.run_states import differences, journal_rows, read_state
 from tests.support.ranks.warm_ranks import WarmRank, WarmStarter
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
+from vitscale.distributed.processes import free_port
 
 pytestmark = pytest.mark.distributed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,14 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.support.waiting import PATIENCE_S, stacks
+from vitscale.distributed.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start_ranks(

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.support.ranks.rank_processes import ROOT, free_port
+from tests.support.ranks.rank_processes import ROOT
 from tests.support.waiting import stacks
-from vitscale.distributed.processes import children
+from vitscale.distributed.processes import children, free_port
 
 SERVER = Path(__file__).with_name("warm_server.py")
 # Importing torch, deepspeed and the project takes 8 s on two quiet cores, November 2026.

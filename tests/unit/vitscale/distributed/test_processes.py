@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import UserError
 from vitscale.distributed.processes import (
     descendants,
+    free_port,
     is_alive,
     ordered_results,
     process_state,
@@ -88,6 +90,16 @@ def test_children_of_all_threads_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         child.kill()
         ended.set()
         thread.join()
+
+
+def test_a_free_port_is_none_that_other_sockets_get() -> None:
+    port = free_port()
+    with socket.create_server(("", port)), socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        assert free_port() != port
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert port < first
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
