@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,7 @@ from vitscale.data.index_keys import sample_keys
 from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
+from vitscale.data.workers import Workers
 from vitscale.distributed.processes import is_alive
 
 NUM = 60
@@ -146,9 +148,18 @@ def test_a_dead_or_hung_worker_is_named(
     shards: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, message: str
 ) -> None:
     start_server(shards)
-    monkeypatch.setattr(loader_module, "TIMEOUT_S", 3.0)
+    made: list[Workers] = []
+
+    class KeptWorkers(Workers):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(loader_module, "Workers", KeptWorkers)
     running = batches(shards, workers=2, steps=10_000)
+    # Only now: a server that another test started without torch lets each worker import it.
     next(running)
+    made[0].timeout_s = 3.0
     workers = worker_pids()
     os.kill(workers[0], number)
     with pytest.raises(WorkerError) as caught:
@@ -156,7 +167,6 @@ def test_a_dead_or_hung_worker_is_named(
             pass
     assert caught.match("(?s)" + message.format(pid=workers[0]))
     wait_until(lambda: not any(is_alive(worker) for worker in workers))
-    monkeypatch.undo()  # other workers may come from a new server, which imports torch
     assert len(list(batches(shards, workers=2))) == 10
 
 
