@@ -26,7 +26,7 @@ from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
 from vitscale.distributed.world import World
 from vitscale.models.vit import build_model, compile_blocks, decayed
-from vitscale.optim.optimizer import build_optimizer, optimizer_groups
+from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.build import build_engine
 from vitscale.training.loop import learning_rate_at, seed_step

@@ -24,8 +24,7 @@ from vitscale.distributed.world import World, agree_no_error, broadcast_tensor
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders
 from vitscale.engine.layouts import destroy_deepspeed, initialize_deepspeed, layout_of
-from vitscale.optim.registry import OPTIMIZERS
-from vitscale.optim.settings import EmaSettings
+from vitscale.optim.settings import OPTIMIZERS, EmaSettings
 
 AVERAGE = "ema"
 # Takes a name, a first element and a number of elements of the flattened tensor. May raise OSError.

@@ -14,32 +14,13 @@ from pydantic import Field
 
 from vitscale.config.section import Section
 
-Drops = tuple[float, ...]
-
-
-def linear(progress: float, drops_at: Drops) -> float:
-    return 1.0 - progress
-
-
-def cosine(progress: float, drops_at: Drops) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-def constant(progress: float, drops_at: Drops) -> float:
-    return 1.0
-
-
-def drops(progress: float, drops_at: Drops) -> float:
-    return 0.1 ** sum(progress >= drop for drop in drops_at)
-
-
 # Share of (peak - final) left after a share `progress` in [0, 1] of the curve's steps, which begin
 # at `decay_from`.
-SCHEDULES: dict[str, Callable[[float, Drops], float]] = {
-    "cosine": cosine,
-    "linear": linear,
-    "constant": constant,
-    "drops": drops,
+SCHEDULES: dict[str, Callable[[float, tuple[float, ...]], float]] = {
+    "cosine": lambda progress, drops_at: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "linear": lambda progress, drops_at: 1.0 - progress,
+    "constant": lambda progress, drops_at: 1.0,
+    "drops": lambda progress, drops_at: 0.1 ** sum(progress >= drop for drop in drops_at),
 }
 
 if TYPE_CHECKING:
@@ -74,37 +55,27 @@ class ScheduleSettings(Section):
 
 def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     """Combinations in which a setting could have no effect."""
+    decay, at = f"schedule.decay={schedule.decay}", schedule.drops_at
     if schedule.warmup_steps and schedule.warmup_epochs:
         yield ("schedule.warmup_epochs", "and warmup_steps exclude each other; set one to 0")
     if schedule.decay != "constant" and schedule.cooldown_share:
-        what = f"schedule.decay={schedule.decay} ends at final_lr by itself"
+        what = f"{decay} ends at final_lr by itself"
         yield ("schedule.cooldown_share", f"{what}; set it to 0, or schedule.decay=constant")
-    yield from _drops_problems(schedule)
-    if schedule.decay == "constant" and schedule.decay_from != "warmup_end":
-        what = "has no effect on schedule.decay=constant"
-        yield ("schedule.decay_from", f"{what}; set it to warmup_end")
+    if schedule.decay in ("constant", "drops") and schedule.decay_from != "warmup_end":
+        yield ("schedule.decay_from", f"has no effect on {decay}; set it to warmup_end")
     if schedule.decay == "constant" and schedule.final_lr and not schedule.cooldown_share:
         what = f"constant never reaches {schedule.final_lr}"
         yield ("schedule.final_lr", f"{what}; set schedule.cooldown_share, or final_lr=0")
-
-
-def _drops_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
-    drops_at = schedule.drops_at
-    if schedule.decay != "drops":
-        if drops_at:
-            what = f"has no effect on schedule.decay={schedule.decay}"
-            yield ("schedule.drops_at", f"{what}; remove it, or set schedule.decay=drops")
-        return
-    if not drops_at or list(drops_at) != sorted(set(drops_at)) or not 0 < drops_at[0]:
-        what = f"{list(drops_at)} are not increasing shares above 0"
+    if schedule.decay == "drops" and schedule.final_lr:
+        yield ("schedule.final_lr", f"has no effect on {decay}; set it to 0")
+    if schedule.decay != "drops" and at:
+        what = f"has no effect on {decay}"
+        yield ("schedule.drops_at", f"{what}; remove it, or set schedule.decay=drops")
+    if schedule.decay == "drops" and not (
+        at and list(at) == sorted(set(at)) and 0 < at[0] and at[-1] < 1
+    ):
+        what = f"{list(at)} are not increasing shares between 0 and 1"
         yield ("schedule.drops_at", f"{what}; give some, for example [0.3, 0.6, 0.9]")
-    elif drops_at[-1] >= 1:
-        yield ("schedule.drops_at", f"{drops_at[-1]} is not below 1: the run ends before it")
-    if schedule.decay_from != "warmup_end":
-        what = "has no effect on schedule.decay=drops, whose shares are of all steps"
-        yield ("schedule.decay_from", f"{what}; set it to warmup_end")
-    if schedule.final_lr:
-        yield ("schedule.final_lr", "has no effect on schedule.decay=drops; set it to 0")
 
 
 def warmup_steps(schedule: ScheduleSettings, *, num_samples: int, global_batch: int) -> int:

@@ -1,21 +1,48 @@
-"""Settings of the `optim` group, and which of them go together. Needs no torch."""
+"""Settings of the `optim` group, and which of them go together; the table of optimisers.
+
+Needs no torch. A new optimiser is an entry of `OPTIMIZERS` and a branch of `build_optimizer`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from vitscale.config.section import Section
-from vitscale.optim.registry import OPTIMIZERS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerKind:
+    """What an optimiser reads of the settings, and what it keeps from step to step."""
+
+    settings: tuple[str, ...]
+    """Keys of `optim` that not every optimiser has; another optimiser refuses them."""
+    state_names: tuple[str, ...]
+    """Tensors it keeps for each parameter, of the parameter's shape, in fp32."""
+    counts_steps: bool = True
+    """Whether it also keeps `step`, the number of updates."""
+    needs_whole_tensors: bool = False
+    """Whether it needs norms of whole tensors: ZeRO 1 to 3 give it slices of many together."""
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZERS = {
+    "adamw": OptimizerKind(
+        settings=("betas", "eps", "momentum_dtype", "weight_decay_mode"), state_names=MOMENTS
+    ),
+    "sgd": OptimizerKind(
+        settings=("momentum",), state_names=("momentum_buffer",), counts_steps=False
+    ),
+    "lamb": OptimizerKind(settings=("betas", "eps"), state_names=MOMENTS, needs_whole_tensors=True),
+}
 
 if TYPE_CHECKING:
     OptimizerName = str
 else:
     OptimizerName = Literal[tuple(OPTIMIZERS)]
-
-BF16_MOMENTUM_SAVES = 2
 
 
 class EmaSettings(Section):
@@ -65,8 +92,8 @@ class OptimSettings(Section):
     @property
     def state_bytes_per_parameter(self) -> int:
         """Memory of the optimiser states, without the average of the weights."""
-        saved = BF16_MOMENTUM_SAVES if self.momentum_dtype == "bf16" else 0
-        return OPTIMIZERS[self.name].bytes_per_parameter - saved
+        saved = 2 if self.momentum_dtype == "bf16" else 0
+        return 4 * len(OPTIMIZERS[self.name].state_names) - saved
 
 
 def optim_problems(optim: OptimSettings, *, zero_stage: int) -> Iterator[tuple[str, str]]:

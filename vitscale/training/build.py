@@ -28,7 +28,7 @@ from vitscale.evaluation.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture
-from vitscale.optim.optimizer import build_optimizer, optimizer_groups
+from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.objective import Objective
 

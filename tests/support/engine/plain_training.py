@@ -15,7 +15,7 @@ from vitscale.models.vit import (
     decayed,
     layers_above,
 )
-from vitscale.optim.optimizer import build_optimizer, optimizer_groups
+from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.schedules import learning_rate
 from vitscale.optim.settings import EmaSettings, OptimSettings
 

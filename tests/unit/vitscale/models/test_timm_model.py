@@ -27,7 +27,7 @@ from vitscale.models.timm_model import (
     num_parameters,
     train_flops_per_image,
 )
-from vitscale.optim.optimizer import optimizer_groups
+from vitscale.optim.optimizers import optimizer_groups
 from vitscale.optim.settings import OptimSettings
 from vitscale.training import build
 
