@@ -2,8 +2,9 @@
 
     python -m launch.jobs.after RUN_FOLDER --job 17 --code 1 ... < errors of srun
 
-Owns: whether and when the job is requeued, and the limits of restarts.
-Leaves out: why an attempt ended (`outcomes`), calling SLURM (`queue`), and the record (`attempts`).
+Owns: how the attempt ended, by srun's errors and SLURM; whether and when the job is requeued, and
+the limits of restarts.
+Leaves out: calling SLURM (`queue`), and the record with the causes of failures (`attempts`).
 
 The batch script runs it when srun has ended, on the first node and outside the container of the
 tasks. It prints the exit code of the job; all that is for the log goes to standard error. While
@@ -13,26 +14,50 @@ ranks train, nothing of ours runs beside them.
 from __future__ import annotations
 
 import argparse
+import re
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 from launch.jobs.attempts import (
     FAILURES,
     Attempt,
     Ending,
+    Outcome,
     begin_attempt,
     end_attempt,
+    ended_with,
+    failure_outcome,
     read_attempts,
 )
-from launch.jobs.outcomes import STOP_SIGNALS, classify
-from launch.jobs.queue import end_time, exclude, job_fields, requeue, restart_count
-from vitscale.config.errors import FailureKind
+from launch.jobs.queue import (
+    end_time,
+    exclude,
+    is_ended_by_slurm,
+    job_fields,
+    requeue,
+    restart_count,
+)
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind
+from vitscale.distributed.events import Failure
 from vitscale.distributed.retry import forgive_output
 
+# srun: error: n[1-2]: tasks 0-1: Exited with exit code 75
+TASK_ENDED = re.compile(r"srun: error: ([^\s:]+): tasks? ([\d,-]+): (.+?)\s*$")
+EXITED = re.compile(r"Exited with exit code (\d+)")
+STOPPED = (
+    f"Exited with exit code {EXIT_STOPPED_RESUMABLE}",
+    signal.strsignal(signal.SIGUSR2),
+    signal.strsignal(signal.SIGTERM),
+)
+SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
+# A warning that comes this much earlier than `--signal` says is still that of the time limit.
+EARLY_S = 90
 FINAL_TEXTS = {
     Ending.BAD_INPUT: "bad input: a restart would fail in the same way. Correct it and submit "
     "again.",
@@ -44,7 +69,7 @@ STORAGE_WAIT_S, STORAGE_POLL_S, STORAGE_MARGIN_S = 1800.0, 10.0, 60.0
 
 
 def main() -> None:
-    for number in STOP_SIGNALS:
+    for number in (signal.SIGUSR2, signal.SIGTERM):
         # The ranks have got them too; their end is to be recorded here.
         signal.signal(number, signal.SIG_IGN)
     forgive_output()
@@ -107,6 +132,72 @@ def say(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
+# ---- how it ended -----------------------------------------------------------------------------
+
+
+def classify(
+    code: int,
+    srun_errors: Sequence[str],
+    run_folder: Path,
+    *,
+    attempt: str,
+    fields: Mapping[str, str],
+    signal_delay_s: int,
+) -> Outcome:
+    """How an attempt ended, by the code and errors of srun, and by what its ranks recorded.
+
+    attempt: `ATTEMPT_VARIABLE` of its ranks; fields: the controller's fields of the job.
+    """
+    if code == 0:
+        return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
+    if is_ended_by_slurm(fields):
+        reason = f"SLURM ended the job ({fields['JobState']})"
+        return Outcome(ending=Ending.ENDED_BY_SLURM, reason=reason, exit_code=code)
+    # The first line is about the task that failed first.
+    found = next(filter(None, map(TASK_ENDED.match, srun_errors)), None)
+    if found is None:
+        return failure_outcome(failure_of_srun(code, srun_errors), run_folder, attempt=attempt)
+    nodes, ranks, what = found.groups()
+    if what not in STOPPED:
+        return failure_outcome(failure_of_task(nodes, ranks, what), run_folder, attempt=attempt)
+    reason = "stopped by a signal"
+    if fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown"):
+        reason += ": preempted"
+    elif end_time(fields) - time.time() < signal_delay_s + EARLY_S:
+        reason += ": the time limit is near"
+    return Outcome(ending=Ending.STOPPED, reason=reason, exit_code=EXIT_STOPPED_RESUMABLE)
+
+
+def failure_of_task(nodes: str, ranks: str, what: str) -> Failure:
+    """What srun's line says of tasks that ended together, in its words: n[1-2], 0-1, Killed."""
+    who = f"rank{'s' * (not ranks.isdecimal())} {ranks} on {nodes}"
+    if exited := EXITED.match(what):
+        return ended_with(who, int(exited[1]))
+    name = SIGNALS.get(what.removesuffix(" (core dumped)"))
+    text = f"{who} was ended by {name} ({what})" if name else f"{who}: {what}"
+    if what == "Out Of Memory":
+        text = f"{who} ran out of memory and was killed"
+    killed = Failure(kind=FailureKind.KILLED, what=text)
+    if set(nodes) & set("[,"):
+        return killed
+    return replace(killed, rank=int(re.split("[,-]", ranks)[0]), node=nodes)
+
+
+def failure_of_srun(code: int, srun_errors: Sequence[str]) -> Failure:
+    """What is known where no task has ended by itself."""
+    failure = ended_with("srun", code)
+    # A shell's code of a command that a signal ended.
+    if code - 128 in set(signal.Signals):
+        failure = replace(failure, what=f"srun was ended by {signal.Signals(code - 128).name}")
+    if errors := [line for line in srun_errors if line.startswith("srun: error: ")]:
+        last = errors[-1].removeprefix("srun: error: ").strip()
+        failure = replace(failure, what=f"{failure.what}: {last}")
+    return failure
+
+
+# ---- again or not -----------------------------------------------------------------------------
+
+
 def restart_refusal(
     attempts: Sequence[Attempt], *, max_requeues: int, max_fruitless_restarts: int
 ) -> str | None:
@@ -115,8 +206,10 @@ def restart_refusal(
     if last.ending in FINAL_TEXTS:
         return FINAL_TEXTS[last.ending]
     row = fruitless_row(attempts)
-    if row and len(row) > max_fruitless_restarts:
-        return _crash_loop_text(row, max_fruitless_restarts)
+    if row and not max_fruitless_restarts:
+        return "launch.max_fruitless_restarts=0: a failure is final."
+    if len(row) > max_fruitless_restarts:
+        return crash_loop_text(row, max_fruitless_restarts)
     if last.restart >= max_requeues:
         return (
             f"launch.max_requeues={max_requeues} is reached. "
@@ -134,12 +227,10 @@ def fruitless_row(attempts: Sequence[Attempt]) -> list[Attempt]:
     def counts(attempt: Attempt) -> bool:
         return attempt.ending in FAILURES and attempt.kind is not FailureKind.STORAGE
 
-    last, row = attempts[-1], []
-    for attempt in reversed(attempts):
-        if (attempt.job_id, attempt.checkpoint_step) != (last.job_id, last.checkpoint_step):
-            break
-        row.append(attempt)
-    return [attempt for attempt in reversed(row) if counts(attempt)] if counts(last) else []
+    last = attempts[-1]
+    place = (last.job_id, last.checkpoint_step)
+    at_place = takewhile(lambda each: (each.job_id, each.checkpoint_step) == place, attempts[::-1])
+    return [each for each in at_place if counts(each)][::-1] if counts(last) else []
 
 
 def blamed_node(attempts: Sequence[Attempt]) -> str | None:
@@ -151,9 +242,8 @@ def blamed_node(attempts: Sequence[Attempt]) -> str | None:
     return None
 
 
-def _crash_loop_text(row: Sequence[Attempt], max_fruitless_restarts: int) -> str:
-    if not max_fruitless_restarts:
-        return "launch.max_fruitless_restarts=0: a failure is final."
+def crash_loop_text(row: Sequence[Attempt], max_fruitless_restarts: int) -> str:
+    """The reason of each attempt, and what to do."""
     lines = [f"{len(row) - 1} restarts in a row brought no newer checkpoint:"]
     for attempt in row:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.ended))

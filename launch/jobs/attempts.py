@@ -1,6 +1,6 @@
 """Record the attempts of a run: when each started and ended, why, and what it gained.
 
-Owns: the attempts among the events of a run folder.
+Owns: the attempts among the events of a run folder, and what counts as the cause of a failure.
 Leaves out: the file of the events (`vitscale.distributed.events`), and deciding whether
 to start again (`after`).
 
@@ -20,16 +20,24 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.checkpoint.folders import step_folders, step_of
-from vitscale.config.errors import FailureKind
-from vitscale.distributed.events import EVENTS_NAME, append_event, read_events
+from vitscale.config.errors import EXIT_CODES, FailureKind
+from vitscale.distributed.events import (
+    EVENTS_NAME,
+    Failure,
+    append_event,
+    cause,
+    read_events,
+    read_failures,
+    record_failure,
+)
 from vitscale.distributed.retry import or_warn, retried
-from vitscale.tracking.journal import JOURNAL_NAME, decode
+from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
 
 # Name of the event.
 ATTEMPT = "attempt"
 CHECKPOINTS_NAME = "checkpoints"
-# Longer than any line of a journal.
-JOURNAL_TAIL_BYTES = 1 << 16
+# Of a journal thousands of lines: the last evaluation is among them.
+TAIL_BYTES = 1 << 18
 
 
 class Ending(StrEnum):
@@ -52,6 +60,12 @@ class Ending(StrEnum):
 FAILURES = (Ending.FAILED, Ending.KILLED)
 # The next start would end in the same way.
 FINAL = (Ending.BAD_INPUT, Ending.DIVERGED)
+ENDINGS = {
+    FailureKind.BAD_INPUT: Ending.BAD_INPUT,
+    FailureKind.DIVERGED: Ending.DIVERGED,
+    FailureKind.KILLED: Ending.KILLED,
+}
+KIND_OF_EXIT_CODE = {code: kind for kind, code in EXIT_CODES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,8 +91,10 @@ class Attempt:
     kind: FailureKind | None = None
     """Of the failure that ended it."""
     exit_code: int | None = None
+    failed_rank: int | None = None
+    """The rank that caused the failure."""
     failed_node: str | None = None
-    """The node of the rank that caused the failure."""
+    """Its node."""
     checkpoint_step: int = 0
     """Step of the newest checkpoint at the end."""
     last_step: int = 0
@@ -93,6 +109,7 @@ class Outcome:
     reason: str
     exit_code: int
     kind: FailureKind | None = None
+    failed_rank: int | None = None
     failed_node: str | None = None
 
 
@@ -141,25 +158,25 @@ def end_attempt(attempt: Attempt, run_folder: Path | str, outcome: Outcome) -> A
 
 def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
     """Without `ended` in the changes, its last line in the journal counts as the end."""
-    step, logged = _last_row(folder / JOURNAL_NAME)
+    rows = map(decode, reversed(last_lines(folder / JOURNAL_NAME)))
+    row = next((row for row in rows if row is not None), Row(step=0, time=0.0, metrics={}))
     saved = next(map(step_of, step_folders(folder / CHECKPOINTS_NAME)), 0)
-    ended = max(attempt.started, logged)
-    changes = {"ended": ended, "checkpoint_step": saved, "last_step": max(step, saved)} | changes
-    closed = replace(attempt, **changes)
+    gained = {"checkpoint_step": saved, "last_step": max(row.step, saved)}
+    closed = replace(attempt, **{"ended": max(attempt.started, row.time)} | gained | changes)
     _append(folder, closed)
     return closed
 
 
-def _last_row(path: Path) -> tuple[int, float]:
-    """Step and time of the last readable line of a journal; (0, 0) without one."""
+def last_lines(path: Path) -> list[bytes]:
+    """The whole lines at the end of a file, in TAIL_BYTES; none if it cannot be read."""
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - JOURNAL_TAIL_BYTES))
+            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+            file.seek(start)
             lines = file.readlines()
     except OSError:
-        return 0, 0.0
-    rows = (decode(line) for line in reversed(lines))
-    return next(((row.step, row.time) for row in rows if row is not None), (0, 0.0))
+        return []
+    return lines[1:] if start else lines
 
 
 def _append(folder: Path, attempt: Attempt) -> None:
@@ -174,9 +191,42 @@ def _append(folder: Path, attempt: Attempt) -> None:
         retried(append)
 
 
+def failure_outcome(seen: Failure, run_folder: Path | str, *, attempt: str) -> Outcome:
+    """The outcome of a failed attempt.
+
+    seen: what srun, or the parent of the ranks, saw. It is recorded, and counts, if no rank
+    reported the failure: a killed rank cannot, and one that has only lost its peer does not know
+    the cause.
+    """
+    reports = read_failures(run_folder, attempt=attempt)
+    is_killed = seen.kind is FailureKind.KILLED
+    # Of a killed rank the parent knows the signal, the other ranks only that it is gone.
+    same = [is_killed and (each.kind, each.rank) == (seen.kind, seen.rank) for each in reports]
+    reports = [seen if is_same else each for each, is_same in zip(reports, same, strict=True)]
+    if not reports or (is_killed and not any(same)):
+        record_failure(run_folder, replace(seen, attempt=attempt))
+        reports.append(seen)
+    found = cause(reports)
+    assert found is not None
+    return Outcome(
+        ending=ENDINGS.get(found.kind, Ending.FAILED),
+        reason=seen.what if found is seen else found.text,
+        exit_code=found.kind.exit_code,
+        kind=found.kind,
+        failed_rank=found.rank,
+        failed_node=None if found.kind is FailureKind.PEER_LOST else found.node,
+    )
+
+
+def ended_with(who: str, code: int) -> Failure:
+    """What a rank's exit code says. No culprit: it may have noticed the end of another."""
+    kind = KIND_OF_EXIT_CODE.get(code, FailureKind.OTHER)
+    return Failure(kind=kind, what=f"{who} ended with code {code}")
+
+
 def _decode(row: dict[str, Any]) -> Attempt | None:
-    known = {field.name for field in fields(Attempt)}
-    values = {key: value for key, value in row.items() if key in known}
+    names = {field.name for field in fields(Attempt)}
+    values = {key: value for key, value in row.items() if key in names}
     try:
         values["nodes"] = tuple(map(str, values.get("nodes", ())))
         for key, kind in (("ending", Ending), ("kind", FailureKind)):

@@ -30,7 +30,7 @@ from vitscale.config.section import Run
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
-from vitscale.tracking.source_version import PROJECT_ROOT, code_version
+from vitscale.tracking.source_version import PROJECT_ROOT
 
 RUN_TYPES: dict[str, type[Run]] = {
     "pretrain": PretrainRun,
@@ -144,7 +144,6 @@ def prepare_job(
         config=str(config.resolve()),
         run_folder=None if shares else str(folder.parent),
         independent=shares,
-        code_version=code_version(),
     )
     return job, folder
 

@@ -20,12 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from launch.jobs.attempts import Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.outcomes import failure_outcome, kind_of_exit_code
+from launch.jobs.attempts import (
+    Ending,
+    Outcome,
+    begin_attempt,
+    end_attempt,
+    ended_with,
+    failure_outcome,
+)
 from launch.jobs.task import StageJob
 from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.config.loader import SITE_VARIABLE
-from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure, cause, read_failures
+from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
 from vitscale.distributed.processes import descendants, free_port, node_name
 
 POLL_SECONDS = 0.1
@@ -75,15 +81,14 @@ class Rank:
     process: subprocess.Popen[bytes]
     log: Path
 
-    def has_failed(self, *, stopping: bool) -> bool:
-        """A rank that does not handle the stop signal yet is killed by it, which is no failure."""
-        code = self.process.poll()
-        is_stopped = stopping and code == -signal.SIGTERM
-        return code not in (None, 0, EXIT_STOPPED_RESUMABLE) and not is_stopped
+    @property
+    def code(self) -> int | None:
+        """None while it runs; below 0 the signal that ended it."""
+        return self.process.poll()
 
     def kill(self) -> None:
         """End it, and all that it has started."""
-        if self.process.poll() is None:
+        if self.code is None:
             for pid in (*descendants(self.process.pid), self.process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -101,11 +106,10 @@ def run_here(
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
     folder = folder / name
     folder.mkdir(mode=0o700)
+    run_folder = job.run_folder or folder
     ranks: list[Rank] = []
     failed: Rank | None = None
-    attempt = None
-    if job.run_folder is not None:
-        attempt = begin_attempt(job.run_folder, cluster="local", job_id=name, nodes=(node_name(),))
+    attempt = begin_attempt(run_folder, cluster="local", job_id=name, nodes=[node_name()])
     outcome = Outcome(ending=Ending.FAILED, reason="the launcher ended", exit_code=EXIT_FAILED)
     try:
         print(f"running {num_procs} process(es); logs in {folder}", flush=True)
@@ -123,7 +127,13 @@ def run_here(
         for number in range(num_procs):
             ranks.append(_start(job, command, number, num_procs, folder, environment))
         failed = _follow(ranks, independent=job.independent, stop=stop)
-        outcome = _outcome(ranks, failed, job.run_folder, attempt=name, stop=stop)
+        if failed is not None:
+            outcome = _failure(failed, run_folder, attempt=name)
+        elif any(rank.code for rank in ranks):
+            reason, code = "stopped by a signal", EXIT_STOPPED_RESUMABLE
+            outcome = Outcome(ending=Ending.STOPPED, reason=reason, exit_code=code)
+        else:
+            outcome = Outcome(ending=Ending.DONE, reason="done", exit_code=0)
     except KeyboardInterrupt:
         # A second Ctrl-C would leave processes running.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -134,14 +144,12 @@ def run_here(
     finally:
         for rank in ranks:
             rank.kill()
-        if attempt is not None and job.run_folder is not None:
-            end_attempt(attempt, job.run_folder, outcome)
+        end_attempt(attempt, run_folder, outcome)
     if outcome.exit_code == EXIT_STOPPED_RESUMABLE:
         print("stopped; the same command resumes the run", flush=True)
     elif failed is not None:
-        print(_report(ranks, failed, job, attempt=name), file=sys.stderr, flush=True)
-        if attempt is not None:
-            print(f"cause: {outcome.reason}", file=sys.stderr, flush=True)
+        culprit = failed.number if outcome.failed_rank is None else outcome.failed_rank
+        print(_report(outcome, ranks[culprit]), file=sys.stderr, flush=True)
     return outcome.exit_code
 
 
@@ -181,69 +189,45 @@ def _follow(ranks: Sequence[Rank], *, independent: bool, stop: StopFlag) -> Rank
     failed: Rank | None = None
     deadline = float("inf")
     is_forwarded = False
-    while any(rank.process.poll() is None for rank in ranks):
+
+    def first_failed() -> Rank | None:
+        # A rank that does not handle the stop signal yet is killed by it, which is no failure.
+        fine = (None, 0, EXIT_STOPPED_RESUMABLE, *((-signal.SIGTERM,) if stop.is_set else ()))
+        return failed or next((rank for rank in ranks if rank.code not in fine), None)
+
+    while any(rank.code is None for rank in ranks):
         tail.copy()
         if stop.is_set and not is_forwarded:
             is_forwarded = True
             for rank in ranks:
                 rank.process.terminate()
-        failed = failed or _first_failed(ranks, stop)
+        failed = first_failed()
         # Others may still save when one has stopped as asked.
-        has_gone = any(rank.has_failed(stopping=False) for rank in ranks)
+        has_gone = any(rank.code not in (None, 0, EXIT_STOPPED_RESUMABLE) for rank in ranks)
         if has_gone and not independent:
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
-            # What they are ended with now is not their failure.
-            failed = failed or _first_failed(ranks, stop)
             for rank in ranks:
                 rank.kill()
-            tail.copy()
-            return failed
+            break
         time.sleep(POLL_SECONDS)
+    else:
+        failed = first_failed()
     tail.copy()
-    return failed or _first_failed(ranks, stop)
+    return failed
 
 
-def _first_failed(ranks: Sequence[Rank], stop: StopFlag) -> Rank | None:
-    return next((rank for rank in ranks if rank.has_failed(stopping=stop.is_set)), None)
-
-
-def _outcome(
-    ranks: Sequence[Rank],
-    failed: Rank | None,
-    run_folder: str | None,
-    *,
-    attempt: str,
-    stop: StopFlag,
-) -> Outcome:
-    codes = [rank.process.poll() or 0 for rank in ranks]
-    if failed is None:
-        if EXIT_STOPPED_RESUMABLE in codes or (stop.is_set and any(codes)):
-            reason, code = "stopped by a signal", EXIT_STOPPED_RESUMABLE
-            return Outcome(ending=Ending.STOPPED, reason=reason, exit_code=code)
-        return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
-    code = codes[failed.number]
-    who = f"rank {failed.number}"
-    seen = Failure(kind=kind_of_exit_code(code), what=f"{who} ended with code {code}")
+def _failure(failed: Rank, run_folder: Path | str, *, attempt: str) -> Outcome:
+    who, code = f"rank {failed.number}", failed.code or 0
+    seen = ended_with(who, code)
     if code < 0:
         what = f"{who} was killed ({signal.Signals(-code).name})"
         seen = Failure(kind=FailureKind.KILLED, what=what, rank=failed.number, node=node_name())
-    if run_folder is None:
-        exit_code = seen.kind.exit_code
-        return Outcome(ending=Ending.FAILED, reason=seen.what, exit_code=exit_code, kind=seen.kind)
     return failure_outcome(seen, run_folder, attempt=attempt)
 
 
-def _report(ranks: Sequence[Rank], failed: Rank, job: StageJob, *, attempt: str) -> str:
-    """How the rank ended that caused the failure, and its last log lines if it is not shown."""
-    reports = read_failures(job.run_folder, attempt=attempt) if job.run_folder else []
-    found = cause(reports)
-    if found is not None and found.rank is not None and found.rank < len(ranks):
-        failed = ranks[found.rank]
-    code = failed.process.poll() or 0
-    how = "was killed" if code < 0 else f"ended with code {code}"
-    heading = f"rank {failed.number} {how}; log: {failed.log}"
-    if failed.number == 0:
-        return heading
+def _report(outcome: Outcome, failed: Rank) -> str:
+    """The cause, and the last log lines of its rank if it is not shown."""
     lines = failed.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-    return "\n".join([heading, *(f"  {line}" for line in lines)])
+    text = f"{outcome.reason}; log of rank {failed.number}: {failed.log}"
+    return "\n".join([text, *(f"  {line}" for line in lines if failed.number)])

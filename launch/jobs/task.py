@@ -26,7 +26,6 @@ from launch.jobs.submission import enter_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.exit import skip_teardown
-from vitscale.tracking.source_version import code_version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +36,6 @@ class StageJob:
     """Absolute path of the stage's script."""
     config: str
     """Absolute path of the resolved configuration."""
-    code_version: str | None = None
-    """Git commit at submission. Without a snapshot, the job runs the code on disk at its start."""
     run_folder: str | None = None
     """Has its checkpoints and the record of its attempts; None: the job's folder."""
     independent: bool = False
@@ -80,22 +77,12 @@ class StageJob:
                 index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
                 tasks = f"task {index} ({os.environ.get('SLURM_ARRAY_TASK_COUNT', '1')} in total)"
             print(self.heading(tasks), flush=True)
-            self._warn_of_other_code()
         code = run_in_process(self.arguments)
         skip_teardown(code)
         if code:
             # The script has reported its error; no traceback is needed.
             raise SystemExit(code)
         return code
-
-    def _warn_of_other_code(self) -> None:
-        now = code_version()
-        if self.code_version is not None and now != self.code_version:
-            print(
-                f"warning: the code changed since submission ({self.code_version} -> {now}); "
-                "this attempt runs the code now on disk",
-                flush=True,
-            )
 
 
 def run_in_process(arguments: list[str]) -> int:

@@ -71,12 +71,6 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
     return SourceVersion(commit=commit.strip(), diff=diff, untracked=tuple(untracked))
 
 
-def code_version() -> str | None:
-    """`SourceVersion.short`."""
-    version = source_version()
-    return None if version is None else version.short
-
-
 def list_files(*which: str, root: Path) -> list[str] | None:
     """Files below CODE_FOLDERS that git does not ignore; `which`: --cached, --others."""
     listed = git_output(

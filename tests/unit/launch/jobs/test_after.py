@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch.jobs import after
-from launch.jobs.after import blamed_node, restart_refusal, wait_for_storage
+from launch.jobs.after import blamed_node, classify, restart_refusal, wait_for_storage
 from launch.jobs.attempts import Attempt, Ending, Outcome
-from launch.jobs.outcomes import classify
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import Failure, read_failures, record_failure
 
