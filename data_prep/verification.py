@@ -1,18 +1,18 @@
 """Compare a shard folder with its manifest: every file, every tar, every image.
 
-A tar is compared with its hash in the manifest, its members with the index, each image with its own
-hash and its header. So damage is found, and so are errors made when the folder was written.
+A tar is compared with its hash in the manifest, each image with its own hash and its header, and
+our tars with the bytes that follow from the index. So damage is found, and so are errors made when
+the folder was written.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -28,9 +28,8 @@ from data_prep.formats.index_files import (
     split_fingerprint,
 )
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.formats.members import CompressedTarError, Member, TarDefect, members
+from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
-from data_prep.steps.index_tar import HashedFile
 from vitscale.data.index import (
     INDEX_NAME,
     INFO_NAME,
@@ -49,7 +48,6 @@ from vitscale.images.jpeg.entry_points import (
 )
 
 STATUSES = ("kept", "repaired", "rejected")
-MAX_LABEL_BYTES = 32
 # Of the sheet: at most this many classes, images of each, and pixels a side.
 MAX_CLASSES, PER_CLASS, SIDE, TEXT = 40, 10, 96, 14
 
@@ -108,8 +106,8 @@ class TarTask:
 
     path: Path
     entry: ShardEntry
-    rows: pa.Table | None
-    """Rows of the index; None: it cannot be read."""
+    rows: pa.Table
+    """Rows of the index; none if it cannot be read."""
     ours: bool
     """Written by make_shards: an image and its label, if any, per sample; no other members."""
     entry_points: Path
@@ -124,11 +122,12 @@ def tar_tasks(
     root, start = folder_of_tars(folder, manifest), 0
     for entry in manifest.splits.values():
         for shard in entry.shards:
+            rows = index_schema().empty_table() if index is None else index
             yield TarTask(
                 path=root / shard.name,
                 entry=shard,
-                rows=None if index is None else index.slice(start, shard.samples),
-                ours=manifest.shards_root == ".",
+                rows=rows.slice(start, shard.samples),
+                ours=manifest.shards_root == "." and index is not None,
                 entry_points=entry_points_file(folder, shard.name),
                 write_entry_points=write_entry_points,
             )
@@ -137,54 +136,27 @@ def tar_tasks(
 
 def check_tar(task: TarTask) -> list[str]:
     """Compare one tar with the manifest and the index. Raises for no content of the file."""
-    in_place = [] if task.rows is None else task.rows.to_pylist()
-    listed = [row for row in in_place if row["shard"] == task.entry.name]
-    rows = {row["offset"]: row for row in listed}
-    labels = {f"{r['key']}.cls": str(r["label"]) for r in listed if r["label"] != NO_LABEL}
+    found: list[str] = []
     points: dict[int, bytes] = {}
     wants_points = task.write_entry_points or task.entry_points.exists()
-    found, defect = [], None
-    if len(listed) < len(in_place):
-        found.append("the index has samples of another tar in its place")
     try:
-        with open(task.path, "rb", buffering=0) as raw:
-            num_bytes = os.fstat(raw.fileno()).st_size
-            if num_bytes != task.entry.bytes:
-                found.append(f"{num_bytes:,} bytes, but the manifest says {task.entry.bytes:,}")
-            file: Any = HashedFile(raw, num_bytes)
-            try:
-                for member in members(file):
-                    row = rows.pop(member.offset, None)
-                    if row is not None:
-                        problem, image = _check_image(file, member, row, ours=task.ours)
-                        if problem:
-                            found.append(f"sample {row['key']!r}: {problem}")
-                        elif wants_points:
-                            key = int.from_bytes(row["blake3"][:8], "little")
-                            points[key] = find_entry_points(image)
-                    elif not task.ours or task.rows is None:
-                        continue
-                    elif member.name in labels:
-                        label = labels.pop(member.name)
-                        file.seek(member.offset)
-                        stored = file.read(min(member.num_bytes, MAX_LABEL_BYTES))
-                        if stored != label.encode():
-                            what = f"{member.name!r} holds {stored!r}, but the index says {label}"
-                            found.append(what)
-                    else:
-                        found.append(f"member {member.name!r} is not in the index")
-            except (TarDefect, CompressedTarError) as error:
-                defect = error
-            found += [f"sample {r['key']!r}: no member at {at:,}" for at, r in rows.items()]
-            if file.hexdigest() != task.entry.blake3:
-                found.insert(0, "content differs from the manifest (BLAKE3)")
+        num_bytes = task.path.stat().st_size
+        if num_bytes != task.entry.bytes:
+            found.append(f"{num_bytes:,} bytes, but the manifest says {task.entry.bytes:,}")
+        if blake3_of_file(task.path) != task.entry.blake3:
+            found.append("content differs from the manifest (BLAKE3)")
+        with open(task.path, "rb") as file:
+            for row in task.rows.to_pylist():
+                problem, image = _check_sample(file, row, task)
+                if problem:
+                    found.append(f"sample {row['key']!r}: {problem}")
+                elif wants_points:
+                    key = int.from_bytes(row["blake3"][:8], "little")
+                    points[key] = find_entry_points(image)
+            if task.ours and file.read(len(END_MARK) + 1) != END_MARK:
+                found.append("holds more than the samples of the index, or no end mark")
     except OSError as error:
         return [*found, f"cannot be read ({error.strerror})"]
-    # An external tar that was damaged already when it was indexed matches its index.
-    if defect is not None and (task.ours or found):
-        found.append(str(defect))
-    elif task.ours:
-        found += [f"{name!r} is missing" for name in labels]
     if wants_points and not found and task.write_entry_points:
         write_entry_points(task.entry_points, points)
     elif wants_points and not found:
@@ -197,17 +169,25 @@ def check_tar(task: TarTask) -> list[str]:
     return found
 
 
-def _check_image(
-    file: Any, member: Member, row: Mapping[str, Any], *, ours: bool
+def _check_sample(
+    file: BinaryIO, row: Mapping[str, Any], task: TarTask
 ) -> tuple[str | None, bytes]:
-    """(what is wrong with an image that the index has, its bytes)."""
-    if member.num_bytes != row["length"]:
-        return f"has {member.num_bytes:,} bytes, but the index says {row['length']:,}", b""
-    is_named = member.name == f"{row['key']}.{row['format']}"
-    if not is_named and (ours or not member.name.startswith(f"{row['key']}.")):
-        return f"is {member.name!r} in the tar", b""
-    file.seek(member.offset)
+    """(what is wrong with a sample of the index, its image). Leaves the file at its end."""
+    before, after = b"", b""
+    if row["offset"] + row["length"] > task.entry.bytes:
+        return "lies outside the tar", b""
+    if task.ours:
+        label = None if row["label"] == NO_LABEL else row["label"]
+        before, after = around_image(
+            row["key"], extension=row["format"], num_bytes=row["length"], label=label
+        )
+        if file.tell() != row["offset"] - len(before) or file.read(len(before)) != before:
+            file.seek(row["offset"] + row["length"] + len(after))
+            return "has another name, size or place in the tar", b""
+    file.seek(row["offset"])
     image = file.read(row["length"])
+    if file.read(len(after)) != after:
+        return "has another label in the tar", image
     if blake3(image).digest() != row["blake3"]:
         return "the image's bytes differ from the index (BLAKE3)", image
     try:
@@ -216,9 +196,7 @@ def _check_image(
         return f"the image cannot be read ({error.reason})", image
     stored = SUFFIXES[format_of(image)], *opened.size
     expected = row["format"], row["width"], row["height"]
-    if stored != expected:
-        return f"is {stored}, but the index says {expected}", image
-    return None, image
+    return (None if stored == expected else f"is {stored}, but the index says {expected}"), image
 
 
 def _check_index(index: pa.Table, manifest: Manifest) -> Iterator[str]:
@@ -230,6 +208,10 @@ def _check_index(index: pa.Table, manifest: Manifest) -> Iterator[str]:
     low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
     if wrong := int(np.count_nonzero((labels < low) | (labels >= high))):
         yield f"{wrong:,} labels are outside {low} to {high - 1:,}"
+    shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
+    names = np.repeat([shard.name for shard in shards], [shard.samples for shard in shards])
+    if len(index) == num and index["shard"].to_pylist() != names.tolist():
+        yield "does not have the tars in the order of the manifest"
     splits = index.column("split").cast(pa.string())
     for split, entry in manifest.splits.items():
         rows = index.filter(pc.equal(splits, split))

@@ -22,6 +22,7 @@ BLOCK = tarfile.BLOCKSIZE
 BUFFER_BYTES = 1 << 20
 NAME_BYTES, SIZE_FIELD, SUM_FIELD = 100, slice(124, 136), slice(148, 156)
 MAX_MEMBER_BYTES = 8**11
+END_MARK = bytes(2 * BLOCK)
 # Two headers, one block for the label, half a block of padding on average.
 SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
 
@@ -50,6 +51,17 @@ def ustar_header(name: str, num_bytes: int) -> bytes:
     return bytes(header)
 
 
+def around_image(
+    key: str, *, extension: str, num_bytes: int, label: int | None
+) -> tuple[bytes, bytes]:
+    """The bytes of a sample before and after those of its image."""
+    after = bytes(-num_bytes % BLOCK)
+    if label is not None:
+        text = str(label).encode()
+        after += ustar_header(f"{key}.cls", len(text)) + text.ljust(BLOCK, b"\0")
+    return ustar_header(f"{key}.{extension}", num_bytes), after
+
+
 class TarShard:
     """Writes one tar to an unfinished file; `finish` flushes it to disk."""
 
@@ -70,14 +82,11 @@ class TarShard:
 
         label: None: no `key.cls`.
         """
-        self._append(ustar_header(f"{key}.{extension}", len(image)))
+        before, after = around_image(key, extension=extension, num_bytes=len(image), label=label)
+        self._append(before)
         offset = self.num_bytes
         self._append(image)
-        end = bytes(-len(image) % BLOCK)
-        if label is not None:
-            text = str(label).encode()
-            end += ustar_header(f"{key}.cls", len(text)) + text.ljust(BLOCK, b"\0")
-        self._append(end)
+        self._append(after)
         return offset
 
     def _append(self, data: bytes) -> None:
@@ -87,7 +96,7 @@ class TarShard:
 
     def finish(self) -> str:
         """End the tar and flush it to disk; returns its BLAKE3."""
-        self._append(bytes(2 * BLOCK))
+        self._append(END_MARK)
         self._file.flush()
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()

@@ -32,17 +32,6 @@ class Outage(UserError):
     """The corpus is intact, and the same command resumes the work."""
 
 
-class SpoolError(Exception):
-    """The spool cannot be written or read: the fault is in the work folder, not in the source.
-
-    Not an OSError, because sources treat those as faults of a source file.
-    """
-
-    def __init__(self, error: OSError) -> None:
-        self.error = error
-        super().__init__(str(error))
-
-
 class ChangedSource(UserError):
     """The source changed after it was listed."""
 
@@ -65,7 +54,10 @@ def raise_if_outage(error: OSError, path: str) -> None:
         raise source_read_error(error, path) from None
 
 
-def source_read_error(error: OSError, path: str) -> Outage:
+def source_read_error(error: OSError, path: str) -> ChangedSource | Outage:
+    """Return the error for a listed file or folder that is gone, or storage that fails."""
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return ChangedSource(path)
     return Outage(
         f"the source cannot be read ({error.strerror or error}); the work done so far is kept",
         where=repr(printable(path)),
@@ -79,26 +71,13 @@ def check_is_mounted(root: Path, path: str, *, work: Path) -> None:
     This is the state of an unmounted file system; a file that was deleted has siblings.
     """
     for folder in (root, (root / path).parent):
-        try:
-            is_empty = next(os.scandir(folder), None) is None
-        except OSError:
-            is_empty = True
-        if is_empty:
+        if not folder.is_dir() or next(os.scandir(folder), None) is None:
             raise Outage(
                 f"{str(folder)!r} is missing or empty; the work done so far is kept in {work.name}",
                 where="source.path",
                 next_step="mount it on this machine and run the same command again, which "
                 f"resumes; or remove {work} to start over",
             )
-
-
-def compressed_tar_error(path: str, method: str) -> UserError:
-    return UserError(
-        f"{printable(path)!r} is compressed with {method}: its images cannot be read one by one",
-        where="source.path",
-        allowed="plain tar files",
-        next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
-    )
 
 
 def read_named(file: str, *, where: str) -> bytes:

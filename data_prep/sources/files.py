@@ -1,20 +1,19 @@
-"""Find the folder or files of each split, classify names, and walk folders of images.
+"""Find the folder or files of each split, and classify names.
 
 Leaves out: which folders are classes, and the content of tars and tables (one module per kind).
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from data_prep.sources.errors import ChangedSource, printable, source_read_error
-from data_prep.sources.protocol import Container, Input, source_root
+from data_prep.sources.errors import printable
+from data_prep.sources.protocol import Container, source_root
 from vitscale.config.errors import UserError
 from vitscale.data.webdataset import expanded
 from vitscale.runs.data_prep import SourceSettings
@@ -24,8 +23,6 @@ from vitscale.runs.data_prep import SourceSettings
 IMAGE_SUFFIXES = frozenset(
     "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
 )
-# No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
-CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,71 +148,9 @@ def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
     return None if is_image_name(name) else "other_name"
 
 
-def walk_folder(root: Path, container: Container) -> Iterator[Input]:
-    """Yield all files of a class folder; without a class, the files beside the class folders.
-
-    Links to files are followed, and the container itself may be a link; a link to a folder below it
-    is one row, so that no walk can go in circles.
-    """
-    top = "" if container.path == "." else container.path
-    name_start = len(top) + 1 if top else 0
-    split, class_name = container.split, container.class_name
-    stack = [(top, False)]
-    while stack:
-        folder, is_inside_hidden = stack.pop()
-        try:
-            entries = os.scandir(os.path.join(root, folder))
-        except (FileNotFoundError, NotADirectoryError):
-            raise ChangedSource(folder) from None
-        except OSError as error:
-            if error.errno not in CLOSED_ERRNOS:
-                raise source_read_error(error, folder) from None
-            yield Input(folder, split, class_name, folder[name_start:], 0, "unreadable")
-            continue
-        prefix = folder + "/" if folder else ""
-        with entries as listed:
-            for entry in listed:
-                path = prefix + entry.name
-                hidden = is_inside_hidden or entry.name.startswith(".")
-                if entry.is_dir(follow_symlinks=False):
-                    if class_name is not None or hidden:
-                        stack.append((path, hidden))
-                    continue
-                if class_name is None and not hidden and is_folder(entry):
-                    continue  # a linked class folder
-                num_bytes, modified_ns, reason = _file_facts(entry, path, hidden=hidden)
-                if reason is None and class_name is None:
-                    reason = "no_class"
-                name = path[name_start : len(path) - len(entry.name)]
-                name += stem_and_suffix(entry.name)[0]
-                yield Input(
-                    path, split, class_name, name, num_bytes, reason, modified_ns=modified_ns
-                )
-
-
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Whether an entry is a folder, or a link to one."""
     try:
         return entry.is_dir()
     except OSError:  # a link in a circle, or into a closed folder
         return False
-
-
-def _file_facts(entry: os.DirEntry[str], path: str, *, hidden: bool) -> tuple[int, int, str | None]:
-    """(size, modification time, why its type or name rejects it)."""
-    try:
-        status = entry.stat()
-    except FileNotFoundError:
-        if entry.is_symlink():
-            return 0, 0, "link_broken"
-        raise ChangedSource(path) from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return 0, 0, "link_broken"
-        if error.errno in CLOSED_ERRNOS:
-            return 0, 0, "unreadable"
-        raise source_read_error(error, path) from None
-    if stat.S_ISDIR(status.st_mode):
-        return 0, 0, "linked_folder"
-    reason = name_reason(entry.name, status.st_mode, hidden=hidden)
-    return status.st_size, status.st_mtime_ns, reason

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.sources.errors import printable, read_text
+from data_prep.sources.errors import printable, read_text, source_read_error
 from data_prep.sources.files import (
     SplitPlace,
     is_folder,
-    is_hidden,
     is_image_name,
+    name_reason,
     split_places,
     stem_and_suffix,
-    walk_folder,
 )
-from data_prep.sources.protocol import NO_CLASS, Container, Input, Source, Spool
+from data_prep.sources.protocol import NO_CLASS, Container, Input, Source
 from vitscale.config.errors import UserError
 
+# No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
+CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 SPLIT_OF_NAME = {
     **{"train": "train", "training": "train", "test": "test"},
     **{"val": "val", "valid": "val", "validation": "val"},
@@ -58,15 +61,64 @@ class ImageFolder(Source):
             found += [Container(path, place.split, printable(name)) for path, name in paths]
         return found
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
+    def inputs(self, container: Container) -> Iterator[Input]:
         listed, folder = self.settings.val_labels, self.root / container.path
         classes = {}
         if listed is not None and container.class_name is None and not _folders(folder):
             classes = _listed_classes(listed, folder)
-        for row in walk_folder(self.root, container):
+        top = "" if container.path == "." else container.path
+        for row in self._files(container, top, start=len(top) + 1 if top else 0, hidden=False):
             if row.reason == "no_class" and row.name in classes:
                 row.class_name, row.reason = classes[row.name], None
             yield row
+
+    def _files(
+        self, container: Container, folder: str, *, start: int, hidden: bool
+    ) -> Iterator[Input]:
+        """Yield all files below a class folder; without a class, those beside the class folders.
+
+        Links to files are followed, and the container itself may be a link; a link to a folder
+        below it is one row, so that no walk can go in circles. start: of names in paths.
+        """
+        split, class_name = container.split, container.class_name
+        try:
+            with os.scandir(self.root / folder) as listed:
+                entries = list(listed)
+        except OSError as error:
+            if error.errno not in CLOSED_ERRNOS:
+                raise source_read_error(error, folder) from None
+            yield Input(folder, split, class_name, folder[start:], 0, "unreadable")
+            return
+        for entry in entries:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            is_hidden = hidden or entry.name.startswith(".")
+            if entry.is_dir(follow_symlinks=False):
+                if class_name is not None or is_hidden:
+                    yield from self._files(container, path, start=start, hidden=is_hidden)
+                continue
+            if class_name is None and not is_hidden and is_folder(entry):
+                continue  # a linked class folder
+            num_bytes, modified_ns, reason = _file_facts(entry, path, hidden=is_hidden)
+            if reason is None and class_name is None:
+                reason = "no_class"
+            name = path[start : len(path) - len(entry.name)] + stem_and_suffix(entry.name)[0]
+            yield Input(path, split, class_name, name, num_bytes, reason, modified_ns=modified_ns)
+
+
+def _file_facts(entry: os.DirEntry[str], path: str, *, hidden: bool) -> tuple[int, int, str | None]:
+    """(size, modification time, why its type or name rejects it)."""
+    try:
+        status = entry.stat()
+    except OSError as error:
+        if error.errno in CLOSED_ERRNOS:
+            return 0, 0, "unreadable"
+        if entry.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
+            return 0, 0, "link_broken"
+        raise source_read_error(error, path) from None
+    if stat.S_ISDIR(status.st_mode):
+        return 0, 0, "linked_folder"
+    reason = name_reason(entry.name, status.st_mode, hidden=hidden)
+    return status.st_size, status.st_mtime_ns, reason
 
 
 def _folders(folder: Path) -> list[str]:
@@ -110,7 +162,7 @@ def _listed_classes(file: str, folder: Path) -> dict[str, str]:
     text = read_text(file, where="source.val_labels")
     rows = [re.split(r"[,\s]+", line.strip()) for line in text.splitlines() if line.strip()]
     with os.scandir(folder) as entries:
-        names = [e.name for e in entries if is_image_name(e.name) and not is_hidden(e.name)]
+        names = [e.name for e in entries if is_image_name(e.name) and e.name[0] != "."]
     stems = [stem_and_suffix(name)[0] for name in sorted(names, key=os.fsencode)]
     if all(len(row) == 1 for row in rows):
         if len(rows) != len(stems):

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,12 +13,12 @@ import pyarrow.parquet as pq
 
 from data_prep.sources.errors import printable
 from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
-from data_prep.sources.protocol import Container, Input, Source, Spool, class_from_cell
+from data_prep.sources.protocol import Container, Input, Source, class_from_cell
 from vitscale.config.errors import UserError
 
 BATCH_ROWS = 64
 # Limits on an untrusted footer.
-MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS = 64 << 20, 10_000_000
+FOOTER_LIMITS = {"thrift_string_size_limit": 64 << 20, "thrift_container_size_limit": 10_000_000}
 
 
 class ParquetImages(Source):
@@ -30,21 +29,21 @@ class ParquetImages(Source):
         found = file_containers(self.settings, is_parquet_name, kind=".parquet files")
         for container in found:
             try:
-                with open_parquet(self.root / container.path) as table:
-                    self._columns(table, container.path)
+                with pq.ParquetFile(self.root / container.path, **FOOTER_LIMITS) as table:
+                    self._columns(table.schema_arrow, container.path)
                 break
             except (pa.ArrowException, UnicodeDecodeError, OSError):
                 continue  # it gets a row in the ledger
         return found
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
-        """Every row of a file; image bytes are copied to the spool."""
+    def inputs(self, container: Container) -> Iterator[Input]:
+        """Every row of a file, with its image's bytes."""
         path, number = container.path, count()
-        with open_parquet(self.root / path) as table:
-            columns = self._columns(table, path)
+        with pq.ParquetFile(self.root / path, **FOOTER_LIMITS) as table:
+            columns = self._columns(table.schema_arrow, path)
             names = None
             if self.labels.values != "index":
-                names = class_label_names(table, self.settings.label)
+                names = class_label_names(table.schema_arrow, self.settings.label)
             for batch in table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
                 image = batch.column(self.settings.image_column)
                 cells = {"bytes": image}
@@ -55,12 +54,12 @@ class ParquetImages(Source):
                 for i in range(batch.num_rows):
                     row = {name: value_of(column, i) for name, column in cells.items()}
                     row["label"] = class_from_cell(row.get("label"), names, self.labels)
-                    yield self._input(container, next(number), row, spool)
+                    yield self._input(container, next(number), row)
 
-    def _columns(self, table: Any, path: str) -> list[str]:
+    def _columns(self, schema: pa.Schema, path: str) -> list[str]:
         """Columns to read. Raises UserError for missing columns and wrong types."""
         image, label = self.settings.image_column, self.settings.label
-        image_type = column_type(table, image, path=path, key="source.image_column")
+        image_type = column_type(schema, image, path=path, key="source.image_column")
         columns = [image]
         if pa.types.is_struct(image_type):
             fields = {field.name: field.type for field in image_type}
@@ -74,7 +73,7 @@ class ParquetImages(Source):
             )
         if self.labels.values == "none":
             return columns
-        label_type = column_type(table, label, path=path, key="source.label")
+        label_type = column_type(schema, label, path=path, key="source.label")
         if pa.types.is_dictionary(label_type):
             label_type = label_type.value_type
         kinds = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)
@@ -86,24 +85,21 @@ class ParquetImages(Source):
             )
         return [*columns, label]
 
-    def _input(
-        self, container: Container, number: int, row: Mapping[str, Any], spool: Spool
-    ) -> Input:
+    def _input(self, container: Container, number: int, row: Mapping[str, Any]) -> Input:
         parts = [part for part in (row.get("path") or "").split("/") if part not in ("", ".")]
         name = stem_and_suffix("/".join(parts))[0]
         if not name.strip("./"):
             name = f"{stem_and_suffix(os.path.basename(container.path))[0]}-{number}"
         item = Input(f"{container.path}/{number}", container.split, row["label"], name, 0)
-        item.file, data = container.path, row["bytes"]
-        if data is None:
+        item.file = container.path
+        if row["bytes"] is None:
             item.reason = "no_image"
             return item
-        item.num_bytes = len(data)
+        item.num_bytes = len(row["bytes"])
         if row["label"] is None and self.labels.values != "none":
             item.reason = "no_label"
         else:
-            item.file, item.offset = spool.add(data)
-            item.spooled = True
+            item.data = row["bytes"]
         return item
 
 
@@ -111,24 +107,15 @@ def is_parquet_name(name: str) -> bool:
     return name.lower().endswith(".parquet") and not is_hidden(name)
 
 
-def open_parquet(path: Path) -> Any:
-    """Open a pyarrow.parquet.ParquetFile. Raises OSError, and ArrowException for a damaged one."""
-    return pq.ParquetFile(
-        path,
-        thrift_string_size_limit=MAX_FOOTER_BYTES,
-        thrift_container_size_limit=MAX_FOOTER_ITEMS,
-    )
-
-
-def column_type(table: Any, name: str, *, path: str, key: str) -> Any:
+def column_type(schema: pa.Schema, name: str, *, path: str, key: str) -> pa.DataType:
     """Return the type of a column. Raises UserError if it is missing."""
-    if table.schema_arrow.names.count(name) != 1:
+    if schema.names.count(name) != 1:
         raise UserError(
             f"{printable(path)!r} has no column {name!r}",
             where=key,
-            allowed=", ".join(map(repr, table.schema_arrow.names[:20])),
+            allowed=", ".join(map(repr, schema.names[:20])),
         )
-    return table.schema_arrow.field(name).type
+    return schema.field(name).type
 
 
 def value_of(values: Any, row: int) -> Any:
@@ -139,14 +126,11 @@ def value_of(values: Any, row: int) -> Any:
         return None
 
 
-def class_label_names(table: Any, column: str) -> tuple[str, ...] | None:
+def class_label_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
     """Class names by label from the metadata of the `datasets` package, or None."""
-    metadata = table.schema_arrow.metadata or {}
     try:
-        feature = json.loads(metadata[b"huggingface"])["info"]["features"][column]
-        names = feature["names"] if feature["_type"] == "ClassLabel" else None
+        feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
+        names = tuple(feature["names"]) if feature["_type"] == "ClassLabel" else ()
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        return None
-    return tuple(names)
+    return names if names and all(isinstance(name, str) and name for name in names) else None

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 
 from data_prep.sources.errors import printable, raise_if_outage
 from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
-from data_prep.sources.parquet import value_of
-from data_prep.sources.protocol import Container, Input, Source, Spool, class_from_cell
+from data_prep.sources.parquet import column_type, value_of
+from data_prep.sources.protocol import Container, Input, Source, class_from_cell
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
@@ -43,7 +43,7 @@ class PathTable(Source):
             )
         return file_containers(self.settings, is_table_name, kind="tables (.csv, .tsv, .parquet)")
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
+    def inputs(self, container: Container) -> Iterator[Input]:
         """Every row, with size and modification time of its file. Raises UserError."""
         try:
             table = self._read(container.path)
@@ -64,37 +64,32 @@ class PathTable(Source):
                 start += len(rows)
 
     def _read(self, path: str) -> pa.Table:
-        wanted = {"source.image_column": self.settings.image_column}
-        if self.labels.values != "none":
-            wanted["source.label"] = self.settings.label
         full = self.root / path
         if (suffix := _suffix(path)) == "parquet":
-            names = pq.read_schema(full).names
+            schema = pq.read_schema(full)
         else:
             parsing = pa.csv.ParseOptions(
                 delimiter=DELIMITERS[suffix], newlines_in_values=True, ignore_empty_lines=True
             )
             with pa.csv.open_csv(full, parse_options=parsing) as reader:
+                # Text, so that 007 stays what it is; bytes, since file names may not be UTF-8.
                 names = [name.strip() for name in reader.schema.names]
-        for key, name in wanted.items():
-            if names.count(name) != 1:
-                raise UserError(
-                    f"{printable(path)!r} has {names.count(name) or 'no'} column {name!r}",
-                    where=key,
-                    allowed=", ".join(map(repr, names[:20])),
-                )
-        columns = list(dict.fromkeys(wanted.values()))
-        if not self.settings.splits and SPLIT_COLUMN in names:
+                schema = pa.schema([(name, pa.binary()) for name in names])
+        keys = {"source.image_column": self.settings.image_column}
+        if self.labels.values != "none":
+            keys["source.label"] = self.settings.label
+        for key, name in keys.items():
+            column_type(schema, name, path=path, key=key)
+        columns = list(dict.fromkeys(keys.values()))
+        if not self.settings.splits and SPLIT_COLUMN in schema.names:
             columns.append(SPLIT_COLUMN)
         if suffix == "parquet":
             return pq.read_table(full, columns=columns)
-        # Text, so that 007 stays what it is; bytes, since file names may not be UTF-8.
-        types = {name: pa.binary() for name in names}
         return pa.csv.read_csv(
             full,
             read_options=pa.csv.ReadOptions(column_names=names, skip_rows=1),
             parse_options=parsing,
-            convert_options=pa.csv.ConvertOptions(column_types=types, include_columns=columns),
+            convert_options=pa.csv.ConvertOptions(column_types=schema, include_columns=columns),
         )
 
     def _input(self, container: Container, row: int, cells: dict[str, Any]) -> Input:

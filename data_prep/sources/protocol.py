@@ -8,13 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import pyarrow as pa
 
 from data_prep.formats.members import CompressedTarError, TarDefect
-from data_prep.images.check import CheckedImage
-from data_prep.sources.errors import ChangedSource, compressed_tar_error, raise_if_outage
+from data_prep.sources.errors import printable, raise_if_outage, source_read_error
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 MAX_CLASS_LENGTH = 4096
@@ -59,15 +59,8 @@ class Input:
     """Modification time of the file when it was listed."""
     spooled: bool = False
     """`file` is in the spool, not in the source."""
-    checked: CheckedImage | None = None
-    """The image's check, where listing reads images (index_shards)."""
-
-
-class Spool(Protocol):
-    """Stores bytes that can only be read once, such as cells of a compressed table."""
-
-    def add(self, data: bytes) -> tuple[str, int]:
-        """(file, offset) for `Input.file` and `Input.offset`. Raises SpoolError."""
+    data: bytes | None = None
+    """Bytes that can be read only once, such as a cell of a compressed table: for the spool."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +83,7 @@ class Source(ABC):
         """All containers, ordered. Raises UserError(s) for an unusable source."""
 
     @abstractmethod
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
+    def inputs(self, container: Container) -> Iterator[Input]:
         """Every input of one container, rejected ones too. Raises what `with_damage` expects."""
 
 
@@ -111,12 +104,12 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
         return
     except CompressedTarError as error:
         raise compressed_tar_error(container.path, error.method) from None
-    except FileNotFoundError:
-        raise ChangedSource(path) from None
     except TarDefect:
         reason = "truncated_tar"
     except (pa.ArrowException, UnicodeDecodeError):
         reason = "damaged_table"
+    except FileNotFoundError as error:
+        raise source_read_error(error, path) from None
     except OSError as error:
         raise_if_outage(error, path)
         # Without a number it comes from a library, and concerns the content.
@@ -125,24 +118,29 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
     yield Input(container.path, container.split, container.class_name, name, 0, reason)
 
 
+def compressed_tar_error(path: str, method: str) -> UserError:
+    return UserError(
+        f"{printable(path)!r} is compressed with {method}: its images cannot be read one by one",
+        where="source.path",
+        allowed="plain tar files",
+        next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
+    )
+
+
 def class_from_cell(
     label: object, names: tuple[str, ...] | None, settings: LabelSettings
 ) -> str | None:
-    """Class from a label cell; None for null, empty text, negative and unnamed numbers."""
-    if isinstance(label, int) and not isinstance(label, bool):
-        if names is None:
-            return str(label) if label >= 0 else None
-        return names[label] if 0 <= label < len(names) else None
-    if not isinstance(label, str) or len(label) > MAX_CLASS_LENGTH:
-        return None
-    label = label.strip()
-    return None if not label or means_no_label(label, settings) else label
+    """Class from a label: text, or a number, which `names` may name.
 
-
-def means_no_label(name: str, settings: LabelSettings) -> bool:
-    """Whether a label of the source is a negative number, which means no label.
-
-    With a space or map, negative numbers are unknown classes like any other: see `unknown`.
+    None: no label, which null, other types, empty text and unnamed numbers are. So are negative
+    numbers, but with a space or map they are unknown classes like any other: see `unknown`.
     """
+    if isinstance(label, int) and not isinstance(label, bool):
+        if names is not None:
+            return names[label] if 0 <= label < len(names) else None
+        return str(label) if label >= 0 else None
+    if not isinstance(label, str) or not label.strip() or len(label) > MAX_CLASS_LENGTH:
+        return None
     is_mapped = settings.space is not None or settings.map is not None
-    return not is_mapped and re.fullmatch(r"-[0-9]+", name) is not None
+    negative = re.fullmatch(r"-[0-9]+", label.strip()) and not is_mapped
+    return None if negative else label.strip()

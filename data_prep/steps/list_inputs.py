@@ -9,7 +9,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.images.check import MAX_FILE_BYTES, CheckedImage, check_image
-from data_prep.sources.errors import ChangedSource, SpoolError, printable, raise_if_outage
+from data_prep.sources.errors import ChangedSource, printable, raise_if_outage
 from data_prep.sources.protocol import Container, Input, source_root, with_damage
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import Labels, load_labels
@@ -28,6 +28,7 @@ from data_prep.steps.rows import ROW_SCHEMA, commit_file, rows_table
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_json
+from vitscale.runs.data_prep import ImageSettings
 
 CONTAINERS = "containers.json"
 # Containers per unit: class folders and tars of hundreds of images each. Fewer where there would
@@ -66,50 +67,36 @@ def list_sizes(work: WorkFolder) -> list[int]:
     return [len(containers) for containers in _of_units(work)]
 
 
-class FileSpool:
-    """Bytes that can be read from the source only once, appended to one file per unit."""
-
-    def __init__(self, path: Path, *, name: str) -> None:
-        self._path, self._name, self._position = path, name, 0
-        self._file: Any = None
-
-    def add(self, data: bytes) -> tuple[str, int]:
-        offset = self._position
-        try:
-            if self._file is None:
-                self._file = open(self._path, "wb")
-            self._file.write(data)
-        except OSError as error:
-            raise SpoolError(error) from None
-        self._position += len(data)
-        return self._name, offset
-
-    def commit(self, final: Path) -> None:
-        if self._file is not None:
-            self._file.close()
-            commit_file(self._path, final)
-
-
 def list_inputs(work: WorkFolder, unit: str) -> None:
-    """List the containers of one unit."""
+    """List the containers of one unit; bytes that can be read only once go to its spool file."""
     run, number = work.run, int(Path(unit).stem)
-    spool = FileSpool(work.temporary("spool"), name=f"{number:06d}.bin")
-    inputs = _inputs(work, _of_units(work)[number], spool)
+    inputs = _inputs(work, _of_units(work)[number])
     holds_out = bool(run.source.holdout_fraction or run.source.val_per_class)
-    temporary = work.temporary("list")
-    with open(temporary, "wb") as file, pa.ipc.new_file(file, ROW_SCHEMA) as writer:
+    temporary, spool = work.temporary("list"), work.temporary("spool")
+    with (
+        open(spool, "wb") as spooled,
+        open(temporary, "wb") as file,
+        pa.ipc.new_file(file, ROW_SCHEMA) as writer,
+    ):
         while batch := list(islice(inputs, BATCH_ROWS)):
+            for item in batch:
+                if item.data is not None:
+                    item.file, item.offset, item.spooled = f"{number:06d}.bin", spooled.tell(), True
+                    spooled.write(item.data)
+                    item.data = None
             writer.write_table(rows_table(batch, seed=run.seed, holds_out=holds_out))
-    spool.commit(work.path / "spool" / f"{number:06d}.bin")
+        num_spooled = spooled.tell()
+    if num_spooled:
+        commit_file(spool, work.path / "spool" / f"{number:06d}.bin")
     commit_file(temporary, work.path / unit)
 
 
-def _inputs(work: WorkFolder, containers: Sequence[Container], spool: FileSpool) -> Iterator[Input]:
+def _inputs(work: WorkFolder, containers: Sequence[Container]) -> Iterator[Input]:
     """Yield every input with its final class name, or the reason that its class rejects it."""
     source = open_source(work.run.source, work.run.labels)
     labels, dropped = load_labels(work.run.labels), left_out(work.run.source.leave_out)
     for container in containers:
-        for item in with_damage(container, source.inputs(container, spool=spool)):
+        for item in with_damage(container, source.inputs(container)):
             if item.reason is None and dropped and printable(item.path) in dropped:
                 item.reason = "left_out"
             set_class(item, labels)
@@ -126,37 +113,44 @@ def set_class(item: Input, labels: Labels) -> None:
             item.class_name = class_name
 
 
+@dataclass(frozen=True, kw_only=True)
 class InputReader:
-    """Reads inputs from the source or from the spool."""
+    """Reads and checks listed inputs, from the source or from the spool."""
 
-    def __init__(self, work: WorkFolder) -> None:
-        self.images = work.run.images
-        self.source = os.fsencode(source_root(work.run.source))
-        self.spool = os.fsencode(work.path / "spool")
+    images: ImageSettings
+    source: Path
+    spool: Path | None = None
+    convert: bool = True
+
+    @classmethod
+    def of(cls, work: WorkFolder) -> InputReader:
+        source = source_root(work.run.source)
+        return cls(images=work.run.images, source=source, spool=work.path / "spool")
 
     def check(self, row: Mapping[str, Any]) -> CheckedImage:
         """Check one input. Its hash is empty if its bytes were not read.
 
         row: `path`, `file`, `offset`, `num_bytes`, `modified_ns` and `spooled`. Raises
-        ChangedSource if the source has changed since it was listed, Outage, SpoolError.
+        ChangedSource if the source has changed since it was listed, Outage.
         """
         if row["num_bytes"] > MAX_FILE_BYTES:
             return CheckedImage("too_large", b"")
+        name = os.fsencode(row["file"] or row["path"])
         try:
-            data = self._read(row)
+            data = self._read(name, row)
         except OSError as error:
             if row["spooled"]:
-                raise SpoolError(error) from None
+                raise
             if isinstance(error, FileNotFoundError):
-                raise ChangedSource(os.fsdecode(row["file"] or row["path"])) from None
+                raise ChangedSource(os.fsdecode(name)) from None
             raise_if_outage(error, os.fsdecode(row["path"]))
             return CheckedImage("unreadable", b"")
-        return check_image(data, settings=self.images)
+        return check_image(data, settings=self.images, convert=self.convert)
 
-    def _read(self, row: Mapping[str, Any]) -> bytes:
+    def _read(self, name: bytes, row: Mapping[str, Any]) -> bytes:
         # System calls: pathlib and file objects would take as long as the reading.
-        folder, name = self.spool if row["spooled"] else self.source, row["file"] or row["path"]
-        file = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NONBLOCK)
+        folder = self.spool if row["spooled"] else self.source
+        file = os.open(os.path.join(os.fsencode(str(folder)), name), os.O_RDONLY | os.O_NONBLOCK)
         try:
             status = os.fstat(file)
             is_same = status.st_mtime_ns == row["modified_ns"] and (
@@ -169,7 +163,7 @@ class InputReader:
         finally:
             os.close(file)
         if row["spooled"]:
-            raise OSError(errno.EIO, "too short")
+            raise OSError(errno.EIO, "the spool is too short")
         raise ChangedSource(os.fsdecode(name))
 
 

@@ -310,7 +310,7 @@ def shard_lengths(
 
 def _size_ratio(work: WorkFolder, rows: pa.Table) -> float:
     """Bytes stored per byte read."""
-    reader = InputReader(work)
+    reader = InputReader.of(work)
     pairs = [(row["num_bytes"], reader.check(row)) for row in rows.to_pylist()]
     before = sum(num_bytes for num_bytes, image in pairs if image.reason is None)
     return sum(len(image.content) for _, image in pairs) / before if before else 1.0

@@ -33,7 +33,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.sources.errors import ChangedSource, Outage, SpoolError, check_is_mounted
+from data_prep.sources.errors import ChangedSource, Outage, check_is_mounted
 from data_prep.sources.protocol import source_root
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.data.index import MANIFEST_NAME
@@ -358,10 +358,10 @@ def work_through_steps(work: WorkFolder, steps: Sequence[Step], *, start: int = 
                 return
             work.raise_failure()
             work.work_through(step.units(work), step.do, start=start)
-    except (OSError, SpoolError, UserError) as error:
+    except (OSError, UserError) as error:
         if work.is_finished:  # by another process, which removed the folder
             return
-        if isinstance(error, (OSError, SpoolError)):
+        if isinstance(error, OSError):
             raise storage_error(error, work) from error
         if isinstance(error, ChangedSource):
             # It discards all work; a file system that is not mounted must not.
@@ -374,14 +374,11 @@ def storage_error(error: Exception, work: WorkFolder) -> UserError:
 
     Raises the error of a preparation that has failed.
     """
-    what = "cannot be written"
-    if isinstance(error, SpoolError):
-        what, error = "the spool cannot be used", error.error
     work.raise_failure()
     code = error.errno if isinstance(error, OSError) else None
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return Outage(
-        f"{what} ({text}); what was finished so far is kept in {work.path.name}",
+        f"cannot be written ({text}); what was finished so far is kept in {work.path.name}",
         where=str(work.output),
         next_step=f"{'free space' if code in (errno.ENOSPC, errno.EDQUOT) else 'fix this'} and "
         "rerun; the run resumes",

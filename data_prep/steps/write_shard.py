@@ -56,7 +56,7 @@ def write_shard(work: WorkFolder, unit: str) -> None:
     split = plan.shards[number][0]
     with pa.memory_map(str(work.path / ROWS)) as file:
         rows = pa.ipc.open_file(file).get_batch(number).to_pylist()
-    reader, outcomes = InputReader(work), []
+    reader, outcomes = InputReader.of(work), []
     temporary = work.temporary("tar")
     with TarShard(temporary) as tar:
         for row in rows:

@@ -33,7 +33,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     finished = verify(tmp_path / "shards")
     assert finished.returncode == 2
     assert "test-000000.tar: cannot be read (No such file or directory)" in finished.stdout
-    assert "train-000000.tar: no end mark after its last member" in finished.stdout
+    assert "train-000000.tar: holds more than the samples" in finished.stdout
 
 
 def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:

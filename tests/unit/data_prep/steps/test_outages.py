@@ -47,7 +47,7 @@ def test_a_full_spool_loses_no_row(tmp_path: Path) -> None:
     run = run_of(source, tmp_path / "shards", source={"kind": "parquet"})
     with largest_file(60_000), pytest.raises(Outage) as stopped:
         prepare_here(run)
-    assert "the spool cannot be used (File too large)" in stopped.value.text()
+    assert "cannot be written (File too large)" in stopped.value.text()
     assert "rerun; the run resumes" in stopped.value.text()
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 30
@@ -59,7 +59,7 @@ def test_an_unreadable_spool_stops_and_keeps_the_work(tmp_path: Path) -> None:
     p = prepare_here(run, until="write shards")
     (spool,) = (p.path / "spool").iterdir()
     os.truncate(spool, 100)
-    with pytest.raises(Outage, match="the spool cannot be used"):
+    with pytest.raises(Outage, match="the spool is too short"):
         prepare_here(run)
     assert p.path.exists()
 
@@ -78,7 +78,7 @@ def test_outages_while_reading_reject_no_file(
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    reader = InputReader(WorkFolder(run))
+    reader = InputReader.of(WorkFolder(run))
     monkeypatch.setattr(os, "pread", fail)
     if code in FAULTS:
         assert reader.check(row).reason == "unreadable"
