@@ -14,6 +14,7 @@ import sys
 try:
     from launch.chains.settings import ChainRun
     from launch.chains.sweeps import sweep_command
+    from launch.jobs.following import follow_run
     from launch.jobs.preparation import (
         RUN_TYPES,
         LaunchableRun,
@@ -24,8 +25,7 @@ try:
         submit_run,
         with_num_workers,
     )
-    from launch.jobs.status.following import follow_run
-    from launch.jobs.status.text import shown_folder
+    from launch.jobs.status_text import shown_folder
     from launch.jobs.submission import Submission, require_slurm
     from launch.planning.checks import as_table, refuse_or_warn, run_checks, slurm_check
     from launch.planning.dry_run import batch_script, describe

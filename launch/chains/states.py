@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.chains.load import Chain, ChainStep
 from launch.jobs.preparation import RUN_TYPES
-from launch.jobs.status.states import RESULTS_NAME
+from launch.jobs.states import RESULTS_NAME
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, run_leaves

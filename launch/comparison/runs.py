@@ -20,7 +20,7 @@ from finetune.run import FinetuneRun
 from launch.jobs.attempts import read_attempts
 from launch.jobs.preparation import RUN_TYPES
 from launch.jobs.queue import QueuedJob, known_jobs
-from launch.jobs.status.states import RUNS_FOLDER, find_runs, read_state
+from launch.jobs.states import RUNS_FOLDER, find_runs, read_state
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, read_site, read_values

@@ -15,7 +15,7 @@ from pathlib import Path
 from launch.comparison.runs import default_uri
 from launch.jobs.attempts import Ending
 from launch.jobs.queue import known_jobs
-from launch.jobs.status.states import RunState, RunStatus, find_runs, read_state
+from launch.jobs.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_values
 from vitscale.config.redaction import redact, short_reason

@@ -130,9 +130,8 @@ def begin_attempt(
     job_id: str,
     restart: int = 0,
     nodes: Sequence[str] = (),
-    started: float | None = None,
 ) -> Attempt:
-    """Record the start of an attempt, now or at `started`. Closes an attempt without an end."""
+    """Record the start of an attempt, now. Closes an attempt without an end."""
     folder = Path(run_folder)
     before = read_attempts(folder)
     if before and before[-1].ended is None:
@@ -144,7 +143,7 @@ def begin_attempt(
         job_id=job_id,
         restart=restart,
         nodes=tuple(nodes),
-        started=time.time() if started is None else started,
+        started=time.time(),
         pid=os.getpid() if cluster == "local" else None,
     )
     _append(folder, attempt)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.queue import user_jobs
-from launch.jobs.status.states import RunState, RunStatus, read_state
+from launch.jobs.states import RunState, RunStatus, read_state
 from launch.jobs.submission import submit_to_slurm
 from launch.jobs.task import StageJob
 from tests.integration.slurm.conftest import ROOT

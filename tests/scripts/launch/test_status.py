@@ -72,6 +72,6 @@ def value_at(run: Any, path: str) -> Any:
 
 
 def normal(text: str) -> str:
-    """Without times, durations and addresses."""
-    text = re.sub(r"\d{4}-\d\d-\d\d( \d\d:\d\d(:\d\d)?)?|\b\d\d:\d\d(:\d\d)?\b", "TIME", text)
-    return re.sub(r"\d+(:\d\d)+|\b\d+(\.\d+)? (s|min|h)\b", "DURATION", text)
+    """Without durations and times."""
+    text = re.sub(r"\b\d+:\d\d:\d\d\b", "DURATION", text)
+    return re.sub(r"(\d{4}-\d\d-\d\d )?\b\d\d:\d\d\b", "TIME", text)

@@ -10,7 +10,7 @@ import pytest
 from launch.comparison.runs import DEFAULT_URI, default_uri
 from launch.comparison.sync import _ending, sync
 from launch.jobs.attempts import Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.status.states import read_state
+from launch.jobs.states import read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.tracking.run_facts import RunRecord
 from vitscale.tracking.settings import TrackingSettings

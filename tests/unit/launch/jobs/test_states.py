@@ -9,18 +9,12 @@ from typing import Any
 
 import pytest
 
-from launch.jobs.attempts import Ending, Outcome, begin_attempt, end_attempt
+from launch.jobs.attempts import ATTEMPT, Ending
 from launch.jobs.queue import QueuedJob
-from launch.jobs.status.states import RunState, find_runs, read_state
-from launch.jobs.status.text import as_text, line_of
-from vitscale.config.errors import FailureKind, UserError
-from vitscale.distributed.events import (
-    FAILED,
-    STARTED,
-    append_event,
-    read_start,
-    record_start,
-)
+from launch.jobs.states import RunState, find_runs, read_state
+from launch.jobs.status_text import as_text, line_of
+from vitscale.config.errors import UserError
+from vitscale.distributed.events import FAILED, STARTED, append_event, read_start, record_start
 from vitscale.tracking.journal import Row, encode
 
 NOW = time.time()
@@ -45,24 +39,17 @@ class RunFolder:
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
 
-    def attempt(
-        self, ending: Ending | None, reason: str = "", *, cluster: str = "slurm", **more: Any
-    ) -> None:
-        started = begin_attempt(
-            self.folder, cluster=cluster, job_id=JOB, nodes=("n1", "n2"), started=NOW - 60
-        )
-        if ending is not None:
-            outcome = Outcome(ending=ending, reason=reason, exit_code=1, **more)
-            end_attempt(started, self.folder, outcome)
+    def attempt(self, ending: Ending | None, *, number: int = 1) -> None:
+        """One that has started a minute ago, and ended now unless `ending` is None."""
+        values = {"number": number, "cluster": "slurm", "job_id": JOB, "restart": 0}
+        ended = {"ended": NOW, "ending": ending} if ending else {}
+        where = {"nodes": ["n1", "n2"], "started": NOW - 60}
+        append_event(self.folder, ATTEMPT, values | where | ended)
 
     def checkpoint(self, step: int) -> None:
         folder = self.folder / f"checkpoints/step-{step:08d}"
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()
-
-    def write_log(self, *lines: str) -> None:
-        path = self.folder / f"slurm/{JOB}/{JOB}_0_log.out"
-        path.write_text("".join(f"{line}\n" for line in lines))
 
     def line(self, *jobs: QueuedJob) -> str:
         return line_of(read_state(self.folder, jobs), now=NOW)
@@ -86,9 +73,7 @@ def test_a_started_job_is_running(run: RunFolder) -> None:
     run.attempt(None)
     running = job("RUNNING", nodes="n[1-2]")
     run.log(58, ago=90)  # before this start, and after its checkpoint
-    assert run.line(running).endswith(
-        "vit: running for 60 s, starting from step 50; job 4711 on n[1-2]"
-    )
+    assert "vit: running for 0:01:00, starting from step 50; job 4711 on n[1" in run.line(running)
     run.log(62, ago=14)
     run.log(64, **{"vitals/images_per_s": 812.0, "vitals/mfu": 0.4})
     assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in run.line(running)
@@ -98,7 +83,7 @@ def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
     run.log(2, ago=50)
     run.log(4, ago=40)
     found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
-    assert "last step 3 min ago" in line_of(found, now=NOW + 140)
+    assert "last step 0:03:00 ago" in line_of(found, now=NOW + 140)
 
 
 def test_a_complete_run_is_finished(run: RunFolder) -> None:
@@ -107,7 +92,7 @@ def test_a_complete_run_is_finished(run: RunFolder) -> None:
     run.checkpoint(90)
     assert read_state(run.folder, []).state is RunState.STOPPED
     run.checkpoint(100)
-    assert "finished, 100 steps, 10 s ago; val/top1 0.7500, train/loss 1.2500" in run.line()
+    assert "finished, 100 steps, 0:00:10 ago; val/top1 0.7500, train/loss 1.2500" in run.line()
 
 
 @pytest.mark.parametrize(
@@ -126,15 +111,6 @@ def test_the_last_attempt_says_how_a_run_ended(
     run.log(10)
     run.attempt(ending)
     assert read_state(run.folder, []).state is state
-
-
-def test_a_failure_has_its_reason_and_log(run: RunFolder) -> None:
-    run.write_log("RuntimeError: of the first", "x attempt 2 of the run, job 4711", "resumed",
-                  "RuntimeError: no such tensor", "srun: ended")  # fmt: skip
-    run.attempt(Ending.FAILED, "rank 1 on n2 ended with code 1")
-    assert ": rank 1 on n2 ended with code 1; RuntimeError: no such tensor; log " in run.line()
-    run.attempt(Ending.FAILED, "rank 1 on n2 hung", kind=FailureKind.HANG)
-    assert ": rank 1 on n2 hung; log " in run.line()
 
 
 def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder) -> None:
@@ -173,8 +149,9 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
 
 def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
     other = RunFolder(run.folder.parent / "other")
-    for ending in (Ending.STOPPED, Ending.KILLED, Ending.STOPPED, Ending.DONE):
-        other.attempt(ending)
+    endings = (Ending.STOPPED, Ending.KILLED, Ending.STOPPED, Ending.DONE)
+    for number, ending in enumerate(endings, start=1):
+        other.attempt(ending, number=number)
     waiting = job("PENDING", reason="Resources", start=NOW + 60)
     runs = [read_state(other.folder, []), read_state(run.folder, [waiting])]
     first, second, third = as_text(runs, now=NOW).splitlines()
@@ -207,10 +184,9 @@ def test_runs_are_found_by_name_and_by_folder(here: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "report"),
     [
-        (["images"], "images is no run folder"),
+        (["images"], "no run folder in images"),
         (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
-        (["x", "y"], r"(?s)no such run: x.*no such run: y"),
-        (["runs/vit/config.yaml"], "is a file, not a run folder"),
+        (["x", "runs/vit/config.yaml"], "(?s)no such run: x.*no such run: runs/vit/config.yaml"),
     ],
 )
 def test_a_name_that_is_no_run_is_an_error(here: Path, names: list[str], report: str) -> None:
@@ -220,5 +196,5 @@ def test_a_name_that_is_no_run_is_an_error(here: Path, names: list[str], report:
 
 def test_a_folder_without_runs_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(here / "images")
-    with pytest.raises(UserError, match="no run folder below"):
+    with pytest.raises(UserError, match="no such run: runs\n"):
         find_runs([])

@@ -8,37 +8,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.jobs.queue import QueuedJob
-from launch.jobs.status.states import RESULTS_NAME, RunState, RunStatus
+from launch.jobs.states import RESULTS_NAME, RunState, RunStatus
 from vitscale.tracking.console import format_duration
 
 MAX_RESULTS = 4
 # A run that has logged nothing for this long may hang.
 QUIET_S = 60.0
 ORDER = list(RunState)
-# JOB REASON CODES of `man squeue`, SLURM 22.05 to 24.11.
+# JOB REASON CODES of `man squeue`, SLURM 22.05 to 24.11, by how they begin; the first one counts.
 REASONS = {
-    "AssociationJobLimit": "your account has reached its limit of jobs",
+    "Assoc": "your account has reached a limit",
     "BadConstraints": "asks for nodes or features that its partition does not have, or excludes "
     "all of them: it will never start",
     # cred_expire in slurm.conf: until the old credential has expired.
     "BeginTime": "waits for its start time; SLURM holds a requeued job back for two minutes",
-    "Dependency": "waits for another job",
     "DependencyNeverSatisfied": "waits for a job that has failed: it will never start",
+    "Dependency": "waits for another job",
     "JobArrayTaskLimit": "launch.max_running_tasks tasks are running",
     "JobHeldAdmin": "held by an administrator",
     "JobHeldUser": "held by its user: `scontrol release` lets it start",
+    "Max": "your account has reached a limit",
     "PartitionNodeLimit": "asks for more or fewer nodes than its partition allows: it will never "
     "start",
     "PartitionTimeLimit": "asks for more time than its partition allows: it will never start",
     "Priority": "jobs of higher priority are before it",
-    "Resources": "waits for free nodes",
-}
-# Families of reasons with many members.
-PREFIXES = {
-    "Assoc": "your account has reached a limit",
-    "Max": "your account has reached a limit",
     "QOS": "its quality of service has reached a limit",
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "Resources": "waits for free nodes",
     "launch_failed_requeued_held": "a node could not start it, so it is held: `scontrol release` "
     "tries again",
 }
@@ -69,7 +65,7 @@ def line_of(run: RunStatus, *, now: float) -> str:
         parts.append(", ".join(f"{name} {value:.4f}" for name, value in shown))
     if run.failure is not None:
         parts[0] += f": {run.failure.what}"
-        parts += [run.failure.error_line or "", f"log {shown_folder(run.log)}" if run.log else ""]
+        parts.append(f"log {shown_folder(run.log)}" if run.log else "")
     if run.state is RunState.STOPPED:
         parts[0] += f": {run.attempt.reason}" if run.attempt and run.attempt.reason else ""
         parts.append("the same command resumes it")
@@ -81,7 +77,7 @@ def line_of(run: RunStatus, *, now: float) -> str:
 
 def _headline(run: RunStatus, *, now: float) -> str:
     logged = run.logged
-    length = "" if run.since is None else age(now - run.since)
+    length = "" if run.since is None else format_duration(now - run.since)
     if run.state is RunState.RUNNING:
         words = ["running" + (f" for {length}" if length else "")]
         # Without a line in the journal since this attempt began.
@@ -95,7 +91,7 @@ def _headline(run: RunStatus, *, now: float) -> str:
         if logged.mfu is not None:
             words.append(f"MFU {logged.mfu:.1%}")
         if logged.time is not None and now - logged.time > QUIET_S:
-            words.append(f"last step {age(now - logged.time)} ago")
+            words.append(f"last step {format_duration(now - logged.time)} ago")
         if logged.eta_s is not None and logged.time is not None:
             words.append(f"{format_duration(logged.eta_s - (now - logged.time))} left")
         return ", ".join(words)
@@ -129,18 +125,6 @@ def shown_folder(folder: Path) -> str:
     return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
-def age(seconds: float) -> str:
-    """A length of time in its largest unit: 12 s, 5 min, 3.2 h, 4 days."""
-    seconds = max(0.0, seconds)
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 48 * 3600:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 86400:.0f} days"
-
-
 def clock(seconds: float) -> str:
     """Local time, with the date if it is not today."""
     moment, today = time.localtime(seconds), time.localtime()
@@ -153,7 +137,5 @@ def plain_reason(reason: str | None) -> str:
     if reason is None:
         return "the scheduler has not looked at it yet"
     word = reason.replace(" ", "_")
-    found = REASONS.get(word)
-    if found is None:
-        found = next((text for start, text in PREFIXES.items() if word.startswith(start)), None)
+    found = next((text for start, text in REASONS.items() if word.startswith(start)), None)
     return f"SLURM says {reason}" if found is None else f"{found} ({reason})"

@@ -2,13 +2,11 @@
 
 Owns: the state, from the queue, the events, the journal and the newest checkpoint, and finding the
 folders that names mean. Changes nothing and takes no lock.
-Leaves out: showing it (`text`, `following`).
+Leaves out: showing it (`status_text`, `following`).
 """
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +15,10 @@ from pathlib import Path
 
 import yaml
 
-from launch.jobs.attempts import FAILURES, FINAL, Attempt, Ending, read_attempts
+from launch.jobs.attempts import FAILURES, FINAL, Attempt, Ending, last_lines, read_attempts
 from launch.jobs.queue import QueuedJob, jobs_of
 from vitscale.checkpoint.folders import step_folders, step_of
-from vitscale.config.errors import FailureKind, UserError, UserErrors, nearest
+from vitscale.config.errors import FailureKind, UserError, UserErrors, did_you_mean
 from vitscale.distributed.events import (
     EVENTS_NAME,
     TrainingStart,
@@ -42,11 +40,6 @@ JOB_FOLDERS = ("slurm", "local")
 RESULTS_NAME = "results.json"
 # JOB STATE CODES of `man squeue`, of jobs that have no nodes.
 WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
-# Hold thousands of lines: the last evaluation is among them.
-TAIL_BYTES = 1 << 18
-# The last line of a traceback, or of our own report.
-ERROR_LINE = re.compile(r"(\[?rank ?\d+\]?: ?)?([\w.]*(Error|Exception)\b|error: )")
-ATTEMPT_LINE = re.compile(r" attempt \d+ of the run, job ")
 
 
 class RunState(StrEnum):
@@ -93,8 +86,6 @@ class RunFailure:
 
     what: str
     """A sentence that names rank and node where they are known."""
-    error_line: str | None = None
-    """Last error line of the log, where no rank has recorded the cause."""
     kind: FailureKind | None = None
 
 
@@ -109,7 +100,7 @@ class RunStatus:
     job: QueuedJob | None
     """The job that runs, else the one that waits longest."""
     place: str
-    """Where it runs: a job with its nodes, or a process; empty if nothing is known."""
+    """Where it runs: a job with its nodes, or a process; empty if it does not."""
     logged: LoggedProgress
     attempt: Attempt | None
     """The newest one."""
@@ -128,28 +119,23 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     attempts, start, logged = read_attempts(folder), read_start(folder), _read_logged(folder)
     last = attempts[-1] if attempts else None
     is_open = last is not None and last.ended is None
-    queued = jobs_of(folder, jobs=jobs or ())
-    at_work = (job for job in queued if job.state not in WAITING_STATES)
-    job = next(at_work, queued[0] if queued else None)
-    pid = _live_pid(last if is_open else None, start)
-    failure = None
-    place = "" if last is None else f"job {last.job_id} on {', '.join(last.nodes)}"
-    # Of a run that has ended, or runs without a job.
-    since = (last.ended or last.started) if last is not None else start.time if start else None
+    queued = sorted(jobs_of(folder, jobs=jobs or ()), key=lambda job: job.state in WAITING_STATES)
+    job, failure, place = next(iter(queued), None), None, ""
     if job is not None:
         place = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
+        since = last.started if last is not None and is_open else job.start
+        state = RunState.RUNNING
         if job.state in WAITING_STATES:
             has_started = last is not None and last.job_id == job.job_id
             state = RunState.PAUSED if has_started else RunState.QUEUED
             since = job.submitted
-        else:
-            state = RunState.RUNNING
-            since = last.started if last is not None and is_open else job.start
-    elif pid is not None:
+    elif pid := _live_pid(last if is_open else None, start):
         state, place = RunState.RUNNING, f"process {pid} on this machine"
-    elif jobs is None and is_open and last is not None and last.cluster == "slurm":
-        state = RunState.RUNNING
-        place += ", as its records say: SLURM does not answer"
+        since = last.started if last is not None and is_open else start.time if start else None
+    elif jobs is None and last is not None and is_open and last.cluster == "slurm":
+        state, since = RunState.RUNNING, last.started
+        place = f"job {last.job_id} on {', '.join(last.nodes)}, as its records say: SLURM does not "
+        place += "answer"
     else:
         state, failure = _ended_state(folder, last, start, logged)
         since = last.ended if last is not None and last.ended is not None else logged.time
@@ -188,9 +174,7 @@ def _ended_state(
         return RunState.FINISHED, None
     if last is not None and (last.ended is None or last.ending in (*FAILURES, *FINAL)):
         what = last.reason or "no record of its end: its node died, or SLURM ended the job"
-        known = last.kind not in (None, FailureKind.OTHER)
-        line = None if known else _last_error(newest_log(folder))
-        return RunState.FAILED, RunFailure(what=what, error_line=line, kind=last.kind)
+        return RunState.FAILED, RunFailure(what=what, kind=last.kind)
     if last is None and start is None:
         if (folder / RESULTS_NAME).is_file() or _has_made_shards(folder):
             return RunState.FINISHED, None
@@ -221,24 +205,9 @@ def newest_log(folder: Path) -> Path | None:
     return max(logs, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _last_error(log: Path | None) -> str | None:
-    """The newest attempt's last error line; without one, `last line: ...`."""
-    last = error = None
-    is_next = False
-    for line in (each.decode(errors="replace").strip() for each in (_tail(log) if log else ())):
-        if ATTEMPT_LINE.search(line):
-            last = error = None
-        if is_next or ERROR_LINE.match(line):
-            error = line
-        # A report of several lines: the first one is below its heading.
-        is_next = line == "error:"
-        last = line or last
-    return error or (f"last line: {last}" if last else None)
-
-
 def _read_logged(run_folder: Path) -> LoggedProgress:
     """The run's journal and checkpoints. Missing files and unreadable lines count as not logged."""
-    rows = [row for row in map(decode, _tail(run_folder / JOURNAL_NAME)) if row is not None]
+    rows = [row for row in map(decode, last_lines(run_folder / JOURNAL_NAME)) if row is not None]
     last = {key: value for row in rows for key, value in row.metrics.items()}
     named = {key.rpartition("/")[2]: value for key, value in last.items()}
     start = read_start(run_folder)
@@ -261,18 +230,6 @@ def _read_logged(run_folder: Path) -> LoggedProgress:
     )
 
 
-def _tail(path: Path) -> list[bytes]:
-    """The last whole lines of a file; none if it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
-            file.seek(start)
-            lines = file.readlines()
-    except OSError:
-        return []
-    return lines[1:] if start else lines
-
-
 # ---- finding runs -----------------------------------------------------------------------------
 
 
@@ -281,23 +238,26 @@ def find_runs(names: Sequence[str]) -> list[Path]:
 
     Raises UserErrors for every name that means none.
     """
-    if not names:
-        if found := list(_below(RUNS_FOLDER, depth=MAX_DEPTH)):
-            return found
-        raise UserError(
-            f"no run folder below {RUNS_FOLDER.absolute()}",
-            next_step="change to the folder that you started the run from, or name a run",
-        )
     folders: list[Path] = []
     errors = []
-    for name in names:
+    for name in names or [str(RUNS_FOLDER)]:
         there = next((each for each in (Path(name), RUNS_FOLDER / name) if each.is_dir()), None)
         found = [] if there is None else list(_below(there, depth=MAX_DEPTH))
         folders += found
         if not found:
-            errors.append(_no_run(name, there))
+            known = [path.name for path in _below(RUNS_FOLDER, depth=MAX_DEPTH)]
+            otherwise = "change to the folder that you started the run from, or name its output"
+            what = f"no such run: {name}" if there is None else f"no run folder in {there}"
+            errors.append(
+                UserError(
+                    what,
+                    where="RUN",
+                    allowed=f"a run folder, one with runs, or one of: {', '.join(known[:20])}",
+                    next_step=did_you_mean(Path(name).name, known, otherwise),
+                )
+            )
     if errors:
-        raise errors[0] if len(errors) == 1 else UserErrors(errors)
+        raise UserErrors(errors)
     return list(dict.fromkeys(folders))
 
 
@@ -313,22 +273,3 @@ def _below(folder: Path, *, depth: int) -> Iterator[Path]:
     yield from found
     if is_run or (not found and any((folder / name).is_dir() for name in JOB_FOLDERS)):
         yield folder
-
-
-def _no_run(name: str, folder: Path | None) -> UserError:
-    if folder is not None:
-        return UserError(
-            f"{folder} is no run folder, and has none below it",
-            where="RUN",
-            allowed=f"a folder with {', '.join(RUN_FILES)}, {' or '.join(JOB_FOLDERS)}/",
-            next_step="give the output folder of a run",
-        )
-    known = [path.name for path in _below(RUNS_FOLDER, depth=MAX_DEPTH)]
-    close = nearest(Path(name).name, known)
-    what = f"{name} is a file, not a run folder" if Path(name).exists() else f"no such run: {name}"
-    return UserError(
-        what,
-        where="RUN",
-        allowed=f"a folder, or one of: {', '.join(known[:20])}" if known else "a run folder",
-        next_step=f"did you mean {close}?" if close else None,
-    )

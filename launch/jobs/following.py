@@ -9,18 +9,16 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from launch.jobs.processes import LogTail
+from launch.jobs.processes import EXIT_INTERRUPTED, LogTail
 from launch.jobs.queue import known_jobs
-from launch.jobs.status.states import ACTIVE, RunState, RunStatus, newest_log, read_state
-from launch.jobs.status.text import line_of, shown_folder
+from launch.jobs.states import ACTIVE, RunState, RunStatus, newest_log, read_state
+from launch.jobs.status_text import line_of, shown_folder
 from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, UserError
 
-LOG_SECONDS = 1.0
-# squeue loads the controller of the whole site.
-STATE_SECONDS = 5.0
+# squeue loads the controller of the whole site: it is asked at every fifth look at the log.
+LOG_SECONDS, LOOKS = 1.0, 5
 # Of a log that exists when following begins.
 LAST_LINES = 20
-EXIT_INTERRUPTED = 130
 
 
 def follow_run(folder: Path, *, output: TextIO) -> int:
@@ -30,28 +28,27 @@ def follow_run(folder: Path, *, output: TextIO) -> int:
     Ctrl-C, which leaves the run alone. Raises UserError for an array, whose tasks have own logs.
     """
     run: RunStatus | None = None
+    tail: LogTail | None = None
     try:
-        tail: LogTail | None = None
-        looked = float("-inf")
-        while True:
-            if time.monotonic() - looked >= STATE_SECONDS:
-                before, run, looked = run, _look(folder, run), time.monotonic()
-                tail = _copy_log(folder, tail, is_first=before is None, output=output)
-                if _has_changed(before, run):
-                    output.write(line_of(run, now=time.time()) + "\n")
-                    output.flush()
-                if run.state not in ACTIVE:
-                    return _exit_code(run)
-            tail = _copy_log(folder, tail, is_first=False, output=output)
-            time.sleep(LOG_SECONDS)
+        while run is None or run.state in ACTIVE:
+            before, run = run, _look(folder, run)
+            tail = _copy_log(folder, tail, is_first=before is None, output=output)
+            if before is None or _key(before) != _key(run):
+                output.write(line_of(run, now=time.time()) + "\n")
+                output.flush()
+            for _ in range(LOOKS if run.state in ACTIVE else 0):
+                time.sleep(LOG_SECONDS)
+                tail = _copy_log(folder, tail, is_first=False, output=output)
     except KeyboardInterrupt:
         job = None if run is None else run.job
-        what = (
-            f"job {job.job_id} continues; scancel {job.job_id} ends it" if job else "it continues"
-        )
+        what = f"job {job.job_id} continues; scancel {job.job_id} ends it" if job else "it goes on"
         again = f"python launch/status.py {shown_folder(folder)} --follow"
         output.write(f"\n{what}\nfollow it again: {again}\n")
         return EXIT_INTERRUPTED
+    if run.failure is not None and run.failure.kind is not None:
+        return run.failure.kind.exit_code
+    known = {RunState.FINISHED: 0, RunState.STOPPED: EXIT_STOPPED_RESUMABLE}
+    return known.get(run.state, EXIT_FAILED)
 
 
 def _look(folder: Path, before: RunStatus | None) -> RunStatus:
@@ -69,15 +66,10 @@ def _look(folder: Path, before: RunStatus | None) -> RunStatus:
     return run
 
 
-def _has_changed(before: RunStatus | None, run: RunStatus) -> bool:
-    """Whether to say so; SLURM's estimate of the start changes all the time."""
-
-    def key(status: RunStatus) -> tuple[object, ...]:
-        job = status.job
-        reason = job.reason if job and status.state is not RunState.RUNNING else None
-        return status.state, reason, job and job.job_id
-
-    return before is None or key(before) != key(run)
+def _key(run: RunStatus) -> tuple[object, ...]:
+    """What is shown when it changes; SLURM's estimate of the start changes all the time."""
+    reason = run.job.reason if run.job and run.state is not RunState.RUNNING else None
+    return run.state, reason, run.job and run.job.job_id
 
 
 def _copy_log(
@@ -93,10 +85,3 @@ def _copy_log(
     if tail is not None:
         tail.copy()
     return tail
-
-
-def _exit_code(run: RunStatus) -> int:
-    if run.failure is not None and run.failure.kind is not None:
-        return run.failure.kind.exit_code
-    known = {RunState.FINISHED: 0, RunState.STOPPED: EXIT_STOPPED_RESUMABLE}
-    return known.get(run.state, EXIT_FAILED)
