@@ -50,6 +50,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # Most tests start processes and wait for them, so two files run at a time; one with WORKERS=0.
 WORKERS ?= 2

@@ -56,10 +56,6 @@ def _imports(module: str, nodes: Iterable[ast.AST]) -> frozenset[str]:
     return frozenset(found)
 
 
-def own_imports_of(module: str) -> frozenset[str]:
-    return frozenset(name for name in imports_of(module) if name.split(".")[0] in PACKAGES)
-
-
 @cache
 def scripts() -> frozenset[str]:
     """Modules that a person runs: those with `if __name__ == "__main__"`."""

@@ -1,33 +1,27 @@
-"""Each heavy dependency is imported in one place, so that replacing it is a local change.
+"""What no import may bring, how processes start, and when ranks may wait for each other.
 
-And processes start in one way: none that may have threads forks.
+Who may import whom is in pyproject.toml: `[tool.importlinter]`.
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 
 from tests.contract.tree import (
+    PACKAGES,
     ROOT,
+    STAGES,
     imports_of,
     module_files,
     parsed,
     python_files,
+    scripts,
     top_level_imports_of,
 )
 
-OWNERS: dict[str, set[str]] = {
-    "fsspec": {"vitscale.data.storage"},
-    "deepspeed": {"vitscale.engine.layouts"},
-    "mlflow": {"vitscale.tracking.mlflow_sync"},
-    "submitit": {"launch.jobs.submission"},
-    # Tests and benchmarks read our shards with it, too.
-    "webdataset": {"vitscale.data.webdataset"},
-    "timm": {"vitscale.models"},
-    "sklearn": {"data_prep.corpora.digits"},
-    "simplejpeg": {"data_prep.images.check", "vitscale.images.decoders"},
-}
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed
 # without it; their methods need it. Of these only imports at module level count.
 LAZY = (
@@ -38,16 +32,6 @@ LAZY = (
 )
 LAZY += ("vitscale.checkpoint.folders",)
 TORCHLESS_FOLDERS = ("launch.", "data_prep.", "vitscale.config.", "vitscale.runs.")
-
-
-def test_only_the_owners_import_heavy_dependencies() -> None:
-    """An owner that no longer imports its dependency is an error too."""
-    importers: dict[str, set[str]] = {dependency: set() for dependency in OWNERS}
-    for module in module_files():
-        for name in {name.split(".")[0] for name in imports_of(module)} & OWNERS.keys():
-            package = module.startswith("vitscale.models.") and name == "timm"
-            importers[name].add("vitscale.models" if package else module)
-    assert importers == OWNERS
 
 
 def test_settings_and_launching_never_import_torch() -> None:
@@ -68,6 +52,32 @@ def test_settings_and_launching_never_import_torch() -> None:
                 reached[start] = module
             stack += [name for name in names if name in module_files()]
     assert not reached
+
+
+def test_package_files_are_empty() -> None:
+    """But for one, which sets the environment before anything is imported."""
+    filled = [m for m, p in module_files().items() if p.name == "__init__.py" and parsed(p).body]
+    assert filled == ["vitscale"] and not imports_of("vitscale") - {"os"}
+
+
+def test_nobody_imports_a_script() -> None:
+    assert not {m: found for m in module_files() if (found := imports_of(m) & scripts())}
+
+
+def test_no_file_beside_a_script_shadows_a_module() -> None:
+    """`python launch/x.py` puts launch/ first on the path: launch/queue.py would hide `queue`."""
+    installed = {
+        name for name, owners in packages_distributions().items() if owners != ["vitscale"]
+    }
+    # evaluate, datasets: dependencies of dependencies, not installed everywhere.
+    taken = sys.stdlib_module_names | installed | set(PACKAGES) | {"evaluate", "datasets"}
+    # Deeper ones run as `python -m`, which puts no folder first.
+    folders = {module_files()[s].parent for s in scripts() if s.count(".") == 1}
+    assert {folder.name for folder in folders} == set(STAGES)
+    names = [
+        path for folder in folders for path in folder.iterdir() if not path.name.startswith("__")
+    ]
+    assert not [str(path.relative_to(ROOT)) for path in names if path.stem in taken]
 
 
 # Of multiprocessing: they start processes by the default method, which may be fork.
