@@ -1,28 +1,20 @@
-"""Copy batches to the device on a stream of its own, one batch ahead of the training.
+"""Copy batches to the device, one batch ahead of the training, and normalise their pixels.
 
-Leaves out: loading (`data.loader`), normalisation (`engine`).
+Leaves out: loading (`data.loader`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Any
 
 import torch
 
-
-class Movable(Protocol):
-    """A batch in pinned memory or on the device."""
-
-    def to(self, device: torch.device) -> Self: ...
-
-    def keep_for(self, stream: torch.cuda.Stream) -> None: ...
+# Of `data.loader`, a package beside this one: anything with its `to` and `keep_for`.
+Batch = Any
 
 
-T = TypeVar("T", bound=Movable)
-
-
-class DeviceBatches(Generic[T]):
+class DeviceBatches:
     """The batches of an iterator, on the device.
 
     On a GPU the copy of a batch runs beside the kernels of the batch before it. Its pinned memory
@@ -30,16 +22,16 @@ class DeviceBatches(Generic[T]):
     after the last kernel that reads it. On a CPU: the batches themselves, none ahead.
     """
 
-    def __init__(self, batches: Iterator[T], device: torch.device) -> None:
+    def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         self._batches, self._device = batches, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ahead: T | None = None
+        self._ahead: Batch | None = None
         self._error: Exception | None = None
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> T:
+    def __next__(self) -> Batch:
         if self._stream is None:
             return next(self._batches)
         self.prefetch()
@@ -67,3 +59,21 @@ class DeviceBatches(Generic[T]):
             return
         with torch.cuda.stream(self._stream):
             self._ahead = batch.to(self._device)
+
+
+class Normalization:
+    """Pixels 0..255 to (x / 255 - mean) / std, as one multiply-add on the device."""
+
+    def __init__(
+        self, *, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+    ) -> None:
+        scale = [1 / (255 * s) for s in std]
+        shift = [-m / s for m, s in zip(mean, std, strict=True)]
+        self._scale_3HW = torch.tensor(scale, device=device).view(3, 1, 1)
+        self._shift_3HW = torch.tensor(shift, device=device).view(3, 1, 1)
+
+    def __call__(
+        self, images_B3SS: torch.Tensor, *, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """uint8 or float 0..255; computed in fp32."""
+        return torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW).to(dtype)

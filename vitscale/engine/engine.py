@@ -21,6 +21,7 @@ from torch import nn
 
 from vitscale.checkpoint.tensors import slice_name
 from vitscale.distributed.world import World, agree_no_error, broadcast_tensor
+from vitscale.engine.device_batches import Normalization
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders
 from vitscale.engine.layouts import destroy_deepspeed, initialize_deepspeed, layout_of
@@ -29,15 +30,6 @@ from vitscale.optim.settings import OPTIMIZERS, EmaSettings
 AVERAGE = "ema"
 # Takes a name, a first element and a number of elements of the flattened tensor. May raise OSError.
 ReadPart = Callable[[str, int, int], torch.Tensor]
-
-
-def _normalize(
-    images_B3SS: torch.Tensor,
-    shift_3HW: torch.Tensor,
-    scale_3HW: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.addcmul(shift_3HW, images_B3SS.float(), scale_3HW).to(dtype)
 
 
 class Engine:
@@ -95,12 +87,9 @@ class Engine:
         self._create_optimizer_state(0)
         # At stage 0 autocast takes fp32 and rounds where it multiplies.
         self._input_dtype = torch.float32 if stage == 0 else dtype
-        # Pixels 0..255 to (x / 255 - mean) / std, as one multiply-add on the device.
-        scale = torch.tensor([1 / (255 * s) for s in std], device=world.device)
-        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=world.device)
-        self._scale_3HW, self._shift_3HW = scale.view(3, 1, 1), shift.view(3, 1, 1)
         self._is_compiled = compile_input
-        self._normalize = torch.compile(_normalize) if compile_input else _normalize
+        self._normalize = Normalization(mean=mean, std=std, device=world.device)
+        self._normalized = torch.compile(self._normalize) if compile_input else self._normalize
 
     @property
     def base_optimizer(self) -> torch.optim.Optimizer:
@@ -109,21 +98,15 @@ class Engine:
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""
-        return self._engine(self._model_input(images_B3SS))
-
-    def features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        """The same images -> what the model's head sees [B, width]."""
-        features_BD: torch.Tensor = self.forward(images_B3SS, "features")
-        return features_BD
-
-    def heads(self, images_B3SS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same images -> logits of the class and of the distillation head."""
-        class_BC, distillation_BC = self.forward(images_B3SS, "heads")
-        return class_BC, distillation_BC
+        logits_BC: torch.Tensor = self._engine(self._model_input(images_B3SS))
+        return logits_BC
 
     def forward(self, images_B3SS: torch.Tensor, output: str, **inputs: Any) -> Any:
         """The same images -> another output of the model, with further inputs if it takes them."""
         return self._engine(self._model_input(images_B3SS), output=output, **inputs)
+
+    def _model_input(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        return self._normalized(images_B3SS, dtype=self._input_dtype)
 
     @property
     def known_outputs(self) -> tuple[str, ...]:
@@ -133,10 +116,7 @@ class Engine:
 
     def normalized(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Normalised pixels in fp32, whatever the model's precision: for targets made of pixels."""
-        return _normalize(images_B3SS, self._shift_3HW, self._scale_3HW, torch.float32)
-
-    def _model_input(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        return self._normalize(images_B3SS, self._shift_3HW, self._scale_3HW, self._input_dtype)
+        return self._normalize(images_B3SS)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients; DeepSpeed divides by the number of accumulated micro-batches."""
@@ -322,7 +302,5 @@ class Engine:
             if AVERAGE in state:
                 state[AVERAGE].copy_(weights.detach())
             if self._kind.counts_steps:
-                fused = bool(optimizer.defaults.get("fused"))
-                device = weights.device if fused else torch.device("cpu")
-                state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
+                state["step"] = torch.tensor(float(steps), device=weights.device)
             optimizer.state[weights] = state

@@ -35,7 +35,7 @@ class Health:
 
 
 class UpdateGuard:
-    """Replaces `optimizer.step`."""
+    """Replaces `optimizer.step` of a fused optimiser."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class UpdateGuard:
         """norm: the global norm of the unclipped gradients, whenever the optimiser steps."""
         self._optimizer, self._clip_norm, self._norm = optimizer, clip_norm, norm
         self._device = device
+        assert optimizer.defaults["fused"]
         self._update = optimizer.step
-        self._fused = bool(optimizer.defaults.get("fused"))
         # [skipped, skipped in a row, last skipped step, micro-step of this rank's last bad loss,
         # longest row since the last `health`]
         self._counts = torch.tensor([0, 0, NEVER, NEVER, 0], dtype=torch.int64, device=device)
@@ -70,30 +70,21 @@ class UpdateGuard:
 
     def _step(self, closure: Any = None) -> None:
         assert closure is None
-        gradients = [
-            parameter.grad
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        if not gradients:
+        tensors = (each for group in self._optimizer.param_groups for each in group["params"])
+        device = next((each.device for each in tensors if each.grad is not None), None)
+        if device is None:
             return
-        norm = self._norm_tensor(gradients[0].device)
+        norm = self._norm_tensor(device)
         bad = _is_bad(norm)
         # As torch.nn.utils.clip_grad_norm_ does: the small term keeps a zero norm from dividing.
         shrink = torch.ones_like(norm)
         if self._clip_norm is not None:
             shrink = ((norm + 1e-6) / self._clip_norm).clamp(min=1.0)
-        if self._fused:
-            # Fused kernels divide by the one and do nothing where the other is 1, step counts
-            # included: the interface that torch made for loss scalers.
-            self._optimizer.grad_scale = torch.where(bad, 1.0, shrink)  # type: ignore[attr-defined]  # see above
-            self._optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # see above
-            self._update()
-        elif not bool(bad):
-            if self._clip_norm is not None:
-                torch._foreach_mul_(gradients, 1.0 / shrink)
-            self._update()
+        # Fused kernels divide by the one and do nothing where the other is 1, step counts
+        # included: the interface that torch made for loss scalers.
+        self._optimizer.grad_scale = torch.where(bad, 1.0, shrink)  # type: ignore[attr-defined]  # see above
+        self._optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # see above
+        self._update()
 
     def finish(self) -> None:
         """Count the update, applied or skipped."""

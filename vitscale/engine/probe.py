@@ -46,7 +46,7 @@ def check_nan_is_skipped(config: dict[str, Any], *, world: World, dtype: torch.d
     }
     engine = Engine(
         model,
-        optimizer=torch.optim.AdamW(groups, lr=1.0),
+        optimizer=torch.optim.AdamW(groups, lr=1.0, fused=True),
         optimizer_name="adamw",
         config=config | small,
         world=world,

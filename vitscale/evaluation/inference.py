@@ -10,6 +10,7 @@ from torch import nn
 
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
+from vitscale.engine.device_batches import Normalization
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,22 +40,6 @@ def preprocessing_of(data: DataSettings, *, image_size: int) -> Preprocessing:
     values = {name: getattr(data, name) for name in names}
     values["eval_interpolation"] = data.eval_interpolation or data.interpolation
     return Preprocessing(image_size=image_size, **values)
-
-
-class Normalization:
-    """Pixels 0..255 to (x / 255 - mean) / std, as one multiply-add on the device."""
-
-    def __init__(
-        self, *, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
-    ) -> None:
-        scale = [1 / (255 * s) for s in std]
-        shift = [-m / s for m, s in zip(mean, std, strict=True)]
-        self._scale_3HW = torch.tensor(scale, device=device).view(3, 1, 1)
-        self._shift_3HW = torch.tensor(shift, device=device).view(3, 1, 1)
-
-    def __call__(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        """uint8 or float 0..255 -> fp32."""
-        return torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW)
 
 
 class InferenceModel:

@@ -15,7 +15,7 @@ from torch import nn
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
-from vitscale.data.loader import Batch, open_loader, training_batches
+from vitscale.data.loader import open_loader, training_batches
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.node_files import private_folder
 from vitscale.distributed.random_numbers import stream_key
@@ -81,7 +81,7 @@ def build_evaluations(
 @contextmanager
 def open_batches(
     run: TrainingRun, plan: TrainingPlan, data: TrainingSet, world: World, *, step: int
-) -> Iterator[DeviceBatches[Batch]]:
+) -> Iterator[DeviceBatches]:
     """Micro-batches of this rank from a step to the end of the run, on its device."""
     loader = training_batches(
         data,

@@ -82,7 +82,7 @@ class Distillation(Supervised):
         settings = self.settings
         teacher_BC = self.teacher.logits(batch.images, dtype=engine.dtype)
         if self.has_token:
-            class_BC, student_BC = engine.heads(batch.images)
+            class_BC, student_BC = engine.forward(batch.images, "heads")
         else:
             class_BC = student_BC = engine.logits(batch.images)
         if settings.kind == "hard":

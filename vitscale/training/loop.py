@@ -72,7 +72,7 @@ class TrainingSession:
     engine: Engine
     evaluations: ScheduledEvaluations
     store: CheckpointStore
-    batches: DeviceBatches[Batch]
+    batches: DeviceBatches
     log: IntervalLog
     preemption: PreemptionFlag
     watchdog: Watchdog

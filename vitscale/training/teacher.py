@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitscale.checkpoint.folders import MANIFEST
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import blake3_of_file
-from vitscale.evaluation.inference import Normalization, Preprocessing
+from vitscale.engine.device_batches import Normalization
+from vitscale.evaluation.inference import Preprocessing
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import timm_model
 from vitscale.models.settings import TimmSettings

@@ -1,4 +1,4 @@
-"""The generated DeepSpeed configuration."""
+"""The generated DeepSpeed configuration, and the raw keys that may be merged over it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from vitscale.engine.configuration import deepspeed_config, resolve_compile
-from vitscale.engine.settings import EngineSettings, reduces_in_fp32
+from vitscale.engine.settings import EngineSettings, raw_problems, reduces_in_fp32
+from vitscale.models import costs
+from vitscale.models.settings import ViTSettings
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def config(
@@ -18,7 +22,7 @@ def config(
     accumulation: int = 3,
     largest_parameter: int = 1,
     world_size: int = 2,
-    raw: dict[str, Any] | None = None,
+    **raw: Any,
 ) -> Any:
     return deepspeed_config(
         EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
@@ -28,98 +32,91 @@ def config(
         largest_parameter=largest_parameter,
         clip_norm=0.5,
         dtype=dtype,
-        raw=raw or {},
+        raw=raw,
     )
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_accumulates_gradients_in_fp32(dtype: torch.dtype, stage: int) -> None:
-    assert config(dtype, stage=stage)["data_types"] == {"grad_accum_dtype": "fp32"}
-
-
-@pytest.mark.parametrize("stage, accumulation, world_size, expected", [
-    (1, 1, 2, "bf16"),
-    (1, 2, 64, "bf16"),
-    (1, 3, 2, "fp32"),
-    (2, 1, 2, "fp32"),
-    (1, 1, 65, "fp32"),
-])  # fmt: skip
-def test_gradients_of_two_micro_batches_are_summed_in_bf16(
-    stage: int, accumulation: int, world_size: int, expected: str
-) -> None:
-    """At stage 1, where nothing is lost by it."""
-    found = config(torch.bfloat16, stage=stage, accumulation=accumulation, world_size=world_size)
-    assert found["data_types"] == {"grad_accum_dtype": expected}
-
-
-@pytest.mark.parametrize("num_ranks", [16, 64, 65, 256, 1024])
-def test_the_mean_gradient_keeps_its_first_two_digits(num_ranks: int) -> None:
-    """Each element is added rank by rank, as a ring does; its noise on a rank is its mean."""
-    precision = torch.float32 if reduces_in_fp32("bf16", world_size=num_ranks) else torch.bfloat16
-    assert _error_of_mean(num_ranks, precision) < 0.01
-    # The rule is needed: in bf16 a sum stops growing once a summand is below its last bit.
-    assert num_ranks < 256 or _error_of_mean(num_ranks, torch.bfloat16) > 0.01
-
-
-def _error_of_mean(num_ranks: int, dtype: torch.dtype, *, num_elements: int = 4096) -> float:
-    """Relative error of the mean over ranks of gradients 1 +- 1, summed in a precision."""
-    random = torch.Generator().manual_seed(0)
-    own_RE = (1 + torch.randn(num_ranks, num_elements, generator=random)).bfloat16()
-    total_E = torch.zeros(num_elements, dtype=dtype)
-    for own_E in own_RE:
-        total_E += own_E.to(dtype)
-    exact_E = own_RE.double().mean(0)
-    error_E = total_E.double() / num_ranks - exact_E
-    return float(error_E.norm() / exact_E.norm())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_more_than_64_ranks_sum_gradients_in_fp32(dtype: torch.dtype, stage: int) -> None:
-    """In bf16 a sum over 1,024 ranks loses a third of the mean gradient."""
-    assert "communication_data_type" not in config(dtype, stage=stage, world_size=64)
-    found = config(dtype, stage=stage, world_size=65)
-    assert found["communication_data_type"] == "fp32"
-
-
-def test_stage_0_in_bf16_is_autocast_over_fp32_weights() -> None:
-    found = config(torch.bfloat16, stage=0)
-    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
-    assert "bf16" not in found and "data_types" not in found
-
-
-def test_batch_and_clipping_are_those_of_the_run() -> None:
-    found = config(torch.float32)
+def test_generated_values() -> None:
+    found = config(FP32, zero_optimization={"reduce_bucket_size": 7})
     assert found["train_batch_size"] == 24
     assert found["train_micro_batch_size_per_gpu"] == 4
     assert found["gradient_accumulation_steps"] == 3
     assert found["gradient_clipping"] == 0.5
+    # It would wait for the device twice in every micro-step.
+    assert found["timers"] == {"throughput": {"enabled": False}}
+    assert found["zero_optimization"]["reduce_bucket_size"] == 7
+    assert found["zero_optimization"]["stage"] == 1
+    # By default ZeRO 3 keeps the weights of models below 10^9 parameters for the whole step.
+    assert config(BF16, stage=3)["zero_optimization"]["stage3_max_reuse_distance"] == 0
+
+
+# (dtype, stage, accumulation, ranks), dtype of accumulated gradients.
+ACCUMULATED = [
+    *((dtype, stage, 3, 2, "fp32") for dtype in (BF16, FP16) for stage in (1, 2, 3)),
+    # One gradient is bf16 already, and the sum of two is rounded before it is sent.
+    *((BF16, 1, number, 64, "bf16") for number in (1, 2)),
+    *((BF16, 2, 1, 2, "fp32"), (BF16, 1, 1, 65, "fp32"), (FP16, 1, 1, 2, "fp32")),
+]
+
+
+@pytest.mark.parametrize("dtype, stage, accumulation, world_size, expected", ACCUMULATED)
+def test_gradients_are_accumulated_without_loss(
+    dtype: torch.dtype, stage: int, accumulation: int, world_size: int, expected: str
+) -> None:
+    found = config(dtype, stage=stage, accumulation=accumulation, world_size=world_size)
+    assert found["data_types"] == {"grad_accum_dtype": expected}
+    assert found.get("communication_data_type") == ("fp32" if world_size > 64 else None)
+
+
+def test_stage_0_in_bf16_is_autocast_over_fp32_weights() -> None:
+    found = config(BF16, stage=0)
+    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert "bf16" not in found and "data_types" not in found
+
+
+@pytest.mark.parametrize("num_ranks", [64, 65, 256])
+def test_the_mean_gradient_keeps_its_first_two_digits(num_ranks: int) -> None:
+    """Each element is added rank by rank, as a ring does; its noise on a rank is its mean."""
+    precision = FP32 if reduces_in_fp32("bf16", world_size=num_ranks) else BF16
+    assert _error_of_mean(num_ranks, precision) < 0.01
+    # The rule is needed: in bf16 a sum stops growing once a summand is below its last bit.
+    assert num_ranks < 256 or _error_of_mean(num_ranks, BF16) > 0.01
+
+
+def _error_of_mean(num_ranks: int, dtype: torch.dtype) -> float:
+    """Relative error of the mean over ranks of gradients 1 +- 1, summed in a precision."""
+    random = torch.Generator().manual_seed(0)
+    own_RE = (1 + torch.randn(num_ranks, 4096, generator=random)).bfloat16()
+    total_E = torch.zeros(4096, dtype=dtype)
+    for own_E in own_RE:
+        total_E += own_E.to(dtype)
+    exact_E = own_RE.double().mean(0)
+    return float((total_E.double() / num_ranks - exact_E).norm() / exact_E.norm())
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("raw", [{}, {"zero_optimization": {"reduce_bucket_size": 50}}])
 def test_bucket_holds_the_largest_parameter(stage: int, raw: dict[str, Any]) -> None:
     """The gradient of a larger one is freed while it is still being reduced."""
-    found = config(torch.bfloat16, stage=stage, largest_parameter=10**8, raw=raw)
+    found = config(BF16, stage=stage, largest_parameter=10**8, **raw)
     assert found["zero_optimization"]["reduce_bucket_size"] == 10**8
 
 
-def test_throughput_timer_is_off() -> None:
-    """It would wait for the device twice in every micro-step."""
-    assert config(torch.float32)["timers"] == {"throughput": {"enabled": False}}
+def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
+    """ZeRO 1 and 2 have nothing to shard there; the estimate of memory knows."""
 
+    def stages(dtype: torch.dtype, world_size: int) -> list[int]:
+        found = [config(dtype, stage=stage, world_size=world_size) for stage in range(4)]
+        return [each["zero_optimization"]["stage"] for each in found]
 
-def test_zero_3_releases_weights_after_use() -> None:
-    """By default it keeps those of models below 10^9 parameters for the whole step."""
-    zero = config(torch.bfloat16, stage=3)["zero_optimization"]
-    assert zero["stage3_max_reuse_distance"] == 0
-
-
-def test_raw_keys_are_merged_over_the_generated_ones() -> None:
-    found = config(torch.float32, raw={"zero_optimization": {"reduce_bucket_size": 7}})
-    assert found["zero_optimization"]["reduce_bucket_size"] == 7
-    assert found["zero_optimization"]["stage"] == 1
+    assert stages(FP32, 1) == [0, 0, 0, 3]
+    # bf16 weights with fp32 originals compute differently from autocast at stage 0.
+    assert stages(FP32, 2) == stages(BF16, 1) == [0, 1, 2, 3]
+    options: dict[str, Any] = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
+    options |= {"optimizer_bytes": 8, "activation_checkpointing": False, "costs": costs}
+    arch = ViTSettings(preset="Ti/16").resolved(num_classes=10)
+    found = [costs.memory_estimate(arch, zero_stage=stage, **options) for stage in (0, 1, 2)]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize(
@@ -137,3 +134,25 @@ def test_blocks_are_compiled_on_a_gpu(
 ) -> None:
     settings = EngineSettings(compile=compiled, zero_stage=stage)
     assert resolve_compile(settings, torch.device(device)) == expected
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"train_batch_size": 64}, "train_batch_size", "set data.global_batch"),
+    ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage", "set engine.zero_stage"),
+    ({"zero_optimization": 3}, "zero_optimization", "3 is not a group"),
+    ({"fp61": {}}, "fp61", "did you mean 'fp16'?"),
+    (
+        {"zero_optimization": {"compute_grad_norm": False}},
+        "zero_optimization.compute_grad_norm",
+        "remove the key",
+    ),
+    ({"compile": {"deepcompile": True}}, "compile.deepcompile", "is never used"),
+]
+
+
+@pytest.mark.parametrize("raw, key, why", REFUSED)
+def test_raw_key_is_refused(raw: dict[str, Any], key: str, why: str) -> None:
+    ((where, what),) = raw_problems(raw)
+    assert where == f"deepspeed.{key}" and why in what
+    allowed = {"zero_optimization": {"contiguous_gradients": False}, "wall_clock_breakdown": True}
+    assert list(raw_problems(allowed)) == []

@@ -137,7 +137,9 @@ def test_pixels_are_normalised_by_channel(world: World, stage: int) -> None:
     normalised = (IMAGES.float() / 255 - mean) / std
     with torch.no_grad():
         torch.testing.assert_close(engine.logits(IMAGES), plain(normalised))
-        torch.testing.assert_close(engine.features(IMAGES), plain(normalised, output="features"))
+        torch.testing.assert_close(
+            engine.forward(IMAGES, "features"), plain(normalised, output="features")
+        )
 
 
 def test_update_is_clipped_to_the_norm(world: World, stage: int) -> None:
@@ -230,22 +232,6 @@ def test_average_decays_at_every_step(world: World, stage: int) -> None:
     torch.testing.assert_close(weights(engine, "ema"), slow)
 
 
-def test_averaged_weights_are_used_inside_the_block_only(world: World, stage: int) -> None:
-    engine = new_engine(world, stage, ema=EMA)
-    update(engine)
-    before, average = engine.export_state(), weights(engine, "ema")
-    before = {name: tensor.clone() for name, tensor in before.items()}
-    with torch.no_grad(), engine.averaged():
-        shown = engine.logits(IMAGES).clone()
-    after = engine.export_state()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    plain = Model()
-    plain.load_state_dict(average)
-    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
-    with torch.no_grad():
-        torch.testing.assert_close(shown, plain((IMAGES.float() / 255 - mean) / std))
-
-
 def reader(tensors: Mapping[str, torch.Tensor]) -> ReadPart:
     return lambda name, start, count: tensors[name].flatten()[start : start + count]
 
@@ -326,7 +312,7 @@ def test_a_closed_engine_frees_its_weights_and_states(world: World, stage: int) 
         update(engine)
     engine.eval()
     with torch.no_grad():
-        engine.features(IMAGES)
+        engine.forward(IMAGES, "features")
     base, inner = engine.base_optimizer, engine._engine
     held = {"engine": inner, "model": inner.module, "wrapper": inner.optimizer, "optimizer": base}
     held |= engine._parameters()

@@ -1,0 +1,457 @@
+"""Check the engine on several ranks, beside a plain torch loop in one process.
+
+    zero_checks.py        (one rank; started by test_zero_stages.py)
+
+Owns: recipes for small ViTs, the slow loop without DeepSpeed, the same training with the engine,
+and CHECKS, which run one after another and print `passed: NAME`. The first that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from vitscale.checkpoint.tensors import SLICE
+from vitscale.distributed.exit import run_rank_script
+from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
+from vitscale.engine.configuration import deepspeed_config
+from vitscale.engine.engine import Engine
+from vitscale.engine.settings import EngineSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import (
+    build_model,
+    checkpoint_activations,
+    compile_blocks,
+    decayed,
+    layers_above,
+)
+from vitscale.optim.optimizers import build_optimizer, optimizer_groups
+from vitscale.optim.schedules import learning_rate
+from vitscale.optim.settings import EmaSettings, OptimSettings
+
+STEPS, BATCH, ACCUMULATION, CLIP = 50, 16, 2, 0.5
+# R3 requires 1e-5 relative between layouts over 50 steps in fp32.
+CLOSE = 1e-5
+BF16 = torch.bfloat16
+EMA = EmaSettings(decay=0.9, warmup=False)
+# No size is a multiple of the number of ranks everywhere: slices end inside of tensors.
+MODEL = ViTSettings(
+    image_size=8, patch_size=4, width=30, depth=2, num_heads=2, mlp_width=44, num_classes=7
+)
+# Every option of the model that has no randomness of its own.
+OPTIONS = {"width": 32, "pool": "gap", "num_registers": 2, "positions": "sincos2d"}
+OPTIONS |= {"layer_scale": 0.1, "representation_layer": True, "gelu": "erf", "head_bias": -1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    optim: OptimSettings
+    model: ViTSettings = MODEL
+    decay: str = "cosine"
+
+    def rate(self, step: int) -> float:
+        return learning_rate(
+            step, peak=1e-3, final=0.0, warmup_steps=5, total_steps=STEPS, decay=self.decay
+        )
+
+
+LAYERS = OptimSettings(
+    lr=1e-3, weight_decay=1e-4, weight_decay_mode="independent", layer_decay=0.75
+)
+RECIPES = {
+    "adamw": Recipe(optim=OptimSettings(lr=1e-3, weight_decay=0.1, ema=EMA)),
+    "sgd": Recipe(optim=OptimSettings(name="sgd", lr=1e-3)),
+    "lamb": Recipe(optim=OptimSettings(name="lamb", lr=1e-3, weight_decay=0.05), decay="constant"),
+    "bf16 momentum": Recipe(
+        optim=OptimSettings(lr=1e-3, weight_decay=0.1, ema=EMA, momentum_dtype="bf16")
+    ),
+    "layered": Recipe(optim=LAYERS, model=MODEL.model_copy(update=OPTIONS), decay="linear"),
+}
+ADAMW = RECIPES["adamw"]
+# The head works between -8 and -16, where bf16 has steps of 0.0625.
+FAR_HEAD = replace(ADAMW, model=MODEL.model_copy(update={"head_bias": -10.0}))
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second half sees the batches of the first again: lost state would change the losses."""
+    random = torch.Generator().manual_seed(step % 25)
+    images = torch.randint(0, 256, (BATCH, 3, 8, 8), generator=random, dtype=torch.uint8)
+    return images, torch.randint(0, 7, (BATCH,), generator=random)
+
+
+def new_model(recipe: Recipe) -> torch.nn.Module:
+    vit = build_model(recipe.model.resolved(num_classes=7), seed=0)
+    head = vit.head[-1] if recipe.model.representation_layer else vit.head
+    torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    return vit
+
+
+def new_optimizer(vit: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    arch = recipe.model.resolved(num_classes=7)
+    groups = optimizer_groups(
+        vit.named_parameters(),
+        settings=recipe.optim,
+        decayed=decayed,
+        layers_above=lambda name: layers_above(name, arch),
+    )
+    return build_optimizer(groups, settings=recipe.optim, device=torch.device("cpu"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain:
+    """One process, no DeepSpeed: the slow, independent version."""
+
+    losses: list[float]
+    norms: list[float]
+    average: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    """Of the averaged weights, on the images of step 0."""
+    features: torch.Tensor
+    """Likewise."""
+
+
+@cache
+def train_plain(recipe: Recipe, *, steps: int = STEPS, left_out: Collection[int] = ()) -> Plain:
+    vit = new_model(recipe)
+    optimizer, named = new_optimizer(vit, recipe), dict(vit.named_parameters())
+    average = {name: value.detach().clone() for name, value in named.items()}
+    losses, norms = [], []
+    for step in range(steps):
+        images, labels = data(step)
+        pixels = (images.float() / 255 - 0.5) / 0.5
+        loss = torch.nn.functional.cross_entropy(vit(pixels), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(vit.parameters(), CLIP).item())
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate(step) * group["lr_scale"]
+        if step not in left_out:
+            optimizer.step()
+        for name, value in named.items():
+            average[name] = EMA.decay * average[name] + (1 - EMA.decay) * value.detach()
+        losses.append(loss.item())
+    with torch.no_grad():
+        vit.load_state_dict(average, strict=False)
+        pixels = (data(0)[0].float() / 255 - 0.5) / 0.5
+        features = vit.forward_head(vit.forward_features(pixels), pre_logits=True)
+        return Plain(
+            losses=losses, norms=norms, average=average, logits=vit(pixels), features=features
+        )
+
+
+def new_engine(
+    world: World,
+    *,
+    stage: int,
+    recipe: Recipe = ADAMW,
+    dtype: torch.dtype = torch.float32,
+    compiled: bool = False,
+) -> Engine:
+    vit = new_model(recipe)
+    if compiled:
+        checkpoint_activations(vit)
+        compile_blocks(vit, backend="aot_eager")
+    config = deepspeed_config(
+        EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
+        micro_batch=BATCH // ACCUMULATION // world.world_size,
+        accumulation=ACCUMULATION,
+        world_size=world.world_size,
+        largest_parameter=max(each.numel() for each in vit.parameters()),
+        clip_norm=CLIP,
+        dtype=dtype,
+        raw={},
+    )
+    return Engine(
+        vit,
+        optimizer=new_optimizer(vit, recipe),
+        optimizer_name=recipe.optim.name,
+        config=config,
+        world=world,
+        dtype=dtype,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        ema=recipe.optim.ema,
+    )
+
+
+def spoiled(loss: torch.Tensor, logits: torch.Tensor, step: int, part: int, rank: int) -> None:
+    """Make rank 1's loss NaN at step 3, rank 0's infinite at 4, rank 1's gradient NaN at 8."""
+    if (step, part, rank) == (3, 0, 1):
+        loss *= torch.nan
+    if (step, part, rank) == (4, 1, 0):
+        loss += torch.inf
+    if (step, part, rank) == (8, 1, 1):
+        logits.register_hook(lambda gradient: gradient * torch.nan)
+
+
+def train(
+    engine: Engine, start: int, stop: int, *, recipe: Recipe = ADAMW, spoil: bool = False
+) -> list[float]:
+    """The losses of some steps."""
+    losses, world = [], engine.world
+    for step in range(start, stop):
+        images, labels = data(step)
+        engine.set_learning_rate(recipe.rate(step))
+        total = torch.zeros(1)
+        for part in range(ACCUMULATION):
+            each = BATCH // ACCUMULATION // world.world_size
+            first = (part * world.world_size + world.rank) * each
+            logits = engine.logits(images[first : first + each])
+            loss = torch.nn.functional.cross_entropy(logits.float(), labels[first : first + each])
+            total += loss.detach()
+            if spoil:
+                spoiled(loss, logits, step, part, world.rank)
+            engine.backward(loss)
+            engine.step()
+        losses.append(sum_over_ranks(total).item() / ACCUMULATION / world.world_size)
+    return losses
+
+
+def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks, put together of their slices."""
+    found: dict[str, torch.Tensor] = {}
+    for share in gather_objects(engine.export_state()):
+        for key, part in share.items():
+            if piece := SLICE.fullmatch(key):
+                shape = [int(size) for size in piece["shape"].split("x") if size]
+                whole = found.setdefault(piece["name"], torch.empty(shape, dtype=part.dtype))
+                whole.view(-1)[int(piece["start"]) :][: part.numel()] = part
+            else:
+                found[key] = part.clone()
+    return found
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def moved(first: Engine, second: Engine) -> None:
+    """Give an engine the state of another."""
+    tensors, asked = whole_state(first), []
+
+    def read(name: str, start: int, count: int) -> torch.Tensor:
+        asked.append(count)
+        return tensors[name].flatten()[start : start + count]
+
+    second.import_state(read, optimizer_steps=first.optimizer_steps())
+    second.import_counters(first.export_counters())
+    assert equal(whole_state(second), tensors)
+    once = sum(each.numel() for each in tensors.values())
+    assert sum(gather_objects(sum(asked))) == once, "the ranks together read every element once"
+
+
+# --- the checks ----------------------------------------------------------------------------------
+
+
+def trains_as_plain_torch(
+    world: World,
+    *,
+    source: int,
+    target: int,
+    name: str = "adamw",
+    dtype: torch.dtype = torch.float32,
+    steps: int = STEPS,
+    rel: float = CLOSE,
+) -> None:
+    """Half of the steps at one stage, the others at another; the norm is that before clipping."""
+    recipe = RECIPES[name]
+    plain = train_plain(recipe)
+    first = new_engine(world, stage=source, recipe=recipe, dtype=dtype)
+    losses = train(first, 0, steps // 2, recipe=recipe)
+    second = new_engine(world, stage=target, recipe=recipe, dtype=dtype)
+    moved(first, second)
+    losses += train(second, steps // 2, steps, recipe=recipe)
+    assert losses == pytest.approx(plain.losses[:steps], rel=rel)
+    assert second.gradient_norm() == pytest.approx(plain.norms[steps - 1], rel=max(1e-4, 10 * rel))
+    assert max(plain.norms) > CLIP, "clipping has to act"
+    assert name != "bf16 momentum" or plain.losses != train_plain(ADAMW).losses
+
+
+def skips_updates_on_all_ranks(world: World, *, stage: int, dtype: torch.dtype) -> None:
+    """NaN loss on rank 1, then an infinite loss on rank 0, then a NaN gradient on rank 1."""
+    engine = new_engine(world, stage=stage, dtype=dtype)
+    losses = train(engine, 0, 4, spoil=True)
+    before, steps = whole_state(engine), engine.optimizer_steps()
+    losses += train(engine, 4, 5, spoil=True)
+    after = whole_state(engine)
+    kept = {key: value for key, value in after.items() if not key.startswith("ema.")}
+    assert equal(kept, {key: before[key] for key in kept}) and steps == engine.optimizer_steps()
+
+    def health() -> tuple[int, int, int | None, tuple[int, ...]]:
+        found = engine.health()
+        return found.skipped, found.longest, found.last_step, found.bad_micro_steps
+
+    assert health() == (2, 2, 5, (1,) if world.is_first else ())
+    losses += train(engine, 5, 15, spoil=True)
+    assert health() == (3, 1, 9, ())
+    # A plain loop that skips the same updates and continues with the same rates and samples.
+    rel = CLOSE if dtype == torch.float32 else 1e-2
+    plain = train_plain(ADAMW, steps=15, left_out=(3, 4, 8))
+    assert losses == pytest.approx(plain.losses, rel=rel)
+
+
+def averages_the_weights(world: World, *, stage: int) -> None:
+    """The average is that of plain torch; it is used for a while, and then training continues."""
+    plain = train_plain(ADAMW, steps=15)
+    engine, images = new_engine(world, stage=stage), data(0)[0]
+    train(engine, 0, 15)
+    state = whole_state(engine)
+    for name, value in plain.average.items():
+        torch.testing.assert_close(state[f"ema.{name}"], value, rtol=0, atol=1e-3)
+    engine.eval()
+    with torch.no_grad():
+        before = engine.logits(images).clone()
+        with engine.averaged():
+            shown = engine.logits(images).clone()
+            features = engine.forward(images, "features").clone()
+        after, own = engine.logits(images), engine.forward(images, "features")
+    engine.train()
+    torch.testing.assert_close(shown, plain.logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(features, plain.features, rtol=0, atol=1e-3)
+    assert (shown - before).abs().max() > 0.1 and (features - own).abs().max() > 0.1
+    assert torch.equal(before, after) and equal(state, whole_state(engine))
+    assert train(engine, 15, 18) == pytest.approx(train_plain(ADAMW).losses[15:18], rel=CLOSE)
+
+
+def clips_bf16_gradients(world: World, *, stage: int) -> None:
+    """The first update of SGD is the clipped gradient itself.
+
+    DeepSpeed once did not clip it and reported nothing (its pull request 3790).
+    """
+    engine = new_engine(world, stage=stage, recipe=RECIPES["sgd"], dtype=BF16)
+    engine.set_learning_rate(1.0)
+    before = whole_state(engine)
+    images, labels = data(0)
+    for _ in range(ACCUMULATION):
+        loss = torch.nn.functional.cross_entropy(engine.logits(images).float(), labels)
+        engine.backward(100 * loss)
+        engine.step()
+    after = whole_state(engine)
+    changes = [after[name] - before[name] for name in before if name.startswith("model.")]
+    assert engine.gradient_norm() > 10
+    assert torch.nn.utils.get_total_norm(changes).item() == pytest.approx(CLIP, rel=1e-3)
+
+
+def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
+    """In bf16 training starts from the unrounded weights, and logits are those of fp32 heads."""
+    given = {f"model.{name}": each for name, each in new_model(FAR_HEAD).named_parameters()}
+    assert max((each - each.bfloat16()).abs().max().item() for each in given.values()) > 1e-4
+    engine, images = new_engine(world, stage=stage, recipe=FAR_HEAD, dtype=BF16), data(0)[0]
+    started = whole_state(engine)
+    assert all(torch.equal(started[name], given[name]) for name in given)
+    train(engine, 0, 3, recipe=FAR_HEAD)
+    engine.eval()
+
+    def logits() -> torch.Tensor:
+        found, features = engine.logits(images), engine.forward(images, "features")
+        state = whole_state(engine)  # inside `averaged` the average is in `model`
+        wanted = features.float() @ state["model.head.weight"].T + state["model.head.bias"]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+        return found
+
+    with torch.no_grad():
+        found = logits()
+        with engine.averaged():
+            logits()
+    gaps = found.flatten().sort().values.diff()
+    assert -11 < found.mean() < -9 and gaps[gaps > 0].min() < 0.0625 / 32
+
+
+def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
+    """All blocks share their graphs: forward and backward passes in training, and one without."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine = new_engine(world, stage=stage, compiled=True)
+    losses = train(engine, 0, 4)
+    engine.eval()
+    with torch.no_grad():
+        engine.logits(data(0)[0][:4])
+    engine.train()
+    losses += train(engine, 4, 8)
+    counters = torch._dynamo.utils.counters
+    assert losses == pytest.approx(train_plain(ADAMW).losses[:8], rel=CLOSE)
+    assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4
+
+
+def resumes_the_loss_scale(world: World) -> None:
+    """fp16 overflows until its loss scale is low enough; the state is moved before that.
+
+    DeepSpeed refuses fp16 on CPUs without fast kernels for it; slow ones exist.
+    """
+    get_accelerator().is_fp16_supported = lambda: True
+    first, second = (new_engine(world, stage=1, dtype=torch.float16) for _ in range(2))
+    train(first, 0, 4)
+    moved(first, second)
+    assert train(first, 4, 10) == train(second, 4, 10)
+    assert first.export_counters() == second.export_counters()
+    # It did overflow, the skips are counted, and the scale halved for all but the first.
+    skipped = first.health().skipped
+    assert skipped >= 2 and first.loss_scale == 2.0 ** (17 - skipped)
+
+
+def takes_the_gpu_that_a_task_sees(world: World) -> None:
+    """DeepSpeed took the local rank for its number: 1 on the second rank, which has GPU 0 alone."""
+    chosen: list[str] = []
+    alone = replace(world, device=torch.device("cpu", 0))
+    with patch.object(get_accelerator(), "set_device", lambda device: chosen.append(str(device))):
+        for stage in (0, 1, 3):
+            new_engine(alone, stage=stage)
+    assert chosen == ["0", "0", "0", "cpu"] and os.environ["LOCAL_RANK"] == str(world.rank)
+
+
+STAGES = (0, 1, 2, 3)
+# Each stage comes first and second.
+MOVES = [("adamw", 0, 3), ("adamw", 3, 1), ("adamw", 1, 2), ("adamw", 2, 0), ("sgd", 1, 3)]
+MOVES += [("lamb", 0, 0), ("layered", 1, 3), ("layered", 3, 0)]
+CHECKS: dict[str, Callable[[World], None]] = {
+    **{
+        f"{name}, ZeRO {source} to {target}, equals plain torch": partial(
+            trains_as_plain_torch, source=source, target=target, name=name
+        )
+        for name, source, target in MOVES
+    },
+    # One bit in fp32 may change how the kept moment rounds.
+    "bf16 momentum, ZeRO 1 to 3, equals plain torch": partial(
+        trains_as_plain_torch, source=1, target=3, name="bf16 momentum", rel=1e-3
+    ),
+    **{
+        f"bf16 at ZeRO {stage} keeps fp32 states": partial(
+            trains_as_plain_torch, source=stage, target=stage, dtype=BF16, steps=20, rel=2e-2
+        )
+        for stage in STAGES
+    },
+    **{
+        f"ZeRO {stage} in {dtype} skips bad updates on all ranks": partial(
+            skips_updates_on_all_ranks, stage=stage, dtype=dtype
+        )
+        # DeepSpeed has other wrappers in bf16 than in fp32.
+        for stage, dtype in [*((s, torch.float32) for s in STAGES), (1, BF16), (2, BF16)]
+    },
+    **{f"average at ZeRO {stage}": partial(averages_the_weights, stage=stage) for stage in STAGES},
+    **{f"clipping at ZeRO {stage}": partial(clips_bf16_gradients, stage=stage) for stage in STAGES},
+    **{f"head at ZeRO {stage}": partial(keeps_the_head_in_fp32, stage=stage) for stage in STAGES},
+    **{
+        f"compiled at ZeRO {stage}": partial(compiles_without_graph_breaks, stage=stage)
+        for stage in (0, 2)
+    },
+    "fp16": resumes_the_loss_scale,
+    "one GPU": takes_the_gpu_that_a_task_sees,
+}
+
+
+def main() -> None:
+    with process_group(device="cpu", timeout_min=5, num_threads=1) as world:
+        for name, check in CHECKS.items():
+            check(world)
+            print(f"passed: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    run_rank_script(main)
