@@ -25,18 +25,18 @@ def export(run: ExportRun) -> None:
     from vitscale.config.errors import UserError
     from vitscale.evaluation.trained_model import open_model
     from vitscale.tracking.mlflow_sync import upload
-    from vitscale.tracking.run_facts import read_links
+    from vitscale.tracking.run_facts import read_record
 
     check_folder(run.output)
     check_packages(run.to)
     model = open_model(**run.source())
-    if run.mlflow and (model.run is None or not read_links(model.run.folder)):
+    record = read_record(model.run.folder) if model.run is not None else None
+    if run.mlflow and (record is None or record.uri is None):
         raise UserError(
             "no MLflow run trained this model",
             where=f"mlflow: {model.source}",
-            allowed="the folder of a run that MLflow has",
-            next_step="python launch/compare.py sync RUN copies a run folder into MLflow; or "
-            "export without mlflow=true",
+            allowed="a run that was started with a tracking.uri",
+            next_step="export without mlflow=true",
         )
     for line in write_folder(run, model):
         print(line)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TypeVar
 
 from finetune.run import FinetuneRun
 from launch.jobs.attempts import read_attempts
@@ -23,23 +22,22 @@ from launch.jobs.queue import QueuedJob, known_jobs
 from launch.jobs.states import RUNS_FOLDER, find_runs, read_state
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import load_run_file, read_site, read_values
+from vitscale.config.loader import load_run_file, read_values
 from vitscale.config.redaction import redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
-from vitscale.tracking.mlflow_sync import StoredRun, find_stored_run, find_stored_runs
+from vitscale.tracking.mlflow_sync import stored_runs
 from vitscale.tracking.run_facts import (
     CONFIG_NAME,
     absolute_uri,
+    default_uri,
     flatten_params,
     origin_line,
     read_record,
     sqlite_path,
 )
 
-DEFAULT_URI = "sqlite:///runs/mlflow.db"
 MAX_FILTERED = 50
 AXES = ("steps", "samples", "hours", "flops")
-Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,19 +116,6 @@ def _flops_per_image(folder: Path | None) -> float | None:
         return None
 
 
-def default_uri() -> str:
-    """The MLflow store without --uri: `tracking.uri` of the site file, else runs/mlflow.db.
-
-    Raises UserErrors if the site file has errors.
-    """
-    errors: list[UserError] = []
-    site = read_site(errors=errors).values
-    if errors:
-        raise UserErrors(errors)
-    uri = site.get("tracking", {}).get("uri")
-    return uri if isinstance(uri, str) else DEFAULT_URI
-
-
 def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
     """Find and read every run; the folder of a chain stands for the runs below it.
 
@@ -156,9 +141,7 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
     query: MLflow's filter string, see `MlflowClient.search_runs`.
     Raises UserError if none is found.
     """
-    uri = default_uri() if uri is None else uri
-    stored = _asked(uri, lambda uri: find_stored_runs(uri, query, limit=MAX_FILTERED))
-    runs = [_from_store(run) for run in stored or [] if run.rows]
+    runs = [run for run in _stored(uri or default_uri(), query, limit=MAX_FILTERED) if run.rows]
     if not runs:
         raise UserError(f"no run with metrics matches {query!r}", where="--filter")
     return _with_distinct_labels(runs)
@@ -175,11 +158,14 @@ def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
 
 
 def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[ComparedRun]:
-    if uri is not None and (stored := _read_mlflow(name, uri)):
-        return [stored]
-    if not (Path(name).is_dir() or (RUNS_FOLDER / name).is_dir()):
-        if uri is None and (stored := _read_mlflow(name, default_uri())):
-            return [stored]
+    is_here = Path(name).is_dir() or (RUNS_FOLDER / name).is_dir()
+    if uri is not None or not is_here:
+        for attribute in ("run_name", "run_id"):
+            query = f"attributes.{attribute} = {name!r}"
+            if stored := _stored(uri or default_uri(), query, limit=1):
+                if not stored[0].rows:
+                    raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
+                return stored
     folders = find_runs([name])
     # Runs of a chain that have not started are left out.
     begun = [folder for folder in folders if (folder / JOURNAL_NAME).is_file()]
@@ -208,21 +194,14 @@ def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
     )
 
 
-def _read_mlflow(name: str, uri: str) -> ComparedRun | None:
-    found = _asked(uri, lambda uri: find_stored_run(uri, name))
-    if found is not None and not found.rows:
-        raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
-    return None if found is None else _from_store(found)
-
-
-def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:
-    """The store's answer; None if there is no store. Raises UserError for one that fails."""
+def _stored(uri: str, query: str, *, limit: int) -> list[ComparedRun]:
+    """Runs of the store; none if there is no store. Raises UserError for one that fails."""
     uri = absolute_uri(uri, where="--uri")
     database = sqlite_path(uri)
     if database is not None and not database.exists():
-        return None
+        return []
     try:
-        return ask(uri)
+        found = list(stored_runs(uri, query, limit=limit))
     # Any failure of the server or its database is reported as a problem of the address.
     except Exception as error:
         raise UserError(
@@ -230,14 +209,14 @@ def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:
             where="--uri",
             next_step="check the address, or give run folders instead",
         ) from None
-
-
-def _from_store(stored: StoredRun) -> ComparedRun:
-    return ComparedRun(
-        label=stored.name,
-        source=f"MLflow run {stored.run_id}",
-        status=stored.status.lower(),
-        params=stored.params,
-        rows=tuple(stored.rows),
-        origin=origin_line(stored.tags, time_s=stored.rows[0].time),
-    )
+    return [
+        ComparedRun(
+            label=run.info.run_name,
+            source=f"MLflow run {run.info.run_id}",
+            status=run.info.status.lower(),
+            params=dict(run.data.params),
+            rows=tuple(rows),
+            origin=origin_line(run.data.tags, time_s=rows[0].time if rows else 0.0),
+        )
+        for run, rows in found
+    ]

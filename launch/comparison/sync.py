@@ -12,8 +12,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.comparison.runs import default_uri
-from launch.jobs.attempts import Ending
 from launch.jobs.queue import known_jobs
 from launch.jobs.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
@@ -27,6 +25,7 @@ from vitscale.tracking.run_facts import (
     Status,
     absolute_uri,
     chart_page,
+    default_uri,
     read_record,
 )
 
@@ -34,10 +33,8 @@ STATUS: dict[RunState, Status] = {
     RunState.RUNNING: "RUNNING",
     RunState.QUEUED: "PAUSED",
     RunState.PAUSED: "PAUSED",
-    RunState.FINISHED: "FINISHED",
     RunState.FAILED: "FAILED",
 }
-KILLED = (Ending.KILLED, Ending.LOST, Ending.ENDED_BY_SLURM, None)
 
 
 def sync(arguments: Sequence[str]) -> None:
@@ -56,21 +53,21 @@ def sync(arguments: Sequence[str]) -> None:
     parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
     given = parser.parse_args(arguments)
     uri = absolute_uri(given.uri or default_uri(), where="--uri")
-    sources: list[tuple[float, Path, Status, float]] = []
+    starts: list[tuple[float, Path]] = []
     errors: list[UserError] = []
-    jobs = known_jobs()
     for folder in find_runs(given.runs):
         try:
-            start = _start(folder)
-            state = read_state(folder, jobs)
-            status, ended = _ending(state, read_record(folder))
-            sources.append((start, folder, status, ended or state.logged.time or start))
+            starts.append((_start(folder), folder))
         except UserError as error:
             errors.append(error)
     if errors:
         raise UserErrors(errors)
+    jobs = known_jobs()
     # A parent starts before its children, which name it.
-    for _, folder, status, ended in sorted(sources):
+    for start, folder in sorted(starts):
+        state, record = read_state(folder, jobs), read_record(folder)
+        ended = (record and record.ended) or state.logged.time or start
+        status = final_status(state, record)
         try:
             done = mlflow_sync.sync(
                 folder, uri, status=status, ended=ended, experiment=given.experiment, say=print
@@ -100,17 +97,10 @@ def _start(folder: Path) -> float:
     return first[0].time
 
 
-def _ending(state: RunStatus, record: RunRecord | None) -> tuple[Status, float | None]:
-    """How the run ended, and when; None: with the last line of its journal."""
-    attempt = state.attempt
-    is_active = state.state in (RunState.RUNNING, RunState.QUEUED, RunState.PAUSED)
-    if not is_active and record is not None and record.ended is not None:
-        if attempt is None or attempt.started <= record.ended:
-            return record.status, record.ended
-    ended = None if attempt is None else attempt.ended
-    if attempt is not None and attempt.ending is Ending.STOPPED:
-        return "PAUSED", ended
-    if not is_active and state.state is not RunState.FINISHED:
-        if attempt is None or attempt.ending in KILLED:
-            return "KILLED", ended
-    return STATUS.get(state.state, "KILLED"), ended
+def final_status(state: RunStatus, record: RunRecord | None) -> Status:
+    """How a run ended: as its last process said, else as its folder and the queue show."""
+    if state.state in STATUS:
+        return STATUS[state.state]
+    if record is not None and record.ended is not None:
+        return record.status
+    return "FINISHED" if state.state is RunState.FINISHED else "KILLED"

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import uuid
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 
@@ -98,7 +99,7 @@ def read_code(root: Path = PROJECT_ROOT) -> Code | None:
         name: (path.read_bytes(), 0o555 if os.access(path, os.X_OK) else 0o444)
         for name, path in paths.items()
     }
-    return code | {RECORD_NAME: (json_text(version.record()).encode(), 0o444)}
+    return code | {RECORD_NAME: (json_text(asdict(version)).encode(), 0o444)}
 
 
 def folder_name(code: Code) -> str:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from vitscale.distributed.retry import open_log
 
@@ -51,38 +50,26 @@ class Console:
     def __init__(
         self, folder: str | Path, *, total_steps: int, start_step: int = 0, is_writer: bool
     ) -> None:
-        self._total, self._is_writer = total_steps, is_writer
+        self._total = total_steps
         self._start = self._since = start_step, time.monotonic()
+        path = Path(folder) / LOG_NAME
         if is_writer:
-            path = Path(folder) / LOG_NAME
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._log = open_log(path)
+        self._log = open_log(path) if is_writer else None
 
     def end_warm_up(self, step: int) -> None:
         """Estimate the end from the steps after `step`: the first compiles and fills caches."""
         self._since = step, time.monotonic()
 
-    def update(
-        self, step: int, *, loss: float, lr: float, images_per_s: float, data_wait: float = 0.0
-    ) -> None:
-        """Write the line of an interval that ends with `step`."""
+    def update(self, step: int, **values: float) -> None:
+        """Write the line of an interval that ends with `step`. values: of `plain_line`."""
         first, since = self._since if step > self._since[0] else self._start
-        step_s = (time.monotonic() - since) / max(step - first, 1)
-        self.message(
-            plain_line(
-                step=step,
-                total_steps=self._total,
-                loss=loss,
-                lr=lr,
-                images_per_s=images_per_s,
-                data_wait=data_wait,
-                eta_s=step_s * (self._total - step),
-            )
-        )
+        eta_s = (time.monotonic() - since) / max(step - first, 1) * (self._total - step)
+        self.message(plain_line(step=step, total_steps=self._total, eta_s=eta_s, **values))
 
     def message(self, text: str) -> None:
         """Write a sentence after the clock time."""
-        if self._is_writer:
+        if self._log is not None:
             line = f"{time.strftime(CLOCK_FORMAT)} {text}"
             print(line, flush=True)
             if not self._log.closed:
@@ -91,13 +78,8 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._is_writer:
+    def __exit__(self, *_: object) -> None:
+        if self._log is not None:
             self._log.close()
 
 
@@ -115,9 +97,8 @@ def item_progress(
     def show() -> None:
         rate = (done - first) / max(time.monotonic() - start, 1e-9)
         left = (total - done) / rate if rate else 0.0
-        print(
-            f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left:,.0f} s left", flush=True
-        )
+        text = f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left:,.0f} s left"
+        print(text, flush=True)
 
     def advance(num: int) -> None:
         nonlocal done, first, last

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,28 +84,27 @@ class Journal:
         if self.path.exists():
             self._truncate(resume_step)
         self._file = open(self.path, "ab", buffering=0)
+        # Lines, or the rest of one, that a full or failing disk has refused.
         self._unwritten = bytearray()
-        """Lines, or the rest of one, that a full or failing disk has refused."""
 
     def _truncate(self, resume_step: int) -> None:
         """Keep readable lines up to `resume_step` unchanged.
 
         The file is replaced atomically, and only if lines are dropped: a kill leaves the old file.
         """
-        kept, num_lines = [], 0
-        with open(self.path, "rb") as old:
-            for line in old:
-                num_lines += 1
-                row = decode(line)
-                if row is not None and row.step <= resume_step:
-                    kept.append(line)
-                    self._remember(row.step, set(row.metrics))
-        if len(kept) < num_lines:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        kept = []
+        for line in lines:
+            row = decode(line)
+            if row is not None and row.step <= resume_step:
+                kept.append(line)
+                self._remember(row.step, row.metrics.keys())
+        if len(kept) < len(lines):
             with atomic_file(self.path) as file:
                 file.writelines(kept)
 
-    def _remember(self, step: int, keys: set[str]) -> None:
-        self._keys = keys if step != self._step else self._keys | keys
+    def _remember(self, step: int, keys: Iterable[str]) -> None:
+        self._keys = (self._keys if step == self._step else set()).union(keys)
         self._step = step
 
     def append(self, metrics: dict[str, float], *, step: int) -> None:
@@ -114,12 +113,12 @@ class Journal:
         What the disk refuses is kept, and written with the next line: see `refused`.
         """
         assert step >= self._step, f"step {step} logged after step {self._step}"
-        known = self._keys if step == self._step else set()
+        known = self._keys if step == self._step else ()
         values = {key: float(value) for key, value in metrics.items() if key not in known}
         if values:
             self._unwritten += encode(Row(step=step, time=time.time(), metrics=values))
             self._write()
-            self._remember(step, set(values))
+            self._remember(step, values)
 
     def _write(self) -> None:
         self.refused = None
@@ -130,13 +129,11 @@ class Journal:
             self.refused = error
 
     def close(self) -> None:
-        """Write what is left. Raises OSError when that cannot be."""
+        """Write what is left. Raises OSError when that cannot be. A second call does nothing."""
         if self._file.closed:
             return
-        self._write()
-        try:
+        with self._file:
+            self._write()
             if self.refused is not None:
                 raise self.refused
             os.fsync(self._file.fileno())
-        finally:
-            self._file.close()

@@ -15,29 +15,25 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vitscale.config.errors import UserError, nearest
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import read_site
 from vitscale.config.redaction import redact
 from vitscale.config.source import shown_path
 from vitscale.distributed.events import read_events
 from vitscale.tracking.source_version import source_version
 
 CONFIG_NAME = "config.yaml"
-# Events of a run folder: a start of a run, its end, and an MLflow run of it.
-TRACKED, ENDED, LINKED = "tracked", "ended", "mlflow"
-# The training data: name, number of images, fingerprint.
-DATA_TAG = "vitscale.data"
-
-# MLflow's limits (mlflow/utils/validation.py, 3.17).
+# Events of a run folder: a start of a run, and its end.
+TRACKED, ENDED = "tracked", "ended"
+# The training data: name, number of images, fingerprint. The version of the code.
+DATA_TAG, CODE_TAG = "vitscale.data", "vitscale.code"
+# Longest key of MLflow.
 MAX_KEY_CHARS = 250
-MAX_PARAM_CHARS = 6000
-MAX_TAG_CHARS = 5000
-# MLflow cuts longer notes without a word.
-MAX_NOTE_CHARS = 8000
-
+DEFAULT_URI = "sqlite:///runs/mlflow.db"
 URI_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 
 # Settings of a model are no secrets.
@@ -51,8 +47,6 @@ _SECRET_LINE = re.compile(
     rf"^(?P<key>[+-]?\s*{_SECRET_NAME}:[ ]+)\S.*$", re.IGNORECASE | re.MULTILINE
 )
 _ODD_KEY_CHARS = re.compile(r"[^\w\-. :/]")
-
-
 # Settings of `launch` that are sent: the rest (setup, python, sbatch, accounts) is the site's own.
 _SENT_SIZES = ("nodes", "tasks_per_node", "num_tasks", "gpus_per_node", "cpus_per_task", "mem_gb")
 Status = Literal["RUNNING", "PAUSED", "FINISHED", "FAILED", "KILLED"]
@@ -62,62 +56,46 @@ Status = Literal["RUNNING", "PAUSED", "FINISHED", "FAILED", "KILLED"]
 class RunRecord:
     """What MLflow is told of a run beside metrics and configuration, and how the run ended."""
 
+    tracking_id: str
+    """A tag of the MLflow run, the same in all attempts that continue each other."""
     name: str
     experiment: str = "vitscale"
+    uri: str | None = None
+    """The MLflow store, absolute and without credentials; None: journal only."""
     tags: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     """Description of the run, in Markdown."""
     origin: str | None = None
     """Run folder, or a checkpoint in one, that the weights come from."""
-    started: float = 0.0
-    """Unix seconds."""
+    made_with: str = ""
+    """Hash of configuration and code."""
+    time: float = 0.0
+    """When it started, unix seconds."""
     status: Status = "RUNNING"
     """A process that was killed outright leaves RUNNING."""
     ended: float | None = None
     """Unix seconds; None while it is RUNNING."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
-    """An MLflow run of a run folder. The store's address is without credentials."""
-
-    uri: str
-    run_id: str
-
-
 def read_record(folder: Path) -> RunRecord | None:
     """The record of the last start of a run; None if there is none."""
-    record = None
+    record, known = None, {field.name for field in fields(RunRecord)}
     for row in read_events(folder):
         with suppress(KeyError, TypeError):
             if row["event"] == TRACKED:
-                record = RunRecord(
-                    name=row["name"],
-                    experiment=row["experiment"],
-                    tags=row["tags"],
-                    note=row["note"],
-                    origin=row["origin"],
-                    started=row["time"],
-                )
+                record = RunRecord(**{key: value for key, value in row.items() if key in known})
             elif row["event"] == ENDED and record is not None:
                 record = replace(record, status=row["status"], ended=row["time"])
     return record
 
 
-def read_links(folder: Path) -> list[Link]:
-    """The MLflow runs of a folder, oldest first."""
-    links = []
-    for row in read_events(folder):
-        if row["event"] == LINKED:
-            with suppress(KeyError):
-                links.append(Link(uri=row["uri"], run_id=row["run_id"]))
-    return links
+# ---- parameters and tags ----------------------------------------------------------------------
 
 
 def shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with the sizes alone of its section `launch`."""
-    launch = config.get("launch")
-    sizes = {} if launch is None else {k: launch[k] for k in _SENT_SIZES if k in launch}
+    launch = config.get("launch") or {}
+    sizes = {key: launch[key] for key in _SENT_SIZES if key in launch}
     return {**config, "launch": sizes} if launch else dict(config)
 
 
@@ -126,19 +104,12 @@ def redact_yaml(text: str) -> str:
     return _SECRET_LINE.sub(r"\g<key>'***'", redact(text))
 
 
-def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    """The tags without credentials, within MLflow's limit."""
-    return {key: redact(value)[:MAX_TAG_CHARS] for key, value in tags.items()}
-
-
 def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
-    """Nested configuration -> {dotted key: text as in YAML}, within MLflow's limits."""
+    """Nested configuration -> {dotted key: text as in YAML}, without secrets."""
     params = {}
     for key, value in _leaves(shared_config(config), ""):
-        text = "***" if _SECRET_KEY.search(key) and value is not None else redact(_spell(value))
-        if len(text) > MAX_PARAM_CHARS:
-            note = f"... ({len(text)} characters)"
-            text = text[: MAX_PARAM_CHARS - len(note)] + note
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        text = "***" if _SECRET_KEY.search(key) and value is not None else redact(text)
         params[_ODD_KEY_CHARS.sub("_", key)[:MAX_KEY_CHARS]] = text
     return params
 
@@ -151,73 +122,65 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _spell(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return json.dumps(value, default=str)
-
-
 def process_tags() -> dict[str, str]:
     """Tags about this process: user, version of the code, world size, job."""
+    job = os.environ.get("SLURM_JOB_ID")
     tags = {
-        "mlflow.user": _user(),
         "mlflow.source.name": Path(sys.argv[0]).name or "python",
-        "mlflow.source.type": "LOCAL",
+        "mlflow.source.type": "JOB" if job else "LOCAL",
         "vitscale.world_size": os.environ.get("WORLD_SIZE", "1"),
     }
+    with suppress(KeyError, OSError):  # containers may run under ids without a name
+        tags["mlflow.user"] = getpass.getuser()
     if version := source_version():
         tags["mlflow.source.git.commit"] = version.commit
-        tags["mlflow.source.git.dirty"] = str(version.is_dirty).lower()
-        tags["vitscale.code"] = version.short
-    job = os.environ.get("SLURM_JOB_ID")
-    if job:
-        tags["mlflow.source.type"] = "JOB"
-        tags["vitscale.job_id"] = job
-    return tags
+        tags["mlflow.source.git.dirty"] = str(bool(version.patch)).lower()
+        tags[CODE_TAG] = version.short
+    return tags | ({"vitscale.job_id": job} if job else {})
 
 
 def origin_line(tags: Mapping[str, str], *, time_s: float) -> str:
     """When, from which commit, on which data and by whom a run was made, in one line."""
-    parts = [time.strftime("%Y-%m-%d", time.localtime(time_s))]
-    if commit := tags.get("mlflow.source.git.commit"):
-        edited = " with edits" if tags.get("mlflow.source.git.dirty") == "true" else ""
-        parts.append(f"commit {commit[:12]}{edited}")
-    if data := tags.get(DATA_TAG):
-        parts.append(data)
-    if user := tags.get("mlflow.user"):
-        parts.append(f"by {user}")
-    return "; ".join(parts)
+    code, user = tags.get(CODE_TAG), tags.get("mlflow.user")
+    day = time.strftime("%Y-%m-%d", time.localtime(time_s))
+    parts = [day, code and f"commit {code}", tags.get(DATA_TAG), user and f"by {user}"]
+    return "; ".join(filter(None, parts))
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # containers may run under ids without a name
-        return str(os.getuid())
+# ---- addresses --------------------------------------------------------------------------------
+
+
+def default_uri() -> str:
+    """`tracking.uri` of the site file, else DEFAULT_URI. Raises UserErrors of the site file."""
+    errors: list[UserError] = []
+    site = read_site(errors=errors).values
+    if errors:
+        raise UserErrors(errors)
+    uri = site.get("tracking", {}).get("uri")
+    return uri if isinstance(uri, str) else DEFAULT_URI
 
 
 def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
     """`uri` with its SQLite path made absolute. Raises UserError for an unsupported URI."""
-    scheme, colon, rest = uri.partition(":")
-    base = scheme.partition("+")[0]
-    if not colon or base not in URI_SCHEMES:
-        close = nearest(base, URI_SCHEMES) if colon else None
+    path, scheme = sqlite_path(uri), uri.partition(":")[0].partition("+")[0]
+    if path is not None and path.name:
+        return f"sqlite:///{path.absolute()}"
+    if ":" not in uri or scheme not in URI_SCHEMES or scheme == "sqlite":
+        others = ", ".join(f"{name}:" for name in URI_SCHEMES[1:])
         raise UserError(
-            f"{redact(uri)!r} is not a tracking URI"
-            + (f"; did you mean {close}:?" if close else ""),
+            f"{redact(uri)!r} is not a tracking URI",
             where=where,
-            allowed=", ".join(f"{name}:" for name in URI_SCHEMES) + ", or null for no MLflow",
-            next_step="write sqlite:///runs/mlflow.db, or http://HOST:PORT for a server",
+            allowed=f"sqlite:///relative/path.db, sqlite:////absolute/path.db, {others}, or null "
+            "for no MLflow",
+            next_step=f"write {DEFAULT_URI}, or http://HOST:PORT for a server",
         )
-    if base != "sqlite":
-        return uri
-    if not rest.startswith("///") or len(rest) == 3:
-        raise UserError(
-            f"{uri!r} names no SQLite file",
-            where=where,
-            allowed="sqlite:///relative/path.db, sqlite:////absolute/path.db",
-        )
-    return "sqlite:///" + str(Path(rest[3:]).absolute())
+    return uri
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database file of an SQLite URI; None for other URIs."""
+    prefix = "sqlite:///"
+    return Path(uri.removeprefix(prefix)) if uri.startswith(prefix) else None
 
 
 def chart_page(uri: str, experiment: str) -> str:
@@ -232,9 +195,3 @@ def chart_page(uri: str, experiment: str) -> str:
     database = sqlite_path(uri)
     shown = redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
     return f"mlflow ui --backend-store-uri {shown}, then open\n  http://127.0.0.1:5000/{page}"
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """The database file of an absolute SQLite URI; None for other URIs."""
-    prefix = "sqlite:///"
-    return Path(uri[len(prefix) :]) if uri.startswith(prefix) else None

@@ -9,10 +9,11 @@ Importing this module imports neither mlflow nor torch.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import threading
+import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
@@ -23,20 +24,22 @@ from vitscale.distributed.retry import or_warn
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
 from vitscale.tracking.run_facts import (
+    CODE_TAG,
+    CONFIG_NAME,
     ENDED,
-    MAX_NOTE_CHARS,
     TRACKED,
     Status,
     absolute_uri,
     chart_page,
-    clean_tags,
     process_tags,
+    read_record,
     redact_yaml,
 )
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import source_version
 
-RETRY_S = 20.0
+# Between two looks at the journal; after a failure.
+SEND_S, RETRY_S = 1.0, 20.0
 # Limits of the wait for MLflow at the end of a run; after a failure, the process ends in seconds.
 CLOSE_WAIT_S, FAILED_CLOSE_WAIT_S = 30.0, 3.0
 
@@ -69,28 +72,50 @@ class Tracker:
         self._thread: threading.Thread | None = None
         if not is_writer:
             return
-        self._uri = None if settings.uri is None else absolute_uri(settings.uri)
+        uri = None if settings.uri is None else absolute_uri(settings.uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
+        tags = process_tags() | settings.tags | tags | {"vitscale.stage": stage}
+        made_with = hashlib.sha256((self.folder / CONFIG_NAME).read_bytes())
+        made_with.update(tags.get(CODE_TAG, "").encode())
         self._record(
             TRACKED,
+            tracking_id=self._tracking_id(resume_step, made_with.hexdigest()),
+            made_with=made_with.hexdigest(),
             name=name,
             experiment=settings.experiment,
-            tags=clean_tags(process_tags() | settings.tags | tags | {"vitscale.stage": stage}),
-            note=redact(note)[:MAX_NOTE_CHARS],
+            uri=None if uri is None else redact(uri),
+            tags={key: redact(value) for key, value in tags.items()},
+            note=redact(note),
             origin=origin,
         )
         version = source_version()
-        if version is not None and version.is_dirty:
+        if version is not None and version.patch:
             write_text(self.folder / f"source-{version.short}.diff", redact_yaml(version.patch))
-        if self._uri is None:
+        if uri is None:
             return
         mlflow_sync.prepare()
-        self._starts_anew, self._watches = resume_step == 0, settings.system_metrics
-        self._wake, self._closing = threading.Event(), threading.Event()
         self._status: Status = "RUNNING"
-        self._is_complete = False
-        self._thread = threading.Thread(target=self._deliver, name="mlflow-delivery", daemon=True)
+        self._closing, self._is_complete = threading.Event(), False
+        self._thread = threading.Thread(
+            target=self._deliver,
+            args=(uri, settings.system_metrics),
+            name="mlflow-delivery",
+            daemon=True,
+        )
         self._thread.start()
+
+    def _tracking_id(self, resume_step: int, made_with: str) -> str:
+        """That of the last start if this one continues it, else a new one.
+
+        A start at step 0 continues an unfinished run of the same configuration and code alone,
+        since MLflow cannot replace points.
+        """
+        last = read_record(self.folder)
+        if last is not None:
+            is_same = last.status != "FINISHED" and last.made_with == made_with
+            if resume_step > 0 or is_same:
+                return last.tracking_id
+        return uuid.uuid4().hex
 
     def _record(self, event: str, **values: object) -> None:
         with or_warn(self.folder / EVENTS_NAME, self._say):
@@ -107,8 +132,6 @@ class Tracker:
                 f"warning: {self._journal.path}: cannot be written ({error.strerror}); training "
                 "goes on, and metrics are kept until there is space"
             )
-        if self._thread is not None:
-            self._wake.set()
 
     def close(self, *, status: Status) -> None:
         """Flush within a bounded time and record the final status. A second call does nothing."""
@@ -120,7 +143,6 @@ class Tracker:
         if self._thread is not None:
             self._status = status
             self._closing.set()
-            self._wake.set()
             self._thread.join(FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S)
             if not self._is_complete:
                 self._say(
@@ -130,62 +152,45 @@ class Tracker:
                 )
         self._journal = self._thread = None
 
-    def _deliver(self) -> None:
-        """Send each new line until the run is closed. No failure of the store stops training."""
-        assert self._uri is not None
+    def _deliver(self, uri: str, watches: bool) -> None:
+        """Send new lines until the run is closed. No failure of the store stops training."""
         run: mlflow_sync.MlflowRun | None = None
         monitor: Any = None
-        is_away = False
-        while True:
-            self._wake.clear()  # before the status is read, or its wake-up could be lost
-            status = self._status if self._closing.is_set() else "RUNNING"
+        is_away = is_last = False
+        while not is_last:
+            is_last = self._closing.is_set()
             try:
-                before = run
-                run = mlflow_sync.sync(
-                    self.folder,
-                    self._uri,
-                    run=run,
-                    status=status,
-                    starts_anew=self._starts_anew,
-                    say=self._say,
-                )
-                if before is None and not is_away or status != "RUNNING":
-                    self._say(f"MLflow: {chart_page(self._uri, run.experiment)}")
-                if is_away:
-                    self._say("MLflow is reachable again; the journal was sent")
-                    is_away = False
-                if before is None and self._watches and status == "RUNNING":
+                if run is None:
+                    run = mlflow_sync.MlflowRun(self.folder, uri, say=self._say)
+                    run.set_status("RUNNING")
                     if monitor is not None:
                         monitor.finish()
-                    monitor = mlflow_sync.start_monitor(run, self._uri, say=self._say)
+                    monitor = run.watch_node() if watches and not is_last else None
+                    self._say(f"MLflow: {chart_page(uri, run.experiment)}")
+                run.send_points()
+                if is_last:
+                    run.set_status(self._status)
+                    run.send_files()
+                    self._is_complete = True
+                    self._say(f"MLflow: {chart_page(uri, run.experiment)}")
+                is_away = False
             except Exception as error:
                 run = None
                 if not is_away:
-                    is_away = True
                     self._say(
                         f"warning: MLflow is unreachable ({short_reason(error)}); training "
                         f"continues, metrics are kept in {JOURNAL_NAME} and sent later"
                     )
-                if status != "RUNNING":
-                    return
-                self._closing.wait(RETRY_S)
-                continue
-            if status != "RUNNING":
-                self._is_complete = True
-                if monitor is not None:
-                    monitor.finish()
-                return
-            self._wake.wait()
+                is_away = True
+            if not is_last:
+                self._closing.wait(RETRY_S if is_away else SEND_S)
+        if monitor is not None and self._is_complete:
+            monitor.finish()
 
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close(status=final_status(error))
 
 
@@ -194,12 +199,8 @@ def final_status(error: BaseException | None) -> Status:
 
     A run stopped to be resumed (exit code 75) is PAUSED until a resume sets it RUNNING again.
     """
-    if error is None:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
         return "FINISHED"
-    if isinstance(error, KeyboardInterrupt):
-        return "KILLED"
-    if isinstance(error, SystemExit):
-        if not error.code:
-            return "FINISHED"
-        return "PAUSED" if error.code == EXIT_STOPPED_RESUMABLE else "FAILED"
-    return "FAILED"
+    if isinstance(error, SystemExit) and error.code == EXIT_STOPPED_RESUMABLE:
+        return "PAUSED"
+    return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"

@@ -44,7 +44,9 @@ def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 def make_run(root: Path, name: str, *, lr: float, gain: float, odd: str = EVIL) -> None:
     folder = root / "runs" / name
+    folder.mkdir(parents=True)
     config = f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\nnote: '{EVIL}'\n"
+    (folder / "config.yaml").write_text(config)
     with Tracker(
         folder,
         settings=TrackingSettings(uri=None),
@@ -58,7 +60,6 @@ def make_run(root: Path, name: str, *, lr: float, gain: float, odd: str = EVIL) 
         for step in range(1, 4):
             tracker.log({"train/loss": 1 / step, f"odd/{odd}": float("nan")}, step=step)
         tracker.log({"val/top1": gain}, step=3)
-    (folder / "config.yaml").write_text(config)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ import pytest
 
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.tracking import tracker as tracker_module
-from vitscale.tracking.mlflow_sync import find_stored_run
-from vitscale.tracking.run_facts import read_links
+from vitscale.tracking.mlflow_sync import stored_runs
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 
@@ -121,6 +120,6 @@ def test_a_killed_server_costs_no_step_and_no_point(
     start_server()
     away.log({"train/loss": 0.01}, step=42)
     away.close(status="FINISHED")
-    stored = find_stored_run(uri, read_links(tmp_path / "run")[0].run_id)
-    assert stored is not None and stored.status == "FINISHED"
-    assert [row.step for row in stored.rows] == list(range(1, 43))
+    ((run, rows),) = stored_runs(uri, "", limit=9)
+    assert run.info.status == "FINISHED"
+    assert [row.step for row in rows] == list(range(1, 43))

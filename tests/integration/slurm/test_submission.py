@@ -141,7 +141,7 @@ def test_a_run_has_one_job_unless_asked_otherwise(
     # Both have the same code.
     (snapshot,) = checkout.names("code-*")
     record = json.loads((checkout.folder / f"runs/tiny/slurm/{snapshot}/source.json").read_text())
-    assert record["dirty"] is False
+    assert record["patch"] == ""
     slurm.run(["scancel", first, second, third])
 
 

@@ -293,13 +293,14 @@ def test_a_run_says_when_by_whom_and_from_what(tmp_path: Path, mlflow_database: 
     """From its folder, and the same from MLflow."""
     data = "digits/train, 1,437 images, dddddddddddd"
     folder, store = tmp_path / "run", f"sqlite:///{mlflow_database}"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("name: run\n")
     with Tracker(
         folder, settings=TrackingSettings(uri=None), name="run", stage="pretrain",
         tags={"vitscale.data": data}, resume_step=0, is_writer=True,
     ) as tracker:  # fmt: skip
         tracker.log({"val/top1": 0.5}, step=1)
-    (folder / "config.yaml").write_text("name: run\n")
-    mlflow_sync.sync(folder, store, status="FINISHED", say=print)
+    mlflow_sync.sync(folder, store, status="FINISHED", ended=None, say=print)
     [found] = load_runs([str(folder)], uri=None)
     [stored] = load_runs(["run"], uri=store)
     assert found.origin == stored.origin

@@ -63,15 +63,15 @@ def test_a_snapshot_has_edits_new_files_and_extensions(root: Path, tmp_path: Pat
     assert (copy / "vitscale/model.py").read_text() == "width = 2\n"
     assert (copy / "launch/job.sh").stat().st_mode & 0o777 == 0o555
     record = json.loads((copy / RECORD_NAME).read_text())
-    assert record["dirty"] is True and record["untracked"] == ["vitscale/new é.py"]
-    assert "-width = 1\n+width = 2\n" in record["diff"]
+    assert record["patch"].startswith("# untracked: vitscale/new é.py\n")
+    assert "-width = 1\n+width = 2\n" in record["patch"]
 
 
 def test_the_record_replaces_git_inside_a_snapshot(root: Path) -> None:
     # A run folder is often inside the checkout, whose commit may have moved on.
     copy = store_code(code_of(root), root)
     recorded = source_version(copy)
-    assert recorded == source_version(root) and recorded is not None and not recorded.is_dirty
+    assert recorded == source_version(root) and recorded is not None and not recorded.patch
     git(root, "commit", "--quiet", "--allow-empty", "--message", "later")
     assert source_version(copy) == recorded != source_version(root)
     assert folder_name(code_of(copy)) == copy.name

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.contract.tree import ROOT
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.redaction import redact
 from vitscale.tracking.run_facts import (
-    MAX_PARAM_CHARS,
+    DEFAULT_URI,
     absolute_uri,
+    default_uri,
     flatten_params,
     redact_yaml,
     sqlite_path,
@@ -35,11 +36,6 @@ def test_nested_keys_become_dotted_with_yaml_values() -> None:
         "launch.mem_gb": "null",
         "deepspeed": "{}",
     }
-
-
-def test_long_values_are_cut_with_a_note() -> None:
-    text = flatten_params({"a": "x" * 9000})["a"]
-    assert len(text) == MAX_PARAM_CHARS and text.endswith("(9000 characters)")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +84,7 @@ def test_relative_sqlite_paths_become_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    uri = absolute_uri("sqlite:///runs/mlflow.db")
+    uri = absolute_uri(DEFAULT_URI)
     assert sqlite_path(uri) == tmp_path / "runs/mlflow.db"
     assert absolute_uri(uri) == uri
     assert sqlite_path("http://host") is None
@@ -100,3 +96,15 @@ def test_relative_sqlite_paths_become_absolute(
 def test_unsupported_uris_are_refused(uri: str) -> None:
     with pytest.raises(UserError, match="tracking.uri"):
         absolute_uri(uri)
+
+
+def test_the_site_file_names_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site.yaml"
+    monkeypatch.setenv("VITSCALE_SITE", str(site))
+    site.write_text("tracking: {uri: http://mlflow:5000}")
+    assert default_uri() == "http://mlflow:5000"
+    site.write_text("launch: {partition: gpu}")
+    assert default_uri() == DEFAULT_URI
+    site.write_text("tracking: 3")
+    with pytest.raises(UserErrors, match="tracking is a whole number"):
+        default_uri()
