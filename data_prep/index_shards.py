@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from data_prep.steps import finish, index_tar
+    from data_prep.steps import finish, index_tar, list_inputs
     from data_prep.steps.settings import make_output
     from data_prep.steps.work import Step
     from vitscale.config.command_line import load_command
@@ -24,8 +24,8 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 STEPS = (
-    Step("list tars", index_tar.containers_units, index_tar.list_tars),
-    Step("index tars", index_tar.tar_units, index_tar.index_tar, counted="tars"),
+    Step("list tars", list_inputs.containers_units, index_tar.list_tars),
+    Step("index tars", index_tar.tar_units, index_tar.index_tar),
     Step("finish", finish.finish_units, finish.finish_index),
 )
 

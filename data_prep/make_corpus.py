@@ -1,11 +1,11 @@
 """Write a small corpus as a folder of images, {train,test}/CLASS/NAME.png.
 
-    python data_prep/make_corpus.py digits runs/demo/images
-    python data_prep/make_corpus.py characters runs/characters/images --sets latin greek
+    python data_prep/make_corpus.py digits runs/digits/images
+    python data_prep/make_corpus.py characters runs/characters/images
     python data_prep/make_corpus.py fashion_mnist runs/fashion_mnist/images
 
-digits: scikit-learn's 1,797 handwritten digits. characters: letters rendered from the fonts in
-matplotlib's wheel, with other fonts for the test images. fashion_mnist: the idx files of
+digits: scikit-learn's 1,797 handwritten digits. characters: accented letters rendered from the
+fonts in matplotlib's wheel, with other fonts for the test images. fashion_mnist: the idx files of
 Fashion-MNIST or MNIST in --path, as `apt install dataset-fashion-mnist` puts them.
 """
 
@@ -15,11 +15,10 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 try:
-    from data_prep.corpora.characters import GREY_LEVELS, SETS, Characters, character_files
+    from data_prep.corpora.characters import character_files
     from data_prep.corpora.digits import digit_files, idx_files
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.atomic_files import commit_folder
@@ -29,14 +28,15 @@ except ModuleNotFoundError as error:
 
 
 def main() -> None:
-    arguments = vars(parse_arguments())
-    corpus, output = arguments.pop("corpus"), arguments.pop("output")
-    if corpus == "digits":
-        contents = dict(digit_files(**arguments))
-    elif corpus == "fashion_mnist":
-        contents = dict(idx_files(arguments["path"]))
+    arguments = parse_arguments()
+    output = arguments.output
+    if arguments.corpus == "digits":
+        contents = dict(digit_files())
+    elif arguments.corpus == "fashion_mnist":
+        contents = dict(idx_files(arguments.path))
     else:
-        contents = dict(character_files(Characters(**arguments)))
+        numbers = {"num_train": arguments.num_train, "num_test": arguments.num_test}
+        contents = dict(character_files(**numbers))
     num_train = sum(name.startswith("train/") for name in contents)
     num_classes = len({name.split("/")[1] for name in contents})
     if output.exists():
@@ -48,7 +48,7 @@ def main() -> None:
         f"{output}: {num_train:,} training and {len(contents) - num_train:,} test images, "
         f"{num_classes:,} classes"
     )
-    config = "characters" if corpus == "characters" else "digits"
+    config = "characters" if arguments.corpus == "characters" else "digits"
     print(
         f"next: python data_prep/make_shards.py --config configs/data/{config}.yaml "
         f"source.path={output} output={output.with_name('shards')}"
@@ -64,34 +64,11 @@ def parse_arguments() -> argparse.Namespace:
     for corpus in (digits, letters, clothes):
         corpus.formatter_class = argparse.ArgumentDefaultsHelpFormatter
         corpus.add_argument("output", type=Path, help="folder to create")
-    for corpus in (digits, letters):
-        corpus.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    letters.add_argument("--num-train", type=int, default=160, help="training images per letter")
+    letters.add_argument("--num-test", type=int, default=40, help="test images per letter")
     folder = Path("/usr/share/datasets/fashion-mnist")
     clothes.add_argument("--path", type=Path, default=folder, help="of the idx files, also .gz")
-    add = letters.add_argument
-    default = Characters()
-    add(
-        "--sets", nargs="+", choices=SETS, default=default.sets, metavar="SET", help=", ".join(SETS)
-    )
-    add("--grey-levels", choices=GREY_LEVELS, default="random", help="fixed: white on black")
-    for option, value, allowed, text in (
-        ("--num-train", default.num_train, (1, 999), "training images per letter"),
-        ("--num-test", default.num_test, (1, 999), "test images per letter"),
-        ("--side-px", default.side_px, (16, 512), "side of the images in pixels"),
-    ):
-        add(option, type=number_in(*allowed), default=value, metavar="N", help=text)
     return parser.parse_args()
-
-
-def number_in(low: int, high: int) -> Callable[[str], int]:
-    """Return a parser of numbers from `low` to `high`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text}; allowed: {low} to {high}")
-        return int(text)
-
-    return parse
 
 
 def write_files(output: Path, contents: dict[str, bytes]) -> None:

@@ -26,22 +26,14 @@ except ModuleNotFoundError as error:
 
 STEPS = (
     Step("open source", list_inputs.containers_units, list_inputs.list_containers),
-    Step(
-        "list inputs",
-        list_inputs.list_units,
-        list_inputs.list_inputs,
-        sizes=list_inputs.list_sizes,
-        counted="folders or files",
-    ),
+    Step("list inputs", list_inputs.list_units, list_inputs.list_inputs),
     Step("plan shards", plan_shards.plan_units, plan_shards.plan_shards),
     Step(
         "write shards",
         write_shard.shard_units,
         write_shard.write_shard,
-        sizes=write_shard.shard_sizes,
-        counted="images",
-        num_bad=write_shard.num_bad,
-        check_bad=write_shard.check_bad,
+        images=write_shard.num_images,
+        check=write_shard.check_bad,
     ),
     Step("finish", finish.finish_units, finish.finish_shards),
 )

@@ -60,10 +60,7 @@ def commands(name: str, *, is_folder: bool) -> dict[str, str]:
     else:
         configs, length = "configs/demo", ""
         # 53 accented letters, in the fonts of matplotlib's wheel.
-        steps["images"] = (
-            f"python data_prep/make_corpus.py characters {images} --sets western "
-            "--grey-levels fixed --num-train 160 --num-test 40"
-        )
+        steps["images"] = f"python data_prep/make_corpus.py characters {images}"
         steps["shards"] = f"{make_shards} configs/data/characters.yaml"
     # Without GPUs two processes share the CPU cores.
     num = min(MAX_PROCESSES, num_gpus() or MAX_PROCESSES)

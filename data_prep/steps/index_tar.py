@@ -12,7 +12,7 @@ from data_prep.sources.errors import ChangedSource, Outage, printable, source_re
 from data_prep.sources.protocol import with_damage
 from data_prep.sources.webdataset import WebDataset
 from data_prep.steps.labels import load_labels
-from data_prep.steps.list_inputs import CONTAINERS, InputReader, read_containers, set_class
+from data_prep.steps.list_inputs import InputReader, read_containers, set_class
 from data_prep.steps.work import WorkFolder
 from data_prep.steps.write_shard import commit_outcomes, outcome
 from vitscale.config.errors import StorageError
@@ -23,10 +23,6 @@ from vitscale.distributed.atomic_files import blake3_of_file, write_json
 # Reason for sound images that must be converted to be usable, which would mean rewriting the tar.
 PACKED = "packed"
 CHUNK_BYTES = 8 << 20
-
-
-def containers_units(work: WorkFolder) -> list[str]:
-    return [CONTAINERS]
 
 
 def list_tars(work: WorkFolder, unit: str) -> None:

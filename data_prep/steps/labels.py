@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -61,9 +61,8 @@ class Labels:
     def label_map(self, found: Mapping[str, int], *, keep_numbers: bool = False) -> tuple[str, ...]:
         """Class names in label order, given the number of images of each class; none if ignored.
 
-        keep_numbers: the source's classes are labels, as in `.cls` members. Without a space or map
-        they stay as they are; sorting them as text would give class 10 label 2. Raises UserError
-        if most of them are numbers and some are not, since sorting would change the numbers.
+        keep_numbers: the source's classes are labels, as in `.cls` members. If all are numbers,
+        they stay as they are without a space or map; sorted as text, 10 would become label 2.
         """
         if self.settings.values == "none":
             return ()
@@ -71,10 +70,8 @@ class Labels:
             assert self.known.issuperset(found)
             return self.space
         names = tuple(sorted(found))
-        if keep_numbers and self.map is None:
-            if is_numbers(names):
-                return tuple(str(number) for number in range(max(map(int, names)) + 1))
-            _refuse_mixture(names, found)
+        if keep_numbers and self.map is None and names and all(map(PLAIN_NUMBER.fullmatch, names)):
+            return tuple(str(number) for number in range(max(map(int, names)) + 1))
         return names
 
     def check(self, unknown: Mapping[str, int], *, found: Mapping[str, int]) -> None:
@@ -121,26 +118,6 @@ class Labels:
         if num_in[best] <= sum(self.class_of(each) is not None for each in wanted):
             return None
         return f"labels.space={best} contains {num_in[best]:,} of these {len(wanted):,} classes"
-
-
-def is_numbers(names: Collection[str]) -> bool:
-    """Whether all names are plain numbers such as 0, 1, 10."""
-    return bool(names) and all(map(PLAIN_NUMBER.fullmatch, names))
-
-
-def _refuse_mixture(names: Collection[str], found: Mapping[str, int]) -> None:
-    others = [name for name in names if not PLAIN_NUMBER.fullmatch(name)]
-    # Numbers padded with zeros (001, 002, 100) sort numerically.
-    padded = all(re.fullmatch("[0-9]+", name) for name in names) and len(set(map(len, names))) == 1
-    if 2 * len(others) < len(names) and not padded:
-        name = max(others, key=lambda name: found[name])
-        raise UserError(
-            f"{len(names) - len(others):,} of the source's {len(names):,} labels are numbers from "
-            f"0 to 999,999, and {len(others):,} are not; for example {name!r} "
-            f"({found[name]:,} images)",
-            where="source.label",
-            next_step="correct these labels, or name the classes: labels.map, labels.space",
-        )
 
 
 @lru_cache(maxsize=1)  # a map may have a million rows

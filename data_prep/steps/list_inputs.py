@@ -62,11 +62,6 @@ def list_units(work: WorkFolder) -> list[str]:
     return [f"list/{number:06d}.arrow" for number in range(len(_of_units(work)))]
 
 
-def list_sizes(work: WorkFolder) -> list[int]:
-    """Containers of each unit."""
-    return [len(containers) for containers in _of_units(work)]
-
-
 def list_inputs(work: WorkFolder, unit: str) -> None:
     """List the containers of one unit; bytes that can be read only once go to its spool file."""
     run, number = work.run, int(Path(unit).stem)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_prep.formats.ledger import EXTERNAL_REASONS, Rejections
 from data_prep.formats.tar_writer import SAMPLE_OVERHEAD
@@ -24,7 +26,14 @@ from data_prep.sources.errors import Outage, printable
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import InputReader, left_out, list_units, read_containers
-from data_prep.steps.rows import commit_file, commit_table, equal_groups, read_table, unique_keys
+from data_prep.steps.rows import (
+    commit_file,
+    commit_table,
+    equal_neighbours,
+    hashed_key,
+    read_table,
+    shard_order,
+)
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
@@ -165,32 +174,27 @@ def read_plan(work: WorkFolder) -> Plan:
 
 
 def _ordered(rows: pa.Table, reason: Codes) -> tuple[np.ndarray, pa.Array]:
-    """(rows in stored order, their keys). Rejects inputs listed twice.
-
-    The order is that of the hashes; rows with equal ones, which are few, are in order of their
-    paths. These share a split, class and name, so their keys must be told apart.
-    """
-    high, low = (rows.column(name).to_numpy() for name in ("order_high", "order_low"))
-    order = np.lexsort((low, high))
-    changed: dict[int, str] = {}
-    for group in equal_groups(high, low, order):
-        members = rows.take(order[group]).select(["path", "split", "key"]).to_pylist()
-        by_path = sorted(range(len(members)), key=lambda i: members[i]["path"])
-        order[group] = order[group][by_path]
-        members = [members[i] for i in by_path]
-        paths = [member["path"] for member in members]
-        for i, position in enumerate(order[group].tolist()):
-            if i and paths[i] == paths[i - 1] and reason.codes[position] < 0:
-                reason.codes[position] = reason.code_of("duplicate_path")
-        unique = unique_keys([m["split"] for m in members], [m["key"] for m in members], paths)
-        changed |= dict(zip(order[group].tolist(), unique, strict=True))
-    keys = rows.column("key")
-    if changed:
-        mask = np.zeros(len(rows), bool)
-        mask[list(changed)] = True
-        new = pa.array([changed[i] for i in sorted(changed)], keys.type)
-        keys = pa.compute.replace_with_mask(keys.combine_chunks(), mask, new)
-    return order, keys
+    """(rows in stored order, their keys, made unique). Rejects inputs listed twice."""
+    order, keys = shard_order(rows), rows.column("key").combine_chunks()
+    equal = order[equal_neighbours(rows, order)]
+    if not len(equal):
+        return order, keys
+    found = rows.take(equal).select(["path", "split", "key"]).to_pylist()
+    for position, before, row in zip(equal[1:], found, found[1:], strict=False):
+        if row["path"] == before["path"] and reason.codes[position] < 0:
+            reason.codes[position] = reason.code_of("duplicate_path")
+    # Keys equal in lower case come from equal order hashes, or end in a hash already.
+    names = [f"{row['split']}-{row['key'].lower()}" for row in found]
+    counts = Counter(names)
+    changed = {
+        position: hashed_key(row["key"], row["path"])
+        for position, row, name in zip(equal.tolist(), found, names, strict=True)
+        if counts[name] > 1
+    }
+    mask = np.zeros(len(rows), bool)
+    mask[list(changed)] = True
+    new = pa.array([changed[i] for i in sorted(changed)], keys.type)
+    return order, pc.replace_with_mask(keys, mask, new)
 
 
 def _rejected_table(

@@ -9,12 +9,12 @@ import hashlib
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from data_prep.sources.protocol import NO_CLASS, Input
 from vitscale.distributed.atomic_files import fsync_folder
@@ -104,29 +104,20 @@ def rows_table(inputs: Sequence[Input], *, seed: int, holds_out: bool) -> pa.Tab
     return pa.Table.from_arrays(arrays, schema=ROW_SCHEMA)
 
 
-def equal_groups(high: np.ndarray, low: np.ndarray, order: np.ndarray) -> list[slice]:
-    """Return the ranges of `order` with equal hashes, which are few: names listed again."""
-    high, low = high[order], low[order]
-    same = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
-    groups: list[slice] = []
-    for i in same.tolist():
-        start = groups.pop().start if groups and groups[-1].stop == i + 1 else i
-        groups.append(slice(start, i + 2))
-    return groups
+def shard_order(rows: pa.Table) -> np.ndarray:
+    """Return the positions of rows in stored order: that of their hashes, then of their paths."""
+    keys = [(name, "ascending") for name in ("order_high", "order_low", "path")]
+    return pc.sort_indices(rows, keys).to_numpy()
 
 
-def unique_keys(splits: Sequence[str], keys: Sequence[str], paths: Sequence[bytes]) -> list[str]:
-    """Return the keys of rows with equal hashes: those equal in lower case get a hash of their
-    path.
+def equal_neighbours(rows: pa.Table, order: np.ndarray) -> np.ndarray:
+    """Return the positions in `order`, few, of rows whose hash equals that of a neighbour.
 
-    Keys equal in lower case come from equal order hashes, or end in a hash already.
+    Equal hashes mean equal split, class and name, so keys that must be told apart are among them.
     """
-    names = [f"{split}-{key.lower()}" for split, key in zip(splits, keys, strict=True)]
-    counts = Counter(names)
-    return [
-        hashed_key(key, path) if counts[name] > 1 else key
-        for key, name, path in zip(keys, names, paths, strict=True)
-    ]
+    high, low = (rows[name].to_numpy()[order] for name in ("order_high", "order_low"))
+    same = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
+    return np.union1d(same, same + 1)
 
 
 def commit_table(temporary: Path, final: Path, table: pa.Table) -> None:

@@ -73,10 +73,8 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     assert manifest is not None
     print(f"\n{work.output}: {describe_inputs(manifest.inputs)}")
     for split, entry in manifest.splits.items():
-        print(
-            f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, "
-            f"{entry.num_bytes / 2**20:,.1f} MiB"
-        )
+        mib = f"{entry.num_bytes / 2**20:,.1f} MiB"
+        print(f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, {mib}")
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
     print(f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input")
     print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")

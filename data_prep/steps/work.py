@@ -23,8 +23,8 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import wait
@@ -43,17 +43,16 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.console import item_progress
 
 FAILED_NAME = "failed.json"
-FOLDERS = ("claims", "list", "spool", "tars")
-HEARTBEAT_S = 5.0
-# A claim of another machine expires when its heartbeat is this old by the file system's clock.
-# Attribute caches of network file systems stay well below.
+FOLDERS = ("claims", "list", "spool", "tars", "tmp")
+HEARTBEAT_NAME, HEARTBEAT_S = "alive", 5.0
+# A process of another machine is dead when its heartbeat is this old by the file system's clock.
 DEAD_AFTER_S = 60.0
 # Pauses start short, since most waits are, and grow: no pause is longer than a quarter of the wait.
 FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.005, 1.25, 1.0
 UPDATE_S = 0.5
 # A worker that waits for dead storage does not end when it is killed.
 EXIT_WAIT_S = 5.0
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 USE_LESS_MEMORY = "lower num_workers or images.max_pixels and rerun; the run resumes"
 # What workers need, and what pyarrow imports at first use: 0.3 s and 45 MiB in each of them.
 IMPORTS = (
@@ -63,8 +62,6 @@ IMPORTS = (
     "pyarrow.parquet",
     "PIL.JpegImagePlugin",
 )
-# Kind of a worker's message -> the exception raised in the main process.
-ERRORS = {"outage": Outage, "corpus": UserError, "crash": RuntimeError}
 
 
 class WorkFolder:
@@ -82,18 +79,18 @@ class WorkFolder:
         return (self.output / MANIFEST_NAME).exists()
 
     def open(self) -> None:
-        """Create the folders and remove unfinished files of dead processes of this machine.
+        """Create the folders, start the heartbeat, and remove what dead processes left.
 
         Raises FileNotFoundError if the work folder is gone: another process finished the work.
         """
         for name in FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        for left in self.scratch.parent.glob("*"):
-            where, _, pid = left.name.rpartition(".")
-            if where == machine() and pid.isdigit() and not is_alive(int(pid)):
+        for left in (self.path / "tmp").iterdir():
+            if self.is_dead(left.name, elsewhere=False):
                 shutil.rmtree(left, ignore_errors=True)
-        self.scratch.parent.mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
+        (self.scratch / HEARTBEAT_NAME).touch()
+        threading.Thread(target=_beat, args=(self.scratch / HEARTBEAT_NAME,), daemon=True).start()
 
     def temporary(self, name: str) -> Path:
         """A new name for an unfinished file or folder."""
@@ -116,12 +113,15 @@ class WorkFolder:
         while waiting:
             progressed = False
             for unit in waiting:
-                if self.is_done(unit):
+                claim = self.path / "claims" / unit.replace("/", "-")
+                if self.is_done(unit) or not self.take(claim):
                     continue
-                with self.claim(unit) as claimed:
-                    if claimed and not self.is_done(unit):
+                try:
+                    if not self.is_done(unit):
                         do(self, unit)
                         progressed = True
+                finally:
+                    claim.unlink(missing_ok=True)
             waiting = [unit for unit in waiting if not self.is_done(unit)]
             if waiting and not progressed:
                 if not self.path.exists() and not self.is_finished:
@@ -129,56 +129,36 @@ class WorkFolder:
                 time.sleep(pause)
                 pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
 
-    @contextmanager
-    def claim(self, unit: str) -> Iterator[bool]:
-        """Whether this process may do a unit; False: another one is doing it."""
-        path = self.path / "claims" / unit.replace("/", "-")
-        if not self._take(path):
-            yield False
-            return
-        ended = threading.Event()
-        heart = threading.Thread(target=_beat, args=(path, ended), daemon=True)
-        heart.start()
-        try:
-            yield True
-        finally:
-            ended.set()
-            heart.join()
-            path.unlink(missing_ok=True)
+    def take(self, claim: Path) -> bool:
+        """Make a claim, a link that names this process. False: another one has it.
 
-    def _take(self, path: Path) -> bool:
-        for _ in range(2):
+        That of a dead process is removed, for the next attempt.
+        """
+        with suppress(FileNotFoundError):
             try:
-                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+                os.symlink(self.scratch.name, claim)
+                return True
             except FileExistsError:
-                if not self._is_dead(path):
-                    return False
-                path.unlink(missing_ok=True)
-                continue
-            except FileNotFoundError:
-                return False
-            with os.fdopen(descriptor, "w") as file:
-                json.dump({"machine": machine(), "pid": os.getpid()}, file)
-            return True
+                if self.is_dead(os.readlink(claim)):
+                    claim.unlink()
         return False
 
-    def _is_dead(self, path: Path) -> bool:
-        try:
-            age = self._file_system_time() - path.stat().st_mtime
-            owner = json.loads(path.read_text())
-        except FileNotFoundError:
+    def is_dead(self, owner: str, *, elsewhere: bool = True) -> bool:
+        """Whether a process has ended. elsewhere: look at heartbeats from other machines."""
+        where, _, pid = owner.rpartition(".")
+        if where == machine():
+            return not is_alive(int(pid))
+        if not elsewhere:
             return False
-        except ValueError:
-            # Created but not yet written; dead only if it stays so.
-            return age > DEAD_AFTER_S
-        if owner.get("machine") == machine() and not is_alive(owner["pid"]):
+        try:
+            # Opened: network file systems then ask the server for its time of change.
+            with open(self.path / "tmp" / owner / HEARTBEAT_NAME) as file:
+                beat = os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
             return True
-        return age > DEAD_AFTER_S
-
-    def _file_system_time(self) -> float:
-        probe = self.scratch / "clock"
-        probe.touch()
-        return probe.stat().st_mtime
+        own = self.scratch / HEARTBEAT_NAME
+        own.touch()
+        return own.stat().st_mtime - beat > DEAD_AFTER_S
 
     def failure(self) -> dict[str, Any] | None:
         """The error that ended the work for all tasks, with the job of the task that met it."""
@@ -209,10 +189,11 @@ def this_process() -> str:
     return f"{machine()}.{os.getpid()}"
 
 
-def _beat(path: Path, ended: threading.Event) -> None:
-    while not ended.wait(HEARTBEAT_S):
+def _beat(path: Path) -> None:
+    while path.parent.exists():
+        time.sleep(HEARTBEAT_S)
         with suppress(OSError):
-            os.utime(path)
+            path.touch()
 
 
 @dataclass(frozen=True)
@@ -224,13 +205,10 @@ class Step:
     """Names of the files to make, relative to the work folder, known after the step before."""
     do: Callable[[WorkFolder, str], None]
     """Make one of them, with the same bytes in any process."""
-    sizes: Callable[[WorkFolder], Sequence[int]] | None = None
-    """What progress counts in each unit; None: the unit itself."""
-    counted: str = "units"
-    num_bad: Callable[[WorkFolder, str], int] | None = None
-    """Bad images in a finished unit."""
-    check_bad: Callable[[WorkFolder, int], None] | None = None
-    """Raise UserError if these are too many, before all of them are read."""
+    images: Callable[[WorkFolder], Sequence[int]] | None = None
+    """Images in each unit, which progress counts instead of units."""
+    check: Callable[[WorkFolder, Sequence[str]], None] | None = None
+    """Raise UserError if the units done so far show that the work is in vain."""
 
 
 def run_steps(work: WorkFolder, steps: Sequence[Step]) -> None:
@@ -242,85 +220,77 @@ def run_steps(work: WorkFolder, steps: Sequence[Step]) -> None:
     num_workers = work.run.num_workers or num_cores()
     task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
     context = worker_context(IMPORTS)
-    messages: Any = context.SimpleQueue()
-    workers = [
+    errors: Any = context.SimpleQueue()
+    workers: list[Any] = [
         context.Process(
             target=_run_worker,
-            args=(work.run, tuple(steps), messages, task * num_workers + number),
+            args=(work.run, tuple(steps), errors, task * num_workers + number),
             daemon=True,
         )
         for number in range(num_workers)
     ]
-    stop = threading.Event()
-    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: stop.set())
+    previous = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}
     try:
         work.open()
         for worker in workers:
             worker.start()
         for step in steps:
-            _follow(work, step, workers, messages, stop)
+            _follow(work, step, workers, errors)
         while any(worker.exitcode is None for worker in workers):
-            _check(work, workers, messages, stop)
+            _wait(work, workers, errors)
     except (OSError, pa.ArrowException) as error:
         # Another task may have finished the work, and removed the folder.
         if not work.is_finished:
             raise storage_error(error, work) from None
-    except KeyboardInterrupt:
-        print("\nstopped; run the same command again to resume", flush=True)
-        raise SystemExit(EXIT_STOPPED_RESUMABLE) from None
     finally:
-        for worker in workers:
-            if worker.pid is not None:
-                worker.kill()
-        for worker in workers:
-            if worker.pid is not None:
-                worker.join(EXIT_WAIT_S)
+        started = [worker for worker in workers if worker.pid is not None]
+        for worker in started:
+            worker.kill()
+        for worker in started:
+            worker.join(EXIT_WAIT_S)
         for number, handler in previous.items():
-            # A second signal must not kill a process that is stopping.
-            signal.signal(number, signal.SIG_IGN if stop.is_set() else handler)
+            if signal.getsignal(number) is _stop:
+                signal.signal(number, handler)
 
 
-def _follow(
-    work: WorkFolder, step: Step, workers: list[Any], messages: Any, stop: threading.Event
-) -> None:
+def _stop(*_: object) -> None:
+    for number in STOP_SIGNALS:
+        # A second signal must not kill a process that is stopping.
+        signal.signal(number, signal.SIG_IGN)
+    print("\nstopped; run the same command again to resume", flush=True)
+    raise SystemExit(EXIT_STOPPED_RESUMABLE)
+
+
+def _follow(work: WorkFolder, step: Step, workers: list[Any], errors: Any) -> None:
     """Show the progress of one step until all of its units are done."""
     if work.is_finished:
         return
-    units = step.units(work)
-    sizes = dict(zip(units, step.sizes(work) if step.sizes else [1] * len(units), strict=True))
-    folder = work.path / os.path.dirname(units[0]) if units else work.path
-    waiting, num_bad = set(units), 0
-    total = sum(sizes.values())
-    with item_progress(step.title, total=total, unit=step.counted) as advance:
-        while waiting and not work.is_finished:
-            prefix = f"{folder.name}/" if folder != work.path else ""
-            done = waiting.intersection(prefix + name for name in os.listdir(folder))
-            waiting -= done
-            advance(sum(sizes[unit] for unit in done))
-            if step.num_bad and step.check_bad and done:
-                num_bad += sum(step.num_bad(work, unit) for unit in done)
-                step.check_bad(work, num_bad)
-            if waiting:
-                _check(work, workers, messages, stop)
+    units, done = step.units(work), set[str]()
+    sizes = dict(zip(units, step.images(work) if step.images else [1] * len(units), strict=True))
+    folder, counted = os.path.dirname(min(units, default="")), "images" if step.images else "units"
+    with item_progress(step.title, total=sum(sizes.values()), unit=counted) as advance:
+        while len(done) < len(units) and not work.is_finished:
+            made = {os.path.join(folder, name) for name in os.listdir(work.path / folder)}
+            new = (made & sizes.keys()) - done
+            done |= new
+            advance(sum(sizes[unit] for unit in new))
+            if step.check and new:
+                step.check(work, sorted(done))
+            if len(done) < len(units):
+                _wait(work, workers, errors)
 
 
-def _check(work: WorkFolder, workers: list[Any], messages: Any, stop: threading.Event) -> None:
-    """Wait a moment. Raise what ends the work: an error of a worker or another task, a signal."""
+def _wait(work: WorkFolder, workers: list[Any], errors: Any) -> None:
+    """Wait a moment. Raise what ends the work: an error of a worker or another task."""
     alive = [worker.sentinel for worker in workers if worker.exitcode is None]
     if alive:
         wait(alive, UPDATE_S)
     else:
         time.sleep(FIRST_WAIT_S)
-    if not messages.empty():
-        kind, text = messages.get()
-        raise ERRORS[kind](text)
-    if stop.is_set():
-        print("stopped by a signal; run the same command again to resume", flush=True)
-        raise SystemExit(EXIT_STOPPED_RESUMABLE)
     codes = [worker.exitcode for worker in workers if worker.exitcode]
-    if codes and messages.empty():
+    if not errors.empty():
+        raise errors.get()
+    if codes:
         raise Outage(
             f"a worker process died (exit code {codes[0]})",
             where=str(work.path),
@@ -329,7 +299,7 @@ def _check(work: WorkFolder, workers: list[Any], messages: Any, stop: threading.
     work.raise_failure()
 
 
-def _run_worker(run: DataPrepRun, steps: Sequence[Step], messages: Any, start: int) -> None:
+def _run_worker(run: DataPrepRun, steps: Sequence[Step], errors: Any, start: int) -> None:
     """Run one worker process."""
     end_with_server()
     # The default allocator keeps what is freed: a quarter of a worker's memory.
@@ -338,15 +308,13 @@ def _run_worker(run: DataPrepRun, steps: Sequence[Step], messages: Any, start: i
     warnings.filterwarnings("ignore", module="PIL")
     try:
         work_through_steps(WorkFolder(run), steps, start=start)
-    except Outage as error:
-        messages.put(("outage", error.text()))
     except UserError as error:
-        messages.put(("corpus", error.text()))
+        errors.put(error)
     except MemoryError:
-        text = f"a worker process ran out of memory on an image\n  next: {USE_LESS_MEMORY}"
-        messages.put(("outage", text))
+        what = "a worker process ran out of memory on an image"
+        errors.put(Outage(what, next_step=USE_LESS_MEMORY))
     except Exception:
-        messages.put(("crash", traceback.format_exc()))
+        errors.put(RuntimeError(traceback.format_exc()))
 
 
 def work_through_steps(work: WorkFolder, steps: Sequence[Step], *, start: int = 0) -> None:
@@ -370,10 +338,7 @@ def work_through_steps(work: WorkFolder, steps: Sequence[Step], *, start: int = 
 
 
 def storage_error(error: Exception, work: WorkFolder) -> UserError:
-    """The error for an output that cannot be written.
-
-    Raises the error of a preparation that has failed.
-    """
+    """Return the error for an output that cannot be written. Raises the failure of another task."""
     work.raise_failure()
     code = error.errno if isinstance(error, OSError) else None
     text = (error.strerror if isinstance(error, OSError) else None) or str(error)

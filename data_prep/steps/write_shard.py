@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,8 @@ def shard_units(work: WorkFolder) -> list[str]:
     return read_plan(work).units
 
 
-def shard_sizes(work: WorkFolder) -> list[int]:
-    """Images of each unit."""
-    return [num_images for _, _, num_images in read_plan(work).shards]
+def num_images(work: WorkFolder) -> list[int]:
+    return [num for _, _, num in read_plan(work).shards]
 
 
 def write_shard(work: WorkFolder, unit: str) -> None:
@@ -107,21 +107,22 @@ def facts_of(work: WorkFolder, unit: str) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in stored.items()}
 
 
-def num_bad(work: WorkFolder, unit: str) -> int:
+@cache
+def _num_bad(work: WorkFolder, unit: str) -> int:
     return int(facts_of(work, unit)["num_bad"])
 
 
-def check_bad(work: WorkFolder, num_bad: int) -> None:
-    """Raise UserError if too many images are bad among those read so far.
+def check_bad(work: WorkFolder, done: Sequence[str]) -> None:
+    """Raise UserError if too many images are bad among those of these units.
 
     Never stricter than the check at the end: it compares them with all images.
     """
     plan, limit = read_plan(work), work.run.images.max_bad_fraction
-    if plan.num_bad + num_bad <= limit * plan.num_images:
+    num_bad = plan.num_bad + sum(_num_bad(work, unit) for unit in done)
+    if num_bad <= limit * plan.num_images:
         return
     so_far = Rejections()
-    for unit in (REJECTED, *plan.units):
-        if (work.path / unit).exists():
-            table = read_table(work.path / unit)
-            so_far.add(table.column("reason"), table.column("path"))
+    for unit in (REJECTED, *done):
+        table = read_table(work.path / unit)
+        so_far.add(table.column("reason"), table.column("path"))
     so_far.check(num_images=plan.num_images, max_bad_fraction=limit, at_least=True)

@@ -48,27 +48,10 @@ def test_numeric_labels_keep_their_numbers() -> None:
     assert labels().label_map(found) == ("0", "10", "2")
     assert labels().label_map({"a": 1, "10": 9, "2": 9}) == ("10", "2", "a")
     assert labels().label_map({"a": 1, "10": 9}, keep_numbers=True) == ("10", "a")
+    padded = tuple(f"{i:03d}" for i in range(1, 201))
+    assert labels().label_map(dict.fromkeys(padded, 1), keep_numbers=True) == padded
     assert labels().label_map({"9999999": 1}, keep_numbers=True) == ("9999999",)
     assert labels().label_map({}, keep_numbers=True) == ()
-
-
-@pytest.mark.parametrize("others", [["x"], ["02"], ["9999999", "1.5"]])
-def test_numbers_mixed_with_other_labels_are_refused(others: list[str], tmp_path: Path) -> None:
-    found = dict.fromkeys(map(str, range(12)), 10) | {name: i for i, name in enumerate(others, 3)}
-    message = rf"12 of the source's {len(found)} labels.*for example '{others[-1]}' \("
-    with pytest.raises(UserError, match=message):
-        labels().label_map(found, keep_numbers=True)
-    # Names of folders are names, and a map or space defines the meaning of each label.
-    assert labels().label_map(found) == tuple(sorted(found))
-    names = written(tmp_path / "names.txt", "".join(f"{name}\n" for name in found))
-    assert labels(space=names).label_map(found, keep_numbers=True) == tuple(found)
-    pairs = written(tmp_path / "map.csv", "a,3\nb,0\n")
-    assert labels(map=pairs).label_map({"3": 1, "0": 1}, keep_numbers=True) == ("0", "3")
-
-
-def test_zero_padded_numbers_are_sorted_names() -> None:
-    names = tuple(f"{i:03d}" for i in range(1, 201))
-    assert labels().label_map(dict.fromkeys(names, 1), keep_numbers=True) == names
 
 
 def test_all_classes_of_a_space_are_labels() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -39,9 +38,12 @@ def run(work: WorkFolder, units: list[str], *, start: int = 0) -> list[str]:
 
 
 def claim(work: WorkFolder, unit: str, *, where: str, pid: int, age_s: float = 0.0) -> Path:
+    heartbeat = work.path / "tmp" / f"{where}.{pid}" / "alive"
+    heartbeat.parent.mkdir(exist_ok=True)
+    heartbeat.touch()
+    os.utime(heartbeat, (time.time() - age_s, time.time() - age_s))
     path = work.path / "claims" / unit
-    path.write_text(json.dumps({"machine": where, "pid": pid}))
-    os.utime(path, (time.time() - age_s, time.time() - age_s))
+    path.symlink_to(heartbeat.parent.name)
     return path
 
 
@@ -63,7 +65,7 @@ def test_a_dead_process_of_this_machine_is_replaced_at_once(work: WorkFolder) ->
 
 
 def test_claims_of_other_machines_hold_until_the_heartbeat_stops(work: WorkFolder) -> None:
-    claim(work, "a", where="elsewhere", pid=1, age_s=DEAD_AFTER_S + 5)
+    claim(work, "a", where="elsewhere", pid=2, age_s=DEAD_AFTER_S + 5)
     assert run(work, ["a"]) == ["a"]
     path = claim(work, "b", where="elsewhere", pid=1)
     done: list[str] = []
@@ -85,7 +87,6 @@ def test_process_in_another_container_is_not_looked_up(
     assert prefix and space == str(os.stat("/proc/self/ns/pid").st_ino)
     container, pid = f"{prefix}-{int(space) + 1}", dead_pid()
     scratch = work.scratch.with_name(f"{container}.{pid}")
-    scratch.mkdir()
     claim(work, "a", where=container, pid=pid)
     work.open()
     assert scratch.exists()
@@ -98,16 +99,12 @@ def test_process_in_another_container_is_not_looked_up(
     thread.join(PATIENCE_S)
 
 
-def test_a_claim_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharing, "HEARTBEAT_S", 0.01)
-
-    def do(work: WorkFolder, unit: str) -> None:
-        path = work.path / "claims" / unit
-        os.utime(path, (1, 1))
-        wait_until(lambda: path.stat().st_mtime > 1)
-        (work.path / unit).touch()
-
-    work.work_through(["a"], do, start=0)
+    work.open()
+    path = work.scratch / "alive"
+    os.utime(path, (1, 1))
+    wait_until(lambda: path.stat().st_mtime > 1)
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
@@ -115,7 +112,7 @@ def test_a_skewed_clock_ends_no_claim(
     work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim(work, "fresh", where="elsewhere", pid=1)
-    claim(work, "old", where="elsewhere", pid=1, age_s=DEAD_AFTER_S + 5)
+    claim(work, "old", where="elsewhere", pid=2, age_s=DEAD_AFTER_S + 5)
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + skew_s)
     threading.Timer(0.5, (work.path / "fresh").touch).start()  # its owner has finished
