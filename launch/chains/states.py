@@ -6,7 +6,7 @@ an evaluation while its results are newer than all that it reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from launch.jobs.preparation import RUN_TYPES
 from launch.jobs.states import RESULTS_NAME
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import load_run_file, run_leaves
+from vitscale.config.loader import load_run_file
 from vitscale.config.section import Run
 from vitscale.config.source import yaml_flow
 from vitscale.data.index import MANIFEST_NAME, read_manifest
@@ -79,7 +79,7 @@ def step_state(step: ChainStep, states: States) -> StepState:
         return StepState(text="missing")
     files = sorted(step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
     is_newest = all(state.is_done and finished >= (state.finished or 0) for state in needs)
-    if not is_newest or not files or list(_changes(step.run, files[-1])):
+    if not is_newest or not files or _changes_since(step.run, files[-1]):
         return StepState(text="old")
     return StepState(text="done", finished=finished)
 
@@ -89,12 +89,8 @@ def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     finished = _time_of(folder / MANIFEST_NAME)
     if finished is None:
         return StepState(text="missing")
-    made, now = dict(_flat(read_manifest(folder).config)), dict(_flat(run.model_dump(mode="json")))
-    changes = [
-        f"{key}: made with {made[key]}, now {now[key]}"
-        for key in sorted(made.keys() & now.keys())
-        if made[key] != now[key] and _has_effect(key)
-    ]
+    made, now = _settings(read_manifest(folder).config), _settings(run.model_dump(mode="json"))
+    changes = _changes(made, {key: value for key, value in now.items() if key in made})
     if changes:
         return _changed("exists already, made with other settings", changes, folder)
     return StepState(text="done", finished=finished)
@@ -107,7 +103,7 @@ def _training_state(step: ChainStep, *, complete: bool) -> StepState:
     if newest is None:
         return StepState(text="missing")
     at = step_of(newest)
-    changes = list(_changes(step.run, step.folder / "config.yaml"))
+    changes = _changes_since(step.run, step.folder / "config.yaml")
     if not complete:
         changes = [f"what it starts from is missing or incomplete: {', '.join(step.needs)}"]
     if changes:
@@ -119,41 +115,40 @@ def _training_state(step: ChainStep, *, complete: bool) -> StepState:
 
 
 def _changed(what: str, changes: list[str], folder: Path) -> StepState:
-    lines = [f"    {change}" for change in changes[:MAX_CHANGES]]
-    if len(changes) > MAX_CHANGES:
-        lines.append(f"    ... {len(changes) - MAX_CHANGES} more")
+    more = [f"... {len(changes) - MAX_CHANGES} more"] if len(changes) > MAX_CHANGES else []
     error = UserError(
-        "\n".join([what, *lines]),
+        "\n    ".join([what, *changes[:MAX_CHANGES], *more]),
         where=str(folder),
         next_step="undo the change, remove this folder to make it again, or rename the chain",
     )
     return StepState(text="changed", error=error)
 
 
-def _changes(run: Run, path: Path) -> Iterator[str]:
+def _changes_since(run: Run, path: Path) -> list[str]:
     """Settings with an effect that differ from a configuration that was run."""
     try:
-        saved = {".".join(key): value for key, value in run_leaves(load_run_file(RUN_TYPES, path))}
+        made = load_run_file(RUN_TYPES, path).model_dump(mode="json")
     except UserError:
-        yield f"{path} cannot be read by this version"
-        return
-    now = {".".join(key): value for key, value in run_leaves(run)}
-    for key in sorted(filter(_has_effect, saved.keys() | now.keys())):
-        if saved.get(key) != now.get(key):
-            old, new = (yaml_flow(v[key]) if key in v else "nothing" for v in (saved, now))
-            yield f"{key}: trained with {old}, now {new}"
+        return [f"{path} cannot be read by this version"]
+    return _changes(_settings(made), _settings(run.model_dump(mode="json")))
 
 
-def _has_effect(key: str) -> bool:
-    return not any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
+def _changes(made: dict[str, str], now: dict[str, str]) -> list[str]:
+    return [
+        f"{key}: made with {made.get(key, 'nothing')}, now {now.get(key, 'nothing')}"
+        for key in sorted(made.keys() | now.keys())
+        if made.get(key) != now.get(key)
+    ]
 
 
-def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from _flat(child, f"{prefix}{key}.")
-    else:
-        yield prefix.removesuffix("."), value
+def _settings(value: Any, key: str = "") -> dict[str, str]:
+    """Dotted key -> value, of settings with an effect."""
+    if any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT):
+        return {}
+    if not isinstance(value, dict) or (key and not value):
+        return {key: yaml_flow(value)}
+    inner = (_settings(child, f"{key}.{name}".lstrip(".")) for name, child in value.items())
+    return {name: text for each in inner for name, text in each.items()}
 
 
 def _time_of(path: Path) -> float | None:

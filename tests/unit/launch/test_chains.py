@@ -133,29 +133,21 @@ def sweep_of(stage: str, *words: str) -> dict[str, Any]:
     return {step.name: step.run for step in load_chain(command.run, cluster="local").steps}
 
 
-@pytest.mark.parametrize(
-    ("word", "values"),
-    [
-        ("optim.lr=[1e-3,0.01]", [1e-3, 0.01]),
-        ("optim.name=[adamw, sgd]", ["adamw", "sgd"]),
-        ("engine.zero_stage=[0,1]", [0, 1]),
-        ("data.val_split=[test,null]", ["test", None]),
-        ("data.crop_area=[[0.2,1],[0.5,1]]", [[0.2, 1], [0.5, 1]]),
-        ("data.crop_area=[0.2,1]", None),
-        ("evaluate=[{name: knn}]", None),
-        ("launch.setup=[a,b]", None),
-        ("optim.lr=0.1", None),
-        ("optim.rate=[1,2]", None),
-        ("optim=[1,2]", None),
-        ("optim.lr=[1,", None),
-        ("objective.mask_ratio=[0.5,0.75]", None),
-        ("objective.mask_ratio=[0.5,0.75] objective.name=mae", [0.5, 0.75]),
-    ],
-)
-def test_a_list_that_is_no_value_of_its_key_is_a_sweep(word: str, values: list[Any] | None) -> None:
-    words = word.rsplit(" ", 1) if " objective" in word else [word]
-    found = _sweeps(["--config", "pretrain.yaml", *words])
-    assert found == ({} if values is None else {word.partition("=")[0]: values})
+def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
+    sweeps = {
+        "optim.lr=[1e-3,0.01]": [1e-3, 0.01],
+        "optim.name=[adamw, sgd]": ["adamw", "sgd"],
+        "data.val_split=[test,null]": ["test", None],
+        "data.crop_area=[[0.2,1],[0.5,1]]": [[0.2, 1], [0.5, 1]],
+        "objective.mask_ratio=[0.5,0.75] objective.name=mae": [0.5, 0.75],
+    }
+    values = ["data.crop_area=[0.2,1]", "evaluate=[{name: knn}]", "optim.rate=[1,2]", "optim=[1,2]"]
+    values += ["optim.lr=[1,", "objective.mask_ratio=[0.5,0.75]", "optim.lr=0.1"]
+    for text, expected in (sweeps | dict.fromkeys(values)).items():
+        words = text.rsplit(" ", 1) if " objective" in text else [text]
+        key = text.partition("=")[0]
+        found = _sweeps(["--config", "pretrain.yaml", *words])
+        assert found == ({} if expected is None else {key: expected}), text
 
 
 def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
@@ -220,34 +212,26 @@ def test_a_run_is_done_when_its_folder_says_so(chain: Chain) -> None:
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
 
 
-def test_an_evaluation_with_other_settings_is_repeated(chain: Chain, folder: Path) -> None:
+def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder: Path) -> None:
     train(chain, "pretrain", "finetune")
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
     path = folder / "evaluate.yaml"
     path.write_text(path.read_text() + "init_weights: model\nlaunch: {nodes: 2}\n")
     assert texts(chain_of(folder / "chain.yaml"), "evaluate") == {"old"}
-
-
-def test_a_training_with_other_settings_is_refused(chain: Chain, folder: Path) -> None:
-    train(chain, "pretrain")
     changes = "launch.timeout_min=7, checkpoint.every_steps=9, data.num_workers=0"
     assert texts(chain_of(folder / "chain.yaml", f"overrides=[{changes}]"), "pretrain") == {"done"}
     path = folder / "pretrain.yaml"
     path.write_text(path.read_text().replace("0.001", "0.002"))
-    expected = r"(?s)trained to step 20.*lr: trained with 0.001, now 0.002"
+    expected = r"(?s)trained to step 20.*lr: made with 0.001, now 0.002"
     with pytest.raises(UserError, match=expected):
         check_unchanged(chain_states(chain_of(folder / "chain.yaml")))
 
 
-def test_a_training_without_its_input_is_refused(chain: Chain) -> None:
-    """A pre-training that is repeated may end with other weights than the transfer had."""
-    train(chain, "finetune")
+def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder: Path) -> None:
+    train(chain, "finetune")  # a pre-training that is repeated may end with other weights
     with pytest.raises(UserError, match="starts from is missing or incomplete: shards, pretrain"):
         check_unchanged(chain_states(chain))
-
-
-def test_shards_with_other_settings_are_refused(chain: Chain, folder: Path) -> None:
     manifest = folder / "shards/manifest.json"
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"config": {"seed": 9, "launch": {"nodes": 7}}}))
@@ -258,9 +242,9 @@ def test_shards_with_other_settings_are_refused(chain: Chain, folder: Path) -> N
 # ---- submitted, with programs of SLURM that record their arguments ----------------------------
 
 PROGRAMS = {
-    "sbatch": 'if [ "$1" = --test-only ]; then exit 0; fi\n'
-    'number=$(ls script-* 2>/dev/null | wc -l); cp "$1" "script-$number"; job=$((71 + number))\n'
-    'echo "$job $1" >> jobs; echo "Submitted batch job $job"',
+    "sbatch": """if [ "$1" = --test-only ]; then exit 0; fi
+number=$(ls script-* 2>/dev/null | wc -l); cp "$1" "script-$number"; job=$((71 + number))
+echo "$job $1" >> jobs; echo "Submitted batch job $job\"""",
     "srun": "true",
     "scancel": 'echo "$@" >> cancelled',
     "squeue": "cat queue 2>/dev/null || true",

@@ -82,26 +82,17 @@ def test_budgets_are_read() -> None:
             parse_budget(text)
 
 
-@pytest.mark.parametrize(
-    ("key", "values", "best"),
-    [
-        ("train/loss", (math.nan, 3.0, 2.0, math.nan, -math.inf, 4.0), 2.0),
-        ("val/top1", (math.nan, 0.5, 0.75, math.inf, 0.25), 0.75),
-        ("val/ema_top1", (math.nan,), None),
-        ("train/lr", (0.1, 0.2), None),  # neither direction is better
-    ],
-)
-def test_best_ignores_values_that_are_not_finite(
-    key: str, values: tuple[float, ...], best: float | None
-) -> None:
-    (line,) = compare([logged(*({key: value} for value in values))]).metrics
-    assert line.best == (best,)
-    assert line.final == pytest.approx((values[-1],), nan_ok=True)
-
-
-def test_changes_follow_the_direction_of_the_metric() -> None:
+def test_best_and_changes_follow_the_direction_and_ignore_what_is_not_finite() -> None:
+    nan, inf = math.nan, math.inf
+    series = {"train/loss": (nan, 3.0, 2.0, -inf, 4.0), "val/top1": (nan, 0.5, 0.75, inf, 0.25)}
+    series |= {"val/ema_top1": (nan,) * 5, "train/lr": (0.1, 0.2, 0.1, 0.2, 0.1)}
+    rows = [dict(zip(series, values, strict=True)) for values in zip(*series.values(), strict=True)]
+    best = {line.key: line.best for line in compare([logged(*rows)]).metrics}
+    assert best == {
+        "train/loss": (2.0,), "val/top1": (0.75,), "val/ema_top1": (None,), "train/lr": (None,)
+    }  # fmt: skip
     first, loss = logged({"train/loss": 2.0, "val/top1": 0.5}), logged({"train/loss": 1.5})
-    top1 = logged({"train/loss": math.nan, "val/top1": 0.25})
+    top1 = logged({"train/loss": nan, "val/top1": 0.25})
     lines = {line.key: line for line in compare([first, loss, top1]).metrics}
     changes = {key: [line.change(d) for d in line.deltas] for key, line in lines.items()}
     assert changes == {"train/loss": [None, "better", None], "val/top1": [None, None, "worse"]}
@@ -157,22 +148,15 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
         run("a-1", [0.7], seed="1", name="a-1"),
         run("a-1-again", [0.6], seed="1", name="a-2"),
         run("no seed", [0.6]),
+        # Other initial weights, which differ in the seed alone.
+        run("t-0", [0.5], seed="0", name="t-0", init="runs/pretrain_seed0"),
+        run("t-1", [0.5], seed="1", name="t-1", init="runs/pretrain_seed1"),
     ]
     compared = compare(runs)
-    assert [group.members for group in compared.seeds] == [(0, 2, 3)]
+    assert [group.members for group in compared.seeds] == [(0, 2, 3), (5, 6)]
     (table,) = (table for table in tables(compared) if table.title.startswith("Over seeds"))
-    assert table.rows == (("val/top1", "0.6 ± 0.1 (3)"),)
+    assert table.rows == (("val/top1", "0.6 ± 0.1 (3)", "0.5 ± 0 (2)"),)
     assert compare([runs[2], runs[3]]).seeds == ()
-
-
-def test_other_initial_weights_are_another_group() -> None:
-    starts = ("runs/pretrain_seed{}", "null")
-    runs = [
-        run(f"{start}-{seed}", [0.5], seed=str(seed), init=start.format(seed))
-        for start in starts
-        for seed in (0, 1)
-    ]
-    assert [group.members for group in compare(runs).seeds] == [(0, 1), (2, 3)]
 
 
 def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,33 +59,19 @@ def plan(**changes: object) -> dict[str, str]:
     return dict(plan_rows(PretrainRun.model_validate(values)))
 
 
-def test_objective_and_evaluations_are_named() -> None:
+def test_evaluations_are_named_and_unknown_values_name_the_missing_setting() -> None:
     evaluate = [{"name": "knn", "every_steps": 2000}, {"name": "classification"}]
     rows = plan(evaluate=evaluate)
     assert rows["objective"] == "supervised"
     assert rows["evaluation"] == (
         "knn every 2,000 steps, classification; all after the last step, on 'test'"
     )
-    assert plan(evaluate=[])["evaluation"] == "none"
     data = {"path": "elsewhere", "global_batch": 64, "val_split": None}
-    assert plan(data=data)["evaluation"] == "none, because data.val_split is null"
-
-
-def test_unknown_values_name_the_missing_setting() -> None:
-    rows = plan(
-        data={"path": "elsewhere", "global_batch": 64},
-        model={"preset": "Ti/16"},
-        schedule={"epochs": 10, "warmup_steps": 5},
-    )
+    schedule = {"epochs": 10, "warmup_steps": 5}
+    rows = plan(data=data, model={"preset": "Ti/16"}, schedule=schedule)
+    assert rows["evaluation"] == "none, because data.val_split is null"
     assert "data.planned_num_samples" in rows["schedule"]
     assert "model.num_classes" in rows["model"]
-
-
-def test_a_large_run_has_a_plan() -> None:
-    run = load_run({"pretrain": PretrainRun}, ROOT / "configs/vit_b16.yaml").run
-    rows = dict(plan_rows(run))
-    assert rows["model"].startswith("103,186,515")
-    assert rows["steps"].startswith("272,460 steps")
 
 
 def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
@@ -105,38 +90,25 @@ def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
             check_data(run, data_facts(run))
 
 
-def test_the_cut_for_choosing_is_counted_exactly(tmp_path: Path) -> None:
-    """1 % of ImageNet as in the ViT paper's code; with classes left out, by the index."""
-    data = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1_281_167}
-    rows = plan(data=data | {"dev_percent": 1.0, "val_split": None})
+def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None:
+    """With what `first_percent` and a cut leave of the first; 1 % as in the ViT paper's code."""
+    planned = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1_281_167}
+    rows = plan(data=planned | {"dev_percent": 1.0, "val_split": None})
     assert rows["data"].startswith("1,268,355 training images without 12,812 held out, from ")
     assert rows["evaluation"].endswith("on the last 1 % of 'train' (12,812 images)")
-    shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
-    data = {"path": str(shards), "global_batch": 2, "dev_percent": 25.0, "only_classes": ["dog"]}
-    assert plan(data=data)["data"].startswith("6 training images without 2 held out, from ")
-    data["dev_percent"] = 1.0
-    with pytest.raises(UserError, match=r"data.dev_percent: 1 % of 8 training samples is 0"):
-        plan(data=data)
 
-
-def test_samples_chosen_by_key_are_counted(tmp_path: Path) -> None:
     shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     names = sample_keys(read_split(shards, split="train"), range(3))
     (tmp_path / "keys.txt").write_text("\n".join([*names, "unknown"]))
-    data = {"path": str(shards), "global_batch": 2, "only_keys": f"{tmp_path}/keys.txt"}
-    rows = plan(data=data)
+    data: dict[str, Any] = {"path": str(shards), "global_batch": 2}
+    rows = plan(data=data | {"only_keys": f"{tmp_path}/keys.txt"})
     assert rows["data"].startswith("3 training images, from ")
     expected = "3 of 16 samples by 4 keys; 1 keys are not in 'train', "
     assert rows["keys"] == expected + f"{tmp_path}/keys.txt"
 
-
-def test_every_source_of_a_mixture_is_counted(tmp_path: Path) -> None:
-    """With what `first_percent` and a cut leave of the first."""
-    shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1)
     mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
-    data = {"path": str(shards), "global_batch": 2, "dev_percent": 25.0, "mixture": mixture}
-    data["first_percent"] = 75.0
+    data |= {"dev_percent": 25.0, "first_percent": 75.0, "mixture": mixture}
     text = f"from data.first_percent=75 of {shards}/manifest.json and data.mixture"
     assert plan(data=data)["data"] == f"49 training images without 3 held out, {text}"
     mixture[0]["path"] = f"{tmp_path}/elsewhere"
@@ -166,13 +138,6 @@ def test_a_run_that_fits_has_no_finding() -> None:
     assert found["loader"].detail.startswith("2.0 shards and 8 samples for each of 1 rank(s) x 2")
 
 
-def change_manifest(folder: Path, change: Callable[[dict], object]) -> None:
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
-
-
 def tar_of(folder: Path) -> Path:
     return sorted(folder.glob("*.tar"))[1]
 
@@ -185,14 +150,7 @@ def tar_of(folder: Path) -> Path:
             lambda folder: tar_of(folder).write_bytes(tar_of(folder).read_bytes()[:-512]),
             "bytes, but the manifest says",
         ),
-        (lambda folder: (folder / "index.parquet").unlink(), "index.parquet: missing"),
-        (
-            lambda f: change_manifest(f, lambda m: m["splits"]["train"].update(num_samples=17)),
-            "disagrees with manifest.json",
-        ),
-        (lambda folder: (folder / "manifest.json").write_text("{"), "is not a valid manifest"),
         (lambda folder: (folder / "manifest.json").unlink(), "no shards in shards"),
-        (lambda f: change_manifest(f, lambda m: m["splits"].clear()), "no split 'train'"),
     ],
 )
 def test_damaged_shards_are_named(

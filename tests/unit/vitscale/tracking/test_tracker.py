@@ -13,7 +13,7 @@ import yaml
 
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
-from vitscale.tracking import mlflow_sync, run_facts
+from vitscale.tracking import run_facts
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.journal import read_rows
 from vitscale.tracking.mlflow_sync import MlflowRun, stored_runs, sync, upload
@@ -203,7 +203,7 @@ def test_the_node_is_watched_until_the_run_ends(
     mlflow_database: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mlflow_sync, "SYSTEM_SAMPLE_S", 0.05)
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     cpu = "key from metrics where key like 'system/%/cpu_utilization_percentage'"
     with open_tracker(settings={"system_metrics": True}) as tracker:
         tracker.log({"train/loss": 1.0}, step=1)
