@@ -29,8 +29,6 @@ except ModuleNotFoundError as error:
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_PROCESSES = 2
-# Lines of the deepspeed launcher, left out of the output.
-LAUNCHER_LINE = re.compile(r"^(\[rank\d\]:)?(\[\d{4}-|W\d{4}).*(INFO|WARNING|No CUDA runtime)")
 # Of a folder, which may be ImageNet: 600 steps see 38,400 images.
 FOLDER_LENGTH = "schedule.epochs=null schedule.steps=600"
 MAX_PER_CLASS, MAX_IMAGES = 200, 20_000
@@ -105,27 +103,16 @@ def sub_folders(folder: Path) -> list[Path]:
 
 
 def run_command(title: str, command: str) -> None:
-    """Run one step with this Python and the programs beside it, showing its output as it comes."""
+    """Run one step with this Python and the programs beside it."""
     print(f"\n=== {title}\n$ {command}", flush=True)
     program, *words = shlex.split(command)
     if program == "deepspeed":
         print("starting the processes (about 20 s) ...", flush=True)
     python = Path(sys.executable)
-    process = subprocess.Popen(
-        [str(python if program == "python" else python.with_name(program)), *words],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
-    with process:
-        for line in process.stdout:
-            if not LAUNCHER_LINE.match(line):
-                print(line, end="", flush=True)
-    if process.returncode:
+    path = python if program == "python" else python.with_name(program)
+    if code := subprocess.run([path, *words], cwd=ROOT).returncode:
         raise UserError(
-            f"{title} ended with exit code {process.returncode}",
+            f"{title} ended with exit code {code}",
             where=command,
             next_step="fix the error shown above; `make demo` resumes from here",
         )
@@ -149,14 +136,12 @@ def print_summary(name: str, *, minutes: float, is_folder: bool) -> None:
     print(
         f"""
 Made:
-  runs/{name}/shards/    WebDataset tars, index.parquet, ledger.parquet (one row per input file)
-  runs/{name}-pretrain/    config.yaml, journal.jsonl, logs/, checkpoints/
-
-Look at the runs:
-  runs/{name}/report.html    compared in one page, with curves and pictures: open it in a browser
-  .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db    the same runs in MLflow
+  runs/{name}/shards/        WebDataset tars, index.parquet, ledger.parquet (a row per input file)
+  runs/{name}-pretrain/      config.yaml, journal.jsonl, logs/, checkpoints/
+  runs/{name}/report.html    the runs compared in one page: open it in a browser
 
 Try next:
+  .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
   .venv/bin/python launch/slurm.py --config configs/vit_h14.yaml --dry-run
   .venv/bin/deepspeed --num_gpus 2 pretrain/main.py --config configs/{configs}/pretrain.yaml \\
     data.path=runs/{name}/shards name={name}-deeper model.depth=6

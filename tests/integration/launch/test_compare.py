@@ -52,7 +52,7 @@ def make_run(root: Path, name: str, *, lr: float, gain: float, odd: str = EVIL) 
         settings=TrackingSettings(uri=None),
         name=name,
         stage="pretrain",
-        tags={},
+        tags={"vitscale.data": "digits, 9 images"},
         resume_step=0,
         is_writer=True,
         say=lambda text: None,
@@ -106,6 +106,10 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database
     sent = run_compare(tmp_path, "sync", "stored", "--uri", uri)
     assert sent.returncode == 0, sent.stderr
     run_id = sent.stdout.partition("; run ")[2].split()[0]
+    here, there = run_compare(tmp_path, "stored"), run_compare(tmp_path, "stored", "--uri", uri)
+    origins = re.findall(r"stored +(\d{4}-\d\d-\d\d.*)", here.stdout + there.stdout)
+    assert len(origins) == 2 and len(set(origins)) == 1
+    assert "; digits, 9 images;" in origins[0]
     # The same name below runs/ with other values: --uri selects that of MLflow.
     shutil.rmtree(tmp_path / "runs/stored")
     make_run(tmp_path, "stored", lr=0.5, gain=0.25)

@@ -16,17 +16,14 @@ import pytest
 from launch.comparison.differences import compare, dependences, parse_budget
 from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, PNG_START, render
 from launch.comparison.report import Table, plain_text, tables, write_csv, write_json
-from launch.comparison.runs import ComparedRun, load_runs
+from launch.comparison.runs import ComparedRun
 from launch.jobs.attempts import ATTEMPT
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import append_event
 from vitscale.models.costs import train_flops_per_image
-from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import Row
-from vitscale.tracking.settings import TrackingSettings
-from vitscale.tracking.tracker import Tracker
 
 HOUR = 3600.0
 EVIL = "</script><!--<script>alert(1)</script>&<img src=x onerror=alert(1)> $\\x$ \x07"
@@ -271,27 +268,6 @@ def test_hostile_names_are_text() -> None:
     assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
     for figure in figures(page):
         assert not re.search("<[a-z!/]", json.dumps(figure))
-
-
-def test_a_run_says_when_by_whom_and_from_what(tmp_path: Path, mlflow_database: Path) -> None:
-    """From its folder, and the same from MLflow."""
-    data = "digits/train, 1,437 images, dddddddddddd"
-    folder, store = tmp_path / "run", f"sqlite:///{mlflow_database}"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("name: run\n")
-    with Tracker(
-        folder, settings=TrackingSettings(uri=None), name="run", stage="pretrain",
-        tags={"vitscale.data": data}, resume_step=0, is_writer=True,
-    ) as tracker:  # fmt: skip
-        tracker.log({"val/top1": 0.5}, step=1)
-    mlflow_sync.sync(folder, store, status="FINISHED", ended=None, say=print)
-    [found] = load_runs([str(folder)], uri=None)
-    [stored] = load_runs(["run"], uri=store)
-    assert found.origin == stored.origin
-    day, *_, read, author = found.origin.split("; ")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", day) and author.startswith("by ")
-    assert read == data
-    assert found.origin in render(compare([found]))
 
 
 def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
