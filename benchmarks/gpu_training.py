@@ -52,7 +52,7 @@ from benchmarks.training_loops import (
 from pretrain.run import PretrainRun
 from vitscale.config.errors import run_script
 from vitscale.config.loader import load_run
-from vitscale.data.loader import open_loader, training_batches
+from vitscale.data.loader import training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.world import World, process_group
@@ -271,7 +271,7 @@ class Bench:
         )
         loop = EngineLoop(task, self.world)
         synthetic = stepper(loop, task.pool, [])
-        with open_loader(loader) as batches:
+        with loader as batches:
             on_device = DeviceBatches(batches, self.world.device)
 
             def real(number: int) -> torch.Tensor:

@@ -48,7 +48,7 @@ def main() -> None:
     )
     data = command.run.data
     # Imported late: torch takes seconds. Started before threads.
-    from vitscale.data.workers import start_loader_server
+    from vitscale.data.loader import start_loader_server
 
     start_loader_server(data.num_workers)
     evaluate(command.run)

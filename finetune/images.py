@@ -17,10 +17,9 @@ import torch
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex
 from vitscale.data.index_keys import sample_keys
-from vitscale.data.samples import EvaluationResize, EvaluationSamples
+from vitscale.data.samples import EvaluationResize, EvaluationSamples, Samples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.data.storage import is_url
-from vitscale.data.workers import Samples, Unreadable
 from vitscale.images.crops import converted_pixels
 
 # Files with these names are images; others in a folder are left out.

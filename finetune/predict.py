@@ -43,7 +43,7 @@ def main() -> None:
     )
     run = command.run
     # Imported late: torch takes seconds. Started before threads.
-    from vitscale.data.workers import start_loader_server
+    from vitscale.data.loader import start_loader_server
 
     start_loader_server(run.num_workers)
     predict(run)

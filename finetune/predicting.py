@@ -9,7 +9,6 @@ import shutil
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from finetune.images import Images, find_files, shard_folder
 from finetune.settings import PredictRun
 from vitscale.config.errors import UserError, not_written
 from vitscale.data.index import read_split
-from vitscale.data.loader import batches_of
+from vitscale.data.loader import open_batches
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import atomic_file, make_folders
 from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
@@ -131,13 +130,14 @@ def predictions(
     )
     samples = images.samples(settings, image_size=model.preprocessing.image_size)
     pinned = world.device.type == "cuda"
-    batches = batches_of(samples, positions, settings=settings, pin_memory=pinned)
     network, names = model.for_inference(world, precision=run.compute.precision), model.class_names
     config = {} if model.run is None else model.run.config
     # Trained with a sigmoid of each class, whose probabilities need not sum to 1.
     is_sigmoid = (config.get("objective") or {}).get("loss") == "sigmoid"
     pending: list[Row] = []
-    with closing(batches):
+    with open_batches(
+        samples, positions, batch=size, settings=settings, pin_memory=pinned
+    ) as batches:
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = network.logits(cpu_batch.to(world.device).images)
             shares_BC = logits_BC.sigmoid() if is_sigmoid else logits_BC.softmax(dim=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vitscale.data.loader import open_loader, training_batches
+from vitscale.data.loader import training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
 
@@ -44,7 +44,7 @@ def data_settings(
 def ours(
     task: Task, *, decoder: str, antialias: bool = False, entry_points: bool = True
 ) -> Batches:
-    """As training reads: `training_batches` within `open_loader`."""
+    """As training reads: `training_batches`."""
     settings = data_settings(
         task.shards, workers=task.workers, decoder=decoder, antialias=antialias
     )
@@ -55,7 +55,7 @@ def ours(
     loader = training_loader(
         settings, start=0, stop=BATCH << 20, side=task.side, training_set=training_set
     )
-    with open_loader(loader) as batches:
+    with loader as batches:
         for batch in batches:
             yield batch.images, batch.labels
 

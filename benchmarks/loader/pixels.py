@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 from benchmarks.loader.contenders import AREA, sample_order
 from benchmarks.loader.ours import BATCH, SEED, SIDE, data_settings, training_loader
 from vitscale.data.index import read_split
-from vitscale.data.loader import open_loader
 from vitscale.data.order import Draw
 from vitscale.data.samples import SplitReader, augmentation_key
 from vitscale.distributed.random_numbers import CounterRandom
@@ -47,7 +46,7 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     psnr: list[float] = []
     wrong_labels = position = 0
     loader = training_loader(settings, start=0, stop=stop, side=options.side)
-    with open_loader(loader) as batches:
+    with loader as batches:
         for batch in batches:
             for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
                 epoch, sample = order.at(position)

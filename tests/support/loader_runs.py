@@ -9,7 +9,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from vitscale.data.loader import open_loader, training_batches
+from vitscale.data.loader import training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 
@@ -71,7 +71,7 @@ class Run:
                 micro_batch=GLOBAL_BATCH // ranks // accumulation,
                 pin_memory=False,
             )
-            with open_loader(loader) as batches:
+            with loader as batches:
                 own = []
                 for batch in islice(batches, (stop - start) * accumulation):
                     self.unreadable += [each.sample for each in batch.unreadable]

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,6 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, read_columns
 
 KEY = "data.only_keys"
-
-if TYPE_CHECKING:
-    import pyarrow.parquet as pq
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +72,7 @@ def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     """Keys of some samples of a split, in the order given.
 
-    Decodes only their row groups.
+    Decodes only their row groups, each of which has rows of one split.
     Raises UserError if the index cannot be read or lacks them.
     """
     import pyarrow as pa
@@ -86,12 +82,22 @@ def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     if path is None:
         raise UserError("has no keys", where=str(index.folder))
     rows = np.asarray(samples, np.int64)
-    rows = rows if index.stored is None else index.stored[rows]
+    rows = rows if index.stored is None else index.stored[rows].astype(np.int64)
+    found: dict[int, str] = {}
     try:
         with pq.ParquetFile(path) as file:
-            found = _keys_of_rows(file, index.split, np.unique(rows))
+            split, start = file.schema_arrow.get_field_index("split"), 0
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                if group.column(split).statistics.min != index.split:
+                    continue
+                here = np.unique(rows[(rows >= start) & (rows < start + group.num_rows)])
+                if len(here):
+                    keys = file.read_row_group(number, columns=["key"]).column(0).take(here - start)
+                    found |= zip(here.tolist(), keys.to_pylist(), strict=True)
+                start += group.num_rows
         return [found[row] for row in rows.tolist()]
-    except (OSError, KeyError, pa.ArrowException) as error:
+    except (OSError, KeyError, AttributeError, pa.ArrowException) as error:
         raise UserError(
             f"the keys of samples cannot be read ({error})",
             where=str(path),
@@ -113,29 +119,3 @@ def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]
             found = [f"number {number} of {parts[part].split!r}" for number in numbers]
         names |= {(part, number): name for number, name in zip(numbers, found, strict=True)}
     return [names[sample] for sample in samples]
-
-
-def _keys_of_rows(file: pq.ParquetFile, split: str, rows: np.ndarray) -> dict[int, str]:
-    """Row in the split -> key. rows: int64, increasing. Missing rows are left out."""
-    found: dict[int, str] = {}
-    first = 0
-    for group in range(file.num_row_groups):
-        if len(found) == len(rows):
-            break
-        inside = _rows_of_split(file, group, split)
-        here = rows[(rows >= first) & (rows < first + len(inside))]
-        if len(here):
-            keys = file.read_row_group(group, columns=["key"]).column(0).take(inside[here - first])
-            found |= zip(here.tolist(), keys.to_pylist(), strict=True)
-        first += len(inside)
-    return found
-
-
-def _rows_of_split(file: pq.ParquetFile, group: int, split: str) -> np.ndarray:
-    """int64: rows of a row group that belong to a split; usually known from its statistics."""
-    metadata = file.metadata.row_group(group)
-    statistics = metadata.column(file.schema_arrow.get_field_index("split")).statistics
-    if statistics is not None and statistics.has_min_max and statistics.min == statistics.max:
-        return np.arange(metadata.num_rows if statistics.min == split else 0)
-    names = file.read_row_group(group, columns=["split"]).column(0).to_pylist()
-    return np.flatnonzero([name == split for name in names])

@@ -1,27 +1,68 @@
 """Load batches in worker processes, from any position of training.
 
-Leaves out: the order (`order`), single samples (`samples`), worker processes (`workers`),
-normalisation (`engine`).
+Owns: batches, workers and their shared memory, and errors when one dies or hangs.
+Leaves out: the order (`order`), single samples (`samples`), normalisation (`engine`).
+
+Workers come from a server (`fork_server`) and start in milliseconds, so each stream of batches has
+its own. Pixels go through a ring of slots in shared memory, all else through a pipe per worker.
+There is no lock: a worker that is killed or stopped harms no other.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
+import mmap
+import os
+import signal
+import time
+import traceback
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
+from multiprocessing import reduction
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from vitscale.config.errors import RankError, UserError, WorkerError
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
-from vitscale.data.samples import EvaluationSamples, StreamedSamples, TrainingSamples
+from vitscale.data.samples import (
+    EvaluationSamples,
+    Samples,
+    StreamedSamples,
+    TrainingSamples,
+    Unreadable,
+)
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
-from vitscale.data.workers import Filled, Samples, Unreadable, Workers, fill_batch
+from vitscale.distributed.fork_server import (
+    SIGNALS,
+    end_with_server,
+    start_server,
+    worker_context,
+)
+from vitscale.distributed.processes import process_state
 
-# A run ends with an error if a loader process gives no batch for this long.
+# With this torch, the decoders and all readers of samples.
+IMPORTS = ("vitscale.data.loader",)
+# Batches that each worker prepares ahead.
+PREFETCH = 2
+# A run ends with an error if its workers neither give the next batch nor compute for this long.
 TIMEOUT_S = 300.0
+# A worker hangs when this many waits in a row end without progress. If the machine is suspended,
+# only one of them expires, however long the pause.
+NUM_WAITS = 16
+# Cores' time that workers spend in one wait if they fetch or decode; idle ones spend none.
+PROGRESS_S = 0.02
+# How long to wait for the exit codes of dead workers.
+EXIT_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +100,15 @@ class Batch:
             tensor.record_stream(stream)
 
 
-@dataclass(frozen=True, slots=True)
-class Loader:
-    """Where the batches of a rank come from; `open_loader` gives them."""
+def start_loader_server(num_workers: int) -> None:
+    """Start the server of workers, if there will be any, before this process has a thread.
 
-    samples: Samples
-    positions: Iterable[Sequence[int]]
-    """Of each batch."""
-    batch: int
-    """Positions of the largest batch."""
-    settings: DataSettings
-    pin_memory: bool
+    It shares the imports of this process.
+    """
+    if num_workers:
+        for name in IMPORTS:
+            importlib.import_module(name)
+        start_server(IMPORTS)
 
 
 def training_batches(
@@ -84,20 +123,21 @@ def training_batches(
     world_size: int,
     micro_batch: int,
     pin_memory: bool,
-) -> Loader:
+) -> AbstractContextManager[Iterator[Batch]]:
     """Micro-batches of one rank between two positions of training (samples seen).
 
-    The position decides which samples they have; of streamed tars only how many.
+    The position decides which samples they have; of streamed tars only how many. See
+    `open_batches`.
     """
     positions = rank_batches(
         start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
     )
     samples: Samples
-    if training_set.streamed is None:
+    if training_set.order is not None:
         samples = TrainingSamples(training_set, settings=settings, image_size=image_size, seed=seed)
     else:
         samples = StreamedSamples(
-            training_set.streamed,
+            training_set,
             settings=settings,
             image_size=image_size,
             seed=seed,
@@ -105,7 +145,9 @@ def training_batches(
             rank=rank,
             world_size=world_size,
         )
-    return Loader(samples, positions, micro_batch, settings, pin_memory)
+    return open_batches(
+        samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory
+    )
 
 
 def evaluation_batches(
@@ -128,58 +170,61 @@ def evaluation_batches(
     stride = world_size * micro_batch
     num_batches = -(-len(chosen) // stride)
     own = np.arange(num_batches * stride).reshape(num_batches, world_size, micro_batch)[:, rank]
-    positions = chosen[np.minimum(own, len(chosen) - 1)].tolist()
+    positions = chosen[np.minimum(own, len(chosen) - 1)]
     reader = EvaluationSamples(index, settings=settings, image_size=image_size)
-    batches = batches_of(reader, positions, settings=settings, pin_memory=pin_memory)
-    with closing(batches):
-        for batch, stored in zip(batches, own, strict=True):
-            weights = torch.from_numpy((stored < len(chosen)).astype(np.float32))
-            numbers = chosen[np.minimum(stored, len(chosen) - 1)]
+    with open_batches(
+        reader, positions.tolist(), batch=micro_batch, settings=settings, pin_memory=pin_memory
+    ) as batches:
+        for batch, numbers, places in zip(batches, positions, own, strict=True):
+            weights = torch.from_numpy((places < len(chosen)).astype(np.float32))
             yield Batch(batch.images, batch.labels, weights, positions=numbers)
 
 
-def batches_of(
+@contextmanager
+def open_batches(
     samples: Samples,
-    positions: Sequence[Sequence[int]],
+    positions: Iterable[Sequence[int]],
     *,
+    batch: int,
     settings: DataSettings,
     pin_memory: bool,
-) -> Generator[Batch, None, None]:
-    """One batch for each list of positions, in order; the first list is the longest."""
-    size = len(positions[0]) if positions else 0
-    with open_loader(Loader(samples, positions, size, settings, pin_memory)) as batches:
-        yield from batches
+) -> Iterator[Iterator[Batch]]:
+    """Iterate over batches of these positions, at most `batch` each. Workers start to fill at once.
 
-
-@contextmanager
-def open_loader(loader: Loader) -> Iterator[Iterator[Batch]]:
-    """Iterate over a loader, once. Its workers start to fill batches at once.
-
-    Raises WorkerError, naming the worker, if one dies or gives no batch for `TIMEOUT_S`, and
-    RankError for what a worker cannot read. The end of the block waits for no worker.
+    Raises WorkerError, naming the worker, if one dies or hangs, and RankError for what a worker
+    cannot read. The end of the block waits for no worker.
     """
-    pinned, num_workers = loader.pin_memory, loader.settings.num_workers
-    if num_workers == 0:
-        yield (_copied(filled, pinned=pinned) for filled in _filled_here(loader))
+    if settings.num_workers == 0:
+        yield (_copied(each, pinned=pin_memory) for each in _filled_here(samples, positions, batch))
         return
     workers = Workers(
-        loader.samples,
-        loader.positions,
-        batch=loader.batch,
-        num_workers=num_workers,
+        samples,
+        positions,
+        batch=batch,
+        num_workers=settings.num_workers,
         timeout_s=TIMEOUT_S,
     )
     with closing(workers):
-        yield (_copied(filled, pinned=pinned) for filled in workers)
+        yield (_copied(each, pinned=pin_memory) for each in workers)
 
 
-def _filled_here(loader: Loader) -> Iterator[Filled]:
-    size = loader.samples.image_size
-    images = torch.empty(loader.batch, 3, size, size, dtype=torch.uint8)
-    loader.samples.start(worker=0, num_workers=1)
-    for positions in loader.positions:
-        labels, unreadable = fill_batch(loader.samples, positions, images)
-        yield Filled(images[: len(positions)], labels, unreadable)
+class Filled(NamedTuple):
+    """A batch in its slot, valid until the next one is taken."""
+
+    images: torch.Tensor
+    """uint8 [B, 3, rows, columns]"""
+    labels: list[int]
+    unreadable: list[Unreadable]
+
+
+def _filled_here(
+    samples: Samples, positions: Iterable[Sequence[int]], batch: int
+) -> Iterator[Filled]:
+    size = samples.image_size
+    images = torch.empty(batch, 3, size, size, dtype=torch.uint8)
+    samples.start(worker=0, num_workers=1)
+    for each in positions:
+        yield Filled(images[: len(each)], *_fill(samples, each, images))
 
 
 def _copied(filled: Filled, *, pinned: bool) -> Batch:
@@ -192,3 +237,224 @@ def _copied(filled: Filled, *, pinned: bool) -> Batch:
     # By numpy: torch's threads would wait for cores that decode, and its memory has small pages.
     images = torch.from_numpy(filled.images.numpy().copy())
     return Batch(images, labels, weights, unreadable)
+
+
+def _fill(
+    samples: Samples, positions: Sequence[int], images: torch.Tensor
+) -> tuple[list[int], list[Unreadable]]:
+    """Write the images at some positions; their labels, and the samples that were unreadable.
+
+    images: uint8 [at least as many, 3, rows, columns].
+    Raises RankError for any UserError: the other ranks do not know about it.
+    """
+    labels, unreadable = [], []
+    try:
+        samples.prefetch(positions)
+        for row, position in zip(images, positions, strict=False):
+            label, skipped = samples.fill(position, row)
+            labels.append(label)
+            unreadable += skipped
+    except RankError:
+        raise
+    except UserError as error:
+        raise RankError(
+            error.what, where=error.where, allowed=error.allowed, next_step=error.next_step
+        ) from None
+    return labels, unreadable
+
+
+# ---- workers -------------------------------------------------------------------------------------
+
+
+class _Worker(NamedTuple):
+    process: BaseProcess
+    connection: Connection
+
+    def __str__(self) -> str:
+        return f"{self.process.name} (pid {self.process.pid}"
+
+    def spent_s(self) -> float:
+        """Its time on cores."""
+        with suppress(OSError):  # it has just ended
+            # The kernel's name for the clock of another process: clock_getcpuclockid(3).
+            return time.clock_gettime(~(self.process.pid or 0) << 3 | 2)
+        return 0.0
+
+
+class Workers:
+    """The batches of one source of samples, in order. Batch n comes from worker n modulo their
+    number.
+
+    Iteration raises WorkerError, the RankError of a worker, RuntimeError for any other of its
+    errors.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        positions: Iterable[Sequence[int]],
+        *,
+        batch: int,
+        num_workers: int,
+        timeout_s: float,
+    ) -> None:
+        """Start to fill batches. positions: of each batch, at most `batch` each."""
+        self.timeout_s, self._positions = timeout_s, iter(positions)
+        self._sizes: deque[int] = deque()
+        self._num_assigned = 0
+        self._workers: list[_Worker] = []
+        size = samples.image_size
+        # One more than the batches ahead: the one that is being read.
+        shape = (num_workers * PREFETCH + 1, batch, 3, size, size)
+        # No file: the size of /dev/shm is no limit.
+        memory = os.memfd_create("batches", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(memory, math.prod(shape))
+            self._slots = _mapped(memory, shape)
+            for number in range(num_workers):
+                self._start(memory, samples, shape, number, num_workers)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory)  # its memory lives as long as a tensor shows it
+        for _ in range(PREFETCH * num_workers):
+            self._assign()
+
+    def _start(
+        self, memory: int, samples: Samples, shape: tuple[int, ...], number: int, num_workers: int
+    ) -> None:
+        context = worker_context(IMPORTS)
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_run,
+            args=(theirs, samples, shape, number, num_workers),
+            name=f"loader-{number}",
+            daemon=True,
+        )
+        try:
+            process.start()
+            reduction.send_handle(ours, memory, process.pid)
+        except (EOFError, OSError) as error:
+            raise WorkerError(
+                f"a loader worker cannot be started ({error or 'its server has ended'})",
+                where="data.num_workers",
+                next_step="see the error printed above this one; free memory, or lower the number",
+            ) from None
+        finally:
+            theirs.close()
+        self._workers.append(_Worker(process, ours))
+
+    def _assign(self) -> None:
+        """Send the next batch, if there is one, to its worker."""
+        positions = next(self._positions, None)
+        if positions is None:
+            return
+        number = self._num_assigned
+        try:
+            self._worker(number).connection.send((number % len(self._slots), positions))
+        except OSError:
+            raise self._dead() from None
+        self._num_assigned += 1
+        self._sizes.append(len(positions))
+
+    def _worker(self, number: int) -> _Worker:
+        """The worker of a batch."""
+        return self._workers[number % len(self._workers)]
+
+    def __iter__(self) -> Iterator[Filled]:
+        for number in count():
+            if number == self._num_assigned:
+                return
+            labels, unreadable = self._reply(self._worker(number))
+            self._assign()
+            images = self._slots[number % len(self._slots), : self._sizes.popleft()]
+            yield Filled(images, labels, unreadable)
+
+    def _reply(self, worker: _Worker) -> tuple[list[int], list[Unreadable]]:
+        """Raises WorkerError if none comes or any worker dies, and the errors of the worker."""
+        sentinels = [each.process.sentinel for each in self._workers]
+        num_idle, spent_s = 0, 0.0
+        while num_idle < NUM_WAITS:
+            ready = wait([worker.connection, *sentinels], self.timeout_s / NUM_WAITS)
+            if worker.connection in ready:
+                with suppress(EOFError, OSError):
+                    reply = worker.connection.recv()
+                    if isinstance(reply, Exception):
+                        raise reply
+                    labels, unreadable = reply
+                    return labels, unreadable
+            if ready:
+                raise self._dead()
+            now_s = sum(each.spent_s() for each in self._workers)
+            num_idle = 0 if now_s - spent_s > PROGRESS_S else num_idle + 1
+            spent_s = now_s
+        states = {each: process_state(each.process.pid or 0) for each in self._workers}
+        slow = ", ".join(
+            f"{each}, {state})"
+            for each, state in states.items()
+            if each is worker or state == "stopped"
+        )
+        raise WorkerError(
+            f"{slow} gave no batch and did nothing for {self.timeout_s:g} s",
+            next_step="check the storage of the shards; py-spy dump --pid PID shows what it does",
+        )
+
+    def _dead(self) -> WorkerError:
+        wait([worker.process.sentinel for worker in self._workers], EXIT_WAIT_S)
+        dead = [worker for worker in self._workers if not worker.process.is_alive()]
+        codes = ", ".join(f"{worker}): {worker.process.exitcode}" for worker in dead)
+        return WorkerError(
+            f"a loader worker died; exit codes: {codes or 'unknown'}",
+            where="data.num_workers",
+            next_step="exit code -9 usually means the OOM killer: lower data.num_workers or raise "
+            "the job's memory",
+        )
+
+    def close(self) -> None:
+        """Kill the workers. Waits for none."""
+        for worker in self._workers:
+            worker.process.kill()
+            worker.connection.close()
+
+
+def _run(
+    connection: Connection,
+    samples: Samples,
+    shape: tuple[int, ...],
+    number: int,
+    num_workers: int,
+) -> None:
+    """Fill slots, whose descriptor comes through the pipe, until the trainer is gone."""
+    end_with_server()
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    with suppress(EOFError, ConnectionError):
+        slots = _mapped(reduction.recv_handle(connection), shape)
+        samples.start(worker=number, num_workers=num_workers)
+        while True:
+            slot, positions = connection.recv()
+            connection.send(_filled_or_error(samples, positions, slots[slot]))
+    # Threads that read ahead may wait for the network.
+    os._exit(0)
+
+
+def _filled_or_error(
+    samples: Samples, positions: Sequence[int], images: torch.Tensor
+) -> tuple[list[int], list[Unreadable]] | Exception:
+    try:
+        return _fill(samples, positions, images)
+    except UserError as error:
+        return error
+    except Exception:
+        return RuntimeError(f"a loader worker failed:\n{traceback.format_exc()}")
+
+
+def _mapped(memory: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The slots of all processes, uint8 [slots, batch, 3, rows, columns].
+
+    When batch n is read, workers have at most batch n + num_workers * PREFETCH, so none writes to
+    the slot that is being read.
+    """
+    return torch.frombuffer(mmap.mmap(memory, math.prod(shape)), dtype=torch.uint8).view(shape)

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.data.cache import prefix_of_hash
 from vitscale.data.index import SplitIndex
 from vitscale.data.index_keys import sample_names
 from vitscale.data.order import Draw
 from vitscale.data.settings import DataSettings
-from vitscale.data.shards import read_shard
+from vitscale.data.shards import RemoteFile, prefetch, prefix_of_hash, read_shard
 from vitscale.data.training_set import TrainingSet
-from vitscale.data.webdataset import StreamedTars, tar_samples
-from vitscale.data.workers import Samples, Unreadable
+from vitscale.data.webdataset import tar_samples
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
 from vitscale.images.augment import augment
@@ -38,6 +37,37 @@ VERIFY_EVERY = 16
 CROPS = {"inception": crops.random_crop_box, "inception_tf": crops.tf_crop_box}
 
 
+class Unreadable(NamedTuple):
+    """A sample that could not be read or decoded."""
+
+    part: int
+    """Which set of shards."""
+    sample: int
+    """Its number in that set; the trainer looks up the key, once."""
+    shard: str
+    error: str
+    key: str | None = None
+    """Its key where there is no index to look it up in."""
+
+
+class Samples(Protocol):
+    """Fills one image into a row of a batch; returns its label and unreadable samples."""
+
+    image_size: int
+
+    def start(self, *, worker: int, num_workers: int) -> None:
+        """Called once in the process that reads, before it reads."""
+        return
+
+    def prefetch(self, positions: Sequence[int]) -> None:
+        """Called with the positions of a batch, before they are filled."""
+        return
+
+    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        """Write an image into `out`, uint8 [3, rows, columns]."""
+        ...
+
+
 class SplitReader:
     """Samples of one split by number."""
 
@@ -51,15 +81,12 @@ class SplitReader:
         Raises OSError if its bytes are lost or changed, UserError if the storage cannot be read.
         """
         index = self.index
-        shard, hashes = int(index.shard_of[sample]), index.hash_prefix
+        shard, hashes = index.shards[index.shard_of[sample]], index.hash_prefix
         offset, num_bytes = int(index.offset[sample]), int(index.length[sample])
-        if index.remote is not None:
+        if isinstance(shard, RemoteFile):
             assert hashes is not None
-            file, expected = index.remote.files[shard], int(hashes[sample])
-            return index.remote.cache.read(
-                file, offset=offset, num_bytes=num_bytes, hash_prefix=expected
-            )
-        data = read_shard(index.shard_paths[shard], offset=offset, num_bytes=num_bytes)
+            return shard.read(offset=offset, num_bytes=num_bytes, hash_prefix=int(hashes[sample]))
+        data = read_shard(shard, offset=offset, num_bytes=num_bytes)
         if verify and hashes is not None and prefix_of_hash(data) != int(hashes[sample]):
             raise OSError("its bytes do not have the hash in the index")
         return data
@@ -75,12 +102,10 @@ class SplitReader:
         return int(self.index.label[sample])
 
     def unreadable(self, sample: int, error: Exception) -> Unreadable:
-        number = self.index.shard_of[sample]
-        remote = self.index.remote
-        shard = self.index.shard_paths[number] if remote is None else remote.files[number].url
+        shard = str(self.index.shards[self.index.shard_of[sample]])
         # Pillow's messages contain addresses; remove them, so equal damage gives equal messages.
         text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
-        return Unreadable(self.part, sample, str(shard), text)
+        return Unreadable(self.part, sample, shard, text)
 
     def unreadable_error(
         self, unreadable: Unreadable, *, more: str = "", next_step: str
@@ -142,25 +167,24 @@ class TrainingSamples(Samples):
         self.parts = [
             SplitReader(index, part=part) for part, index in enumerate(training_set.parts)
         ]
+        shards = (shard for index in training_set.parts for shard in index.shards)
+        self.are_remote = any(isinstance(shard, RemoteFile) for shard in shards)
         assert training_set.order is not None
         self.order, self.seed, self.image_size = training_set.order, seed, image_size
         self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Fetch remote shards of this block of the order and the next in the background."""
-        last = {}
-        if any(part.index.remote for part in self.parts):
-            last = {draw.part: draw for draw in map(self.order.at, positions)}
-        files = []
-        for number, draw in sorted(last.items()):
-            index = self.parts[number].index
-            if index.remote is not None:
-                shard = int(index.shard_of[draw.sample])
-                ahead = self.order.parts[number].shards_ahead(epoch=draw.epoch, shard=shard)
-                files += [index.remote.files[each] for each in ahead]
-                cache = index.remote.cache
-        if files:
-            cache.prefetch(files)
+        if not self.are_remote:
+            return
+        last = {draw.part: draw for draw in map(self.order.at, positions)}
+        ahead = []
+        for part, draw in sorted(last.items()):
+            index = self.parts[part].index
+            shard = int(index.shard_of[draw.sample])
+            numbers = self.order.parts[part].shards_ahead(epoch=draw.epoch, shard=shard)
+            ahead += [index.shards[number] for number in numbers]
+        prefetch(ahead)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the image at `position` into `out`, uint8 [3, rows, columns].
@@ -200,7 +224,7 @@ class StreamedSamples(Samples):
 
     def __init__(
         self,
-        streamed: StreamedTars,
+        training_set: TrainingSet,
         *,
         settings: DataSettings,
         image_size: int,
@@ -210,14 +234,16 @@ class StreamedSamples(Samples):
         world_size: int,
     ) -> None:
         """start: position of training where the streams begin."""
-        self.streamed, self.image_size, self.seed = streamed, image_size, seed
+        self.tars, self.num_classes = training_set.tars, len(training_set.classes)
+        self.num_samples, self.image_size, self.seed = training_set.num_samples, image_size, seed
         self.first_position, self.rank, self.world_size = start, rank, world_size
         self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
 
     def start(self, *, worker: int, num_workers: int) -> None:
         """Read the tars of this worker of the rank."""
         self._samples = tar_samples(
-            self.streamed,
+            self.tars,
+            num_classes=self.num_classes,
             seed=self.seed,
             start=self.first_position,
             process=self.rank * num_workers + worker,
@@ -230,19 +256,18 @@ class StreamedSamples(Samples):
         position: keys the augmentation. Returns the label, and the samples that were skipped.
         Raises UserError if nothing can be read, or for a label outside the classes.
         """
-        epoch, number = divmod(position, self.streamed.num_samples)
+        epoch, number = divmod(position, self.num_samples)
         unreadable: list[Unreadable] = []
         while len(unreadable) <= MAX_SUBSTITUTES:
-            sample, error = next(self._samples), None
-            try:
-                if sample.error is None:
+            sample = next(self._samples)
+            error = sample.error
+            if error is None:
+                try:
                     self.augmentation.write(sample.image, Draw(0, epoch, number, 0), out)
                     return sample.label, unreadable
-            except (OSError, ValueError) as caught:
-                error = str(caught)
-            unreadable.append(
-                Unreadable(0, number, sample.tar, sample.error or str(error), sample.key)
-            )
+                except (OSError, ValueError) as caught:
+                    error = str(caught)
+            unreadable.append(Unreadable(0, number, sample.tar, error, sample.key))
         raise UserError(
             f"{len(unreadable)} samples in a row cannot be read, the last: {unreadable[-1].error}",
             where=unreadable[-1].shard,
@@ -319,10 +344,10 @@ class EvaluationSamples(Samples):
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the remote shards of a batch, and the two after them, in the background."""
-        remote = self.reader.index.remote
-        if remote is not None and len(samples):
-            shards = self.reader.index.shard_of[samples]
-            remote.cache.prefetch(remote.files[shards.min() : shards.max() + 3])
+        index = self.reader.index
+        if len(samples) and isinstance(index.shards[0], RemoteFile):
+            numbers = index.shard_of[samples]
+            prefetch(index.shards[int(numbers.min()) : int(numbers.max()) + 3])
 
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the image of `sample` into `out`, uint8 [3, rows, columns]; returns its label.

@@ -1,26 +1,51 @@
-"""Read byte ranges of local shards; check that shards are there.
+"""Read byte ranges of shards: of local ones, and of those at a URL through a cache of whole files.
 
-Owns: open files; which errors mean lost data; sizes of files.
-Leaves out: the ranges of samples (`index`).
+Owns: open files; which errors mean lost data; sizes of files; the files of the cache folder and
+their total size. A file is in the cache whole and verified, or not at all.
+Leaves out: the ranges of samples (`index`), requests (`storage`), the order of reading (`order`).
+
+A cached file is named by its BLAKE3, so several sets and jobs can share a folder, and no name from
+a manifest becomes a path. `HASH.part` is being fetched by the process that locks `HA.lock`, a lock
+that the kernel releases however the process ends. It has its full length from the start, to reserve
+the space. The modification time of a file is its last use.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-from collections.abc import Mapping
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 
-from vitscale.config.errors import UserError, UserErrors
-from vitscale.data.storage import Location
+import blake3
+
+from vitscale.config.errors import UserError, not_written
+from vitscale.data.settings import RemoteSettings
+from vitscale.data.storage import Location, Url, read_range
+from vitscale.distributed.atomic_files import blake3_of_file
 
 MAX_OPEN_SHARDS = 64
-MAX_ERRORS_SHOWN = 10
+MAX_SHOWN = 10
 # Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
 # errors (stale handle, no memory, too many open files, ...) are transient.
 DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+CHUNK_BYTES = 8 << 20
+# Bytes that are wrong this often are damaged: where they are stored, or in their index.
+DAMAGED_READS = 3
+# A prefetch evicts no shard that was used this recently: it may be one of the current block.
+IDLE_S = 60.0
+# Resolution of the last use.
+TOUCH_S = 1.0
+# Other files in the folder are neither counted nor touched.
+_OURS = re.compile(r"[0-9a-f]{64}(?P<part>\.part)?")
 
 
 def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
@@ -49,27 +74,226 @@ def _opened(path: Path) -> FileIO:
 
 
 def check_sizes(expected: Mapping[Path, int], *, folder: Location, split: str) -> None:
-    """Raise UserError for missing and wrongly sized files; at most ten are listed in full.
+    """Raise UserError for missing and wrongly sized files.
 
     expected: bytes of each file of a split. folder: of the index.
     """
-    errors = []
+    wrong = []
     for path, num_bytes in expected.items():
         try:
             found = path.stat().st_size
         except OSError as error:
-            errors.append(UserError(f"missing ({error.strerror})", where=str(path)))
+            wrong.append(f"{path}: missing ({error.strerror})")
             continue
         if found != num_bytes:
-            what = f"{found} bytes, but the manifest says {num_bytes}"
-            errors.append(UserError(what, where=str(path)))
-    if not errors:
-        return
-    shown = errors[:MAX_ERRORS_SHOWN]
-    rest = f"{len(errors) - len(shown)} more such files; " if len(errors) > len(shown) else ""
-    advice = UserError(
-        f"{rest}{len(errors)} of {len(expected)} files of split {split!r} cannot be used",
-        where=str(folder),
-        next_step="copy the folder again, or make the shards again",
+            wrong.append(f"{path}: {found} bytes, but the manifest says {num_bytes}")
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} of {len(expected)} files of split {split!r} cannot be used, such as\n"
+            + "".join(f"    {each}\n" for each in wrong[:MAX_SHOWN]).rstrip(),
+            where=str(folder),
+            next_step="copy the folder again, or make the shards again",
+        )
+
+
+def prefix_of_hash(data: bytes) -> int:
+    """The first 8 bytes of the BLAKE3 of `data`, little-endian."""
+    return int.from_bytes(blake3.blake3(data).digest(8), "little")
+
+
+# ---- shards at a URL -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file at a URL, with the size and hash that a manifest gives, and the cache that keeps it.
+
+    Its methods raise UserError if the storage gives no answer or wrong bytes, or the disk is full.
+    """
+
+    url: Url
+    num_bytes: int
+    blake3_hex: str
+    cache: ShardCache
+
+    def __str__(self) -> str:
+        return self.url.text
+
+    def path(self) -> Path:
+        """Local path; the file is fetched if it is missing, once for all processes."""
+        try:
+            return self.cache.fetch(self)
+        except OSError as error:
+            raise UserError(
+                f"{self.url} cannot be kept there ({error.strerror or error})",
+                where=str(self.cache.folder),
+                next_step="free space, raise data.remote.cache_gib, or choose another disk with "
+                "data.remote.cache_path",
+            ) from None
+
+    def verified(self) -> Path:
+        """Like `path`; a file that was there already is hashed, and fetched again if damaged."""
+        path = self.path()
+        if blake3_of_file(path) != self.blake3_hex:
+            path.unlink(missing_ok=True)
+            path = self.path()
+        return path
+
+    def read(self, *, offset: int, num_bytes: int, hash_prefix: int) -> bytes:
+        """Bytes of one range; fetched again if those on the local disk are damaged.
+
+        hash_prefix: first 8 bytes of their BLAKE3. Raises OSError if they are damaged where they
+        are stored.
+        """
+        for _ in range(DAMAGED_READS):
+            path, data = self.path(), b""
+            with suppress(OSError), open(path, "rb", buffering=0) as file:  # bad block, or evicted
+                if time.time() - os.fstat(file.fileno()).st_mtime > TOUCH_S:
+                    os.utime(file.fileno())
+                data = os.pread(file.fileno(), num_bytes, offset)
+            if prefix_of_hash(data) == hash_prefix:
+                return data
+            path.unlink(missing_ok=True)
+        raise OSError("its bytes do not have the hash in the index")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCache:
+    """Holds at most `max_bytes`; evicts the least recently used file first."""
+
+    folder: Path
+    max_bytes: int
+
+    def fetch(self, file: RemoteFile, *, wait: bool = True, idle_s: float = 0.0) -> Path:
+        """Local path of a file. Raises OSError if the disk is full.
+
+        wait: if another process is fetching it; False: BlockingIOError then. idle_s: evict only
+        files that were not used for so long.
+        """
+        assert _OURS.fullmatch(file.blake3_hex), file.blake3_hex
+        final = self.folder / file.blake3_hex
+        partial = final.with_suffix(".part")
+        if final.exists():
+            return final
+        with self._locked(file.blake3_hex, wait=wait):
+            if final.exists():  # fetched meanwhile
+                return final
+            try:
+                with open(partial, "wb", buffering=0) as out:
+                    self._reserve(out, num_bytes=file.num_bytes, idle_s=idle_s)
+                    _copy(file, out)
+                with self._locked("space"):  # a process that counts the files would miss this one
+                    os.rename(partial, final)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+        return final
+
+    def _reserve(self, out: FileIO, *, num_bytes: int, idle_s: float) -> None:
+        """Extend a file to its full length, after evicting as many others as necessary."""
+        with self._locked("space"):
+            used, complete = 0, []
+            for entry in list(os.scandir(self.folder)):
+                ours = _OURS.fullmatch(entry.name)
+                if not ours or (ours["part"] and self._removed_as_abandoned(entry)):
+                    continue
+                with suppress(FileNotFoundError):  # just removed as damaged
+                    stat = entry.stat()
+                    used += stat.st_size
+                    if not ours["part"]:
+                        complete.append((stat.st_mtime, stat.st_size, entry.path))
+            leaving = []
+            for last_use, size, path in sorted(complete):
+                if used + num_bytes <= self.max_bytes or time.time() - last_use < idle_s:
+                    break
+                leaving.append(path)
+                used -= size
+            if used + num_bytes > self.max_bytes:
+                raise OSError(errno.ENOSPC, f"no space for {num_bytes} bytes")
+            for path in leaving:
+                Path(path).unlink(missing_ok=True)
+            out.truncate(num_bytes)
+
+    def _removed_as_abandoned(self, entry: os.DirEntry[str]) -> bool:
+        """Remove a part that no process is fetching; ours is locked by another descriptor."""
+        with suppress(OSError), self._locked(entry.name, wait=False):
+            os.unlink(entry.path)
+            return True
+        return False
+
+    @contextmanager
+    def _locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
+        """Lock `space`, or the files whose hash begins alike; else there would be many locks.
+
+        Raises BlockingIOError if another process has the lock.
+        """
+        name = name if name == "space" else name[:2]
+        with open(self.folder / f"{name}.lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            try:
+                yield
+            finally:
+                # Closing is not enough: a process forked since then may have it open, too.
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _copy(file: RemoteFile, out: FileIO) -> None:
+    """Write the bytes of a remote file. Raises UserError if their hash is wrong."""
+    for _ in range(DAMAGED_READS):
+        digest = blake3.blake3()
+        out.seek(0)
+        for offset in range(0, file.num_bytes, CHUNK_BYTES):
+            num_bytes = min(CHUNK_BYTES, file.num_bytes - offset)
+            data = read_range(file.url, offset=offset, num_bytes=num_bytes)
+            digest.update(data)
+            while data:
+                data = data[out.write(data) :]
+        if digest.hexdigest() == file.blake3_hex:
+            return
+    raise UserError(
+        "cannot be read: its bytes do not have the hash of the manifest",
+        where=str(file.url),
+        next_step="upload it again; make the shards again if the local copy is damaged too",
     )
-    raise UserErrors([*shown, advice])
+
+
+def open_cache(settings: RemoteSettings) -> ShardCache:
+    """Raises UserError if no folder is set, or it cannot be written."""
+    if settings.cache_path is None:
+        raise UserError(
+            "shards at a URL are fetched to a local disk first",
+            where="remote.cache_path",
+            next_step="set data.remote.cache_path (predict, visualize: remote.cache_path) to a "
+            "folder on a disk of each node",
+        )
+    folder = Path(settings.cache_path).expanduser().absolute()
+    made = ShardCache(folder, max_bytes=int(settings.cache_gib * 2**30))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with made._locked("space"):
+            return made
+    except OSError as error:
+        raise not_written(error, key="data.remote.cache_path", path=str(folder)) from None
+
+
+# The thread that prefetches. Workers are forks of a server that never does.
+_prefetching = threading.Thread()
+
+
+def prefetch(shards: Sequence[Path | RemoteFile]) -> None:
+    """Fetch shards in the background, the first first; does nothing while it still fetches."""
+    global _prefetching
+    remote = [each for each in shards if isinstance(each, RemoteFile)]
+    missing = [each for each in remote if not (each.cache.folder / each.blake3_hex).exists()]
+    if missing and not _prefetching.is_alive():
+        # A daemon, so that the end does not wait for the network.
+        _prefetching = threading.Thread(target=_fetch_all, args=(missing,), daemon=True)
+        _prefetching.start()
+
+
+def _fetch_all(files: Sequence[RemoteFile]) -> None:
+    for file in files:
+        # Another process fetches it, all shards are in use, or the storage gives no answer:
+        # whoever reads the shard fetches it, and names what is wrong.
+        with suppress(OSError, UserError):
+            file.cache.fetch(file, wait=False, idle_s=IDLE_S)

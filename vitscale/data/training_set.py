@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from vitscale.data.index import MANIFEST_NAME, SplitIndex, read_manifest, read_s
 from vitscale.data.index_keys import ChosenByKey, choose_by_key
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.settings import DataSettings, RemoteSettings
+from vitscale.data.shards import RemoteFile
 from vitscale.data.storage import location_of
-from vitscale.data.webdataset import StreamedTars, open_tars, tar_classes
+from vitscale.data.webdataset import tars_of_split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class TrainingSet:
     """The samples that `data.dev_percent` holds out; no part has them."""
     key_hash: str | None = None
     """Hash of the rows that `only_keys` chose; None: not set."""
-    streamed: StreamedTars | None = None
+    tars: tuple[Path, ...] = ()
     """With `reader: webdataset`."""
 
 
@@ -110,7 +112,7 @@ def open_training_set(
 def class_names(settings: DataSettings) -> tuple[str, ...]:
     """The classes of `data.path`, read without its index. Raises UserError."""
     if settings.is_streamed:
-        return tar_classes(settings)
+        return tuple(map(str, range(settings.webdataset.num_classes or 0)))
     return read_manifest(settings.path).classes
 
 
@@ -128,15 +130,18 @@ def open_val_split(settings: DataSettings, *, check_files: bool = True) -> Split
 
 
 def _streamed_set(settings: DataSettings) -> TrainingSet:
-    streamed = open_tars(settings)
+    tars = tars_of_split(Path(settings.path), settings.train_split, where="data.train_split")
+    num_samples, classes = settings.webdataset.num_samples, class_names(settings)
+    assert num_samples is not None  # the settings are validated
+    facts = ["webdataset", [tar.name for tar in tars], num_samples, classes]
     # As in a manifest.
-    names = json.dumps(list(streamed.classes), ensure_ascii=False, separators=(",", ":"))
+    names = json.dumps(classes, ensure_ascii=False, separators=(",", ":"))
     return TrainingSet(
-        num_samples=streamed.num_samples,
-        classes=streamed.classes,
+        num_samples=num_samples,
+        classes=classes,
         label_map_sha256=hashlib.sha256(names.encode()).hexdigest(),
-        fingerprint=streamed.fingerprint,
-        streamed=streamed,
+        fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        tars=tuple(tars),
     )
 
 
@@ -179,11 +184,10 @@ def select(index: SplitIndex, settings: DataSettings) -> tuple[SplitIndex, Chose
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:
     """Raise UserError if the cache cannot hold the shards that the order reads at once."""
-    needed = sum(
-        sum(sorted((file.num_bytes for file in part.remote.files), reverse=True)[:BLOCK_SHARDS])
-        for part in parts
-        if part.remote is not None
-    )
+    needed = 0
+    for part in parts:
+        sizes = [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)]
+        needed += sum(sorted(sizes, reverse=True)[:BLOCK_SHARDS])
     if needed > remote_settings.cache_gib * 2**30:
         raise UserError(
             f"{remote_settings.cache_gib:g} GiB are less than the shards that are read at once "

@@ -10,55 +10,35 @@ here they are opened as files. Nothing is unpickled or decoded but the image and
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import count, product
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from braceexpand import braceexpand
+
 from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
-from vitscale.data.settings import DataSettings
 from vitscale.data.shards import DATA_LOSS_ERRNOS
 from vitscale.distributed.random_numbers import permutation, stream_key
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 LABEL_SUFFIX = "cls"
+WANTED = (*(f".{suffix}" for suffix in IMAGE_SUFFIXES), f".{LABEL_SUFFIX}")
 MAX_LABEL_BYTES = 100
 # Samples in the shuffle buffer of each loader process, as stored: about 0.1 MiB each for
 # photographs.
 SHUFFLE = 1000
-# Tars in a row without a sample before the run ends.
-MAX_EMPTY_TARS = 8
 MAX_TARS = 1_000_000
-_BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(\d{1,9})\.\.(\d{1,9})")
-
-
-class StreamedTars(NamedTuple):
-    """The tars of a training set."""
-
-    tars: tuple[Path, ...]
-    num_samples: int
-    """In all tars, as the settings say."""
-    classes: tuple[str, ...]
-    """Labels are numbers below their count; empty: no labels."""
-    shuffle: int = SHUFFLE
-
-    @property
-    def fingerprint(self) -> str:
-        facts = ["webdataset", [tar.name for tar in self.tars], self.num_samples, self.classes]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 class TarSample(NamedTuple):
-    """One sample as stored, or a tar that ends early."""
+    """One sample as stored, or a part of a tar that cannot be used."""
 
     tar: str
     key: str
@@ -68,118 +48,94 @@ class TarSample(NamedTuple):
     """Why it cannot be used."""
 
 
-def open_tars(settings: DataSettings) -> StreamedTars:
-    """Raises UserError where tars are missing."""
-    tars = tars_of_split(Path(settings.path), settings.train_split, where="data.train_split")
-    assert settings.webdataset.num_samples is not None  # the settings are validated
-    return StreamedTars(tuple(tars), settings.webdataset.num_samples, tar_classes(settings))
-
-
-def tar_classes(settings: DataSettings) -> tuple[str, ...]:
-    return tuple(map(str, range(settings.webdataset.num_classes or 0)))
-
-
 def tar_samples(
-    streamed: StreamedTars, *, seed: int, start: int, process: int, num_processes: int
+    tars: Sequence[Path],
+    *,
+    num_classes: int,
+    seed: int,
+    start: int,
+    process: int,
+    num_processes: int,
+    shuffle: int = SHUFFLE,
 ) -> Iterator[TarSample]:
     """The infinite stream of samples of one loader process.
 
-    start: position of training where it begins; the order of the tars depends on it. process:
-    number of this one among the loader processes of all ranks.
-    Raises UserError if nothing can be read, or for a label outside the classes.
+    num_classes: 0 without labels. start: position of training where the stream begins; the order
+    depends on it. process: number of this one among the loader processes of all ranks.
+    Raises UserError for a tar that cannot be read, or a label outside the classes.
     """
     import webdataset as wds
 
-    damaged: list[TarSample] = []
-    tar, num_empty = "", 0
-
-    def files() -> Iterator[dict[str, Any]]:
-        """Open every tar once per epoch over all processes; each epoch deals them anew."""
-        nonlocal tar, num_empty
+    def stored() -> Iterator[TarSample]:
+        """Each epoch deals the tars to all processes anew."""
         for epoch in count():
-            key = stream_key("tars", seed, start, epoch)
-            order = permutation(len(streamed.tars), key=key)[process::num_processes]
-            for number in order.tolist():
-                tar = str(streamed.tars[number])
-                if num_empty == MAX_EMPTY_TARS:
-                    raise UserError(
-                        f"{MAX_EMPTY_TARS} tars in a row have no image and no label, the next is "
-                        "this",
-                        where=tar,
-                        allowed=f"members KEY.{{{','.join((*IMAGE_SUFFIXES, LABEL_SUFFIX))}}}",
-                        next_step="check data.train_split",
-                    )
-                num_empty += 1
-                try:
-                    file = open(tar, "rb")
-                except OSError as error:
-                    raise _unreachable(tar, error) from None
-                with file:
-                    yield {"url": tar, "stream": file}
+            order = permutation(len(tars), key=stream_key("tars", seed, start, epoch))
+            for number in order[process::num_processes].tolist():
+                yield from _samples_of(tars[number], num_classes=num_classes)
+
+    random = Random(stream_key("tar samples", seed, start, process))
+    yield from wds.shuffle(shuffle, rng=random)(stored())
+
+
+def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
+    """The samples of a tar, then what is wrong with it."""
+    from webdataset.tariterators import group_by_keys, tar_file_expander
+
+    problems = []
 
     def note_damage(error: Exception) -> bool:
-        """Remember that the open tar is damaged; reading goes on. Raises UserError for outages."""
-        if isinstance(error, OSError) and error.errno not in (None, *DATA_LOSS_ERRNOS):
-            raise _unreachable(tar, error) from None
-        if not isinstance(error, OSError | ValueError | tarfile.TarError):
+        """Continue with what can be read; outages and defects are raised."""
+        is_damage = isinstance(error, ValueError | tarfile.TarError)
+        if isinstance(error, OSError):
+            is_damage = error.errno in (None, *DATA_LOSS_ERRNOS)
+        if not is_damage:
             raise error
         text = getattr(error, "strerror", None) or str(error.args[0] if error.args else error)
-        if all(each.tar != tar for each in damaged):
-            damaged.append(TarSample(tar, "after the last", error=f"damaged: {text}"))
+        problems.append(f"damaged: {text}")
         return True
 
-    def sample(members: dict[str, Any]) -> TarSample:
-        nonlocal num_empty
-        num_empty = 0
-        return _sample(members, num_classes=len(streamed.classes))
-
-    pipeline = wds.DataPipeline(
-        files,
-        lambda tars: wds.tariterators.tar_file_expander(
-            tars, handler=note_damage, select_files=_is_wanted
-        ),
-        lambda tars: wds.tariterators.group_by_keys(tars, handler=note_damage),
-        wds.map(sample),
-        wds.shuffle(streamed.shuffle, rng=Random(stream_key("tar samples", seed, start, process))),
-    )
-    for each in pipeline:
-        yield from damaged
-        damaged.clear()
-        yield each
+    found = False
+    try:
+        with open(tar, "rb") as file:
+            members = tar_file_expander(
+                [{"url": str(tar), "stream": file}],
+                handler=note_damage,
+                select_files=lambda name: name.lower().endswith(WANTED),
+            )
+            for group in group_by_keys(members, handler=note_damage):
+                yield _sample(group, num_classes=num_classes)
+                found = True
+    except OSError as error:
+        raise UserError(
+            f"cannot be read ({error.strerror})",
+            where=str(tar),
+            next_step="check the storage, then run the same command again",
+        ) from None
+    if not found and not problems:
+        problems.append(f"no members {', '.join(WANTED)}; check data.train_split")
+    if problems:
+        yield TarSample(str(tar), "after the last", error=problems[0])
 
 
 def _sample(members: dict[str, Any], *, num_classes: int) -> TarSample:
     """Raises UserError for a label outside the classes."""
     key, tar = members["__key__"], members["__url__"]
-    images = [members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members]
-    label = members.get(LABEL_SUFFIX)
-    if not images:
+    image = next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
+    if image is None:
         return TarSample(tar, key, error="no image")
     if not num_classes:
-        return TarSample(tar, key, images[0])
-    if label is None:
+        return TarSample(tar, key, image)
+    if LABEL_SUFFIX not in members:
         return TarSample(tar, key, error=f"no member .{LABEL_SUFFIX}")
-    value = label[:MAX_LABEL_BYTES].decode("utf-8", errors="replace").strip()
-    if not (value.isdecimal() and int(value) < num_classes):
-        raise UserError(
-            f"sample {key!r} has label {value[:60]!r}",
-            where=tar,
-            allowed=f"0 to {num_classes - 1}",
-            next_step="correct data.webdataset.num_classes, or make an index with "
-            "data_prep/index_shards.py",
-        )
-    return TarSample(tar, key, images[0], int(value))
-
-
-def _is_wanted(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in (*IMAGE_SUFFIXES, LABEL_SUFFIX)
-
-
-def _unreachable(tar: str, error: OSError) -> UserError:
-    return UserError(
-        f"cannot be read ({error.strerror})",
+    value = members[LABEL_SUFFIX][:MAX_LABEL_BYTES].decode("utf-8", errors="replace").strip()
+    if value.isdecimal() and int(value) < num_classes:
+        return TarSample(tar, key, image, int(value))
+    raise UserError(
+        f"sample {key!r} has label {value[:60]!r}",
         where=tar,
-        next_step="check the storage, then run the same command again",
+        allowed=f"0 to {num_classes - 1}",
+        next_step="correct data.webdataset.num_classes, or make an index with "
+        "data_prep/index_shards.py",
     )
 
 
@@ -208,7 +164,7 @@ def matching(split: str, listed: Iterable[str] | None, *, where: str) -> list[st
 
     listed: names that `*` and `?` choose among; None: nothing can list them.
     """
-    names: Sequence[str] = expanded(split if ".tar" in split else f"{split}-*.tar", where=where)
+    names = expanded(split if ".tar" in split else f"{split}-*.tar", where=where)
     if any("*" in name or "?" in name for name in names):
         if listed is None:
             raise UserError(
@@ -231,23 +187,14 @@ def matching(split: str, listed: Iterable[str] | None, *, where: str) -> list[st
 
 def expanded(text: str, *, where: str) -> list[str]:
     """All names of a pattern with braces. Raises UserError for a malformed or too large one."""
-    pieces = _BRACES.split(text)
-    choices = [[piece] if i % 2 == 0 else _choices(piece) for i, piece in enumerate(pieces)]
-    num = math.prod(len(each) for each in choices)
-    if num > MAX_TARS or any("{" in piece or "}" in piece for piece in pieces[::2]):
-        raise UserError(
-            f"{text!r} is not a pattern of at most {MAX_TARS:,} names",
-            where=where,
-            allowed="{000000..000146} and {a,b}, not nested",
-        )
-    return ["".join(each) for each in product(*choices)]
-
-
-def _choices(piece: str) -> list[str]:
-    """What one pair of braces stands for, at most one name too many. `{00..03}` keeps its zeros."""
-    bounds = _RANGE.fullmatch(piece)
-    if bounds is None:
-        return piece.split(",")
-    first, last = bounds.groups()
-    numbers = range(int(first), int(last) + 1)[: MAX_TARS + 1]
-    return [str(number).zfill(len(first)) for number in numbers]
+    ranges = re.findall(r"\{(\d+)\.\.(\d+)\}", text)
+    try:
+        if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) <= MAX_TARS:
+            return list(braceexpand(text))
+    except ValueError:  # unbalanced
+        pass
+    raise UserError(
+        f"{text!r} is not a pattern of at most {MAX_TARS:,} names",
+        where=where,
+        allowed="{000000..000146} and {a,b}",
+    )

@@ -15,7 +15,7 @@ from torch import nn
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
-from vitscale.data.loader import open_loader, training_batches
+from vitscale.data.loader import training_batches
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.node_files import private_folder
 from vitscale.distributed.random_numbers import stream_key
@@ -95,7 +95,7 @@ def open_batches(
         micro_batch=plan.micro_batch,
         pin_memory=world.device.type == "cuda",
     )
-    with open_loader(loader) as batches:
+    with loader as batches:
         yield DeviceBatches(batches, world.device)
 
 

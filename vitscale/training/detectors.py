@@ -13,8 +13,8 @@ import torch
 
 from vitscale.config.errors import DivergedError, UserError
 from vitscale.data.index_keys import sample_names
+from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet
-from vitscale.data.workers import Unreadable
 from vitscale.distributed.world import gather_objects, sum_over_ranks
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan

@@ -249,8 +249,8 @@ def _facts(
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
     """Name, size and fingerprint of what a run reads."""
-    if data.streamed is not None:
-        folder = redact(str(data.streamed.tars[0].parent))
+    if data.tars:
+        folder = redact(str(data.tars[0].parent))
         parts = [f"{folder}, {data.num_samples:,} images"]
     else:
         parts = [_data(part) for part in data.parts]

@@ -21,10 +21,9 @@ from vitscale.config.errors import UserError, WorkerError
 from vitscale.data import loader as loader_module
 from vitscale.data.index import read_split
 from vitscale.data.index_keys import sample_keys
-from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
+from vitscale.data.loader import Batch, Workers, evaluation_batches, training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
-from vitscale.data.workers import Workers
 from vitscale.distributed.processes import is_alive
 
 NUM = 60
@@ -39,7 +38,7 @@ def damage(shards: Path, samples: list[int], *, num_bytes: int = 60) -> list[str
     """Overwrite the start of some stored images; returns their keys."""
     index = read_split(shards, split="train")
     for sample in samples:
-        with open(index.shard_paths[index.shard_of[sample]], "r+b") as file:
+        with open(index.shards[index.shard_of[sample]], "r+b") as file:
             file.seek(int(index.offset[sample]))
             file.write(b"\xff" * num_bytes)
     return sample_keys(index, samples)
@@ -61,7 +60,7 @@ def batches(shards: Path, *, workers: int, ranks: int = 1, steps: int = 10) -> I
             micro_batch=12 // ranks,
             pin_memory=False,
         )
-        with open_loader(loader) as found:
+        with loader as found:
             yield from found
 
 
@@ -141,7 +140,7 @@ def test_a_truncated_shard_is_found_before_the_first_batch(shards: Path) -> None
     [
         (signal.SIGKILL, "a loader worker died; exit codes: .*pid {pid}.*-9"),
         (signal.SIGBUS, "a loader worker died; exit codes: .*pid {pid}.*-7"),
-        (signal.SIGSTOP, "pid {pid}, stopped.* gave no batch for 3 s"),
+        (signal.SIGSTOP, "pid {pid}, stopped.* gave no batch and did nothing for 3 s"),
     ],
 )
 def test_a_dead_or_hung_worker_is_named(

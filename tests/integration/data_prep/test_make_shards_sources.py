@@ -37,7 +37,7 @@ def make(source: Path, output: Path, *options: str, rc: int = 0) -> str:
 def samples(folder: Path, split: str = "train") -> set[tuple[bytes, str]]:
     """(image, class name) of every stored sample."""
     index = read_split(folder, split=split)
-    tars = [path.read_bytes() for path in index.shard_paths]
+    tars = [path.read_bytes() for path in index.shards]
     rows = zip(index.shard_of, index.offset, index.length, index.label, strict=True)
     return {(tars[s][o : o + n], index.classes[label]) for s, o, n, label in rows}
 

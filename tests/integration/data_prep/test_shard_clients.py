@@ -60,7 +60,7 @@ class Shards:
         index = read_split(self.folder, split=split)
         found = []
         for i in range(index.num_samples):
-            with open(index.shard_paths[index.shard_of[i]], "rb") as file:
+            with open(index.shards[index.shard_of[i]], "rb") as file:
                 file.seek(index.offset[i])
                 data = file.read(index.length[i])
             with Image.open(io.BytesIO(data)) as image:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.golden import Golden
 from tests.support.runs import OTHER_SHARDS, SHARDS, TINY, make_shards
-from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
+from vitscale.data.loader import Batch, evaluation_batches, training_batches
 from vitscale.data.mixing import mix_batch
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set, open_val_split
@@ -80,7 +80,7 @@ def test_training(golden: Golden, name: str) -> None:
         pin_memory=False,
     )
     found: list[dict[str, Any]] = []
-    with open_loader(loader) as batches:
+    with loader as batches:
         for step, batch in enumerate(batches):
             found.append({"images": rows(batch)})
             if data.mixing is not None:

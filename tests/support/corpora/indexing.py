@@ -63,7 +63,7 @@ def samples(folder: Path, split: str) -> dict[str, tuple[bytes, str]]:
     entries = read_split(folder, split=split)
     found = {}
     for i, key in enumerate(sample_keys(entries, range(entries.num_samples))):
-        path = entries.shard_paths[entries.shard_of[i]]
+        path = entries.shards[entries.shard_of[i]]
         with open(path, "rb") as file:
             file.seek(entries.offset[i])
             image = file.read(entries.length[i])

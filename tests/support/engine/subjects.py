@@ -31,7 +31,7 @@ def index_of(
         offset=np.arange(num),
         length=np.ones(num, np.int64),
         label=np.array(labels, np.int32),
-        shard_paths=(),
+        shards=(),
         shard_lengths=(num,),
         classes=tuple(classes),
         fingerprint="",

@@ -52,7 +52,7 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
         keys |= {
             key.removeprefix(f"{split}-") for key in sample_keys(index, range(len(index.label)))
         }
-        for path in index.shard_paths:
+        for path in index.shards:
             with tarfile.open(path) as tar:
                 members.update(tar.getnames())
     assert {name.rpartition(".")[2] for name in members} == {"png"} and len(members) == 20

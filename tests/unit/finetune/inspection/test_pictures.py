@@ -96,7 +96,7 @@ def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
     """Of a damaged sample it is said where it is."""
     make_shard_folder(tmp_path / "shards", lengths={"test": (4, 3)})
     index = read_split(str(tmp_path / "shards"), split="test")
-    with open(index.shard_paths[0], "r+b") as file:
+    with open(index.shards[0], "r+b") as file:
         file.seek(int(index.offset[2]))
         file.write(bytes(int(index.length[2])))
     subject = visualized(tmp_path / "shards")
@@ -108,4 +108,4 @@ def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
         label, _ = samples.fill(number, expected)
         assert torch.equal(found, expected) and title == index.classes[label]
     (skipped,) = subject.skipped
-    assert f" in {index.shard_paths[0]}: " in skipped
+    assert f" in {index.shards[0]}: " in skipped

@@ -1,6 +1,10 @@
+"""Indexes and manifests, and the training sets made of them: subsets and mixtures."""
+
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,109 +12,82 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.formats.index_files import write_index, write_info, write_manifest
+from data_prep.formats.index_files import write_index
+from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
-from vitscale.data.index import (
-    FORMAT_VERSION,
-    INDEX_NAME,
-    Manifest,
-    ShardEntry,
-    SplitEntry,
-    index_schema,
-    read_manifest,
-    read_split,
-)
+from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, SplitIndex, narrowed, read_split
 from vitscale.data.index_keys import sample_keys, sample_names
-
-SPLITS = {"test": (3, 1), "train": (3, 3, 1)}
-SHARD_BYTES = 4096
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A shard folder with real side files and tars of zeros (their content is not read here)."""
-    tables, entries = [], {}
-    for split, lengths in SPLITS.items():
-        names = [f"{split}-{number:06d}.tar" for number in range(len(lengths))]
-        rows = [
-            {
-                "key": f"{split}-{name[-5]}-{i}",
-                "split": split,
-                "shard": name,
-                "offset": 512 + 1024 * i,
-                "length": 100 + i,
-                "format": "jpg",
-                "label": i % 2,
-                "width": 8,
-                "height": 8,
-                "blake3": bytes(32),
-            }
-            for name, length in zip(names, lengths, strict=True)
-            for i in range(length)
-        ]
-        tables.append(pa.Table.from_pylist(rows, schema=index_schema()))
-        shards = []
-        for name, length in zip(names, lengths, strict=True):
-            (tmp_path / name).write_bytes(bytes(SHARD_BYTES))
-            shards.append(ShardEntry(name=name, samples=length, bytes=SHARD_BYTES, blake3=""))
-        entries[split] = SplitEntry(
-            num_samples=sum(lengths), num_bytes=0, fingerprint=split, shards=tuple(shards)
-        )
-    write_index(tmp_path, tables=tables)
-    write_info(tmp_path, splits=entries)
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        tool_version="",
-        fingerprint="",
-        source_fingerprint="",
-        label_map_sha256="",
-        classes=("cat", "dog"),
-        inputs={},
-        index_bytes=(tmp_path / INDEX_NAME).stat().st_size,
-        index_blake3="",
-        splits=entries,
-        config={"seed": 1},
-    )
-    write_manifest(tmp_path, manifest=manifest)
-    assert read_manifest(tmp_path) == manifest
-    return tmp_path
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import TrainingSet, open_training_set
 
 
 def edit_manifest(folder: Path, **changes: object) -> None:
-    path = folder / "manifest.json"
+    path = folder / MANIFEST_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_split_is_read_without_the_others(folder: Path) -> None:
-    index = read_split(folder, split="train")
-    assert index.num_samples == 7
-    assert index.shard_of.tolist() == [0, 0, 0, 1, 1, 1, 2]
-    assert index.offset.tolist() == [512, 1536, 2560, 512, 1536, 2560, 512]
-    assert index.length.tolist() == [100, 101, 102, 100, 101, 102, 100]
-    assert index.label.tolist() == [0, 1, 0, 0, 1, 0, 0]
-    first = ["train-0-0", "train-0-1", "train-0-2", "train-1-0"]
-    assert sample_keys(index, range(4)) == first
-    assert (index.classes, index.fingerprint) == (("cat", "dog"), "train")
-    assert (index.shard_of.dtype, index.offset.dtype, index.label.dtype) == (
-        "int32",
-        "int64",
-        "int32",
-    )
+def write_tables(folder: Path, tables: list[pa.Table]) -> None:
+    write_index(folder, tables=tables)
+    edit_manifest(folder, index_bytes=(folder / INDEX_NAME).stat().st_size)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 samples of 2 classes in 3 tars, and a split `test` of 4 samples stored before them."""
+    base = tmp_path_factory.mktemp("set")
+    folder = write_shard_folder(base / "a", num_per_class=10, num_shards=3)
+    test = write_shard_folder(base / "test", num_per_class=2, num_shards=2, split="test")
+    for tar in test.glob("*.tar"):
+        shutil.copy(tar, folder)
+    write_tables(folder, [pq.read_table(each / INDEX_NAME) for each in (test, folder)])
+    splits = [json.loads((each / MANIFEST_NAME).read_text())["splits"] for each in (test, folder)]
+    edit_manifest(folder, splits=splits[0] | splits[1])
+    return folder
+
+
+@pytest.fixture
+def copy(shards: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(shards, tmp_path / "copy")
+
+
+def keys(index: SplitIndex) -> list[str]:
+    return sample_keys(index, range(index.num_samples))
+
+
+NAMES = [f"train-{number:05d}" for number in range(20)]
+
+
+def test_a_split_is_read_without_the_others(shards: Path) -> None:
+    index = read_split(shards, split="train")
+    rows = pq.read_table(shards / INDEX_NAME).to_pylist()[4:]
+    assert index.shard_of.tolist() == [0] * 7 + [1] * 7 + [2] * 6
+    assert index.offset.tolist() == [row["offset"] for row in rows]
+    assert index.length.tolist() == [row["length"] for row in rows]
+    assert index.label.tolist() == [0, 1] * 10 and index.classes == ("cat", "dog")
+    hashes = [int.from_bytes(row["blake3"][:8], "little") for row in rows]
+    assert index.hash_prefix is not None and index.hash_prefix.tolist() == hashes
+    assert keys(index) == NAMES
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [([-1], "int8"), ([0, 21_842], "int16"), ([2**31 - 1], "int32"), ([2**31], "int64")],
+)
+def test_columns_are_as_narrow_as_their_values(values: list[int], dtype: str) -> None:
+    found = narrowed(np.array(values))
+    assert (found.tolist(), found.dtype) == (values, dtype)
 
 
 def test_a_few_keys_are_read_without_the_others(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = pq.read_table(folder / INDEX_NAME)
-    # In row groups of two; one of them holds rows of both splits.
-    pq.write_table(table, folder / INDEX_NAME, row_group_size=2)
-    edit_manifest(folder, index_bytes=(folder / INDEX_NAME).stat().st_size)
-    index = read_split(folder, split="train")
-    keys = table.column("key").to_pylist()[4:]
-    assert sample_keys(index, range(7)) == keys
+    table = pq.read_table(copy / INDEX_NAME)
+    pq.write_table(table, copy / INDEX_NAME, row_group_size=2)
+    edit_manifest(copy, index_bytes=(copy / INDEX_NAME).stat().st_size)
+    index = read_split(copy, split="train")
     assert index.subset(np.array([0, 2]), name="first").shard_lengths == (2, 0, 0)
     some = index.subset(np.array([1, 4, 6]), name="some")
-    assert sample_keys(some, [2, 0, 2]) == [keys[6], keys[1], keys[6]]
+    assert sample_keys(some, [2, 0, 2]) == [NAMES[6], NAMES[1], NAMES[6]]
     read = []
     real = pq.ParquetFile.read_row_group
 
@@ -119,29 +96,36 @@ def test_a_few_keys_are_read_without_the_others(
         return real(file, group, columns=columns)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-    assert sample_keys(index, [5]) == [keys[5]]
+    assert sample_keys(index, [5]) == [NAMES[5]]
     assert read == [(4, "key")]
 
 
-def test_a_sample_without_a_readable_key_is_named_by_number(folder: Path) -> None:
-    index = read_split(folder, split="train")
-    assert sample_names([index], [(0, 6), (0, 1)]) == ["'train-2-0'", "'train-0-1'"]
+def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path) -> None:
+    index = read_split(copy, split="train")
+    assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
     with pytest.raises(UserError, match="keys of samples"):
-        sample_keys(index, [7])
-    (folder / INDEX_NAME).write_bytes(b"damaged")
+        sample_keys(index, [20])
+    (copy / INDEX_NAME).write_bytes(b"damaged")
     assert sample_names([index], [(0, 6)]) == ["number 6 of 'train'"]
 
 
-def test_missing_and_shortened_tars_are_all_named(folder: Path) -> None:
-    (folder / "train-000000.tar").unlink()
-    (folder / "train-000002.tar").write_bytes(b"short")
+def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:
+    """One rank looks at them; the others read the index alone, and pass it on."""
+    settings = DataSettings(path=str(copy), global_batch=2)
+    whole = open_training_set(settings, seed=0)
+    (copy / "train-000000.tar").unlink()
+    (copy / "train-000002.tar").write_bytes(b"short")
     with pytest.raises(UserError) as caught:
-        read_split(folder, split="train")
+        open_training_set(settings, seed=0)
     text = str(caught.value)
     assert "train-000000.tar: missing" in text
-    assert "train-000002.tar: 5 bytes, but the manifest says 4096" in text
-    assert "make the shards again" in text
-    assert read_split(folder, split="test").num_samples == 4
+    assert "train-000002.tar: 5 bytes, but the manifest says " in text
+    assert "2 of 4 files" in text and "make the shards again" in text
+    assert read_split(copy, split="test").num_samples == 4
+    unchecked = open_training_set(settings, seed=0, check_files=False)
+    passed_on = pickle.loads(pickle.dumps(unchecked))
+    assert passed_on.fingerprint == whole.fingerprint
+    assert [passed_on.order.at(i) for i in range(40)] == [whole.order.at(i) for i in range(40)]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +138,11 @@ def test_missing_and_shortened_tars_are_all_named(folder: Path) -> None:
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(
-    folder: Path, changes: dict[str, object], message: str
+    copy: Path, changes: dict[str, object], message: str
 ) -> None:
-    edit_manifest(folder, **changes)
+    edit_manifest(copy, **changes)
     with pytest.raises(UserError, match=message):
-        read_split(folder, split="train")
+        read_split(copy, split="train")
 
 
 @pytest.mark.parametrize(
@@ -174,17 +158,110 @@ def test_a_manifest_that_does_not_fit_is_refused(
     ],
 )
 def test_samples_have_no_label_if_there_are_no_classes(
-    folder: Path, labels: tuple[int, int], classes: tuple[str, ...], is_read: bool
+    copy: Path, labels: tuple[int, int], classes: tuple[str, ...], is_read: bool
 ) -> None:
-    table = pq.read_table(folder / INDEX_NAME)
+    table = pq.read_table(copy / INDEX_NAME)
     column = pa.array([labels[i % 2] for i in range(len(table))], pa.int32())
     table = table.set_column(table.schema.get_field_index("label"), "label", column)
-    write_index(folder, tables=[table.slice(0, 4), table.slice(4)])
-    size = (folder / INDEX_NAME).stat().st_size
-    edit_manifest(folder, classes=classes, index_bytes=size)
+    write_tables(copy, [table.slice(0, 4), table.slice(4)])
+    edit_manifest(copy, classes=classes)
     if is_read:
-        index = read_split(folder, split="train")
+        index = read_split(copy, split="train")
         assert index.classes == classes and set(index.label.tolist()) == set(labels)
     else:
         with pytest.raises(UserError, match="disagrees with manifest.json"):
-            read_split(folder, split="train")
+            read_split(copy, split="train")
+
+
+# ---- training sets -------------------------------------------------------------------------------
+
+
+def opened(path: Path, **settings: object) -> TrainingSet:
+    values = {"path": str(path), "global_batch": 2, **settings}
+    return open_training_set(DataSettings.model_validate(values), seed=0)
+
+
+def listed(path: Path, names: list[str]) -> str:
+    path.write_text("".join(f"{name}\r\n" for name in names))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"first_percent": 33}, range(7)),
+        ({"only_classes": ["dog"]}, range(1, 20, 2)),
+        ({"only_classes": ["dog"], "first_percent": 50}, range(1, 10, 2)),
+        ({"only_keys": [NAMES[12], NAMES[3], NAMES[3], NAMES[7], "not there"]}, (3, 7, 12)),
+        ({"only_keys": [NAMES[12], NAMES[3], NAMES[7]], "first_percent": 50}, (3, 7)),
+        ({"dev_percent": 10}, range(18)),
+        ({"dev_percent": 10, "first_percent": 50}, range(9)),
+        ({"dev_percent": 40, "first_percent": 50, "only_classes": ["dog"]}, (1, 3, 5)),
+    ],
+)
+def test_a_subset_keeps_labels_and_places(
+    shards: Path, tmp_path: Path, settings: dict[str, object], rows: tuple[int, ...]
+) -> None:
+    if "only_keys" in settings:
+        names = settings["only_keys"]
+        assert isinstance(names, list)
+        settings = settings | {"only_keys": listed(tmp_path / "keys.txt", names)}
+    whole, part = opened(shards), opened(shards, **settings)
+    (stored,), (index,) = whole.parts, part.parts
+    assert keys(index) == [NAMES[row] for row in rows] and part.num_samples == len(rows)
+    np.testing.assert_array_equal(index.label, stored.label[list(rows)])
+    np.testing.assert_array_equal(index.offset, stored.offset[list(rows)])
+    assert sum(index.shard_lengths) == len(rows) and part.classes == ("cat", "dog")
+    assert part.fingerprint != whole.fingerprint
+    if "dev_percent" in settings:
+        uncut = opened(shards, **{**settings, "dev_percent": 0.0})
+        assert part.dev is not None and uncut.dev is None
+        assert [*keys(index), *keys(part.dev)] == keys(uncut.parts[0])
+        assert len({part.fingerprint, uncut.fingerprint, part.dev.fingerprint}) == 3
+
+
+def test_the_same_choice_from_another_file_is_the_same_set(shards: Path, tmp_path: Path) -> None:
+    one, two, three = (
+        opened(shards, only_keys=listed(tmp_path / f"{number}.txt", names))
+        for number, names in enumerate((NAMES[3:6], [*NAMES[5:2:-1], "not there"], NAMES[3:5]))
+    )
+    assert one.fingerprint == two.fingerprint and one.key_hash == two.key_hash is not None
+    assert one.key_hash != three.key_hash
+
+
+def test_a_mixture_names_all_its_parts(shards: Path, tmp_path: Path) -> None:
+    other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
+    mixed = opened(shards, mixture=[{"path": str(other), "share": 0.25}])
+    assert mixed.num_samples == 28 and mixed.order.shares == (750_000, 250_000)
+    others = [
+        opened(shards),
+        opened(shards, mixture=[{"path": str(other), "share": 0.5}]),
+        opened(shards, views=2),
+        opened(shards, views=3),
+        opened(other, mixture=[{"path": str(shards), "share": 0.25}]),
+    ]
+    assert len({mixed.fingerprint, *(each.fingerprint for each in others)}) == 6
+
+
+def test_what_does_not_fit_is_refused(shards: Path, tmp_path: Path) -> None:
+    few = {"num_per_class": 4, "num_shards": 1}
+    other = write_shard_folder(tmp_path / "c", classes=("cat", "owl"), **few)
+    unlabelled = write_shard_folder(tmp_path / "d", classes=(), **few)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    for path, settings, message in (
+        (
+            shards,
+            {"mixture": [{"path": str(other), "share": 0.5}]},
+            r"mixture\[0\].*2 cl.*labels.s",
+        ),
+        (shards, {"mixture": [{"path": str(unlabelled), "share": 0.5}]}, "no classes and differs"),
+        (unlabelled, {"only_classes": ["dog"]}, "data.only_classes: the shards of .* no labels"),
+        (shards, {"only_classes": ["dgo"]}, "no class 'dgo'; did you mean 'dog'"),
+        (shards, {"dev_percent": 1.0}, "1 % of 20 training samples is 0, .* none to evaluate"),
+        (shards, {"dev_percent": 99.0}, "none to train on.*a share of 1 to 19 samples"),
+        (shards, {"only_keys": listed(tmp_path / "x.txt", ["x"])}, "none of the 20 sam.*as 'x'"),
+        (shards, {"only_keys": str(tmp_path / "missing.txt")}, "data.only_keys: .*cannot be read"),
+        (shards, {"only_keys": str(tmp_path / "binary.txt")}, "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=f"(?s){message}"):
+            opened(path, **settings)

@@ -87,7 +87,7 @@ def test_a_machine_error_ends_the_run_without_a_substitute(
 def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None:
     samples = training(shards)
     index = samples.parts[0].index
-    for path in index.shard_paths:
+    for path in index.shards:
         data = bytearray(path.read_bytes())
         for start, length in zip(index.offset, index.length, strict=True):
             end = min(int(start + length), len(data))

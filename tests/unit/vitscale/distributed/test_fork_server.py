@@ -24,7 +24,7 @@ from vitscale.distributed.fork_server import (
     worker_context,
 )
 
-IMPORTS = ("vitscale.data.workers", "vitscale.data.samples", "no_such_module")
+IMPORTS = ("vitscale.data.loader", "no_such_module")
 
 
 def threads_of(pid: int) -> list[str]:

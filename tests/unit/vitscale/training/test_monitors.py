@@ -11,7 +11,7 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.data.order import rank_batches
-from vitscale.data.workers import Unreadable
+from vitscale.data.samples import Unreadable
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
 from vitscale.training import detectors

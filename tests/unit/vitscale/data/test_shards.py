@@ -1,0 +1,336 @@
+"""Shards at a URL: which URLs are read, what is tried again, and what the cache keeps."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from tests.support.range_server import served
+from tests.support.waiting import wait_until
+from vitscale.config.errors import StorageError, UserError
+from vitscale.data import shards, storage
+from vitscale.data.index import read_manifest
+from vitscale.data.settings import RemoteSettings
+from vitscale.data.shards import RemoteFile, ShardCache, open_cache, prefetch, prefix_of_hash
+from vitscale.data.storage import (
+    Url,
+    is_url,
+    location_of,
+    names_below,
+    read_range,
+    size_of,
+    url_problem,
+)
+
+SECRET = "hunter2"
+
+
+class Clock:
+    """Replaces `time`: pauses between requests take no real time."""
+
+    def __init__(self) -> None:
+        self.skipped_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+    def sleep(self, seconds: float) -> None:
+        self.skipped_s += seconds
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "time", Clock())
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.bin").write_bytes(bytes(range(256)) * 40)
+    return tmp_path / "served"
+
+
+# Texts that make some tool run a command or read another resource, or that have secrets.
+REFUSED = (
+    *("pipe:COMMAND", "pipe:COMMAND |", "PIPE:COMMAND", "file:///nowhere::pipe:COMMAND"),
+    *("simplecache::pipe:COMMAND", "zip://a::http://127.0.0.1/x", "http://127.0.0.1/a::pipe:x"),
+    *("http://127.0.0.1/$(COMMAND)", "http://127.0.0.1/`COMMAND`", "http://127.0.0.1/a;COMMAND"),
+    *("http://127.0.0.1/{000..003}-x", "http://127.0.0.1/a\npipe:COMMAND"),
+    *("s3://bucket/a\r\npipe:COMMAND", "http://127.0.0.1/../x", "python:import os", "data:text/x"),
+    *("reference://x", "local://x", "ssh://-oProxyCommand=COMMAND/a", "git+ext::sh -c COMMAND"),
+    *("http:///x", "http:x", f"https://user:{SECRET}@host/x", f"s3://key:{SECRET}@bucket/x"),
+    *(f"https://host/x?X-Amz-Signature={SECRET}", f"http://host/x#{SECRET}"),
+)
+
+
+def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What webdataset and others rewrite URLs by; it must have no effect here.
+    monkeypatch.setenv("GOPEN_REWRITE", f"http://=pipe:touch {tmp_path}/canary ;")
+    for text in REFUSED:
+        text = text.replace("COMMAND", f"touch {tmp_path}/canary")
+        assert is_url(text) and url_problem(text), text
+        with pytest.raises(UserError, match=r"^data\.path: is not a plain URL") as caught:
+            read_manifest(text)
+        assert SECRET not in str(caught.value)
+    for name in ("a::pipe:touch canary", "$(touch canary)", "{0..3}", "x\npipe:touch y"):
+        with pytest.raises(UserError, match="no such folder"):
+            read_manifest(str(tmp_path / name.replace("/", "_")))
+    assert location_of(f"file://{tmp_path}/a") == tmp_path / "a"
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    "folder, name, joined",
+    [
+        ("http://host/a/b/", "c 1.tar", "http://host/a/b/c%201.tar"),
+        ("http://host", "c#1?.tar", "http://host/c%231%3F.tar"),
+        ("s3://bucket/a", "../tars/c 1.tar", "s3://bucket/tars/c 1.tar"),
+        ("s3://bucket/a", ".", "s3://bucket/a"),
+        ("https://host/a", "pipe:touch x", "https://host/a/pipe%3Atouch%20x"),
+        ("s3://bucket/a", "../../../other", "s3://bucket/other"),
+        ("s3://bucket", "/etc/passwd", "s3://bucket/etc/passwd"),
+    ],
+)
+def test_names_are_joined_and_stay_on_their_host(folder: str, name: str, joined: str) -> None:
+    place = location_of(folder)
+    assert isinstance(place, Url) and str(place / name) == joined
+
+
+@pytest.mark.parametrize("fault", ["error", "drop", "short", "no_ranges", "slow"])
+def test_a_transient_fault_is_retried(folder: Path, fault: str) -> None:
+    expected = (folder / "a.bin").read_bytes()[10:500]
+    with served(folder, fault=lambda path, number: fault if number <= 2 else None) as server:
+        assert read_range(Url(server.url) / "a.bin", offset=10, num_bytes=490) == expected
+        assert server.encodings == {"identity"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [("error", "50[03].*; [1-9]\\d requests"), ("short", "; [1-9]\\d requests")]
+    + [("no_ranges", "must support range requests.*; [1-9]\\d requests")]
+    + [("forbidden", "403.*; 1 requests"), ("missing", "; 1 requests")],
+)
+def test_a_lasting_fault_is_one_error(folder: Path, fault: str, text: str) -> None:
+    """In time; a refusal at once."""
+    with served(folder, fault=lambda path, number: fault) as server:
+        with pytest.raises(StorageError, match=rf"a\.bin: cannot be read .*{text}"):
+            read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
+
+
+def test_sizes_are_known_or_missing(folder: Path) -> None:
+    with served(folder) as server:
+        url = Url(server.url)
+        assert (size_of(url / "a.bin"), size_of(url / "b.bin")) == (10_240, None)
+        server.fault = lambda path, number: "forbidden"
+        with pytest.raises(StorageError, match="403"):
+            size_of(url / "a.bin")
+
+
+def test_a_bucket_is_listed() -> None:
+    import fsspec
+
+    bucket = fsspec.filesystem("memory")
+    bucket.pipe("/listed/a.tar", b"1")
+    bucket.pipe("/listed/more/b.tar", b"2")
+    assert names_below(Url("memory://listed")) == ["a.tar"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_buckets_answer_with_what_was_asked_for(
+    scheme: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the real client libraries."""
+    import fsspec
+
+    keys = {"key": "key", "secret": "secret"} if scheme == "s3" else {"token": "anon"}
+    with served(folder.parent) as server:
+        monkeypatch.setitem(fsspec.config.conf, scheme, {"endpoint_url": server.url} | keys)
+        storage._filesystem.cache_clear()
+        url = Url(f"{scheme}://served")
+        assert read_range(url / "a.bin", offset=5, num_bytes=9) == bytes(range(5, 14))
+        assert (size_of(url / "a.bin"), size_of(url / "b.bin")) == (10_240, None)
+        assert names_below(url) == ["a.bin"]
+
+
+def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(url: Url, method: str, **span: int) -> bytes:
+        raise OSError(f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed")
+
+    monkeypatch.setattr(storage, "_call", fail)
+    with pytest.raises(StorageError, match=r"GET https://host/a.bin\?\*\*\* failed") as caught:
+        read_range(Url("http://host/a.bin"), offset=0, num_bytes=9)
+    assert SECRET not in str(caught.value)
+
+
+def test_a_silent_server_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "PATIENCE_S", 0.8)
+    monkeypatch.setattr(storage, "REQUEST_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = Url(f"http://127.0.0.1:{silent.getsockname()[1]}/a.bin")
+        with pytest.raises(StorageError, match="cannot be read"):
+            read_range(url, offset=0, num_bytes=9)
+
+
+# ---- the cache -----------------------------------------------------------------------------------
+
+SIZE = 1000
+
+
+def content(number: int) -> bytes:
+    return bytes([number]) * SIZE
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Numbers of the files that are asked for; number 99 has wrong bytes."""
+    path = tmp_path / "log"
+    path.touch()
+
+    def answered(url: Url, *, offset: int, num_bytes: int) -> bytes:
+        number = int(url.text.rpartition("/")[2])
+        with open(path, "a") as file:
+            file.write(f"{number}\n")
+        return content(98 if number == 99 else number)[offset : offset + num_bytes]
+
+    monkeypatch.setattr(shards, "read_range", answered)
+    return path
+
+
+def requests(log: Path) -> list[int]:
+    return sorted(map(int, log.read_text().split()))
+
+
+def new_cache(folder: Path, *, num_files: float = 3) -> ShardCache:
+    gib = num_files * SIZE / 2**30
+    return open_cache(RemoteSettings(cache_path=str(folder / "cache"), cache_gib=gib))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, log: Path) -> ShardCache:
+    return new_cache(tmp_path)
+
+
+def file(cache: ShardCache, number: int) -> RemoteFile:
+    url, digest = Url(f"memory://bucket/{number}"), blake3(content(number)).hexdigest()
+    return RemoteFile(url, SIZE, digest, cache)
+
+
+def held(cache: ShardCache) -> list[int | str]:
+    names = {file(cache, number).blake3_hex: number for number in range(100)}
+    found = [path.name for path in cache.folder.iterdir() if path.suffix != ".lock"]
+    return sorted(names.get(name, name) for name in found)
+
+
+def used(cache: ShardCache, number: int, *, seconds_ago: float) -> None:
+    then = time.time() - seconds_ago
+    os.utime(file(cache, number).path(), (then, then))
+
+
+def read(cache: ShardCache, number: int) -> bytes:
+    expected = prefix_of_hash(content(number)[5:12])
+    return file(cache, number).read(offset=5, num_bytes=7, hash_prefix=expected)
+
+
+def test_the_least_recently_used_file_is_evicted_first(cache: ShardCache) -> None:
+    for number in range(3):
+        used(cache, number, seconds_ago=100 - number)
+    assert read(cache, 0) == content(0)[5:12]  # used just now
+    file(cache, 3).path()
+    assert held(cache) == [0, 2, 3]
+
+
+def test_a_prefetch_evicts_nothing_in_use(cache: ShardCache) -> None:
+    for number in range(3):
+        used(cache, number, seconds_ago=0)
+    used(cache, 0, seconds_ago=shards.IDLE_S + 1)
+    prefetch([file(cache, number) for number in (1, 3, 4)])
+    wait_until(lambda: not shards._prefetching.is_alive())
+    assert held(cache) == [1, 2, 3]
+
+
+def test_damage_on_the_local_disk_is_fetched_again(cache: ShardCache, log: Path) -> None:
+    shard = file(cache, 1)
+    for damage in (b"x" * SIZE, b""):
+        shard.path().write_bytes(damage)
+        assert read(cache, 1) == content(1)[5:12]
+    shard.path().write_bytes(content(1)[:-1] + b"x")
+    assert shard.verified().read_bytes() == content(1)
+    assert requests(log) == [1] * 4
+    with pytest.raises(OSError, match="do not have the hash in the index"):
+        shard.read(offset=5, num_bytes=7, hash_prefix=0)
+
+
+def test_bytes_with_a_wrong_hash_are_never_kept(cache: ShardCache, log: Path) -> None:
+    with pytest.raises(UserError, match="bucket/99: cannot be read: its bytes do not have"):
+        file(cache, 99).path()
+    assert held(cache) == [] and requests(log) == [99] * shards.DAMAGED_READS
+
+
+def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path: Path, log: Path) -> None:
+    """No sample is replaced for it."""
+    with pytest.raises(UserError, match="bucket/1 cannot be kept there .*no space for 1000 bytes"):
+        read(new_cache(tmp_path, num_files=0.5), 1)
+    with pytest.raises(UserError, match=r"data.remote.cache_path=.*cannot be written"):
+        new_cache(log)
+    with pytest.raises(UserError, match="fetched to a local disk first"):
+        open_cache(RemoteSettings())
+
+
+def _killed_in_the_middle(cache: ShardCache) -> None:
+    shards.read_range = lambda *place, **span: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]  # never returns
+    file(cache, 1).path()
+
+
+def test_partial_files_of_a_killed_process_are_removed(cache: ShardCache) -> None:
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_killed_in_the_middle, args=(cache,))
+    process.start()
+    process.join()
+    assert held(cache) == [f"{file(cache, 1).blake3_hex}.part"]
+    for number in (2, 3, 4):  # these need all the room
+        file(cache, number).path()
+    assert held(cache) == [2, 3, 4]
+    assert file(cache, 1).path().read_bytes() == content(1)
+
+
+def _fetch_all(cache: ShardCache, first: int, sizes: Path) -> None:
+    for number in [*range(first, 6), *range(first)]:
+        file(cache, number).path()
+        inodes = {}  # by inode: a file renamed during the listing may appear twice
+        with cache._locked("space"):
+            for entry in os.scandir(cache.folder):
+                with suppress(FileNotFoundError):
+                    inodes[entry.inode()] = entry.stat().st_size
+        with open(sizes, "a") as log:
+            log.write(f"{sum(inodes.values())}\n")
+
+
+@pytest.mark.parametrize("limit", [100, 4])
+def test_many_processes_fetch_each_file_once_and_keep_the_size(
+    tmp_path: Path, log: Path, limit: int
+) -> None:
+    context = multiprocessing.get_context("fork")
+    cache, sizes = new_cache(tmp_path, num_files=limit), tmp_path / "sizes"
+    processes = [
+        context.Process(target=_fetch_all, args=(cache, first, sizes)) for first in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert max(map(int, sizes.read_text().split())) <= limit * SIZE
+    if limit == 100:
+        assert requests(log) == list(range(6))
