@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     import torch
 
     from vitscale.data.index import SplitIndex
-    from vitscale.distributed.world import World
+    from vitscale.engine.engine import Engine
+    from vitscale.evaluation.inference import InferenceModel
 
 # Folder of the evaluations' files in that of a run or of results.
 FILES = "evaluation"
@@ -56,35 +57,12 @@ class Outputs(NamedTuple):
     """Beside logits: those of the class and of the distillation head, if the model has both."""
 
 
-class Model(Protocol):
-    """What evaluations read a model through: `Engine` in training, `InferenceModel` outside.
-
-    Images [B, 3, S, S] are on the device, uint8 or float 0..255. Both methods are collective where
-    the model is sharded over ranks.
-    """
-
-    @property
-    def world(self) -> World: ...
-
-    @property
-    def known_outputs(self) -> tuple[str, ...]:
-        """Names of the model's outputs."""
-        ...
-
-    def logits(self, images_B3SS: torch.Tensor, /) -> torch.Tensor:
-        """[B, classes]"""
-        ...
-
-    def forward(self, images_B3SS: torch.Tensor, output: str, /) -> Any:
-        """Another output, by name."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A model and the splits it is evaluated on."""
 
-    model: Model
+    model: Engine | InferenceModel
+    """Its methods are collective where the model is sharded over ranks."""
     train: tuple[SplitIndex, ...]
     """The parts of the training set."""
     val: SplitIndex
@@ -184,8 +162,6 @@ class Subject:
         samples: increasing numbers of the images to take, counted over all parts; None: all.
         An image is computed once, whichever evaluation asks first.
         """
-        if output == "representation" and output not in self.model.known_outputs:
-            output = "features"
         parts = self.train if split == "train" else (self.val,)
         wanted = np.arange(sum(part.num_samples for part in parts)) if samples is None else samples
         known, kept = self.kept.get((split, output), (np.empty(0, np.int64), None))

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Share, Subject
+from vitscale.evaluation.evaluation import (
+    Evaluation,
+    EvaluationSettingsBase,
+    Output,
+    Share,
+    Subject,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -33,13 +39,13 @@ class FewShotSettings(EvaluationSettingsBase):
     """Draws of training images, seeded 0, 1, 2, ..."""
     l2: float = Field(default=2.0**10, gt=0)
     """Penalty on the squared weights of standardised features."""
-    representation: Literal["features", "pre_logits"] = "pre_logits"
-    """pre_logits: after the representation layer (dense, tanh) of a model that has one, as in the
-    paper. features: before it. The same for other models."""
 
 
 class FewShot(Evaluation):
-    """Every rank solves the same small systems and scores its own validation images."""
+    """Every rank solves the same small systems and scores its own validation images.
+
+    Of a model with a representation layer (dense, tanh) after it, as in the paper.
+    """
 
     Settings = FewShotSettings
     needs = "features"
@@ -50,8 +56,8 @@ class FewShot(Evaluation):
         from vitscale.distributed.world import sum_over_ranks
 
         device, settings = subject.model.world.device, self.settings
-        is_last = settings.representation == "pre_logits"
-        output: Literal["features", "representation"] = "representation" if is_last else "features"
+        has_layer = "representation" in subject.model.known_outputs
+        output: Output = "representation" if has_layer else "features"
         labels = np.concatenate([part.label for part in subject.train])
         draws = [class_orders(labels, seed=seed) for seed in range(settings.num_draws)]
         most = [first_of_each(orders, max(settings.shots)) for orders in draws]

@@ -8,9 +8,10 @@ reported. Shapes: N rows of this rank, B of them in a batch, H heads, D width, C
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
@@ -167,15 +168,16 @@ def train_heads(
     batch = min(batch, len(chosen))
     values_ND, labels_N = features.values_ND.to(device), features.labels_N.to(device)
     row_of = np.full(int(chosen.max()) + 1, -1)
-    held = features.samples[features.samples < len(row_of)]
-    row_of[held] = np.arange(len(held))
+    held = features.samples < len(row_of)
+    row_of[features.samples[held]] = np.flatnonzero(held)
     rates_H = torch.tensor(rates, device=device) * (batch / RATE_BATCH)
     random = torch.Generator().manual_seed(stream_key("linear heads", seed) >> 1)
     first_CD = torch.empty(num_classes, values_ND.shape[1]).normal_(std=INIT_STD, generator=random)
     weights_HCD = F.pad(first_CD, (0, 1)).repeat(len(rates), 1, 1).to(device)
     momentum_HCD = torch.zeros_like(weights_HCD)
-    for step in range(steps):
-        rows = row_of[chosen[epoch_rows(step * batch, batch, num=len(chosen), seed=seed)]]
+    batches = epoch_batches(len(chosen), batch=batch, seed=seed)
+    for step, drawn in zip(range(steps), batches, strict=False):
+        rows = row_of[chosen[drawn]]
         own = torch.from_numpy(rows[rows >= 0]).to(device)
         gradient_HCD = _gradient(weights_HCD, values_ND[own], labels_N[own], batch=batch)
         momentum_HCD.mul_(MOMENTUM).add_(sum_over_ranks(gradient_HCD))
@@ -205,14 +207,11 @@ def _with_constant(features_BD: torch.Tensor) -> torch.Tensor:
     return F.pad(features_BD, (0, 1), value=1.0)
 
 
-def epoch_rows(first: int, count: int, *, num: int, seed: int) -> np.ndarray:
-    """Rows at the positions `first` to `first + count` of endless epochs over `num` rows."""
-    epochs = range(first // num, (first + count - 1) // num + 1)
-    orders = np.concatenate([_epoch_order(num, seed, epoch) for epoch in epochs])
-    start = first - epochs.start * num
-    return orders[start : start + count]
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(num: int, seed: int, epoch: int) -> np.ndarray:
-    return permutation(num, key=stream_key("linear heads", seed, epoch))
+def epoch_batches(num: int, *, batch: int, seed: int) -> Iterator[np.ndarray]:
+    """Batches of endless epochs over `num` rows, each epoch in a new order."""
+    rows = np.empty(0, np.int64)
+    for epoch in itertools.count():
+        rows = np.concatenate([rows, permutation(num, key=stream_key("linear heads", seed, epoch))])
+        while len(rows) >= batch:
+            yield rows[:batch]
+            rows = rows[batch:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from vitscale.evaluation.linear_heads import (
     LinearHeadsSettings,
     column_choices,
     dev_split,
-    epoch_rows,
+    epoch_batches,
     train_heads,
 )
 
@@ -95,8 +96,9 @@ def test_heads_equal_torch_sgd() -> None:
             layer.bias.zero_()
         sgd = torch.optim.SGD(layer.parameters(), lr=rate * BATCH / 256, momentum=0.9)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=STEPS)
-        for step in range(STEPS):
-            chosen = CHOSEN[epoch_rows(step * BATCH, BATCH, num=len(CHOSEN), seed=1)]
+        batches = epoch_batches(len(CHOSEN), batch=BATCH, seed=1)
+        for rows_B in itertools.islice(batches, STEPS):
+            chosen = CHOSEN[rows_B]
             loss = torch.nn.functional.cross_entropy(layer(values[chosen]), labels[chosen])
             sgd.zero_grad()
             loss.backward()
@@ -107,7 +109,7 @@ def test_heads_equal_torch_sgd() -> None:
 
 
 def test_every_epoch_takes_each_row_once_in_a_new_order() -> None:
-    batches = [epoch_rows(first, 100, num=38, seed=0) for first in range(0, 38 * 100, 100)]
-    epochs = np.concatenate(batches).reshape(100, 38)
+    batches = itertools.islice(epoch_batches(38, batch=19, seed=0), 200)
+    epochs = np.concatenate(list(batches)).reshape(100, 38)
     assert all(sorted(epoch) == list(range(38)) for epoch in epochs.tolist())
     assert len({tuple(epoch) for epoch in epochs.tolist()}) == 100
