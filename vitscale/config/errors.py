@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from enum import StrEnum
@@ -18,6 +19,8 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 # "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
 EXIT_STOPPED_RESUMABLE = 75
+# From an error that all ranks have until the first one has closed what is open, and printed it.
+FIRST_RANK_S = 5.0
 
 
 class FailureKind(StrEnum):
@@ -158,6 +161,9 @@ def run_script(main: Callable[[], None]) -> None:
             num = len(error.errors) if isinstance(error, UserErrors) else 1
             heading = "error" if num == 1 else f"{num} errors"
             print(f"{heading}:\n{error.text()}", file=sys.stderr, flush=True)
+        else:
+            # A launcher kills the rank that prints it once another one has ended.
+            time.sleep(FIRST_RANK_S)
         raise SystemExit(error.kind.exit_code) from None
     except BrokenPipeError:
         if _stdout_has_reader():
