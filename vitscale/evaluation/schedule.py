@@ -32,10 +32,8 @@ class ScheduledEvaluations:
             assert subject is not None
             each.check(subject)
 
-    def due(self, step: int, *, is_last: bool) -> bool:
-        return bool(self._due(step, is_last=is_last))
-
-    def _due(self, step: int, *, is_last: bool) -> list[Evaluation]:
+    def due(self, step: int, *, is_last: bool) -> list[Evaluation]:
+        """The evaluations to run after this step."""
         return [
             each
             for each in self._evaluations
@@ -45,9 +43,7 @@ class ScheduledEvaluations:
     def run(self, step: int, *, is_last: bool) -> Iterator[dict[str, float]]:
         """Metrics of each due evaluation: of the weights, `val/...`, then of their average,
         `val/ema_...`, with its files in a folder of their own. Collective."""
-        due, subject, engine = self._due(step, is_last=is_last), self.subject, self._engine
-        if not due:
-            return
+        due, subject, engine = self.due(step, is_last=is_last), self.subject, self._engine
         assert subject is not None
         engine.eval()
         for metrics in results(due, subject):

@@ -82,18 +82,13 @@ class Source:
     ) -> list[str]:
         """Put the weights, or `tensors` in their place, into a model; see `transfer_weights`."""
         found = dict(self.weights.tensors if tensors is None else tensors)
-        num_prefix_tokens = arch.num_prefix_tokens
-        if self.run is not None:
-            described = self.run.checkpoint.description
-            num_prefix_tokens = described["num_prefix_tokens"]
-            if "pos_embed" in network.state_dict():
-                found |= fixed_positions(described["architecture"], grid=self.weights.grid)
+        if self.run is not None and "pos_embed" in network.state_dict():
+            found |= fixed_positions(self.run.arch.description(), grid=self.weights.grid)
         return transfer_weights(
             network,
             weights=found,
             source_grid=self.weights.grid,
             target_grid=arch.grid,
-            num_prefix_tokens=num_prefix_tokens,
             convention=convention,
             where=self.where,
             keep_head=keep_head,

@@ -1,12 +1,11 @@
 """What the code of every family shares.
 
-Owns: the last layer in fp32, checked outputs, compiled blocks, the table of misfits.
+Owns: the last layer in fp32, compiled blocks, the table of misfits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from timm.layers import DropPath
@@ -19,18 +18,6 @@ from vitscale.config.errors import UserError
 MAX_VARIANTS = 32
 RATE_UNITS = 2**24
 MAX_ROWS = 12
-
-
-def check_output(output: str, inputs: Mapping[str, Any], *, known: tuple[str, ...]) -> None:
-    """Check what a forward pass was asked for; `objective` is answered before.
-
-    Raises ValueError for an output that the model does not have, and TypeError for inputs beside
-    the images, which only `objective` takes.
-    """
-    if output not in known:
-        raise ValueError(f"{output!r} is not one of {', '.join(known)}")
-    if inputs:
-        raise TypeError(f"output={output!r} takes images only, but got {', '.join(sorted(inputs))}")
 
 
 class InFp32:

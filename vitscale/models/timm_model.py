@@ -22,7 +22,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.config.errors import UserError, nearest
 from vitscale.models.interface import (
-    check_output,
     classify_in_fp32,
     compile_each,
     refuse_misfits,
@@ -49,7 +48,7 @@ class TimmModel(nn.Module):
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
-        check_output(output, inputs, known=self.known_outputs)
+        assert output in self.known_outputs and not inputs, (output, *inputs)
         if output == "logits":
             return super().forward(images_B3SS)
         model: Any = self

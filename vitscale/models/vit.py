@@ -16,7 +16,7 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitscale.models.initialization import POSITION_STD, initialize, last_layers
-from vitscale.models.interface import check_output, classify_in_fp32, compile_each
+from vitscale.models.interface import classify_in_fp32, compile_each
 from vitscale.models.positions import FIXED_POSITIONS
 from vitscale.models.settings import ViTSettings
 
@@ -59,11 +59,11 @@ class ViT(VisionTransformer):
         """output: `logits` [B, num_classes]; `features` [B, width], pooled, before the whole head,
         so also before a representation layer; `representation` [B, width], after that layer;
         `blocks`: of `block_features`; `objective`: what the objective's module predicts from the
-        images and `inputs`. Raises TypeError for inputs of another output.
+        images and `inputs`.
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
-        check_output(output, inputs, known=self.known_outputs)
+        assert output in self.known_outputs and not inputs, (output, *inputs)
         if output == "blocks":
             return self.block_features(images_B3SS)
         tokens_BLD: torch.Tensor = self.forward_features(images_B3SS)
@@ -125,7 +125,7 @@ class DistilledViT(ViT, VisionTransformerDistilled):
         """output: also `heads`, the logits of the class and of the distillation head."""
         if output != "heads":
             return super().forward(images_B3SS, output=output, **inputs)
-        check_output(output, inputs, known=self.known_outputs)
+        assert output in self.known_outputs and not inputs, (output, *inputs)
         tokens_BLD = self.forward_features(images_B3SS)
         return self.head(tokens_BLD[:, 0]), self.head_dist(tokens_BLD[:, 1])
 

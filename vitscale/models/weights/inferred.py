@@ -25,17 +25,6 @@ PATCH = "patch_embed.proj.weight"
 ATTENTION_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16}
 ATTENTION_HEADS |= {1536: 24, 1664: 16}
 HEAD_WIDTH = 64
-# What other families have: (pattern of a name, what it is).
-OTHER_FAMILIES = (
-    (r"norm_pre\..*", "a norm before the blocks, as CLIP has"),
-    (r".*\.attn\.[qk]_norm\..*", "norms of queries and keys"),
-    (r".*relative_position.*", "relative positions, as BEiT has"),
-    (r".*\.attn\.([qv]_bias|[qkv]_proj\..*)", "separate Q, K and V, as BEiT and EVA have"),
-    (r".*\.(rope|freqs).*", "rotary positions"),
-    (r"(patch_embed\.backbone\.|conv_root/).*", "a ResNet below the blocks, as hybrids have"),
-    (r"(layers|features)\.\d+\..*", "stages, as Swin has"),
-    (r"(layer[1-4]|conv1|stages)\..*", "stages of convolutions"),
-)
 
 
 def inferred_model(
@@ -69,14 +58,6 @@ def inferred_model(
 
 
 def _refuse_other_families(weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    for pattern, what in OTHER_FAMILIES:
-        name = next((name for name in weights if re.fullmatch(pattern, name)), None)
-        if name is not None:
-            raise UserError(
-                f"is of another model family: {name!r} belongs to {what}",
-                where=str(path),
-                allowed="plain Vision Transformers, or with model.name=timm any model of timm",
-            )
     needed = (PATCH, "blocks.0.norm1.weight", "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
     missing = [name for name in needed if name not in weights]
     if missing or weights[PATCH].ndim != 4:
@@ -85,7 +66,8 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], path: Path) -> N
             f"holds no Vision Transformer: {missing[0] if missing else PATCH} is missing or has "
             f"another shape; its first names: {first}",
             where=str(path),
-            allowed="weights with the names of timm, Google, MAE, DeiT, DINOv2 or transformers",
+            allowed="weights with the names of timm, Google, MAE, DeiT, DINOv2 or transformers, or "
+            "with model.name=timm and model.model any model of timm",
         )
 
 

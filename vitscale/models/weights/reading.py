@@ -56,7 +56,9 @@ PYTORCH: dict[str, Any] = {
 
 def is_external(path: Path) -> bool:
     """Whether `init=` names weights of other code bases rather than a run or a checkpoint."""
-    return path.suffix in SUFFIXES or any((path / name).is_file() for name in (CONFIG, DESCRIPTION))
+    if path.is_dir():
+        return any((path / name).is_file() for name in (CONFIG, DESCRIPTION))
+    return path.suffix in SUFFIXES
 
 
 def read_weights(
@@ -70,7 +72,7 @@ def read_weights(
     """
     timm_name = model.model if isinstance(model, TimmSettings) else None
     try:
-        if path.suffix in SUFFIXES:
+        if not path.is_dir():
             found = _read_file(path, timm_name)
         elif (path / DESCRIPTION).is_file():
             found = _read_exported(path)

@@ -20,6 +20,7 @@ from vitscale.models.timm_model import TimmModel
 # The last two: names of MAE's published files.
 OBJECTIVE = ("objective.", "decoder_", "mask_token")
 HEADS = ("head.", "head_dist.")
+MAX_PREFIX_ROWS = 2
 POSITIONS, PATCH, CLASS = "pos_embed", "patch_embed.proj.weight", "cls_token"
 
 
@@ -29,7 +30,6 @@ def transfer_weights(
     weights: Mapping[str, torch.Tensor],
     source_grid: tuple[int, int],
     target_grid: tuple[int, int],
-    num_prefix_tokens: int,
     convention: str,
     where: str,
     keep_head: bool = False,
@@ -55,10 +55,8 @@ def transfer_weights(
     replaced = _replaced_norm(own, given)
     if POSITIONS in given:
         num_patches = source_grid[0] * source_grid[1]
-        num_prefix_rows = given[POSITIONS].shape[1] - num_patches
-        # The class token may have no position of its own, and registers never have one.
-        if num_prefix_rows not in (0, min(1, num_prefix_tokens)):
-            num_prefix_rows = num_prefix_tokens  # refused below, with the shapes
+        # Class and distillation token may have a position, and registers never have one.
+        num_prefix_rows = min(max(0, given[POSITIONS].shape[1] - num_patches), MAX_PREFIX_ROWS)
         try:
             resized_LD = resize_position_embedding(
                 given[POSITIONS][0],
@@ -81,6 +79,7 @@ def transfer_weights(
                 given[POSITIONS] = torch.cat([torch.zeros_like(pos_1LD[:, :1]), pos_1LD], dim=1)
     next_step = "set the keys of `model` to those of the checkpoint's run"
     next_step += ", or keep_head=false" if keep_head else ""
+    next_step += ", or model.name=timm for weights of another family"
     ours, theirs = (tuple(each[PATCH].shape) if PATCH in each else () for each in (own, given))
     if ours != theirs and ours[:2] == theirs[:2] and len(theirs) == 4:
         # Alike but for the rows and columns of a patch.

@@ -36,7 +36,6 @@ def transfer(target: ViT, source: ViT, **options: Any) -> list[str]:
     return transfer_weights(
         target,
         weights=weights,
-        num_prefix_tokens=source.num_prefix_tokens,
         convention="google",
         where="there",
         **options,
