@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field
-
 from finetune.objectives import OBJECTIVES, ObjectiveSettings
-from vitscale.models.weights.suffixes import SUFFIXES
 from vitscale.runs.training import TrainingRun
 from vitscale.training.objective import Objective
 from vitscale.training.supervised import SupervisedSettings
@@ -24,8 +21,6 @@ class FinetuneRun(TrainingRun):
     init: str | None = None
     """What to start from: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors,
     .pth), or a folder of Hugging Face or timm; see docs/weights.md. null: random weights."""
-    init_grid: tuple[int, int] | None = Field(default=None, strict=False)
-    """[rows, columns] of the position embedding in a file; null: a square grid."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """Start from the weights themselves (model) or their average (ema). auto: the average where
     the checkpoint has one."""
@@ -48,12 +43,3 @@ class FinetuneRun(TrainingRun):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         yield from self.make_objective().problems(self)
-        if self.init_grid is None:
-            return
-        if min(self.init_grid) < 1:
-            yield ("init_grid", f"{list(self.init_grid)}: rows and columns are at least 1")
-        if self.init is None or not self.init.endswith(SUFFIXES):
-            yield (
-                "init_grid",
-                "is for weight files; a checkpoint records its grid; remove it",
-            )

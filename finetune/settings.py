@@ -78,8 +78,6 @@ class ModelRun(Run):
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """The weights themselves (model) or their average (ema). auto: the average, unless
     there is none or more than 1 % of it is the random start."""
-    init_grid: tuple[int, int] | None = Field(default=None, strict=False)
-    """[rows, columns] of the position embedding in a file; null: a square grid."""
     model: ModelSettings | None = None
     """Keys of the model that win over what is inferred from external weights, one by one, such as
     num_heads; a run folder has its own."""
@@ -98,7 +96,6 @@ class ModelRun(Run):
         return {
             "init": self.init,
             "weights": self.init_weights,
-            "grid": self.init_grid,
             "model": self.model,
             "preprocessing": self.preprocessing.chosen(),
             "image_size": self.image_size,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from vitscale.evaluation.trained_model import read_source
 from vitscale.models.settings import Architecture
 from vitscale.models.weights.files import Weights
 from vitscale.models.weights.inferred import inferred_model
+from vitscale.models.weights.transfer import transfer_weights
 
 # Fewer matches than this share are a mistake, not a few missing classes.
 MIN_SHARE = 0.5
@@ -28,28 +31,28 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
     """
     if run.init is None:
         return []
-    source = read_source(run.init, weights=run.init_weights, grid=run.init_grid, model=run.model)
-    found, tensors = source.weights, source.weights.tensors
+    found, source = read_source(run.init, weights=run.init_weights, model=run.model)
     messages = [f"starting from {found.format}"]
     if run.keep_head == "slice":
         wanted = class_names(run.data)
         tensors, missing = sliced_head(
-            tensors, source=found.classes, target=wanted, where=source.where
+            found.tensors, source=found.classes, target=wanted, where=found.where
         )
+        found = replace(found, tensors=tensors)
         kept = f"{len(wanted) - len(missing):,} of {len(wanted):,}"
         zero = f"; zero weights for {_first(missing)}" if missing else ""
         messages.append(f"kept {kept} classes of the head, by name{zero}")
     try:
-        left_out = source.load_into(
+        left_out = transfer_weights(
             model,
-            arch,
-            tensors=tensors,
+            found,
+            grid=arch.grid,
             convention=run.position_embedding,
             keep_head=bool(run.keep_head),
             resize_patches=run.init_patch == "resize",
         )
     except UserError as error:
-        advice = None if source.run else _keys_that_fit(found, arch, path=Path(run.init))
+        advice = None if source else _keys_that_fit(found, arch, path=Path(run.init))
         next_step = advice or error.next_step
         raise UserError(
             error.what, where=error.where, allowed=error.allowed, next_step=next_step
@@ -57,8 +60,8 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
     if left_out := [*left_out, *found.left_out]:
         what = f"{len(left_out)} tensors that this model does not have: {_first(left_out)}"
         messages.append(f"left out {what}")
-    if source.run is not None:
-        return [*source.run.warnings, *messages]
+    if source is not None:
+        return [*source.warnings, *messages]
     return [*messages, *_differences(found, run, arch)]
 
 
@@ -73,7 +76,7 @@ def _keys_that_fit(found: Weights, mine: Architecture, *, path: Path) -> str | N
     except UserError:
         return None
     if wanted.name != mine.name:
-        return f"set model.name={wanted.name} and its sizes to those of the weights"
+        return f"set 'model={json.dumps(wanted.model_dump(mode='json', exclude_unset=True))}'"
     free = ("image_size", "num_classes", "layer_norm_eps", "gelu")
     changes = [
         f"model.{key}={str(value).lower() if isinstance(value, bool) else value}"

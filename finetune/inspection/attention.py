@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from finetune.inspection.visualized import Visualized
 from vitscale.evaluation.inference import InferenceModel
-from vitscale.images.sheet import caption
+from vitscale.images.sheet import caption, captioned_sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +33,6 @@ Consume = Callable[[int, int, torch.Tensor], None]
 MEASURED_IMAGES = 128
 RESIDUAL = 0.5  # weight of the identity, which stands for the residual connection
 OPACITY = 0.65
-MAX_SIDE = 320  # px of an image in the sheet
 
 
 def attention_modules(network: nn.Module) -> list[Any]:
@@ -224,7 +222,7 @@ def patch_weights(
 
 
 def draw_rollout(subject: Visualized) -> Figure:
-    from matplotlib.figure import Figure
+    from matplotlib import colormaps
 
     arch = subject.vit
     titles, images_B3SS = subject.sheet(subject.run.num_images)
@@ -240,37 +238,19 @@ def draw_rollout(subject: Visualized) -> Figure:
             for some_B3SS in images_B3SS.split(subject.attention_batch)
         ]
     )
-    count = len(titles)
-    figure = Figure(figsize=(count * 1.5 + 1.4, 5.3), layout="constrained")
-    axes = figure.subplots(3, count, squeeze=False)
-    for column, (title, image_3SS, weights_RC) in enumerate(
-        zip(titles, images_B3SS, weights_BRC, strict=True)
+    weights_B1SS = F.interpolate(weights_BRC[:, None], size=images_B3SS.shape[2:], mode="bilinear")
+    heat = torch.from_numpy(colormaps["inferno"](weights_B1SS[:, 0].numpy())[..., :3])
+    grey_B1SS = images_B3SS.float().mean(dim=1, keepdim=True)
+    blended_B3SS = grey_B1SS.lerp(255 * heat.permute(0, 3, 1, 2).float(), OPACITY)
+    rows: list[list[tuple[str, bool, torch.Tensor | None]]] = []
+    for name, names, pixels in (
+        ("image", [caption(title, width=14) for title in titles], images_B3SS),
+        ("rollout", [""] * len(titles), blended_B3SS.byte()),
+        ("image ×\nrollout", [""] * len(titles), (images_B3SS * weights_B1SS).byte()),
     ):
-        weights_HW = F.interpolate(
-            weights_RC[None, None], size=image_3SS.shape[1:], mode="bilinear", align_corners=False
-        )[0, 0].numpy()
-        pixels_HW3 = image_3SS.permute(1, 2, 0).numpy()
-        skip = max(1, pixels_HW3.shape[0] // MAX_SIDE)
-        pixels_HW3, weights_HW = pixels_HW3[::skip, ::skip], weights_HW[::skip, ::skip]
-        grey_HW = pixels_HW3.mean(axis=2)
-        axes[0, column].imshow(pixels_HW3)
-        axes[0, column].set_title(caption(title, width=14), fontsize=9, parse_math=False)
-        axes[1, column].imshow(grey_HW, cmap="gray", vmin=0, vmax=255)
-        heat = axes[1, column].imshow(weights_HW, cmap="inferno", vmin=0, vmax=1, alpha=OPACITY)
-        masked_HW3 = pixels_HW3 * weights_HW[:, :, None]
-        axes[2, column].imshow(masked_HW3.round().astype(np.uint8))
-    for row, title in enumerate(("image", "rollout", "image × rollout")):
-        axes[row, 0].set_ylabel(title, fontsize=9)
-    for each in axes.flat:
-        each.set_xticks([])
-        each.set_yticks([])
-        each.spines[:].set_visible(False)
-    bar = figure.colorbar(heat, ax=axes[1, :].tolist(), shrink=0.9, pad=0.01)
-    bar.set_label("weight / largest", fontsize=8)
-    if bar.solids is not None:
-        bar.solids.set_alpha(1)
+        cells = zip(names, [False] * len(names), pixels, strict=True)
+        rows.append([(name, False, None), *cells])
     depth = len(attention_modules(subject.model.network))
     source = "the mean of all patches" if is_pooled else "the class token"
     text = f"Attention rollout: what {source} draws on, through all {depth} layers"
-    figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
-    return figure
+    return captioned_sheet(f"{subject.name}\n{text}", rows, height=1.5)

@@ -45,9 +45,9 @@ class MaskedPatchPredictionSettings(NamedSection):
             what = f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
             yield ("objective.mask_share", f"{what}; lower one of them")
 
-    def num_corrupted(self, arch: Any) -> int:
+    def num_corrupted(self, num_patches: int) -> int:
         """Corrupted patches of each image: a fixed number, so that shapes never change."""
-        return round(self.corrupted_share * arch.num_patches)
+        return round(self.corrupted_share * num_patches)
 
 
 class MaskedPatchPrediction(Objective):
@@ -70,7 +70,7 @@ class MaskedPatchPrediction(Objective):
         if any(run.model.problems()):
             return
         arch: Any = run.model.resolved(num_classes=0)
-        if not self.settings.num_corrupted(arch):
+        if not self.settings.num_corrupted(arch.num_patches):
             what = f"{self.settings.corrupted_share} of {arch.num_patches} patches is none"
             yield ("objective.corrupted_share", f"{what}; raise it")
         if self.settings.swap_share and arch.num_patches == 1:
@@ -78,7 +78,7 @@ class MaskedPatchPrediction(Objective):
             yield ("objective.swap_share", f"{what}; set it to 0, or use smaller patches")
 
     def extend_model(self, model: Any, arch: Any) -> None:
-        from vitscale.models.masked_patches import MaskedPatches
+        from pretrain.objectives.masked_patches import MaskedPatches
 
         model.objective = MaskedPatches(arch.width)
         self._arch = arch
@@ -90,7 +90,7 @@ class MaskedPatchPrediction(Objective):
 
     def train_flops_per_image(self, arch: Any) -> int:
         """The head on top, for the predicted patches alone."""
-        head = self.settings.num_corrupted(arch) * arch.width * NUM_COLORS
+        head = self.settings.num_corrupted(arch.num_patches) * arch.width * NUM_COLORS
         return super().train_flops_per_image(arch) + int(3 * 2 * head)
 
     def activation_bytes_per_image(self, arch: Any, *, precision: str, **options: Any) -> int:
@@ -98,27 +98,23 @@ class MaskedPatchPrediction(Objective):
         model = super().activation_bytes_per_image(arch, precision=precision, **options)
         bytes_each = 2 * ACTIVATION_SCALE[precision]
         per_patch = bytes_each * (arch.width + NUM_COLORS) + 2 * 4 * NUM_COLORS
-        return model + int(self.settings.num_corrupted(arch) * per_patch)
+        return model + int(self.settings.num_corrupted(arch.num_patches) * per_patch)
 
-    def corruption(
-        self, positions_B: np.ndarray, device: torch.device, *, purpose: str = "corruption"
-    ) -> dict[str, torch.Tensor]:
-        """Corrupt the images at these positions; each purpose has its own draws."""
-        from vitscale.models.masked_patches import draw_corruption
+    def corruption(self, positions_B: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
+        """Corrupt the images at these positions."""
+        from pretrain.objectives.masked_patches import draw_corruption
         from vitscale.models.patches import on_device
 
         drawn = draw_corruption(
             positions_B,
+            settings=self.settings,
             num_patches=self._arch.num_patches,
-            num_corrupted=self.settings.num_corrupted(self._arch),
-            mask_share=self.settings.mask_share,
-            swap_share=self.settings.swap_share,
-            key=stream_key(purpose, self.seed),
+            key=stream_key("corruption", self.seed),
         )
         return {name: on_device(values, device) for name, values in drawn.items()}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        from vitscale.models.masked_patches import color_loss, colors
+        from pretrain.objectives.masked_patches import color_loss, colors
         from vitscale.models.patches import take_patches, to_patches
 
         assert batch.positions is not None
@@ -133,12 +129,11 @@ class MaskedPatchPrediction(Objective):
     def draw(self, session: TrainingSession) -> None:
         import numpy as np
 
+        from pretrain.objectives.masked_patches import picture_rows
         from pretrain.objectives.pictures import draw_predictions
-        from vitscale.models.masked_patches import picture_rows
 
         def rows(images_B3SS: torch.Tensor) -> dict[str, torch.Tensor]:
-            positions_B = np.arange(len(images_B3SS))
-            inputs = self.corruption(positions_B, images_B3SS.device, purpose="pictures")
+            inputs = self.corruption(np.arange(len(images_B3SS)), images_B3SS.device)
             logits_BKC = session.engine.forward(images_B3SS, "objective", **inputs)
             return picture_rows(images_B3SS, logits_BKC, inputs, patch_size=self._arch.patch_size)
 

@@ -29,10 +29,9 @@ from vitscale.evaluation.inference import InferenceModel, Preprocessing, preproc
 from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import Architecture
-from vitscale.models.weights.files import CONFIG, Weights
+from vitscale.models.weights.files import CONFIG, SUFFIXES, Weights
 from vitscale.models.weights.inferred import inferred_model
 from vitscale.models.weights.reading import is_external, read_weights
-from vitscale.models.weights.suffixes import SUFFIXES
 from vitscale.models.weights.transfer import transfer_weights
 from vitscale.optim.settings import EmaSettings
 
@@ -58,42 +57,6 @@ class SourceRun:
     """The section `model`, at the image size of the checkpoint."""
     warnings: list[str]
     """A sentence for each newer checkpoint that is damaged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What `init` names, before a model takes its weights."""
-
-    where: str
-    """The path, for errors."""
-    weights: Weights
-    run: SourceRun | None = None
-    """None for weights of another library."""
-
-    def load_into(
-        self,
-        network: nn.Module,
-        arch: Architecture,
-        *,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        convention: str,
-        keep_head: bool = True,
-        resize_patches: bool = False,
-    ) -> list[str]:
-        """Put the weights, or `tensors` in their place, into a model; see `transfer_weights`."""
-        found = dict(self.weights.tensors if tensors is None else tensors)
-        if self.run is not None and "pos_embed" in network.state_dict():
-            found |= fixed_positions(self.run.arch.description(), grid=self.weights.grid)
-        return transfer_weights(
-            network,
-            weights=found,
-            source_grid=self.weights.grid,
-            target_grid=arch.grid,
-            convention=convention,
-            where=self.where,
-            keep_head=keep_head,
-            resize_patches=resize_patches,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +100,6 @@ def open_model(
     init: str,
     *,
     weights: str = "auto",
-    grid: tuple[int, int] | None = None,
     model: ModelSettings | None = None,
     preprocessing: Mapping[str, Any] | None = None,
     image_size: int | None = None,
@@ -146,13 +108,12 @@ def open_model(
 ) -> TrainedModel:
     """Open what `init` names, heads included.
 
-    weights: see `takes_average`. grid: of the positions in a file. model, preprocessing: keys that
-    win over those that come with the weights. image_size: to apply the model at, positions
+    weights: see `takes_average`. model, preprocessing: keys that win over those that come with the
+    weights. image_size: to apply the model at, positions
     resampled by the convention `position_embedding`. key: the setting that has `init`, for errors.
     Raises UserError when it cannot be read, or does not fit.
     """
-    source = read_source(init, weights=weights, grid=grid, model=model, key=key)
-    found, run = source.weights, source.run
+    found, run = read_source(init, weights=weights, model=model, key=key)
     if run is None:
         settings, num_classes = inferred_model(found, chosen=model, path=Path(init))
         arch = settings.resolved(num_classes=num_classes)
@@ -167,7 +128,7 @@ def open_model(
         if problem := dict(arch.problems()).get("model.image_size"):
             raise UserError(problem, where="image_size")
     network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)
-    source.load_into(network, arch, convention=position_embedding)
+    transfer_weights(network, found, grid=arch.grid, convention=position_embedding, keep_head=True)
     chosen = preprocessing or {}
     values = {**found.preprocessing, **chosen}
     fits = found.classes is not None and len(found.classes) == arch.num_classes > 0
@@ -185,15 +146,17 @@ def read_source(
     init: str,
     *,
     weights: str = "auto",
-    grid: tuple[int, int] | None = None,
     model: ModelSettings | None = None,
     key: str = "init",
-) -> Source:
-    """Read what `init` names. Arguments are those of `open_model`. Raises UserError."""
+) -> tuple[Weights, SourceRun | None]:
+    """Read what `init` names; the run of ours that it is of. Arguments are those of `open_model`.
+
+    Raises UserError.
+    """
     path = Path(init)
     if is_external(path):
-        found = read_weights(path, grid=grid, model=model)
-        return Source(where=init, weights=replace(found, format=f"{init}, {found.format}"))
+        found = read_weights(path, model=model)
+        return replace(found, where=init, format=f"{init}, {found.format}"), None
     is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).is_file()
     if path.exists() and not is_run:
         what, next_step = "holds no model", "correct the path"
@@ -202,18 +165,29 @@ def read_source(
         elif files := sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES):
             next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
         raise UserError(what, where=f"{key}={init}", allowed=KINDS, next_step=next_step)
-    run, preprocessing = _read_run(*resolve_weights(init, key=key), weights=weights)
-    checkpoint, classes = run.checkpoint, run.folder / CLASSES_NAME
+    checkpoint, warnings = resolve_weights(init, key=key)
+    folder = checkpoint.folder.parent.parent
+    config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
+    averaged, classes = takes_average(checkpoint, weights), folder / CLASSES_NAME
     rows, columns = checkpoint.description["grid"]
     found = Weights(
-        tensors=checkpoint.tensors(prefix="ema." if run.averaged else "model."),
+        tensors=checkpoint.tensors(prefix="ema." if averaged else "model."),
         grid=(rows, columns),
         format=f"{checkpoint.folder}, step {checkpoint.step}",
-        preprocessing=preprocessing.data_values(),
+        preprocessing=preprocessing_of(sections.data, image_size=arch.image_size).data_values(),
         assumed=False,
         classes=tuple(json.loads(classes.read_text())) if classes.is_file() else None,
+        computed=fixed_positions(arch.description(), grid=(rows, columns)),
+        where=str(checkpoint.folder),
     )
-    return Source(where=str(checkpoint.folder), weights=found, run=run)
+    return found, SourceRun(
+        folder=folder,
+        checkpoint=checkpoint,
+        averaged=averaged,
+        config=config,
+        arch=arch,
+        warnings=warnings,
+    )
 
 
 class _Sections(Section):
@@ -221,40 +195,31 @@ class _Sections(Section):
     data: DataSettings
 
 
-def _read_run(
-    checkpoint: Checkpoint, warnings: list[str], *, weights: str
-) -> tuple[SourceRun, Preprocessing]:
-    """The run of a checkpoint, and what it evaluated on.
+def _read_config(
+    checkpoint: Checkpoint, path: Path
+) -> tuple[Mapping[str, Any], _Sections, Architecture]:
+    """A run's config.yaml, and the model at the image size of the checkpoint.
 
-    Raises UserError where the run's config.yaml is missing or describes another model.
+    Raises UserError where the file is missing or describes another model.
     """
-    folder = checkpoint.folder.parent.parent
-    path, described = folder / "config.yaml", checkpoint.description["architecture"]
+    described = checkpoint.description["architecture"]
     try:
         values: Any = read_yaml(path.read_text(), name=str(path))
         sections = _Sections.model_validate({key: values[key] for key in ("model", "data")})
         arch = sections.model.resolved(num_classes=described["num_classes"])
         arch = arch.model_copy(update={"image_size": described["image_size"]})
-        error = None if arch.description() == described else "another model"
+        if arch.description() == described:
+            return values, sections, arch
+        error = "another model"
     except OSError as caught:
-        error = caught.strerror
+        error = str(caught.strerror)
     except (KeyError, TypeError, ValueError) as caught:
         error = type(caught).__name__
-    if error is not None:
-        raise UserError(
-            f"does not describe the model of {checkpoint.folder} ({error})",
-            where=str(path),
-            next_step="keep the checkpoint in its run folder, with the run's config.yaml",
-        )
-    run = SourceRun(
-        folder=folder,
-        checkpoint=checkpoint,
-        averaged=takes_average(checkpoint, weights),
-        config=values,
-        arch=arch,
-        warnings=warnings,
+    raise UserError(
+        f"does not describe the model of {checkpoint.folder} ({error})",
+        where=str(path),
+        next_step="keep the checkpoint in its run folder, with the run's config.yaml",
     )
-    return run, preprocessing_of(sections.data, image_size=arch.image_size)
 
 
 def takes_average(checkpoint: Checkpoint, choice: str) -> bool:

@@ -101,14 +101,6 @@ def activation_bytes_per_image(
 
 # ---- memory of one rank -------------------------------------------------------------------------
 
-# Bytes per parameter: (weights, fp32 master weights) as the engine holds them. bf16 and fp16 keep
-# an fp32 copy. With fp32, and at stage 0, which computes in bf16 by autocast, the weights are their
-# own masters, except that ZeRO clones the part of them that its rank updates.
-WEIGHT_BYTES = {"bf16": (2, 4), "fp16": (2, 4), "fp32": (4, 0)}
-ZERO_FP32_CLONE_BYTES = 4
-AUTOCAST_COPY_BYTES = 2
-# Remainders of the last layer's parameters, whole on every rank, where others are rounded.
-HEAD_REMAINDER_BYTES = 2
 # Elements that ZeRO 3 gathers ahead (DeepSpeed's stage3_prefetch_bucket_size).
 GATHERED_AHEAD = 50_000_000
 
@@ -156,19 +148,18 @@ def memory_estimate(
     count, head = costs.num_parameters(arch), arch.num_classes * (arch.feature_width + 1)
     if precision == "fp32" and world_size == 1 and zero_stage < 3:
         zero_stage = 0  # one fp32 rank runs without stages 1 and 2: there is nothing to shard
-    master = WEIGHT_BYTES["fp32" if zero_stage == 0 else precision][1]
-    if precision == "fp32" and zero_stage > 0:
-        master = ZERO_FP32_CLONE_BYTES
-    weight = WEIGHT_BYTES["fp32" if zero_stage == 0 else precision][0]
+    # Stage 0 computes in bf16 by autocast. ZeRO keeps an fp32 copy of the part that a rank updates.
+    is_low, master = precision != "fp32" and zero_stage > 0, 4 if zero_stage > 0 else 0
+    weight = 2 if is_low else 4
     parameters = -(-count * weight // (world_size if zero_stage == 3 else 1))
     if zero_stage == 3:
         parameters += weight * min(count, GATHERED_AHEAD)
-    if precision != "fp32":
-        parameters += (
-            AUTOCAST_COPY_BYTES * count if zero_stage == 0 else HEAD_REMAINDER_BYTES * head
-        )
+    if is_low:  # what rounding took from the last layer, whole on every rank
+        parameters += 2 * head
+    elif precision != "fp32":  # autocast's copy
+        parameters += 2 * count
     # The engine sums more than two micro-batches in fp32, and all at stage 0.
-    gradient = 2 if precision != "fp32" and zero_stage > 0 and accumulation <= 2 else 4
+    gradient = 2 if is_low and accumulation <= 2 else 4
     gradient_ranks = world_size if zero_stage >= 2 else 1
     return MemoryEstimate(
         parameters=frozen_bytes + parameters,

@@ -277,14 +277,10 @@ class ViTSettings(Architecture):
             yield ("model.pool_norm", "is for pool=gap; set it to false, or pool=gap")
         if self.pool == "cls_mean" and self.representation_layer:
             yield ("model.representation_layer", "is not for pool=cls_mean; set it to false")
-        if self.class_position:
-            reasons = {
-                f"pool={self.pool} has no class token": not self.has_class_token,
-                f"{self.positions} positions are for patches only": self.positions != "learned",
-                "the position embedding has no rows for registers": self.num_registers,
-            }
-            for reason in [reason for reason, holds in reasons.items() if holds][:1]:
-                yield ("model.class_position", f"true, but {reason}; set it to null or false")
+        is_plain = self.has_class_token and self.positions == "learned" and not self.num_registers
+        if self.class_position and not is_plain:
+            what = "is for a class token with learned positions and without registers"
+            yield ("model.class_position", f"{what}; set it to null or false")
         if self.distillation_token:
             # DeiT has class token, distillation token and patches, all with positions, two heads.
             needed = {"pool": "cls", "positions": "learned", "num_registers": 0}

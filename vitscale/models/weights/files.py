@@ -24,6 +24,7 @@ from torch.serialization import safe_globals
 
 from vitscale.config.errors import UserError
 
+SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".tar")
 CONFIG = "config.json"
 FOLDER_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 NOT_STATED = (0, 0)
@@ -61,6 +62,10 @@ class Weights:
     """Name of each class by label, where the source has them."""
     left_out: tuple[str, ...] = ()
     """Names of tensors that no model here has use for, such as DINO's training heads."""
+    computed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Fixed positions, which are in no file; for models that learn them."""
+    where: str = ""
+    """The path, for errors."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -109,13 +114,8 @@ def _in_fp32(array: np.ndarray) -> torch.Tensor:
 
 def _of_torch_file(path: Path) -> dict[str, torch.Tensor]:
     """Tensors of `torch.save`, also below one of `WEIGHT_KEYS`."""
-    can_be_mapped = False  # torch's older format is no zip file
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            kinds = {info.compress_type for info in archive.infolist()}
-            can_be_mapped = kinds == {zipfile.ZIP_STORED}
     with safe_globals(EXTRA_TYPES):
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped)
+        found = torch.load(path, map_location="cpu", weights_only=True)
     for key in WEIGHT_KEYS:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
@@ -126,8 +126,7 @@ def _of_torch_file(path: Path) -> dict[str, torch.Tensor]:
     if odd:
         allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
         raise UserError(f"{odd[0]!r} is no tensor", where=str(path), allowed=allowed)
-    # A copy: what is mapped changes with the file.
-    return {str(k): v.detach().to(torch.float32, copy=True) for k, v in found.items()}
+    return {str(name): value.detach().float() for name, value in found.items()}
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:

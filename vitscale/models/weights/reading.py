@@ -22,12 +22,12 @@ from vitscale.models.weights import google, names
 from vitscale.models.weights.files import (
     CONFIG,
     NOT_STATED,
+    SUFFIXES,
     Weights,
     read_json,
     read_tensors,
 )
 from vitscale.models.weights.huggingface import read_huggingface_folder
-from vitscale.models.weights.suffixes import SUFFIXES
 from vitscale.models.weights.timm_folder import read_timm_folder, timm_preprocessing
 
 # Written by an export (`finetune/exporting/format.py`): what a folder says of its weights.
@@ -61,14 +61,11 @@ def is_external(path: Path) -> bool:
     return path.suffix in SUFFIXES
 
 
-def read_weights(
-    path: Path, *, grid: tuple[int, int] | None = None, model: Architecture | None = None
-) -> Weights:
+def read_weights(path: Path, *, model: Architecture | None = None) -> Weights:
     """Read and rename a file, or a folder of timm or transformers.
 
-    grid: of the position embedding; None: inferred where the patches form a square. model: the
-    settings of the family timm for weights of such a model, which keep their names.
-    Raises UserError for what cannot be read or trusted, and where the grid must be given.
+    model: the settings of the family timm for weights of such a model, which keep their names.
+    Raises UserError for what cannot be read or trusted, and where positions form no square.
     """
     timm_name = model.model if isinstance(model, TimmSettings) else None
     try:
@@ -87,8 +84,7 @@ def read_weights(
     if found.known.get("name") == "timm":
         return replace(found, grid=(1, 1))
     tensors = names.with_representation(found.tensors)
-    if grid is None:
-        grid = _square_grid(tensors, path) if found.grid == NOT_STATED else found.grid
+    grid = _square_grid(tensors, path) if found.grid == NOT_STATED else found.grid
     return replace(found, tensors=tensors, grid=grid, left_out=tuple(sorted(found.left_out)))
 
 
@@ -190,5 +186,5 @@ def _square_grid(tensors: names.Tensors, path: Path) -> tuple[int, int]:
     raise UserError(
         f"the grid of its {num_rows} positions cannot be inferred: they form no square",
         where=str(path),
-        next_step="give it: init_grid='[ROWS, COLUMNS]'",
+        next_step="give a folder of Hugging Face or timm, whose config.json has the image size",
     )

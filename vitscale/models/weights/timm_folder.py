@@ -15,7 +15,6 @@ import timm
 import torch
 from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
 
 from vitscale.config.errors import UserError
 from vitscale.models.timm_model import pretrained_config
@@ -28,6 +27,8 @@ from vitscale.models.weights.files import (
 )
 from vitscale.models.weights.names import from_pytorch
 
+# SiLU is of SwiGLU, which shapes show.
+ACTIVATIONS = {"none": "erf", "tanh": "tanh", "GELUTanh": "tanh", "SiLU": None}
 POOLS = {"token": "cls", "avg": "gap", "map": "map"}
 # Of timm.data.create_transform; others resize in a way that the evaluations here do not.
 CROPS = {"center": "center_crop", "squash": "squash"}
@@ -52,13 +53,16 @@ def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) 
     arguments = dict(config.get("model_args") or {})
     tensors, grid = read_folder(folder), NOT_STATED
     left_out: list[str] = []
-    model = None if as_timm else _plain_transformer(name, arguments, where=where)
+    published = pretrained_config(name, where=where)
+    model = None if as_timm else _plain_transformer(name, arguments)
     if model is None:
-        size = described.get("input_size") or pretrained_config(name, where=where).input_size
-        size = arguments.pop("img_size", None) or size[-1]
+        size = described.get("input_size") or published.input_size
+        size = arguments.pop("img_size", None) or size
+        arguments.pop("num_classes", None)  # counted in the weights
+        size = size if isinstance(size, int) else size[-1]
         known = {"name": "timm", "model": name, "image_size": size, "arguments": arguments}
     else:
-        known, grid = _known(model, where=where), model.patch_embed.grid_size
+        known, grid = _known(model), model.patch_embed.grid_size
         tensors, left_out = from_pytorch(tensors)
     names = config.get("label_names") or described.get("label_names")
     words = config.get("label_descriptions")
@@ -76,11 +80,8 @@ def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) 
     )
 
 
-def _plain_transformer(
-    name: str, arguments: Mapping[str, Any], *, where: str
-) -> VisionTransformer | None:
-    """The model that timm would build, without memory; None if it is of another family."""
-    pretrained_config(name, where=where)
+def _plain_transformer(name: str, arguments: Mapping[str, Any]) -> VisionTransformer | None:
+    """The model that timm would build, without memory; None where the family vit has no such."""
     # Of the model alone: timm's factory also takes paths of files to load.
     if not set(arguments) <= set(inspect.signature(VisionTransformer).parameters):
         return None
@@ -88,32 +89,28 @@ def _plain_transformer(
         with torch.device("meta"):
             # Without classes the rest is the same, and classes are counted in the weights.
             model: Any = timm.create_model(name, **{**arguments, "num_classes": 0})
-    except (TypeError, ValueError, RuntimeError, AssertionError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"timm does not build {name} from it ({reason})", where=where) from None
+    except Exception:  # any kind; the family timm says why
+        return None
     is_plain = isinstance(model, VisionTransformer) and isinstance(model.patch_embed, PatchEmbed)
-    return model if is_plain else None
+    is_known = is_plain and model.global_pool in POOLS and _activation(model) in ACTIVATIONS
+    return model if is_known else None
 
 
-def _known(model: VisionTransformer, *, where: str) -> dict[str, Any]:
+def _activation(model: VisionTransformer) -> str:
     block: Any = model.blocks[0]
-    if model.global_pool not in POOLS:
-        what = f"global_pool {model.global_pool!r} is no pooling of the models here"
-        raise UserError(what, where=where, allowed=", ".join(POOLS))
-    known: dict[str, Any] = {
+    activation = block.mlp.act
+    return str(getattr(activation, "approximate", type(activation).__name__))
+
+
+def _known(model: VisionTransformer) -> dict[str, Any]:
+    block: Any = model.blocks[0]
+    known = {
         "num_heads": int(block.attn.num_heads),
         "layer_norm_eps": float(block.norm1.eps),
         "pool": POOLS[model.global_pool],
     }
-    activation = block.mlp.act
-    if isinstance(activation, nn.SiLU):  # of SwiGLU, which shapes show
-        return known
-    form = getattr(activation, "approximate", type(activation).__name__)
-    gelus = {"none": "erf", "tanh": "tanh", "GELUTanh": "tanh"}
-    if form not in gelus:
-        what = f"{type(activation).__name__} is no activation of the models here"
-        raise UserError(what, where=where, allowed="GELU, with erf or tanh")
-    return known | {"gelu": gelus[form]}
+    gelu = ACTIVATIONS[_activation(model)]
+    return known | ({} if gelu is None else {"gelu": gelu})
 
 
 def timm_preprocessing(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:

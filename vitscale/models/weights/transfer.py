@@ -6,7 +6,7 @@ Leaves out: reading files (`checkpoint`, `reading`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from vitscale.config.errors import UserError
 from vitscale.models.interface import refuse_misfits
 from vitscale.models.positions import resize_patch_embedding, resize_position_embedding
 from vitscale.models.timm_model import TimmModel
+from vitscale.models.weights.files import Weights
 
 # What transfer leaves out: modules that only an objective trains and, unless kept, classifiers.
 # The last two: names of MAE's published files.
@@ -26,24 +27,23 @@ POSITIONS, PATCH, CLASS = "pos_embed", "patch_embed.proj.weight", "cls_token"
 
 def transfer_weights(
     model: nn.Module,
+    found: Weights,
     *,
-    weights: Mapping[str, torch.Tensor],
-    source_grid: tuple[int, int],
-    target_grid: tuple[int, int],
+    grid: tuple[int, int],
     convention: str,
-    where: str,
     keep_head: bool = False,
     resize_patches: bool = False,
 ) -> list[str]:
     """Load a trunk; the head (with a representation layer, if any) keeps its fresh values.
 
-    keep_head: load the head too.
+    grid: of the model. keep_head: load the head too.
     resize_patches: resize the patch embedding to the model's patch size.
     A norm after the mean keeps its fresh values if the weights have one before it only (MAE).
     Returns the names of tensors that are left out: what only an objective trained, and that norm.
     Raises UserError with a table of every missing, unknown or misshapen tensor; then nothing was
     loaded.
     """
+    weights, where = found.tensors, found.where
     if isinstance(model, TimmModel):
         model.load_weights(weights, where=where, keep_head=keep_head)
         return []
@@ -53,15 +53,16 @@ def transfer_weights(
         for tensors in (model.state_dict(), weights)
     )
     replaced = _replaced_norm(own, given)
+    given |= {name: value for name, value in found.computed.items() if name in own}
     if POSITIONS in given:
-        num_patches = source_grid[0] * source_grid[1]
         # Class and distillation token may have a position, and registers never have one.
-        num_prefix_rows = min(max(0, given[POSITIONS].shape[1] - num_patches), MAX_PREFIX_ROWS)
+        num_others = given[POSITIONS].shape[1] - math.prod(found.grid)
+        num_prefix_rows = min(max(0, num_others), MAX_PREFIX_ROWS)
         try:
             resized_LD = resize_position_embedding(
                 given[POSITIONS][0],
-                source_grid=source_grid,
-                target_grid=target_grid,
+                source_grid=found.grid,
+                target_grid=grid,
                 num_prefix_tokens=num_prefix_rows,
                 convention=convention,
             )
@@ -70,7 +71,7 @@ def transfer_weights(
         given[POSITIONS] = resized_LD[None]
         if POSITIONS in own and CLASS in given:
             # Add or remove the class token's position; their sum stays the same.
-            num_wanted = own[POSITIONS].shape[1] - target_grid[0] * target_grid[1]
+            num_wanted = own[POSITIONS].shape[1] - math.prod(grid)
             pos_1LD = given[POSITIONS]
             if (num_prefix_rows, num_wanted) == (1, 0):
                 given[CLASS] = given[CLASS].float() + pos_1LD[:, :1]

@@ -72,7 +72,7 @@ def test_weights_are_read_back_as_they_are(
 ) -> None:
     loaded = small_model(**settings)
     path = export(loaded, to, tmp_path / "out") / f"model.{to}"
-    found = read_weights(path, grid=loaded.arch.grid).tensors
+    found = read_weights(path).tensors
     own = loaded.network.state_dict()
     assert found.keys() == own.keys()
     assert all(torch.equal(found[name], own[name]) for name in own)

@@ -9,6 +9,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -115,6 +116,16 @@ def test_folders_are_read_by_timm_and_here(tmp_path: Path, to: Any) -> None:
     if to == "timm":
         theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
         torch.testing.assert_close(theirs(images(32)), expected)
+
+
+@torch.no_grad()
+def test_a_folder_that_timm_saved_is_read(tmp_path: Path) -> None:
+    """Its arguments hold the number of classes, too."""
+    theirs = plain("test_convnext").eval()
+    save_for_hf(theirs, tmp_path)
+    found = open_model(str(tmp_path))
+    assert (found.arch.name, found.num_classes, found.arch.image_size) == ("timm", 5, 160)
+    assert torch.equal(found.network(images()), theirs(images()))
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_vit_relpos"])

@@ -12,6 +12,7 @@ from vitscale.config.errors import UserError
 from vitscale.models.positions import fixed_positions, sincos_position_embedding
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import ViT, build_model
+from vitscale.models.weights.files import Weights
 from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
@@ -29,17 +30,15 @@ def shaken(*, num_classes: int = 5, **changes: object) -> ViT:
     return model.eval()
 
 
-def transfer(target: ViT, source: ViT, **options: Any) -> list[str]:
-    weights = source.state_dict() | options.pop("more", {})
-    grids = (each.patch_embed.grid_size for each in (source, target))
-    options = dict(zip(("source_grid", "target_grid"), grids, strict=True)) | options
-    return transfer_weights(
-        target,
-        weights=weights,
-        convention="google",
+def transfer(target: ViT, source: ViT, *, computed: Any = None, **options: Any) -> list[str]:
+    found = Weights(
+        tensors=source.state_dict() | options.pop("more", {}),
+        grid=options.pop("source_grid", source.patch_embed.grid_size),
+        computed=computed or {},
         where="there",
-        **options,
     )
+    grid = target.patch_embed.grid_size
+    return transfer_weights(target, found, grid=grid, convention="google", **options)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_fixed_positions_are_computed_for_the_new_grid() -> None:
     assert fixed_positions(SMALL.resolved(num_classes=5).description(), grid=(4, 4)) == {}
     for size in (24, 16):  # become learned ones
         target = shaken(image_size=size)
-        transfer(target, source, more=positions)
+        transfer(target, source, computed=positions)
         assert not target.pos_embed[:, 0].any()
     features = target.forward_features(IMAGES), source.forward_features(IMAGES)
     torch.testing.assert_close(*features)

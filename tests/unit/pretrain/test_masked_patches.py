@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from vitscale.models.masked_patches import (
+from pretrain.objectives.masked_patch_prediction import MaskedPatchPredictionSettings
+from pretrain.objectives.masked_patches import (
     MaskedPatches,
     color_loss,
     colors,
@@ -27,9 +28,9 @@ SIZES |= {"num_heads": 2, "mlp_width": 40}
 
 
 def drawn(positions: np.ndarray, *, key: int = 5, **changes: Any) -> Corruption:
-    shares = {"num_patches": NUM_PATCHES, "num_corrupted": NUM_CORRUPTED}
-    shares |= {"mask_share": 0.8, "swap_share": 0.1} | changes
-    return draw_corruption(positions, key=key, **shares)
+    num_patches = changes.pop("num_patches", NUM_PATCHES)
+    settings = MaskedPatchPredictionSettings(**changes)
+    return draw_corruption(positions, settings=settings, num_patches=num_patches, key=key)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,9 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
     torch.nn.init.normal_(model.objective.head.weight)
     if model.cls_token is not None:
         torch.nn.init.normal_(model.cls_token)
-    corruption = drawn(np.arange(3), num_patches=9, num_corrupted=6, mask_share=0.4, swap_share=0.4)
+    corruption = drawn(
+        np.arange(3), num_patches=9, corrupted_share=0.667, mask_share=0.4, swap_share=0.4
+    )
     images = torch.randn(3, 3, arch.image_size, arch.image_size)
     inputs = {n: on_device(v, torch.device("cpu")) for n, v in corruption.items()}
     found = model(images, output="objective", **inputs)
@@ -138,7 +141,7 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
 
 def test_pictures_show_corruption_targets_and_predictions() -> None:
     images = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
-    corruption = drawn(np.arange(2), num_patches=9, num_corrupted=4, mask_share=1.0, swap_share=0)
+    corruption = drawn(np.arange(2), num_patches=9, mask_share=1.0, swap_share=0.0)
     inputs = {n: on_device(v, torch.device("cpu")) for n, v in corruption.items()}
     patches = take_patches(to_patches(images, patch_size=8), inputs["predicted_BK"])
     logits = torch.nn.functional.one_hot(colors(patches), 512).float()

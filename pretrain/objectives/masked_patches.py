@@ -1,7 +1,7 @@
 """Predict corrupted patches from their output tokens: masked patch prediction of the ViT paper.
 
-Owns: which patches are corrupted and how, the module, its targets and its loss.
-Leaves out: the objective (`pretrain/objectives/masked_patch_prediction.py`).
+Owns: which patches are corrupted and how, the module, its targets and its loss. Leaves out: the
+objective, whose settings need no torch (`masked_patch_prediction`).
 Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2. What the paper leaves open is
 decided here and listed in docs/recipes.md.
 
@@ -11,7 +11,7 @@ of a patch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,7 @@ from torch import nn
 
 from vitscale.distributed.random_numbers import uniform_rows
 from vitscale.models.patches import random_orders, take_patches, to_images, to_patches
-
-if TYPE_CHECKING:
-    from vitscale.models.vit import ViT
+from vitscale.models.vit import ViT
 
 LEVELS = 8  # of each channel: 3 bits
 NUM_COLORS = LEVELS**3
@@ -33,16 +31,16 @@ MASK_SHADE = 127  # in pictures
 def draw_corruption(
     positions_B: np.ndarray,
     *,
+    settings: Any,
     num_patches: int,
-    num_corrupted: int,
-    mask_share: float,
-    swap_share: float,
     key: int,
 ) -> dict[str, np.ndarray]:
-    """Corrupt `num_corrupted` patches of each image: a function of `key` and its position alone.
+    """Corrupt patches of each image: a function of `key` and its position alone.
 
-    Of these each is independently masked with probability `mask_share`, replaced by another patch
-    with `swap_share`, else kept. The other patch is a clean one of the same image: the patches are
+    settings: of the objective.
+
+    Each is independently masked with probability `mask_share`, replaced by another patch with
+    `swap_share`, else kept. The other patch is a clean one of the same image: the patches are
     put into a random circle, and each may be replaced by its neighbour. So every other patch is
     equally likely, and none replaces two, which keeps the backward pass deterministic on GPUs.
 
@@ -55,13 +53,15 @@ def draw_corruption(
         .reshape(len(positions_B), 3, num_patches)
         .swapaxes(0, 1)
     )
-    predicted_BK = np.sort(random_orders(draws_BN)[:, :num_corrupted], axis=1)
+    predicted_BK = np.sort(
+        random_orders(draws_BN)[:, : settings.num_corrupted(num_patches)], axis=1
+    )
     kinds_BK = np.take_along_axis(kinds_BN, predicted_BK, axis=1)
     circle_BN = random_orders(circle_BN)
     donors_BN = np.empty_like(circle_BN)
     np.put_along_axis(donors_BN, circle_BN, np.roll(circle_BN, -1, axis=1), axis=1)
-    is_masked_BK = kinds_BK < mask_share
-    is_swapped_BK = ~is_masked_BK & (kinds_BK < mask_share + swap_share)
+    is_masked_BK = kinds_BK < settings.mask_share
+    is_swapped_BK = ~is_masked_BK & (kinds_BK < settings.mask_share + settings.swap_share)
     masked_BN = np.zeros(circle_BN.shape, dtype=bool)
     np.put_along_axis(masked_BN, predicted_BK, is_masked_BK, axis=1)
     sources_BN = np.tile(np.arange(num_patches), (len(positions_B), 1))
