@@ -252,5 +252,5 @@ def draw_rollout(subject: Visualized) -> Figure:
         rows.append([(name, False, None), *cells])
     depth = len(attention_modules(subject.model.network))
     source = "the mean of all patches" if is_pooled else "the class token"
-    text = f"Attention rollout: what {source} draws on, through all {depth} layers"
+    text = f"Attention rollout: what {source} draws on through all {depth} layers; bright: most"
     return captioned_sheet(f"{subject.name}\n{text}", rows, height=1.5)

@@ -35,7 +35,7 @@ PICTURES = {
     "patch_filters": (682, 473),
     "position_similarity": (726, 649),
     "attention_distance": (704, 484),
-    "attention_rollout": (814, 583),
+    "attention_rollout": (715, 550),
 }
 Run = tuple[Path, dict[str, list[float]]]
 
