@@ -11,7 +11,7 @@ from finetune.exporting.format import Format
 from vitscale.evaluation.trained_model import SourceRun, TrainedModel
 from vitscale.models.settings import ViTSettings
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.run_facts import redact_yaml, shared_config
+from vitscale.tracking.run_facts import shared_yaml
 
 MAX_NAMES = 20
 
@@ -88,5 +88,5 @@ def _training(run: SourceRun) -> Iterator[str]:
             f"## Results\nOf the run, on its validation split at its own image size; `val/ema_` is "
             f"of the average of the weights.\n\n| Metric | Value |\n|---|---|\n{rows}"
         )
-    text = redact_yaml(yaml.safe_dump(shared_config(run.config), sort_keys=False)).rstrip()
+    text = shared_yaml(run.config).rstrip()
     yield f"## Configuration\n<details>\n\n```yaml\n{text}\n```\n\n</details>"

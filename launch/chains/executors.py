@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
+from functools import partial
 
 from launch.chains.load import Chain, ChainStep
 from launch.chains.states import States, StepState, chain_states, check_unchanged, step_state
@@ -28,9 +29,7 @@ from vitscale.distributed.processes import num_cores
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
 
-
-def say(text: str) -> None:
-    print(text, flush=True)
+say = partial(print, flush=True)
 
 
 def overview(chain: Chain, states: States) -> str:
@@ -63,11 +62,11 @@ def _start(chain: Chain) -> dict[str, StepState]:
     check_unchanged(states)
     errors: dict[str, UserError] = {}
     for step in _unprepared(chain, states):
-        if isinstance(step.run, TrainingRun):
-            try:
+        try:
+            if isinstance(step.run, TrainingRun):
                 check_data(step.run, data_facts(step.run))
-            except UserError as error:
-                errors.setdefault(error.text(), error)
+        except UserError as error:
+            errors.setdefault(error.text(), error)
     if errors:
         raise UserErrors(list(errors.values()))
     return states
@@ -123,11 +122,10 @@ def _run(step: ChainStep, *, num_procs: int, stop: StopFlag) -> tuple[int, str]:
     """(exit code, the command that runs this step alone)."""
     run = with_num_workers(step.run, num_cores=max(1, num_cores() // num_procs))
     job, folder = prepare_job(run, cluster="local")
-    words = ["python", "launch/local.py", "--config", os.path.relpath(job.config)]
-    command = shlex.join([*words, "--num-procs", str(num_procs)])
+    config = shlex.quote(os.path.relpath(job.config))
+    command = f"python launch/local.py --config {config} --num-procs {num_procs}"
     python = run.launch.python
-    code = run_here(job, python=python, num_procs=num_procs, folder=folder, stop=stop)
-    return code, command
+    return run_here(job, python=python, num_procs=num_procs, folder=folder, stop=stop), command
 
 
 # ---- on SLURM ---------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Budget:
 
     @property
     def title(self) -> str:
-        return f"at {self.total:,.5g} {axis_title(self.axis)}"
+        return f"at {self.total:,.5g} {self.axis}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,15 +68,6 @@ class Spread:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeedGroup:
-    """Runs of equal settings with different seeds."""
-
-    members: tuple[int, ...]
-    """Places in the list of runs, at least two."""
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLine:
     """One metric over all runs; None where a run lacks it."""
 
@@ -85,18 +76,13 @@ class MetricLine:
     """higher or lower; None where that is not known."""
     final: tuple[float | None, ...]
     best: tuple[float | None, ...]
-    equal: tuple[float | None, ...] | None = None
-    """At `Comparison.budget`; None without one."""
-
-    @property
-    def compared(self) -> tuple[float | None, ...]:
-        """The values at equal budgets, or the last ones of runs that are equally long."""
-        return self.final if self.equal is None else self.equal
+    equal: tuple[float | None, ...]
+    """At `Comparison.budget`; without one, the last values of runs that are equally long."""
 
     @property
     def deltas(self) -> tuple[float | None, ...]:
         """Differences to the first run."""
-        first, *others = self.compared
+        first, *others = self.equal
         return None, *(None if v is None or first is None else v - first for v in others)
 
     def change(self, delta: float | None) -> str | None:
@@ -127,7 +113,8 @@ class Comparison:
     metrics: tuple[MetricLine, ...]
     budget: Budget | None
     """Where metrics are compared; None: at the end of the runs, which are equally long."""
-    seeds: tuple[SeedGroup, ...]
+    seeds: dict[str, tuple[int, ...]]
+    """Runs of equal settings with different seeds: name of the group -> places in `runs`."""
 
     @property
     def deciding(self) -> MetricLine | None:
@@ -135,9 +122,9 @@ class Comparison:
 
         def place(line: MetricLine) -> tuple[int, int, bool, str]:
             rank = PREFERRED.index(line.key) if line.key in PREFERRED else len(PREFERRED)
-            return -len(_finite(line.compared)), rank, line.better != "higher", line.key
+            return -len(_finite(line.equal)), rank, line.better != "higher", line.key
 
-        known = [line for line in self.metrics if line.better and _finite(line.compared)]
+        known = [line for line in self.metrics if line.better and _finite(line.equal)]
         evaluated = [line for line in known if line.key.startswith("val/")]
         trained = [line for line in known if line.key == LAST_RESORT]
         return min(evaluated or trained, key=place, default=None)
@@ -181,10 +168,6 @@ def parse_budget(text: str) -> tuple[str, float | None]:
     return found[1].lower(), total
 
 
-def axis_title(axis: str) -> str:
-    return "FLOPs" if axis == "flops" else axis
-
-
 def _equal_budget(runs: Sequence[ComparedRun], axis: str, total: float | None) -> Budget:
     """The total of `axis` that all runs have reached, or the one given. Raises UserError."""
     for run in runs:
@@ -224,7 +207,8 @@ def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -
     better = next((way for suffix, way in BETTER.items() if name.endswith(suffix)), None)
     series = [run.series(key) for run in runs]
     pick = max if better == "higher" else min
-    equal = None
+    final = tuple(values[-1] if values else None for _, values in series)
+    equal = final
     if budget is not None:
         equal = tuple(
             None if step is None else _last(values, steps, step)
@@ -233,7 +217,7 @@ def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -
     return MetricLine(
         key=key,
         better=better,
-        final=tuple(values[-1] if values else None for _, values in series),
+        final=final,
         best=tuple(pick(_finite(values), default=None) if better else None for _, values in series),
         equal=equal,
     )
@@ -266,19 +250,17 @@ def has_effect(key: str) -> bool:
     return key.split(".")[0] not in WITHOUT_EFFECT
 
 
-def seed_groups(runs: Sequence[ComparedRun]) -> tuple[SeedGroup, ...]:
+def seed_groups(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, ...]]:
     """Groups in the order of their first run. Runs without a seed are in none."""
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for i, run in enumerate(runs):
         if "seed" in run.params:
             groups.setdefault(tuple(sorted(settings_of(run).items())), []).append(i)
-    return tuple(
-        SeedGroup(
-            members=tuple(members), label=f"{runs[members[0]].label} and {len(members) - 1} more"
-        )
+    return {
+        f"{runs[members[0]].label} and {len(members) - 1} more": tuple(members)
         for members in groups.values()
         if len({runs[i].params["seed"] for i in members}) > 1
-    )
+    }
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

@@ -24,7 +24,6 @@ from launch.comparison.differences import (
     Comparison,
     Dependence,
     Spread,
-    axis_title,
     dependences,
     has_effect,
     spread,
@@ -143,13 +142,13 @@ def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
     line, runs = comparison.deciding, comparison.runs
     if line is None:
         return []
-    groups = [(group.label, group.members) for group in comparison.seeds]
+    groups = comparison.seeds
     if len(groups) < 2:
-        groups = [(run.label, (i,)) for i, run in enumerate(runs)]
+        groups = {run.label: (i,) for i, run in enumerate(runs)}
     sides = [
         (label, runs[members[0]], over)
-        for label, members in groups
-        if (over := spread(line.compared[i] for i in members))
+        for label, members in groups.items()
+        if (over := spread(line.equal[i] for i in members))
     ]
     return sorted(sides, key=lambda side: side[2].mean, reverse=line.better == "higher")
 
@@ -176,7 +175,7 @@ def _curves(comparison: Comparison, key: str) -> str:
                 "y": _rounded(y[places]),
             }
         )
-    return _figure(traces, x_title=axis_title(axis))
+    return _figure(traces, x_title=axis)
 
 
 def _drawn(y: Any) -> Any:

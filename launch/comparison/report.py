@@ -76,7 +76,7 @@ def _metric_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
         if not any(line.final + line.best):
             continue
         yield line.key, "final", *map(format_value, line.final)
-        if line.equal is not None and line.equal != line.final:
+        if line.equal != line.final:
             yield "", "equal", *map(format_value, line.equal)
         if len(line.final) > 1:
             cells = (
@@ -98,7 +98,7 @@ def _seeds_table(comparison: Comparison) -> Table:
     """Metrics at the end of each run, over seeds."""
     rows = []
     for line in comparison.metrics:
-        groups = [spread(line.final[i] for i in group.members) for group in comparison.seeds]
+        groups = [spread(line.final[i] for i in each) for each in comparison.seeds.values()]
         if line.better is not None and any(groups):
             cells = (
                 ABSENT if over is None else f"{format_spread(over)} ({over.count})"
@@ -107,7 +107,7 @@ def _seeds_table(comparison: Comparison) -> Table:
             rows.append((line.key, *cells))
     return Table(
         title="Over seeds: final, mean and standard deviation",
-        header=("metric", *(group.label for group in comparison.seeds)),
+        header=("metric", *comparison.seeds),
         rows=tuple(rows),
     )
 
@@ -162,9 +162,8 @@ def write_csv(comparison: Comparison, path: Path) -> None:
     writer.writerow(CSV_HEADER)
     for i, run in enumerate(comparison.runs):
         for line in comparison.metrics:
-            equal = None if line.equal is None else line.equal[i]
-            values = ("" if v is None else repr(v) for v in (line.final[i], equal, line.best[i]))
-            writer.writerow((run.label, line.key, line.better or "", *values))
+            values = (line.final[i], line.equal[i], line.best[i])
+            writer.writerow((run.label, line.key, line.better, *values))
     write_file(path, text.getvalue())
 
 

@@ -17,20 +17,14 @@ from finetune.run import FinetuneRun
 from launch.jobs.preparation import LaunchableRun, check_job
 from launch.jobs.queue import NoAnswerError
 from launch.jobs.submission import try_start
-from launch.planning.dry_run import (
-    GIB,
-    DataFacts,
-    check_data,
-    data_facts,
-    planned_classes,
-)
+from launch.planning.dry_run import GIB, DataFacts, check_data, data_facts, planned_classes
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.data.index import MANIFEST_NAME, read_split
 from vitscale.data.order import check_mixed
 from vitscale.data.storage import location_of
-from vitscale.data.training_set import open_val_split
+from vitscale.data.training_set import TrainingSet, open_val_split
 from vitscale.data.webdataset import tars_of_split
 from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
@@ -86,21 +80,20 @@ def refuse_or_warn(checks: Sequence[Check], *, leave_out: Container[str] = ()) -
 
 def as_table(checks: Sequence[Check]) -> str:
     """Check, result and detail in columns; what to do in the line below."""
-    rows = [("check", "result", "detail", "")]
-    rows += [(check.name, check.result, check.detail, check.next_step) for check in checks]
+    rows = [("check", "result", "detail")]
+    previous = ""
+    for check in checks:
+        rows.append(("" if check.name == previous else check.name, check.result, check.detail))
+        if check.next_step:
+            rows.append(("", "", f"next: {check.next_step}"))
+        previous = check.name
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    column = " " * (first + second + 4)
-    lines = []
-    previous = None
-    for name, result, detail, next_step in rows:
-        shown = "" if name == previous else name
-        # Details of several lines stay in their column.
-        detail = detail.replace("\n", "\n" + column)
-        lines.append(f"{shown:<{first}}  {result:<{second}}  {detail}".rstrip())
-        if next_step:
-            lines.append(f"{column}next: {next_step}")
-        previous = name
-    return "\n".join(lines)
+    # Details of several lines stay in their column.
+    indent = "\n" + " " * (first + second + 4)
+    return "\n".join(
+        f"{name:<{first}}  {result:<{second}}  {detail}".rstrip().replace("\n", indent)
+        for name, result, detail in rows
+    )
 
 
 # ---- the checks -------------------------------------------------------------------------------
@@ -173,16 +166,19 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
             f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples",
             next_step="none if only the nodes see the folder: the job checks it",
         )
-    parts = facts.opened.parts
-    for part in parts:
+    for part in facts.opened.parts:
         check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
-    num_shards = sum(len(part.shard_lengths) for part in parts)
+    num_shards = _num_shards(facts.opened)
     found = f"{data.train_split}: {facts.num_samples:,} samples in {num_shards:,} shards"
     is_local = isinstance(location_of(data.path), Path)
     evaluated = None if data.dev_percent else open_val_split(data, check_files=is_local)
     if evaluated is not None:
         found += f"; {data.val_split}: {evaluated.num_samples:,} samples"
     return ok("data", f"{found}; as in the manifest")
+
+
+def _num_shards(opened: TrainingSet) -> int:
+    return sum(len(part.shard_lengths) for part in opened.parts)
 
 
 def _weights(init: str) -> Check:
@@ -201,9 +197,7 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
     num_ranks = run.launch.nodes * run.launch.tasks_per_node
     processes = num_ranks * max(1, workers)
     each = f"{num_ranks} rank(s) x {max(1, workers)} loader process(es)"
-    num_shards = None
-    if facts.opened is not None:
-        num_shards = sum(len(part.shard_lengths) for part in facts.opened.parts)
+    num_shards = None if facts.opened is None else _num_shards(facts.opened)
     if samples < run.data.global_batch:
         yield warning(
             "loader",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from finetune.run import FinetuneRun
@@ -91,9 +91,9 @@ def data_facts(run: TrainingRun, *, check_files: bool = False) -> DataFacts:
 
 def _missing_part(run: TrainingRun) -> tuple[str, str] | None:
     """(key, path) of the first folder without shards here."""
-    parts = [("data.path", run.data.path)]
-    parts += [(f"data.mixture[{i}].path", part.path) for i, part in enumerate(run.data.mixture)]
-    for key, path in parts:
+    parts = {"data.path": run.data.path}
+    parts |= {f"data.mixture[{i}].path": part.path for i, part in enumerate(run.data.mixture)}
+    for key, path in parts.items():
         folder = location_of(path)
         if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
             return key, path
@@ -274,13 +274,8 @@ def _cost_rows(
         costs=objective,
         frozen_bytes=objective.frozen_bytes(),
     )
-    sizes = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimiser": memory.optimizer,
-        "activations": memory.activations,
-    }
-    parts = " + ".join(f"{size / GIB:.2f} GiB {name}" for name, size in sizes.items())
+    sizes = asdict(memory).items()
+    parts = " + ".join(f"{size / GIB:.2f} GiB {name}" for name, size in sizes)
     kind = "GPU" if run.launch.gpus_per_node else "process"
     yield f"memory per {kind}", f"{memory.total / GIB:.2f} GiB = {parts}"
     yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without slack)"

@@ -30,8 +30,7 @@ from vitscale.tracking.run_facts import (
     Status,
     flatten_params,
     read_record,
-    redact_yaml,
-    shared_config,
+    shared_yaml,
     sqlite_path,
 )
 
@@ -191,8 +190,8 @@ class MlflowRun:
                     self.client.log_artifact(self.run_id, str(path), place)
                     self.num_files += 1
             if CONFIG_NAME not in self._stored_files(None):
-                shared = yaml.safe_dump(shared_config(_read_config(root)), sort_keys=False)
-                self.client.log_text(self.run_id, redact_yaml(shared), CONFIG_NAME)
+                shared = shared_yaml(_read_config(root))
+                self.client.log_text(self.run_id, shared, CONFIG_NAME)
                 self.num_files += 1
         except Exception as error:
             self._say(f"warning: files were not uploaded to MLflow ({short_reason(error)})")

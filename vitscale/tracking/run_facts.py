@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_site
 from vitscale.config.redaction import redact
@@ -92,11 +94,16 @@ def read_record(folder: Path) -> RunRecord | None:
 # ---- parameters and tags ----------------------------------------------------------------------
 
 
-def shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration with the sizes alone of its section `launch`."""
     launch = config.get("launch") or {}
     sizes = {key: launch[key] for key in _SENT_SIZES if key in launch}
     return {**config, "launch": sizes} if launch else dict(config)
+
+
+def shared_yaml(config: Mapping[str, Any]) -> str:
+    """A configuration as others may see it."""
+    return redact_yaml(yaml.safe_dump(_shared(config), sort_keys=False))
 
 
 def redact_yaml(text: str) -> str:
@@ -107,7 +114,7 @@ def redact_yaml(text: str) -> str:
 def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
     """Nested configuration -> {dotted key: text as in YAML}, without secrets."""
     params = {}
-    for key, value in _leaves(shared_config(config), ""):
+    for key, value in _leaves(_shared(config), ""):
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         text = "***" if _SECRET_KEY.search(key) and value is not None else redact(text)
         params[_ODD_KEY_CHARS.sub("_", key)[:MAX_KEY_CHARS]] = text

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.distributed.processes import free_port
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.mlflow_sync import stored_runs
 from vitscale.tracking.settings import TrackingSettings
@@ -35,63 +34,53 @@ run_simple("127.0.0.1", int(port), server.app, threaded=True)
 """
 
 
-@pytest.fixture
-def start_server(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started: list[subprocess.Popen[bytes]] = []
-    command = [sys.executable, "-c", SERVER, str(port), str(tmp_path)]
+class Server:
+    def __init__(self, folder: Path) -> None:
+        self._log, port = folder / "server.log", str(free_port())
+        self._command = [sys.executable, "-c", SERVER, port, str(folder)]
+        self.uri = f"http://127.0.0.1:{port}"
 
-    def start() -> subprocess.Popen[bytes]:
-        with open(tmp_path / "server.log", "ab") as log:
-            server = subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"},
+    def start(self) -> None:
+        environment = os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"}
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                self._command, cwd=self._log.parent, stdout=log, stderr=log, env=environment
             )
-        started.append(server)
-        server.address = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]  # our own mark
+        wait_until(self._answers, every_s=0.2)
 
-        def answers() -> bool:
-            assert server.poll() is None, (tmp_path / "server.log").read_text()
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30)
-            except (urllib.error.URLError, OSError):
-                return False
-            return True
+    def _answers(self) -> bool:
+        assert self._process.poll() is None, self._log.read_text()
+        try:
+            urllib.request.urlopen(f"{self.uri}/health", timeout=30)
+        except OSError:
+            return False
+        return True
 
-        wait_until(answers, every_s=0.2)
-        return server
-
-    yield start
-    for server in started:
-        stop(server)
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
-def stop(server: subprocess.Popen[bytes]) -> None:
-    if server.poll() is None:
-        server.kill()
-        server.wait()
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.stop()
 
 
 @pytest.mark.slow
 def test_a_killed_server_costs_no_step_and_no_point(
-    start_server: Callable[[], subprocess.Popen[bytes]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracker_module, "CLOSE_WAIT_S", PATIENCE_S)
-    server = start_server()
-    uri = server.address  # type: ignore[attr-defined]  # our own mark
+    monkeypatch.setattr(tracker_module, "SEND_S", 0.05)
     said: list[str] = []
 
     def open_tracker(resume_step: int) -> Tracker:
         return Tracker(
             tmp_path / "run",
-            settings=TrackingSettings(uri=uri),
+            settings=TrackingSettings(uri=server.uri),
             name="digits",
             stage="pretrain",
             tags={},
@@ -106,7 +95,7 @@ def test_a_killed_server_costs_no_step_and_no_point(
     wait_until(lambda: any("MLflow: http" in text for text in said))
     for step in range(1, 41):
         if step == 20:
-            stop(server)
+            server.stop()
         # If it waited for the server, the test would exceed its time limit.
         tracker.log({"train/loss": 1 / step}, step=step)
         time.sleep(0.02)
@@ -117,9 +106,9 @@ def test_a_killed_server_costs_no_step_and_no_point(
     away = open_tracker(40)  # the server is still down when the job starts again
     away.log({"train/loss": 0.01}, step=41)
     wait_until(lambda: any("training continues" in text for text in said))
-    start_server()
+    server.start()
     away.log({"train/loss": 0.01}, step=42)
     away.close(status="FINISHED")
-    ((run, rows),) = stored_runs(uri, "", limit=9)
+    ((run, rows),) = stored_runs(server.uri, "", limit=9)
     assert run.info.status == "FINISHED"
     assert [row.step for row in rows] == list(range(1, 43))

@@ -150,10 +150,10 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
         run("t-1", [0.5], seed="1", name="t-1", init="runs/pretrain_seed1"),
     ]
     compared = compare(runs)
-    assert [group.members for group in compared.seeds] == [(0, 2, 3), (5, 6)]
+    assert list(compared.seeds.values()) == [(0, 2, 3), (5, 6)]
     (table,) = (table for table in tables(compared) if table.title.startswith("Over seeds"))
     assert table.rows == (("val/top1", "0.6 ± 0.1 (3)", "0.5 ± 0 (2)"),)
-    assert compare([runs[2], runs[3]]).seeds == ()
+    assert compare([runs[2], runs[3]]).seeds == {}
 
 
 def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
