@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from vitscale.checkpoint.commit import Commit, Exchange, OneRank, Save, commit_save
+from vitscale.checkpoint.commit import Commit, Gather, Save, commit_save
 from vitscale.config.errors import UserError
 
 LENGTH = 24
@@ -39,7 +40,7 @@ def light_save(
     keep: int = 2,
     rank: int = 0,
     attempt: str = "light",
-    exchange: Exchange | None = None,
+    gather: Gather = lambda value: [value],
 ) -> Commit:
     save = Save(
         checkpoints=checkpoints,
@@ -50,54 +51,41 @@ def light_save(
         progress={"n": step},
         description={"of": "a test"},
     )
-    return commit_save(save, [tensor_file(step, rank)], exchange=exchange or OneRank())
+    return commit_save(save, [tensor_file(step, rank)], gather=gather)
 
 
-class TwoRanks:
-    """Exchange between two processes over a socket; fails when the other one is gone."""
+def two_ranks(path: str, rank: int) -> Gather:
+    """Gather values of two processes over a socket; fails when the other one is gone."""
+    if rank == 0:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(path)
+            door.listen()
+            connection = door.accept()[0]
+    else:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+    stream = connection.makefile("rwb")
 
-    def __init__(self, path: str, rank: int) -> None:
-        self.rank = rank
-        if rank == 0:
-            with socket.socket(socket.AF_UNIX) as door:
-                door.bind(path)
-                door.listen()
-                connection = door.accept()[0]
-        else:
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(path)
-        self.sent, self.received = connection.makefile("w"), connection.makefile("r")
+    def gather(value: Any) -> list[Any]:
+        pickle.dump(value, stream)
+        stream.flush()
+        try:
+            other = pickle.load(stream)
+        except EOFError:
+            raise ConnectionError("the other rank is gone") from None
+        return [value, other] if rank == 0 else [other, value]
 
-    def gather(self, value: Any) -> list[Any] | None:
-        if self.rank == 0:
-            return [value, self._receive()]
-        self._send(value)
-        return None
-
-    def broadcast(self, value: Any) -> Any:
-        if self.rank != 0:
-            return self._receive()
-        self._send(value)
-        return value
-
-    def _send(self, value: Any) -> None:
-        print(json.dumps(value), file=self.sent, flush=True)
-
-    def _receive(self) -> Any:
-        line = self.received.readline()
-        if not line:
-            raise ConnectionError("the other rank is gone")
-        return json.loads(line)
+    return gather
 
 
 def main() -> None:
     folder, step, keep, *two = sys.argv[1:]
     rank = int(two[0]) if two else 0
-    exchange = TwoRanks(two[1], rank) if two else None
+    gathered = {"gather": two_ranks(two[1], rank)} if two else {}
     os.kill(os.getpid(), signal.SIGSTOP)  # from here on a tracer counts
     code = 0
     try:
-        light_save(Path(folder), step=int(step), keep=int(keep), rank=rank, exchange=exchange)
+        light_save(Path(folder), step=int(step), keep=int(keep), rank=rank, **gathered)
     except UserError:
         code = 2
     except ConnectionError:

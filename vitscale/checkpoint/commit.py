@@ -1,7 +1,7 @@
 """The commit protocol: a checkpoint folder is either whole or absent.
 
 Owns: one save from the first byte to the last fsync, seen from one rank, and retention.
-Leaves out: threads and process groups (`store`), reading (`folders`). Needs no torch, so that a
+Leaves out: threads and messages of ranks (`store`), reading (`folders`). Needs no torch, so that a
 process that is killed at every system call starts in a tenth of a second.
 
     all ranks   .step-N.ATTEMPT.tmp/rank-R.safetensors: write, hash on the way, fsync, read back
@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from vitscale.checkpoint.folders import (
     MANIFEST,
+    Listing,
     check_sizes,
     looks_whole,
     manifest_text,
@@ -36,50 +36,13 @@ from vitscale.checkpoint.folders import (
     step_of,
     verify_files,
 )
-from vitscale.config.errors import (
-    DivergedError,
-    FailureKind,
-    PeerLostError,
-    StorageError,
-    UserError,
-)
+from vitscale.config.errors import PeerLostError, StorageError, UserError
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
 from vitscale.distributed.retry import retried
 
-Answer = dict[str, Any]
-# What all ranks raise when a save fails on one of them.
-ERRORS: Mapping[str, type[UserError]] = defaultdict(
-    lambda: UserError,
-    {
-        FailureKind.STORAGE: StorageError,
-        FailureKind.DIVERGED: DivergedError,
-        # The rank itself raises the defect.
-        FailureKind.OTHER: PeerLostError,
-        FailureKind.PEER_LOST: PeerLostError,
-    },
-)
-
-
-class Exchange(Protocol):
-    """Values between rank 0 and all others. Raises when a rank is gone."""
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, in their order, on rank 0; None on others."""
-        ...
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's value."""
-        ...
-
-
-class OneRank:
-    """An exchange without others."""
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def broadcast(self, value: Any) -> Any:
-        return value
+T = TypeVar("T")
+Gather = Callable[[Any], list[Any]]
+"""The values of all ranks, in their order, on every rank. Raises when a rank is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,48 +81,62 @@ class Commit:
     """Problems after the commit: old folders that could not be removed."""
 
 
-def commit_save(save: Save, pieces: Iterable[bytes | memoryview], *, exchange: Exchange) -> Commit:
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One rank's part of a save, written and read back."""
+
+    file: str
+    num_bytes: int
+    blake3: str
+    warnings: list[str]
+
+
+def commit_save(
+    save: Save,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    gather: Gather = lambda value: [value],
+) -> Commit:
     """Write this rank's tensors and commit the step once all ranks have.
 
-    Every rank makes the same exchanges, also after an error, so no rank waits for one that failed.
+    Every rank gathers twice, also after an error, so no rank waits for one that failed.
     Raises StorageError, the same on all ranks, when a disk fails.
     """
-    share, defect = _answer_of(save, lambda: _write_share(save, pieces))
-    shares = exchange.gather(share)
-    ending: Answer | None = None
-    if shares is not None:
-        ending, own_defect = _answer_of(save, lambda: _finish(save, shares))
+    share, defect = _result_of(save, lambda: _write_share(save, pieces))
+    shares = gather(share)
+    warnings: list[str] | UserError = []
+    if save.rank == 0:
+        warnings, own_defect = _result_of(save, lambda: _finish(save, shares))
         defect = defect or own_defect
-        if "error" in ending:
+        if isinstance(warnings, UserError):
             _remove([save.temporary])
-    ending = exchange.broadcast(ending)
+    warnings = gather(warnings)[0]
     if defect is not None:
         raise defect
-    if "error" in ending:
-        raise ERRORS[ending["kind"]](ending["error"])
-    return Commit(folder=save.final, step=save.step, warnings=tuple(ending["warnings"]))
+    if isinstance(warnings, UserError):
+        raise warnings
+    return Commit(folder=save.final, step=save.step, warnings=tuple(warnings))
 
 
-def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exception | None]:
-    """What to report to rank 0, and a defect of this code to raise after that."""
+def _result_of(save: Save, work: Callable[[], T]) -> tuple[T | UserError, Exception | None]:
+    """The result or error for all ranks, and a defect of this code for this rank to raise."""
     try:
         return work(), None
     except UserError as error:
-        return {"error": str(error), "kind": error.kind}, None
+        return error, None
     except OSError as error:
-        where = error.filename or save.checkpoints
-        return {
-            "error": f"{where}: checkpoint cannot be written ({error.strerror})\n"
-            "  next: free space or set output, then rerun the same command; committed "
+        return StorageError(
+            f"checkpoint cannot be written ({error.strerror})",
+            where=str(error.filename or save.checkpoints),
+            next_step="free space or set output, then rerun the same command; committed "
             "checkpoints are untouched",
-            "kind": FailureKind.STORAGE,
-        }, None
+        ), None
     except Exception as error:
         what = f"checkpoint of step {save.step}: {type(error).__name__}: {error}"
-        return {"error": what, "kind": FailureKind.OTHER}, error
+        return PeerLostError(what), error
 
 
-def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
+def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Share:
     warnings = []
     if save.rank == 0:
         # First: the remains of a killed save may fill the disk.
@@ -172,10 +149,14 @@ def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
         return _write_again(save.temporary / save.file_name, whole)
 
     num_bytes, content = retried(write)
-    entry = {"bytes": num_bytes, "blake3": content}
+    share = Share(file=save.file_name, num_bytes=num_bytes, blake3=content, warnings=warnings)
     # Every rank its own file: one rank would take hours for those of hundreds.
-    verify_files(save.temporary, {save.file_name: entry}, from_disk=True)
-    return {"file": save.file_name, "entry": entry, "warnings": warnings}
+    verify_files(save.temporary, _listing([share]), from_disk=True)
+    return share
+
+
+def _listing(shares: Iterable[Share]) -> Listing:
+    return {each.file: {"bytes": each.num_bytes, "blake3": each.blake3} for each in shares}
 
 
 def _write_again(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -184,14 +165,15 @@ def _write_again(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int,
     return write_new_file(path, pieces)
 
 
-def _finish(save: Save, shares: list[Answer]) -> Answer:
+def _finish(save: Save, shares: list[Share | UserError]) -> list[str]:
     """Rank 0, when all have written and read back: manifest, rename, retention."""
     for rank, share in enumerate(shares):
-        if "error" in share:
-            raise ERRORS[share["kind"]](
-                share["error"] if len(shares) == 1 else f"rank {rank}: {share['error']}"
-            )
-    files = {share["file"]: share["entry"] for share in shares}
+        if isinstance(share, UserError):
+            if len(shares) > 1:
+                share = type(share)(f"rank {rank}: {share}")
+            raise share
+    written = [share for share in shares if isinstance(share, Share)]
+    files = _listing(written)
     # Not so if the folder is on a disk that the nodes do not share.
     check_sizes(save.temporary, files)
     text = manifest_text(
@@ -203,7 +185,7 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
     else:
         _set_aside(save.final)
         commit_folder(save.temporary, save.final)
-    return {"warnings": [*shares[0]["warnings"], *_prune(save)]}
+    return [*written[0].warnings, *_prune(save)]
 
 
 def _is_committed(save: Save) -> bool:

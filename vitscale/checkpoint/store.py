@@ -6,9 +6,9 @@ and when to save (the loops).
 
 The thread first copies the tensors to host memory, while the next forward and backward pass read
 the same weights; an update must wait for that copy (`wait_for_host_copy`), and for nothing else.
-The threads of all ranks agree through the key-value store, so that they cannot cross with
-collectives of the training: every rank makes the same exchanges, in the order of the saves. The
-outcome is read where all ranks are at the same point: at the next save and in `wait`.
+The threads of all ranks agree through a group of their own, whose collectives cannot cross with
+those of the training. The outcome is read where all ranks are at the same point: at the next save
+and in `wait`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
-from vitscale.checkpoint.commit import Commit, OneRank, Save, commit_save
+from vitscale.checkpoint.commit import Commit, Save, commit_save
 from vitscale.checkpoint.folders import (
     Checkpoint,
     checkpoint_to_resume,
@@ -37,8 +38,14 @@ from vitscale.checkpoint.folders import (
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import DivergedError, StorageError, UserError
 from vitscale.distributed.events import EVENTS_NAME
-from vitscale.distributed.key_value_store import StoreExchange
-from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
+from vitscale.distributed.world import (
+    SAVES,
+    World,
+    agree_no_error,
+    broadcast_object,
+    control_group,
+    gather_objects,
+)
 
 T = TypeVar("T")
 # Longest that a save may take, and one rank's disk beyond another's.
@@ -64,15 +71,7 @@ class CheckpointStore:
         self._copied = threading.Event()
         self._copied.set()
         self._name: str = broadcast_object(uuid.uuid4().hex[:8])
-        self._exchange: StoreExchange | None = None
-        if world.store is not None:
-            self._exchange = StoreExchange(
-                world.store,
-                f"saves/{self._name}",
-                rank=world.rank,
-                world_size=world.world_size,
-                timeout_s=LONGEST_SAVE_S,
-            )
+        self._group = control_group(SAVES, timeout=timedelta(seconds=LONGEST_SAVE_S))
         self._num_saves, self._num_failed = 0, 0
         self._thread: threading.Thread | None = None
         self._commit: Commit | None = None
@@ -156,15 +155,14 @@ class CheckpointStore:
                 torch.cuda.set_device(self.world.device)
             pieces = self._host_copy.take(tensors, after=ready)
             self._copied.set()
-            self._commit = commit_save(
-                save,
-                self._finite(save, pieces),
-                exchange=self._exchange or OneRank(),
-            )
+            self._commit = commit_save(save, self._finite(save, pieces), gather=self._gather)
         except BaseException as error:  # raised again on the main thread, by wait
             self._error = error
         finally:
             self._copied.set()
+
+    def _gather(self, value: Any) -> list[Any]:
+        return [value] if self._group is None else gather_objects(value, group=self._group)
 
     def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         """The pieces; DivergedError before the first if this rank holds what is not finite."""

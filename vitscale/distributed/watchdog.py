@@ -4,22 +4,21 @@ Owns: the heartbeat of each rank, who is silent or behind, and what a rank repor
 Leaves out: the record of failures (`events`), ending a process (`exit`), collectives, whose own
 timeouts name no rank.
 
-Once a period, a thread of each rank writes a heartbeat to the key-value store and reads two keys:
-the failure that ends the run, and the heartbeat of the next rank. A rank that fails, or finds
-another one silent or behind, writes the failure; the first one counts, and all end. Time is counted
-in periods of the rank that waits, so a job that was suspended finds nobody silent.
+Once a period, a thread of each rank writes a heartbeat to the key-value store of rank 0 and reads
+one key there: the failure that ends the run. A rank that raises an error writes that key. The first
+two ranks read all heartbeats, and write it for a rank that is silent or behind. The first failure
+counts, and all end. Time is counted in periods of the rank that waits, so a job that was suspended
+finds nobody silent.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
-import os
 import re
 import sys
 import threading
-import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -32,8 +31,8 @@ import torch.distributed as dist
 from vitscale.config.errors import FailureKind, PeerLostError, RankError, UserError
 from vitscale.distributed.events import Failure, record_failure
 from vitscale.distributed.exit import EXIT_S, end_now, end_within
-from vitscale.distributed.processes import is_alive, node_name
-from vitscale.distributed.world import World, process_group
+from vitscale.distributed.processes import node_name
+from vitscale.distributed.world import HERE, SAVES, World, process_group
 
 LONGEST_PERIOD_S = 3.0
 # A node without power is named within a minute, whatever the timeout of collectives.
@@ -41,20 +40,20 @@ LONGEST_SILENCE_S = 45.0
 # Shorter than the timeout of collectives, which names no rank.
 SHARE_OF_TIMEOUT = 0.7
 CHECKS_PER_TIMEOUT = 10
-# Without a heartbeat of a rank that others have lost.
+# Without a heartbeat of a rank, once any rank has lost a connection.
 PERIODS_TO_CONFIRM = 2
 # How long a rank that lost a peer waits for the name of the one that failed.
-PERIODS_TO_FIND = 3
+PERIODS_TO_FIND = 5
 # For the others to read the failure before the store of rank 0 ends.
 PERIODS_TO_READ = 1.5
-# How long a failing rank waits for its report to be sent, and to be recorded.
+# How long a failing rank waits for its report to be sent and recorded.
 SEND_S = 1.0
-# Ranks that read the heartbeats of all; the others wait for what these find.
-FIRST_RANKS = 8
+# Two, since one may be the rank that is gone.
+FIRST_RANKS = 2
 # In a row, without an answer, when rank 0 is gone.
 FAILED_REQUESTS = 3
 FAILURE = "vitscale/failure"
-MOST_NODES, MOST_RANKS = 4, 16
+MOST_NAMED = 4
 # How gloo, NCCL and the store say that a peer is gone.
 CONNECTION_LOST = re.compile(
     r"[Cc]onnection|[Tt]imed out|[Tt]imeout|Broken pipe|got 0 bytes|remote process exited"
@@ -73,30 +72,16 @@ class Beat(NamedTuple):
     collectives: int
     """That the rank has begun; fewer if the others wait for it between two marks."""
     node: str
-    pid: int
-    processes: str
-    """The same for ranks that see each other's processes."""
     doing: str
     """Since the mark that it has reached."""
+    has_lost: bool
+    """Whether a collective failed because a peer is gone."""
     ended: bool
     """Whether it came to its planned end."""
 
     @property
     def progress(self) -> tuple[int, int]:
         return self.marks, self.collectives
-
-
-class Still:
-    """How often in a row a value was seen unchanged."""
-
-    def __init__(self) -> None:
-        self._value: Any = None
-        self.times = 0
-
-    def see(self, value: Any) -> int:
-        self.times = self.times + 1 if value == self._value else 0
-        self._value = value
-        return self.times
 
 
 class Watchdog:
@@ -110,21 +95,18 @@ class Watchdog:
         self.late_s = timeout_min * 60 * SHARE_OF_TIMEOUT
         self.dead_s = min(self.late_s, LONGEST_SILENCE_S)
         self.period_s = min(LONGEST_PERIOD_S, self.late_s / CHECKS_PER_TIMEOUT)
-        self._node, self._first_node = node_name(), os.environ.get("MASTER_ADDR", "")
-        self._processes = f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
-        self._next = (world.rank + 1) % world.world_size
-        self._is_first_ranks = world.rank < FIRST_RANKS
+        self._node = node_name()
         # Marks that the device has not reached yet.
         self._ahead: deque[tuple[int, str, torch.cuda.Event | None]] = deque()
         self._num_marks, self._reached = 0, (0, "starting")
-        self._num_beats = self._answers = 0
-        self._own, self._others = Still(), Still()
-        self._before: tuple[int, list[Beat]] | None = None
-        """When this rank began to suspect others, and all heartbeats then."""
-        self._report: Failure | None = None
-        """What this rank still has to tell the others."""
-        self._is_failing = self._is_lost = self._sees_all = False
-        self._end, self._due, self._sent = (threading.Event() for _ in range(3))
+        self._num_beats = self._periods_unanswered = 0
+        self._has_lost = self._is_failing = False
+        # What the first ranks know: the last heartbeat of each rank and, in periods, how long it is
+        # the last, and how long no rank made progress.
+        self._beats: list[Beat] = []
+        self._silent: list[int] = [0] * world.world_size
+        self._stalled = 0
+        self._end = threading.Event()
         # Two: the one that uses the store blocks while rank 0 is stopped.
         self._threads = [
             threading.Thread(target=target, name=f"watchdog-{number}", daemon=True)
@@ -142,8 +124,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self.world.store is not None:
-            if self.world.is_first:
-                self.world.store.compare_set(FAILURE, "", "")
+            self._first_node = self.world.store.get(f"{HERE}/0").decode()
             for thread in self._threads:
                 thread.start()
         return self
@@ -152,9 +133,8 @@ class Watchdog:
         if self.world.store is None:
             return
         if self._is_failing and self.world.is_first:
-            time.sleep(PERIODS_TO_READ * self.period_s)
+            self._end.wait(PERIODS_TO_READ * self.period_s)
         self._end.set()
-        self._due.set()
         # Not for ever, since the store does not answer while rank 0 is stopped.
         self._threads[0].join(timeout=SEND_S)
 
@@ -176,52 +156,42 @@ class Watchdog:
         """Report that this rank ends by an error. Nothing may wait for other ranks after it."""
         kind, text = kind_and_text(error)
         if self.world.store is not None and is_connection_lost(error):
-            kind, self._is_lost = FailureKind.PEER_LOST, True
-            self._due.set()
+            kind, self._has_lost = FailureKind.PEER_LOST, True
             # The thread ends this process when it knows who failed.
-            periods = PERIODS_TO_FIND + (PERIODS_TO_READ if self.world.is_first else 0)
-            self._end.wait(periods * self.period_s)
+            self._end.wait(PERIODS_TO_FIND * self.period_s)
             error.add_note("no rank is missing")
         end_within(EXIT_S, exit_code=kind.exit_code)
-        self._is_failing, self._is_lost = True, False
-        what = f"ended with an error: {text}"
-        failure = self._failure(kind, what, rank=self.world.rank, node=self._node)
+        self._is_failing = True
         is_agreed = isinstance(error, UserError) and not isinstance(error, RankError)
         if is_agreed and not self.world.is_first:
             return  # the first rank says it
-        if self.world.store is None or not self._threads[0].is_alive():
-            self._record(failure)
-            return
-        self._report = failure
-        self._due.set()
-        if not self._sent.wait(SEND_S):
-            self._record(failure)
+        rank = self.world.rank
+        what = f"rank {rank} on {self._node} ended with an error: {text}"
+        self._tell(self._failure(kind, what, rank, self._node))
 
-    def _failure(
-        self, kind: FailureKind, what: str, *, rank: int, node: str, who: str | None = None
-    ) -> Failure:
-        """who: names all ranks that failed, of which `rank` is the first; None: only that one."""
+    def _failure(self, kind: FailureKind, what: str, rank: int, node: str) -> Failure:
         return Failure(
-            kind=kind,
-            what=f"{who or f'rank {rank} on {node}'} {what}",
-            rank=rank,
-            node=node,
-            step=self.step,
-            reported_by=self.world.rank,
+            kind=kind, what=what, rank=rank, node=node, step=self.step, reported_by=self.world.rank
         )
 
-    def _named(
-        self, kind: FailureKind, what: str, beats: Sequence[Beat], ranks: Sequence[int]
-    ) -> Failure:
-        rank, who = ranks[0], names(beats, ranks)
-        return self._failure(kind, what, rank=rank, node=beats[rank].node, who=who)
+    def _tell(self, failure: Failure) -> Failure:
+        """Tell all ranks of a failure and record it, unless they know another; returns that one."""
+        text = json.dumps({k: v for k, v in asdict(failure).items() if v is not None})
+        told = text.encode()
+        if self.world.store is not None:
+            with suppress(RuntimeError):  # rank 0 is gone
+                told = self.world.store.compare_set(FAILURE, "", text)
+        if told.decode() == text:
+            self._record(failure)
+        return _failure_of(told)
 
     def _record(self, failure: Failure) -> None:
-        if self.folder is None:
-            return
-        thread = threading.Thread(target=record_failure, args=(self.folder, failure), daemon=True)
-        thread.start()
-        thread.join(SEND_S)
+        """Record a failure, unless storage hangs."""
+        if self.folder is not None:
+            thread = threading.Thread(target=record_failure, args=(self.folder, failure))
+            thread.daemon = True
+            thread.start()
+            thread.join(SEND_S)
 
     # --- the threads -----------------------------------------------------------------------------
 
@@ -234,35 +204,30 @@ class Watchdog:
             is_over = self._end.is_set()
             try:
                 self._send(ended=is_over and not self._is_failing)
-                found = self._report
-                if found is None and not is_over and not self._is_failing:
-                    found = self._read() or self._find()
-                if found is not None:
-                    self._tell(found)
-            except RuntimeError as error:  # the connection is lost, or there was no answer
-                num_failed += 1
-                is_gone = num_failed >= FAILED_REQUESTS and is_connection_lost(error)
-                if not is_over and (self._is_lost or is_gone):
+                found = None if is_over or self._is_failing else self._read() or self._find()
+                self._periods_unanswered = num_failed = 0
+            except RuntimeError:  # the connection is lost, or there was no answer
+                found, num_failed = None, num_failed + 1
+                if not is_over and (self._has_lost or num_failed >= FAILED_REQUESTS):
                     self._lose_store("was killed or exited: its key-value store is gone")
-            else:
-                self._answers, num_failed = self._answers + 1, 0
-            if not is_over:
-                self._due.wait(self.period_s)
-                self._due.clear()
+            if found is not None:
+                self._stop(found)
+            self._end.wait(self.period_s)
 
     def _watch_store(self) -> None:
         """Check that the store still answers this rank."""
-        still = Still()
         while not self._end.wait(self.period_s):
-            if still.see(self._answers) * self.period_s > self.dead_s + self.period_s:
+            self._periods_unanswered += 1
+            if (self._periods_unanswered - 1) * self.period_s > self.dead_s:
                 self._lose_store(
                     "was stopped or killed, or its node is gone: its key-value store has not "
                     f"answered for {self.dead_s:.0f} s"
                 )
 
     def _lose_store(self, what: str) -> None:
-        failure = self._failure(FailureKind.KILLED, what, rank=0, node=self._first_node)
-        if self._is_first_ranks and not self._is_failing:
+        node = self._first_node
+        failure = self._failure(FailureKind.KILLED, f"rank 0 on {node} {what}", 0, node)
+        if not self._is_failing and (self.world.rank < FIRST_RANKS or self.world.local_rank == 0):
             self._record(failure)
         self._stop(failure)
 
@@ -277,115 +242,74 @@ class Watchdog:
                 number, doing, _ = self._ahead.popleft()
                 self._reached = number, doing
         self._num_beats += 1
-        marks, doing = self._reached
         beat = Beat(
             number=self._num_beats,
-            marks=marks,
+            marks=self._reached[0],
             collectives=collectives_begun(),
             node=self._node,
-            pid=os.getpid(),
-            processes=self._processes,
-            doing=doing,
+            doing=self._reached[1],
+            has_lost=self._has_lost,
             ended=ended,
         )
-        self._store.set(_key(self.world.rank), json.dumps(beat))
-        self._own.see(beat.progress)
+        self._store.set(f"vitscale/beats/{self.world.rank}", json.dumps(beat))
 
     def _read(self) -> Failure | None:
         """The failure that ends the run, as another rank has found it."""
-        keys = [FAILURE, _key(self._next)]
-        if not self._sees_all:
-            self._sees_all = self._store.check([_key(0), *keys])
-            if not self._sees_all:
-                return None
-            self._first_node = _parsed(self._store.get(_key(0))).node
-        told, text = self._store.multi_get(keys)
-        if told:
-            return _failure_of(told)
-        beat = _parsed(text)
-        self._others.see((beat.number, beat.ended))
-        if beat.ended:
-            self._others.times = 0
-        elif self._is_dead(beat):
-            what, rank = "was killed or exited: its process is gone", self._next
-            return self._failure(FailureKind.KILLED, what, rank=rank, node=beat.node)
-        return None
-
-    def _is_dead(self, beat: Beat) -> bool:
-        """Whether the process of a rank of this node is gone, without a last word."""
-        is_near = beat.processes == self._processes
-        return is_near and not beat.ended and not is_alive(beat.pid)
+        return _failure_of(self._store.get(FAILURE)) if self._store.check([FAILURE]) else None
 
     def _find(self) -> Failure | None:
-        """Find ranks that are silent or behind."""
-        silent_s = self._others.times * self.period_s
-        if silent_s >= self.dead_s:
-            what = f"has sent no heartbeat for {self.dead_s:.0f} s: it was stopped or killed, or "
-            return self._silent(what + "its node is gone")
-        if self._is_lost and self._is_first_ranks:
-            return self._silent("sends no heartbeat any more")
-        self._before = None
-        waited_s = self._own.times * self.period_s
-        grace_s = 0.0 if self._is_first_ranks else PERIODS_TO_FIND * self.period_s
-        return self._behind() if waited_s >= self.late_s + grace_s else None
-
-    def _silent(self, what: str) -> Failure | None:
-        """The ranks without a heartbeat since this rank began to suspect them."""
-        beats = self._all()
-        if beats is None:
+        """Find ranks that are silent or behind, and tell the others."""
+        keys = [f"vitscale/beats/{rank}" for rank in range(self.world.world_size)]
+        if self.world.rank >= FIRST_RANKS or not self._store.check(keys):
             return None
-        gone = [rank for rank, beat in enumerate(beats) if self._is_dead(beat)]
-        if gone:
-            what = "was killed or exited: its process is gone"
-        elif self._before is None:
-            self._before = self._num_beats, beats
-        elif self._num_beats - self._before[0] >= PERIODS_TO_CONFIRM:
-            pairs = zip(self._before[1], beats, strict=True)
-            gone = [rank for rank, (old, new) in enumerate(pairs) if old == new and not new.ended]
-        if not gone:
-            return None
-        return self._named(FailureKind.KILLED, what, beats, gone)
+        beats = [Beat(*json.loads(text)) for text in self._store.multi_get(keys)]
+        before, self._beats = self._beats, beats
+        for rank, (old, new) in enumerate(
+            zip(before, beats, strict=False)
+        ):  # none before the first
+            is_silent = old.number == new.number and not new.ended
+            self._silent[rank] = self._silent[rank] + 1 if is_silent else 0
+        is_stalled = [old.progress for old in before] == [new.progress for new in beats]
+        self._stalled = self._stalled + 1 if is_stalled else 0
+        failure = self._silent_rank() or self._rank_behind()
+        return failure and self._tell(failure)
 
-    def _behind(self) -> Failure | None:
+    def _silent_rank(self) -> Failure | None:
+        wait_s = self.dead_s
+        if any(beat.has_lost for beat in self._beats):
+            wait_s = PERIODS_TO_CONFIRM * self.period_s
+        gone = [rank for rank, num in enumerate(self._silent) if num * self.period_s >= wait_s]
+        what = (
+            f"sent no heartbeat for {wait_s:.0f} s: it was stopped or killed, or its node is gone"
+        )
+        return self._named(FailureKind.KILLED, f"has {what}", gone)
+
+    def _rank_behind(self) -> Failure | None:
         """The ranks that the others wait for; None when all have reached the same."""
-        beats = self._all()
-        if beats is None:
+        if self._stalled * self.period_s < self.late_s:
             return None
-        present = [rank for rank, beat in enumerate(beats) if not beat.ended]
-        least = min(beats[rank].progress for rank in present)
-        late = [rank for rank in present if beats[rank].progress == least]
-        # All in the same collective, or none in any. Collectives have timeouts.
-        if len(late) == len(beats):
-            return None
-        doing = ", ".join(sorted({beats[rank].doing for rank in late}))
+        present = {rank: beat for rank, beat in enumerate(self._beats) if not beat.ended}
+        least = min(beat.progress for beat in present.values())
+        late = [rank for rank, beat in present.items() if beat.progress == least]
+        if len(late) == self.world.world_size:
+            return None  # all in the same collective, or none in any; collectives have timeouts
+        doing = ", ".join(sorted({present[rank].doing for rank in late}))
         what = f"has kept the others waiting for {self.late_s:.0f} s ({doing})"
-        return self._named(FailureKind.HANG, what, beats, late)
+        return self._named(FailureKind.HANG, what, late)
 
-    def _all(self) -> list[Beat] | None:
-        """The heartbeats of all ranks; None before each has sent one."""
-        keys = [_key(rank) for rank in range(self.world.world_size)]
-        if not self._store.check(keys):
+    def _named(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure | None:
+        if not ranks:
             return None
-        return [_parsed(text) for text in self._store.multi_get(keys)]
-
-    def _tell(self, failure: Failure) -> None:
-        """Tell all ranks of a failure, unless they know another, and end this process if it does
-        not end by itself."""
-        values = {key: value for key, value in asdict(failure).items() if value is not None}
-        text = json.dumps(values)
-        told = self._store.compare_set(FAILURE, "", text)
-        self._report = None
-        self._sent.set()
-        if told.decode() == text and failure.reported_by == self.world.rank:
-            self._record(failure)
-        if self._is_failing:
-            return
-        if self.world.is_first:
-            self._end.wait(PERIODS_TO_READ * self.period_s)
-        self._stop(_failure_of(told))
+        nodes = [beat.node for beat in self._beats]
+        who = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in ranks[:MOST_NAMED])
+        if len(ranks) > MOST_NAMED:
+            who += f" and {len(ranks) - MOST_NAMED} more ranks"
+        return self._failure(kind, f"{who} {what}", ranks[0], nodes[ranks[0]])
 
     def _stop(self, failure: Failure) -> None:
         """End the process, whose loop may hang in a collective and cannot raise."""
+        if self.world.is_first:
+            self._end.wait(PERIODS_TO_READ * self.period_s)
         if self._end.is_set() or self._is_failing:
             return
         with suppress(OSError):
@@ -400,49 +324,19 @@ class Watchdog:
         end_now(failure.kind.exit_code)
 
 
-def _key(rank: int) -> str:
-    """Where the store has the newest heartbeat of a rank."""
-    return f"vitscale/beats/{rank}"
-
-
-def _parsed(text: bytes) -> Beat:
-    return Beat(*json.loads(text))
-
-
 def _failure_of(text: bytes) -> Failure:
     values = json.loads(text)
     return Failure(**values | {"kind": FailureKind(values["kind"])})
 
 
-def boot_id() -> str:
-    """The same for processes of one running machine."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return node_name()
-
-
-def names(beats: Sequence[Beat], ranks: Sequence[int]) -> str:
-    """Ranks by node, such as `rank 3 on n1, all of n2 (rank 8 to 15)`."""
-    by_node: dict[str, list[int]] = defaultdict(list)
-    for rank in ranks:
-        by_node[beats[rank].node].append(rank)
-    texts = []
-    for node, found in list(by_node.items())[:MOST_NODES]:
-        more = f" and {len(found) - MOST_RANKS} more" if len(found) > MOST_RANKS else ""
-        listed = ", ".join(map(str, found[:MOST_RANKS]))
-        is_whole = len(found) == sum(beat.node == node for beat in beats) > 1
-        if is_whole and found[-1] - found[0] == len(found) - 1:
-            texts.append(f"all of {node} (rank {found[0]} to {found[-1]})")
-        else:
-            texts.append(f"rank {listed}{more} on {node}")
-    rest = len(by_node) - MOST_NODES
-    return ", ".join(texts) + (f" and ranks on {rest} more nodes" if rest > 0 else "")
-
-
 def collectives_begun() -> int:
-    """How many collectives this process has begun, over all groups; 0 where torch does not say."""
+    """How many collectives this process has begun, over all groups but that of saves.
+
+    0 where torch does not say.
+    """
     with suppress(AttributeError, RuntimeError):
         groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        groups = [group for group in groups if group.group_desc != SAVES]
         return sum(group._get_sequence_number_for_group() for group in groups)
     return 0
 

@@ -1,16 +1,19 @@
 """Join the ranks of a job and exchange small values.
 
-Owns: the environment of launchers (deepspeed, SLURM job, plain python), the process group, and the
-small collectives every stage needs.
-Leaves out: gradient traffic (`engine`), which uses the same group; messages outside the order of
-collectives (`key_value_store`).
+Owns: the environment of launchers (deepspeed, SLURM job, plain python), waiting for all ranks to
+start, the process groups, and the small collectives every stage needs.
+Leaves out: gradient traffic (`engine`), which uses the default group.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import socket
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,14 +21,20 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import UserError
-from vitscale.distributed.key_value_store import connect, leave, rendezvous
-from vitscale.distributed.processes import free_port, nvidia_driver, threads_per_rank
+from vitscale.config.errors import PeerLostError, RankError, UserError
+from vitscale.distributed.processes import free_port, node_name, nvidia_driver, threads_per_rank
 
 # Of each major version of CUDA (NVIDIA's CUDA compatibility guide, minor version compatibility).
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 # Longest that ranks wait for the others to start: nodes of large jobs differ by minutes.
 INIT_TIMEOUT_MIN = 30.0
+HERE, LEFT = "vitscale/here", "vitscale/left"
+# The group of the threads that save, see `control_group`.
+SAVES = "saves"
+# How long rank 0 serves the store for ranks that are still reading it.
+LEAVE_S = 60.0
+# ioctl: the IPv4 address of an interface, see netdevice(7).
+SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +47,7 @@ class World:
     local_world_size: int
     device: torch.device
     store: dist.Store | None = field(default=None, repr=False, compare=False)
-    """Of small messages, for all threads of this rank: no call on it may wait for another rank,
-    see `wait_for`. None for one rank."""
+    """The watchdog's connection to the store of rank 0; None for one rank."""
 
     @property
     def is_first(self) -> bool:
@@ -102,6 +110,78 @@ def _sees_one_gpu_of_its_own() -> bool:
     return "SLURM_PROCID" in os.environ and bool(visible) and "," not in visible
 
 
+def _interface_to(address: str) -> str | None:
+    """The network interface from which this machine reaches another one; None if unknown."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((address, 9))  # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # without an address
+                request = struct.pack("256s", name.encode())
+                if fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24] == own:
+                    return name
+    return None
+
+
+def _choose_interface(world: World) -> None:
+    """Let gloo use the network of the route to rank 0, not the one of this node's host name."""
+    if world.world_size == world.local_world_size or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    interface = _interface_to(os.environ["MASTER_ADDR"])
+    if interface not in (None, "lo"):
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        if world.is_first:
+            print(f"network of gloo: GLOO_SOCKET_IFNAME={interface}", flush=True)
+
+
+def _connect(*, is_master: bool, timeout_min: float) -> dist.TCPStore:
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=is_master,
+        timeout=timedelta(minutes=timeout_min),
+        wait_for_workers=False,
+    )
+
+
+def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
+    """Wait for every rank at the address that the launcher named; rank 0 listens there.
+
+    The last one sets a key for which all wait: if each waited for every other, the store would
+    answer O(N^2) requests.
+    Raises PeerLostError, which on rank 0 names the ranks that did not start.
+    """
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if world.is_first:  # two connections of each rank, which may be more than the usual 1,024
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        store = _connect(is_master=world.is_first, timeout_min=timeout_min)
+        store.set(f"{HERE}/{world.rank}", node_name())
+        if store.add(HERE, 1) == world.world_size:
+            store.set(f"{HERE}/all", "")
+    except RuntimeError as error:
+        if world.is_first:
+            what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
+            raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
+        raise PeerLostError(
+            f"rank 0 does not answer at {address} ({timeout_min:g} min)",
+            next_step="read the output of rank 0; check that MASTER_ADDR is its node",
+        ) from None
+    try:
+        store.wait([f"{HERE}/all"])
+    except RuntimeError as error:
+        missing = "rank 0 names the missing"
+        if world.is_first:
+            ranks = [r for r in range(world.world_size) if not store.check([f"{HERE}/{r}"])]
+            missing = f"missing: {', '.join(map(str, ranks))}"
+        raise PeerLostError(
+            f"not all of {world.world_size} ranks started within {timeout_min:g} min; {missing}",
+            next_step="read the output of the missing ranks",
+        ) from error
+    return store
+
+
 @contextmanager
 def process_group(
     *,
@@ -130,7 +210,8 @@ def process_group(
     )
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    store = rendezvous(rank=world.rank, world_size=world.world_size, timeout_min=init_timeout_min)
+    _choose_interface(world)
+    store = _rendezvous(world, timeout_min=init_timeout_min)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         rank=world.rank,
@@ -140,28 +221,47 @@ def process_group(
     )
     try:
         if world.world_size > 1:
-            world = replace(world, store=connect(timeout_min=init_timeout_min))
+            # torch holds the first connection while a collective starts.
+            world = replace(world, store=_connect(is_master=False, timeout_min=init_timeout_min))
         torch.set_num_threads(
             num_threads
             or threads_per_rank(world_size=world.world_size, local_world_size=local_world)
         )
         yield world
     except SystemExit:
-        _leave_group(world)
+        _leave(store, world)
         raise
     except BaseException:
         # Of several ranks, others may be in a collective, for which NCCL's end would wait.
         if world.world_size == 1:
             dist.destroy_process_group()
         raise
-    _leave_group(world)
+    _leave(store, world)
 
 
-def _leave_group(world: World) -> None:
-    """At a planned end, which all ranks come to."""
+def _leave(store: dist.Store, world: World) -> None:
+    """At a planned end, which all ranks come to; rank 0 serves the store until then."""
     dist.destroy_process_group()
-    if world.store is not None:
-        leave(world.store, rank=world.rank, world_size=world.world_size)
+    with suppress(RuntimeError):  # rank 0 is gone, or does not wait any longer
+        if store.add(LEFT, 1) == world.world_size:
+            store.set(f"{LEFT}/all", "")
+        if world.is_first:
+            store.wait([f"{LEFT}/all"], timedelta(seconds=LEAVE_S))
+
+
+def control_group(purpose: str, *, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+    """Make a group for small messages of one thread of every rank; None for one rank. Collective.
+
+    Two threads cannot share a group, since the order of their messages differs between ranks.
+    """
+    if dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=purpose)
+    assert isinstance(group, dist.ProcessGroup)
+    # Connect now: gloo connects at the first message, through a store that threads cannot share.
+    gather_objects(None, group=group)
+    dist.all_reduce(torch.zeros(1), group=group)
+    return group
 
 
 def agree_no_error(error: str | None) -> None:
@@ -173,10 +273,10 @@ def agree_no_error(error: str | None) -> None:
             raise UserError(text if len(errors) == 1 else f"rank {rank}: {text}")
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
     """`value` of every rank, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

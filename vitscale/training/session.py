@@ -145,7 +145,7 @@ def _open(
         evaluations=evaluations,
         store=store,
         log=log,
-        preemption=stack.enter_context(PreemptionFlag(world)),
+        preemption=stack.enter_context(PreemptionFlag()),
         batches=stack.enter_context(open_batches(run, plan, data, world, step=start_step)),
         watchdog=watchdog,
         start_step=start_step,

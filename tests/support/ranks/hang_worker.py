@@ -42,7 +42,7 @@ def main() -> None:
             init_timeout_min=INIT_TIMEOUT_MIN if "missing" in case else 2.0,
         ) as world,
         Watchdog(world, timeout_min=TIMEOUT_MIN) as watchdog,
-        PreemptionFlag(world) as stop,
+        PreemptionFlag() as stop,
         watchdog.reporting(),
     ):
         for step in range(20):

@@ -32,17 +32,3 @@ def run_ranks(num_ranks: int, work: Callable[[int, Callable[[Any], list[Any]]], 
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return [each.result() for each in [pool.submit(one, rank) for rank in range(num_ranks)]]
-
-
-class GatheredExchange:
-    """The exchange of a save, made of a `gather` that gives all values to all ranks."""
-
-    def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-        self._rank, self._gather = rank, gather
-
-    def gather(self, value: Any) -> list[Any] | None:
-        found = self._gather(value)
-        return found if self._rank == 0 else None
-
-    def broadcast(self, value: Any) -> Any:
-        return self._gather(value)[0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks.thread_ranks import GatheredExchange, run_ranks
+from tests.support.ranks.thread_ranks import run_ranks
 from tests.unit.vitscale.checkpoint.saved_steps import flip
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.commit import Save, commit_save
@@ -32,7 +32,7 @@ def save(folder: Path, step: int) -> Path:
         copy.prepare(tensors)
         facts: dict[str, Any] = {"progress": {}, "description": {}, "keep": 2, "attempt": "a"}
         each = Save(checkpoints=folder / "checkpoints", step=step, rank=rank, **facts)
-        return commit_save(each, copy.take(tensors), exchange=GatheredExchange(rank, gather)).folder
+        return commit_save(each, copy.take(tensors), gather=gather).folder
 
     return run_ranks(NUM_RANKS, one)[0]
 
@@ -63,6 +63,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(folders, "blake3_of_file", counted)
     monkeypatch.setattr(store, "gather_objects", lambda value: LOCAL.gather(value))
+    monkeypatch.setattr(store, "control_group", lambda *_, **__: None)
     monkeypatch.setattr(store, "broadcast_object", lambda value: LOCAL.gather(value)[0])
     return counts
 

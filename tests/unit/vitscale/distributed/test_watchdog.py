@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from vitscale.config.errors import FailureKind, PeerLostError, UserError, WorkerError
 from vitscale.distributed import watchdog as watchdog_module
 from vitscale.distributed.events import Failure
-from vitscale.distributed.watchdog import Watchdog, kind_and_text, names
+from vitscale.distributed.watchdog import Watchdog, kind_and_text
 from vitscale.distributed.world import World
 
 RANKS_PER_NODE = 8
@@ -22,9 +21,7 @@ class Ranks:
     """Watchdogs of one process, which take turns instead of running threads."""
 
     def __init__(self, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        store = dist.HashStore()
-        store.compare_set(watchdog_module.FAILURE, "", "")
-        self.dogs = []
+        store, self.dogs = dist.HashStore(), list[Watchdog]()
         for rank in range(num_ranks):
             node = f"n{rank // RANKS_PER_NODE}"
             monkeypatch.setattr(watchdog_module, "node_name", lambda node=node: node)
@@ -39,62 +36,60 @@ class Ranks:
             self.dogs.append(Watchdog(world, timeout_min=10))
             self.dogs[rank]._send(ended=False)
 
-    def turn(self, among: Sequence[int] | None = None) -> Failure | None:
-        """One period of some ranks; the first failure that one finds."""
-        found = None
-        for rank in range(len(self.dogs)) if among is None else among:
-            self.dogs[rank]._send(ended=False)
-            found = found or self.dogs[rank]._read() or self.dogs[rank]._find()
-        return found
-
-    def turns(self, number: int, among: Sequence[int] | None = None) -> Failure | None:
+    def turns(self, number: int, among: Sequence[int]) -> Failure | None:
+        """Periods of some ranks, until all of them know the same failure."""
         for _ in range(number):
-            if found := self.turn(among):
+            for rank in among:
+                self.dogs[rank]._send(ended=False)
+                self.dogs[rank]._find()
+            if found := self.dogs[among[0]]._read():
+                assert all(self.dogs[rank]._read() == found for rank in among)
                 return found
         return None
 
 
-def test_a_silent_node_is_named_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(24, monkeypatch)
-    ranks.dogs[7].step = 5
-    assert ranks.turns(3) is None
+    ranks.dogs[0].step = 5
     rest = [rank for rank in range(24) if rank // 8 != 1]
+    assert ranks.turns(3, range(24)) is None
     assert ranks.turns(15, rest) is None  # 45 s
-    found = ranks.turns(4, rest)
+    found = ranks.turns(1, rest)
     assert found is not None and found.kind is FailureKind.KILLED
-    assert found.what.startswith("all of n1 (rank 8 to 15) has sent no heartbeat for 45 s")
-    assert (found.rank, found.node, found.step, found.reported_by) == (8, "n1", 5, 7)
+    assert found.what == (
+        "rank 8 on n1, rank 9 on n1, rank 10 on n1, rank 11 on n1 and 4 more ranks has sent no "
+        "heartbeat for 45 s: it was stopped or killed, or its node is gone"
+    )
+    assert (found.rank, found.node, found.step, found.reported_by) == (8, "n1", 5, 0)
 
 
-def test_a_lost_peer_is_named_within_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_lost_peer_is_named_within_periods(monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
+    ranks, rest = Ranks(4, monkeypatch), [rank for rank in range(4) if rank != gone]
+    assert ranks.turns(2, range(4)) is None
+    ranks.dogs[3]._has_lost = True
+    assert ranks.turns(1, range(4)) is None, "all are there"
+    found = ranks.turns(3, rest)
+    assert found is not None and found.what.startswith(f"rank {gone} on n0 has sent no heartbeat")
+
+
+def test_a_rank_that_has_ended_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(4, monkeypatch)
-    ranks.turn()
-    ranks.dogs[0]._is_lost = True
-    found = ranks.turns(3, [0, 1, 3])
-    assert found is not None and found.what == "rank 2 on n0 sends no heartbeat any more"
+    ranks.dogs[2]._send(ended=True)
+    assert ranks.turns(100, [0, 1, 3]) is None
 
 
 def test_the_rank_that_is_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(4, monkeypatch)
-    for rank, dog in enumerate(ranks.dogs):
+    ranks, everyone = Ranks(4, monkeypatch), range(4)
+    for dog in ranks.dogs:
         dog.mark("waiting for data")
-        if rank != 2:
-            dog.mark("training")
-    assert ranks.turns(140) is None  # 7 minutes
-    found = ranks.turns(2)
+    assert ranks.turns(300, everyone) is None, "all at the same place: collectives have timeouts"
+    for rank in (0, 1, 3):
+        ranks.dogs[rank].mark("training")
+    assert ranks.turns(140, everyone) is None  # 7 minutes
+    found = ranks.turns(2, everyone)
     assert found is not None and found.kind is FailureKind.HANG
     assert found.what == "rank 2 on n0 has kept the others waiting for 420 s (waiting for data)"
-    ranks.dogs[2].mark("training")
-    ranks.dogs[2]._send(ended=False)
-    assert ranks.turns(300) is None, "all at the same place: collectives have timeouts"
-
-
-def test_ranks_are_named_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    beats: Any = Ranks(80, monkeypatch).dogs[0]._all()
-    assert names(beats, [3, 9]) == "rank 3 on n0, rank 9 on n1"
-    text = names(beats, [rank for rank in range(80) if rank != 9])
-    assert text.startswith("all of n0 (rank 0 to 7), rank 8, 10, 11")
-    assert text.endswith(" and ranks on 6 more nodes")
 
 
 def test_kinds_of_errors() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import distributed_c10d
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.processes import nvidia_driver
-from vitscale.distributed.world import _pick_device, process_group
+from vitscale.distributed.world import _interface_to, _pick_device
 
 
 def _see_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, *, in_slurm: bool) -> None:
@@ -64,13 +62,5 @@ def test_a_driver_too_old_for_cuda_is_named(
     assert _pick_device("auto", 0).type == "cpu"
 
 
-def test_there_is_one_group_which_connects_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")  # restored afterwards
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
-    num_threads = torch.get_num_threads()
-    with process_group(device="cpu", timeout_min=1.0, num_threads=num_threads):
-        assert len(distributed_c10d._world.pg_map) == 1
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+def test_gloo_takes_the_network_of_the_route_to_the_first_rank() -> None:
+    assert _interface_to("127.0.0.1") == "lo" and _interface_to("nowhere.invalid") is None
