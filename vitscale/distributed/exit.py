@@ -74,18 +74,18 @@ def end_within(seconds: float, *, exit_code: int) -> None:
 def run_rank_script(main: Callable[[], None]) -> None:
     """`run_script` for one of several ranks; the process exits through `skip_teardown`."""
     forgive_output()
+    code = EXIT_FAILED
     try:
         run_script(main)
+        code = 0
     except SystemExit as stop:
-        skip_teardown(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         raise
     except OSError:
-        skip_teardown(FailureKind.STORAGE.exit_code)
+        code = FailureKind.STORAGE.exit_code
         raise
-    except BaseException:
-        skip_teardown(EXIT_FAILED)
-        raise
-    skip_teardown(0)
+    finally:
+        skip_teardown(code)
 
 
 def skip_teardown(exit_code: int) -> None:

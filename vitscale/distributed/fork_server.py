@@ -42,19 +42,6 @@ PR_SET_PDEATHSIG = 1
 HARMLESS_THREADS = {"jemalloc_bg_thd"}
 
 
-def facts_of_threads(pid: int, fact: str) -> dict[int, str]:
-    """What the kernel tells of each thread of a process of this machine, by thread: see proc(5).
-
-    Threads that end meanwhile are left out.
-    """
-    found = {}
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(FileNotFoundError, ProcessLookupError):
-                found[int(thread)] = Path(f"/proc/{pid}/task/{thread}/{fact}").read_text().strip()
-    return found
-
-
 def start_server(imports: Sequence[str]) -> None:
     """Start the server, unless it runs. Returns at once.
 
@@ -101,11 +88,19 @@ def accept_signals() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
+def names_of_threads(pid: int) -> set[str]:
+    """Names of the threads of a process of this machine, without its first one."""
+    names = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if thread.name != str(pid):
+                names.add((thread / "comm").read_text().strip())
+    return names
+
+
 def has_one_thread() -> bool:
     """Whether a fork of this process is safe."""
-    names = facts_of_threads(os.getpid(), "comm")
-    del names[os.getpid()]
-    return set(names.values()) <= HARMLESS_THREADS
+    return names_of_threads(os.getpid()) <= HARMLESS_THREADS
 
 
 @contextmanager

@@ -3,15 +3,14 @@ memory that all ranks of the node and their loader workers map.
 
 Leaves out: what is shared. Needs no torch.
 
-One rank of a node writes the arrays as files, the others map them. Pickling such an array writes
-its path, so a worker maps it, too. Each process that maps them holds a shared lock of their folder;
-the last to exit removes it. What killed jobs left has no lock; the next start removes it.
+One rank of a node writes the arrays as files, and all ranks map them. Pickling such an array writes
+its path, so a worker maps it, too. The rank that wrote them locks their folder, and removes it when
+it exits. What a killed job left has no lock; the next start removes it.
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
 import fcntl
 import io
 import os
@@ -24,11 +23,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from uuid import uuid4
 
 import numpy as np
 
 from vitscale.config.errors import StorageError, UserError
+from vitscale.distributed.processes import node_name
 
 T = TypeVar("T")
 SHARED_MEMORY = "/dev/shm"
@@ -37,8 +36,6 @@ SPARE_BYTES = 1 << 26
 SUFFIX = ".shared"
 # A folder without a lock may be one that another job is about to lock.
 LEFT_AFTER_S = 60.0
-# Descriptors of the folders that this process keeps.
-_locks: list[int] = []
 
 
 def private_folder(parent: str | None = None) -> Path:
@@ -85,22 +82,21 @@ def once_per_node(
     is_maker: whether this rank is that one. gather: returns the argument of every rank, in rank
     order. Collective. Raises UserError, on all ranks, when `make` does on one.
     """
-    name: str = gather(uuid4().hex + SUFFIX)[0]
-    error = None
+    folder, error = None, None
     if is_maker:
         try:
-            _write(make(), name)
+            folder = _write(make())
         except UserError as caught:
             error = caught
-    for found in gather(error):
+    folders: dict[str, Path] = {}
+    for node, path, found in gather((node_name(), folder, error)):
         if found is not None:
             raise found
-    if _find(name) is None:  # a container with memory of its own
-        _write(make(), name)
-    folder = _find(name)
-    assert folder is not None
-    _lock(folder)
-    atexit.register(_leave, folder)
+        if path is not None:
+            folders[node] = path
+    folder = folders[node_name()]
+    if not folder.is_dir():  # a container with memory of its own
+        return make()
     with (folder / "value").open("rb") as file:
         value: T = _Reader(file, folder).load()
     return value
@@ -129,25 +125,26 @@ class _Reader(pickle.Unpickler):
         return read_column(self.folder / f"{number}.npy")
 
 
-def _write(value: object, name: str) -> None:
-    """Write a value to a folder of this name, which appears when it is complete."""
+def _write(value: object) -> Path:
+    """Write a value to a new folder, which is locked until this process exits."""
     pickled = io.BytesIO()
     writer = _Writer(pickled)
     writer.dump(value)
     size = sum(array.nbytes for array in writer.arrays.values()) + len(pickled.getbuffer())
     parent = _parent_with_room(size)
-    _remove_leftovers(parent)
+    for left in parent.glob(f"*{SUFFIX}"):
+        _remove_leftover(left)
     folder = Path(tempfile.mkdtemp(suffix=SUFFIX, dir=parent))
-    _lock(folder)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         (folder / "value").write_bytes(pickled.getbuffer())
         for number, array in writer.arrays.items():
             np.save(folder / f"{number}.npy", array)
-        folder.rename(parent / name)
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if error.errno != errno.ENOTEMPTY:  # another rank of this container was faster
-            raise StorageError(f"cannot be written ({error.strerror})", where=str(parent)) from None
+        raise StorageError(f"cannot be written ({error.strerror})", where=str(parent)) from None
+    return folder
 
 
 def _parent_with_room(size: int) -> Path:
@@ -167,35 +164,11 @@ def _free(folder: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _find(name: str) -> Path | None:
-    parents = (SHARED_MEMORY, tempfile.gettempdir())
-    folders = (Path(parent) / f"vitscale-{os.getuid()}" / name for parent in parents)
-    return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def _lock(folder: Path) -> None:
-    """Keep a folder until this process exits."""
-    _locks.append(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-    fcntl.flock(_locks[-1], fcntl.LOCK_SH)
-
-
-def _leave(folder: Path) -> None:
-    """Remove a folder unless another process keeps it."""
-    while _locks:
-        os.close(_locks.pop())
-    _remove_if_unlocked(folder)
-
-
-def _remove_leftovers(parent: Path) -> None:
-    for folder in parent.glob(f"*{SUFFIX}"):
-        with suppress(FileNotFoundError):
-            if time.time() - folder.stat().st_mtime > LEFT_AFTER_S:
-                _remove_if_unlocked(folder)
-
-
-def _remove_if_unlocked(folder: Path) -> None:
-    """Remove a folder that no process uses."""
-    with suppress(OSError):  # in use, or just removed
+def _remove_leftover(folder: Path) -> None:
+    """Remove a folder that no process has locked."""
+    with suppress(OSError):  # locked, or just removed
+        if time.time() - folder.stat().st_mtime < LEFT_AFTER_S:
+            return
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -21,8 +21,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
+
 from vitscale.config.errors import UserError
-from vitscale.distributed.fork_server import accept_signals, facts_of_threads, worker_context
+from vitscale.distributed.fork_server import accept_signals, worker_context
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -31,13 +33,6 @@ PENDING_PER_WORKER = 2
 PORTS = range(20_000, 32_000)
 # Reading less than this takes no longer than starting processes.
 SMALL_BYTES = 256 << 20
-STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for storage",
-    "T": "stopped",
-    "Z": "zombie",
-}
 
 
 def node_name() -> str:
@@ -101,33 +96,25 @@ def threads_per_rank(
 
 
 def process_state(pid: int) -> str:
-    """The kernel's state of a process: a value of STATES, `state X` for others, or `gone`."""
-    with suppress(OSError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return STATES.get(letter, f"state {letter}")
-    return "gone"
+    """The kernel's state of a process, such as `running`, `stopped`, `disk-sleep`; or `gone`."""
+    try:
+        state: str = psutil.Process(pid).status()
+        return state
+    except psutil.NoSuchProcess:
+        return "gone"
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process of this machine runs. A zombie (not reaped by its parent) is dead."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # another user's
-    return process_state(pid) != "zombie"
-
-
-def children(pid: int) -> list[int]:
-    """Processes that a process of this machine has started."""
-    return [int(one) for each in facts_of_threads(pid, "children").values() for one in each.split()]
+    return process_state(pid) not in ("gone", "zombie")
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that a process of this machine has started, and theirs; children come first."""
-    found = children(pid)
-    return [*found, *(each for child in found for each in descendants(child))]
+    """Processes that a process of this machine has started, and theirs."""
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def workers_for(num_bytes: int, *, num_workers: int | None) -> int | None:

@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -45,10 +45,11 @@ class _ForgivingFile(io.FileIO):
             return memoryview(data).nbytes
 
 
-def open_log(path: Path) -> TextIO:
-    """Append lines to a file; those that storage refuses are lost."""
+def open_log(file: Path | int) -> TextIO:
+    """Append lines to a file or descriptor; those that storage refuses are lost."""
+    raw = _ForgivingFile(file, "a", closefd=isinstance(file, Path))
     return io.TextIOWrapper(
-        io.BufferedWriter(_ForgivingFile(path, "a")), encoding="utf-8", line_buffering=True
+        io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
     )
 
 
@@ -56,16 +57,10 @@ def forgive_output() -> None:
     """Let standard output and errors that go to files lose lines when storage refuses them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        try:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                continue
-        except io.UnsupportedOperation:  # kept in memory
-            continue
-        stream.flush()
-        raw = _ForgivingFile(stream.fileno(), "a", closefd=False)
-        buffered = io.BufferedWriter(raw)
-        settings = {"encoding": stream.encoding, "errors": stream.errors}
-        setattr(sys, name, io.TextIOWrapper(buffered, line_buffering=True, **settings))
+        with suppress(io.UnsupportedOperation):  # kept in memory
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                stream.flush()
+                setattr(sys, name, open_log(stream.fileno()))
 
 
 @contextmanager

@@ -21,9 +21,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import psutil
+
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.waiting import stacks
-from vitscale.distributed.processes import children, free_port
+from vitscale.distributed.processes import free_port
 
 SERVER = Path(__file__).with_name("warm_server.py")
 # Importing torch, deepspeed and the project takes 8 s on two quiet cores, November 2026.
@@ -196,7 +198,10 @@ class WarmStarter:
 
 def living_children(pid: int) -> list[int]:
     """Living children of a process, oldest first."""
-    return sorted(child for child in children(pid) if process_state(child) not in (None, "ended"))
+    with suppress(psutil.NoSuchProcess):
+        children = [child.pid for child in psutil.Process(pid).children()]
+        return sorted(child for child in children if process_state(child) not in (None, "ended"))
+    return []
 
 
 def process_state(pid: int) -> str | None:

@@ -19,16 +19,12 @@ from vitscale.distributed.fork_server import (
     ENVIRONMENT,
     HARMLESS_THREADS,
     SIGNALS,
-    facts_of_threads,
     has_one_thread,
+    names_of_threads,
     worker_context,
 )
 
 IMPORTS = ("vitscale.data.loader", "no_such_module")
-
-
-def threads_of(pid: int) -> list[str]:
-    return [name for thread, name in facts_of_threads(pid, "comm").items() if thread != pid]
 
 
 def describe(connection: Connection) -> None:
@@ -36,7 +32,7 @@ def describe(connection: Connection) -> None:
         "parent": os.getppid(),
         "main": getattr(sys.modules["__main__"], "__file__", None),
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        "threads": threads_of(os.getpid()),
+        "threads": names_of_threads(os.getpid()),
     }
     connection.send(facts)
     connection.recv()
@@ -78,7 +74,7 @@ def test_workers_come_from_a_process_without_threads(
     assert facts["parent"] == server != os.getpid()
     assert facts["main"] is None and not facts["threads"]
     assert facts["mask"] >= set(SIGNALS)
-    assert set(threads_of(server)) <= HARMLESS_THREADS
+    assert names_of_threads(server) <= HARMLESS_THREADS
     given = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
     assert {f"{name}={value}".encode() for name, value in ENVIRONMENT.items()} <= set(given)
     assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()

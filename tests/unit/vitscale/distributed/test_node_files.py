@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,13 @@ def kept(memory: Path) -> list[Path]:
     return list(memory.glob("vitscale-*/*"))
 
 
-def leave(memory: Path) -> None:
-    for folder in kept(memory):
-        node_files._leave(folder)
-
-
-def test_first_rank_of_a_node_makes_it_and_the_last_removes_it(memory: Path) -> None:
-    made = []
+def test_one_rank_of_a_node_makes_it_and_removes_it(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, at_exit = [], list[Any]()
+    monkeypatch.setattr(
+        atexit, "register", lambda *call, **options: at_exit.append((call, options))
+    )
 
     def make(rank: int) -> dict[str, Any]:
         made.append(rank)
@@ -56,14 +55,11 @@ def test_first_rank_of_a_node_makes_it_and_the_last_removes_it(memory: Path) -> 
         assert not value["rows"].flags.writeable and value["empty"].size == 0
         assert value["rows"].path == value["same"].path
     [folder] = kept(memory)
-    script = "import sys, fcntl, os; fcntl.flock(os.open(sys.argv[1], 0), 1); print(); input()"
-    command = [sys.executable, "-c", script, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        node_files._leave(folder)
-        assert kept(memory) == [folder], "another rank uses it"
-        other.communicate(b"\n")
-    node_files._leave(folder)
+    os.utime(folder, (0, 0))
+    node_files._remove_leftover(folder)
+    assert kept(memory) == [folder], "a rank uses it"
+    [((remove, *arguments), options)] = at_exit
+    remove(*arguments, **options)
     assert not kept(memory)
 
 
@@ -74,7 +70,6 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays(memory: Path) -> None:
     assert len(pickle.dumps(column)) < 1000
     for array in (column, column[7:90], column + 1):
         assert np.array_equal(pickle.loads(pickle.dumps(array)), array)
-    leave(memory)
 
 
 def test_error_of_any_rank_is_raised_on_all(memory: Path) -> None:
@@ -89,7 +84,6 @@ def test_error_of_any_rank_is_raised_on_all(memory: Path) -> None:
         return str(caught.value)
 
     assert set(run_ranks(2 * PER_NODE, one)) == {"shards: no index"}
-    leave(memory)
 
 
 def test_temporary_folder_where_the_memory_is_small(
@@ -98,7 +92,6 @@ def test_temporary_folder_where_the_memory_is_small(
     monkeypatch.setattr(node_files, "_free", lambda folder: 0 if folder == str(memory) else 1 << 40)
     found = once_per_node(lambda: np.arange(5), is_maker=True, gather=lambda own: [own])
     assert found.tolist() == [0, 1, 2, 3, 4] and not kept(memory)
-    leave(memory.parent)
     monkeypatch.setattr(node_files, "_free", lambda _: 0)
     with pytest.raises(StorageError, match="has room"):
         once_per_node(lambda: np.arange(5), is_maker=True, gather=lambda own: [own])
@@ -110,4 +103,3 @@ def test_leftovers_of_killed_jobs_are_removed(memory: Path) -> None:
     os.utime(left, (0, 0))
     once_per_node(lambda: 1, is_maker=True, gather=lambda own: [own])
     assert not left.exists() and len(kept(memory)) == 1
-    leave(memory)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import queue
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,7 +14,6 @@ import pytest
 from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import UserError
 from vitscale.distributed.processes import (
-    descendants,
     free_port,
     is_alive,
     ordered_results,
@@ -66,30 +63,6 @@ def test_a_zombie_counts_as_dead() -> None:
     assert not is_alive(process.pid)
     process.wait()
     assert not is_alive(process.pid) and process_state(process.pid) == "gone"
-
-
-def test_children_of_all_threads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the thread listed before has just ended."""
-    read, ended = Path.read_text, threading.Event()
-    started: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
-
-    def first_is_gone(path: Path) -> str:
-        if path.parent.name == str(os.getpid()):
-            raise ProcessLookupError
-        return read(path)
-
-    def start() -> None:
-        started.put(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
-        ended.wait()
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    with started.get() as child:
-        monkeypatch.setattr(Path, "read_text", first_is_gone)
-        assert child.pid in descendants(os.getpid())
-        child.kill()
-        ended.set()
-        thread.join()
 
 
 def test_a_free_port_is_none_that_other_sockets_get() -> None:
