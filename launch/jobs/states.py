@@ -20,7 +20,6 @@ from launch.jobs.queue import QueuedJob, jobs_of
 from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.config.errors import FailureKind, UserError, UserErrors, did_you_mean
 from vitscale.distributed.events import (
-    EVENTS_NAME,
     TrainingStart,
     cause,
     read_failures,
@@ -33,7 +32,7 @@ from vitscale.tracking.mlflow_sync import ARTIFACTS_FOLDER
 RUNS_FOLDER = Path("runs")
 # runs/CHAIN/STAGE/RUN
 MAX_DEPTH = 3
-RUN_FILES = ("config.yaml", JOURNAL_NAME, EVENTS_NAME)
+RUN_FILES = ("config.yaml", JOURNAL_NAME)
 # All that a run has that was submitted, or started, and has not trained yet.
 JOB_FOLDERS = ("slurm", "local")
 # Of an evaluation, whose journal has image sizes as steps.

@@ -1,4 +1,4 @@
-"""The record of what happened to a run: `events.jsonl` in its folder, one JSON object per line.
+"""The record of what happened to a run: `events/NODE.jsonl` in its folder, one JSON object a line.
 
 Owns: appending events, the start of a training, the failure of an attempt, and which of several
 reports names the cause. Needs no torch.
@@ -16,7 +16,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import node_name
 
-EVENTS_NAME = "events.jsonl"
+EVENTS_NAME = "events"
 # Names one attempt to run a job; set by what starts the ranks.
 ATTEMPT_VARIABLE = "VITSCALE_ATTEMPT"
 STARTED, FAILED = "started", "failed"
@@ -73,14 +73,15 @@ class TrainingStart:
 
 
 def append_event(run_folder: Path | str, event: str, values: dict[str, Any]) -> None:
-    """Append one line to the events of a run folder that exists. Raises OSError.
+    """Append one line to this node's events of a run folder that exists. Raises OSError.
 
-    Lines of several nodes may be written at once: each is one write to the end of the file, and a
-    reader skips what it cannot parse.
+    Appends of several nodes to one file would be lost on NFS; those of one node are whole.
     """
     row = {"event": event, "time": round(time.time(), 3)} | values
+    folder = Path(run_folder) / EVENTS_NAME
+    folder.mkdir(exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    descriptor = os.open(Path(run_folder) / EVENTS_NAME, flags, 0o666)
+    descriptor = os.open(folder / f"{node_name()}.jsonl", flags, 0o666)
     try:
         # A line that was cut off must not swallow this one.
         line = b"\n" + json.dumps(row).encode() + b"\n"
@@ -91,17 +92,16 @@ def append_event(run_folder: Path | str, event: str, values: dict[str, Any]) -> 
         os.close(descriptor)
 
 
-def read_events(run_folder: Path | str) -> Iterator[dict[str, Any]]:
-    """Yield all readable events, oldest first; none without the file."""
-    try:
-        lines = (Path(run_folder) / EVENTS_NAME).read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with suppress(ValueError):
-            row = json.loads(line)
-            if isinstance(row, dict) and "event" in row:
-                yield row
+def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
+    """All readable events of all nodes, oldest first; none without a file."""
+    rows = []
+    for path in (Path(run_folder) / EVENTS_NAME).glob("*.jsonl"):
+        with suppress(OSError):
+            for line in path.read_bytes().splitlines():
+                with suppress(ValueError, TypeError, KeyError):
+                    row = json.loads(line)
+                    rows.append((float(row["time"]), row))
+    return [row for _, row in sorted(rows, key=lambda each: each[0]) if "event" in row]
 
 
 def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -> None:

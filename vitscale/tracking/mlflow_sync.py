@@ -1,7 +1,7 @@
 """Keep MLflow equal to run folders: `MlflowRun` sends what the store lacks; `stored_runs` reads it.
 
 A run folder holds all that MLflow is told: metrics in the journal, settings in config.yaml, tags in
-events.jsonl with an id, by which its MLflow run is found. So sending may be interrupted anywhere,
+events/ with an id, by which its MLflow run is found. So sending may be interrupted anywhere,
 and repeated: by the thread of a training's tracker, by `compare.py sync` for any folder.
 
 Every call here may block or raise; none belongs in a training loop. mlflow is imported on first

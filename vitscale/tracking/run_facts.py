@@ -1,7 +1,7 @@
 """Describe a run to MLflow: parameters, tags, the record of a run in its folder, tracking URI.
 
 Owns: flattening a configuration to parameters, removing secrets, tags about this process, what
-events.jsonl has for MLflow, and the supported tracking URIs.
+events/ has for MLflow, and the supported tracking URIs.
 Leaves out: sending (`mlflow_sync`). Environment variables are never sent.
 """
 

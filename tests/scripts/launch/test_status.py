@@ -17,7 +17,8 @@ from tests.support.golden import Golden
 STEP = """
 now=$(date +%s.%N) checkpoint=$RUN/checkpoints/step-{step:08d}
 started='"event": "started", "first_step": 0, "total_steps": 100'
-echo "{{$started, \\"time\\": $now}}" >> $RUN/events.jsonl
+mkdir -p $RUN/events
+echo "{{$started, \\"time\\": $now}}" >> $RUN/events/n1.jsonl
 logged='"step": {step}, "train/loss": 1.5, "vitals/images_per_s": 800.0'
 echo "{{$logged, \\"time\\": $now}}" >> $RUN/journal.jsonl
 mkdir -p $checkpoint

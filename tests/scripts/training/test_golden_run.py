@@ -49,8 +49,9 @@ def stored(
         for name in ("journal.jsonl", "classes.json"):
             shutil.copy(place / "run" / name, path)
         shutil.copytree(place / "run/checkpoints", path / "checkpoints")
-        events = (place / "run/events.jsonl").read_text()
-        (path / "events.jsonl").write_text(events.replace(socket.gethostname(), "node1"))
+        (path / "events").mkdir()
+        events = next((place / "run/events").iterdir()).read_text()
+        (path / "events/node1.jsonl").write_text(events.replace(socket.gethostname(), "node1"))
         values: Any = TINY | {"stage": "pretrain", "name": "golden"}
         values["data"] = values["data"] | {"path": "shards"}
         (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))

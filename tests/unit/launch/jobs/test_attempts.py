@@ -36,13 +36,14 @@ def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints/step-00000030"
     checkpoint.mkdir(parents=True)
     log(tmp_path, 37)
-    before = (tmp_path / EVENTS_NAME).read_bytes()
+    (events,) = (tmp_path / EVENTS_NAME).iterdir()
+    before = events.read_bytes()
     ended = end_attempt(running, tmp_path, KILLED)
     assert read_attempts(tmp_path) == [ended]
     assert (ended.checkpoint_step, ended.last_step) == (30, 37)
     assert (ended.ending, ended.failed_node) == (Ending.KILLED, "n2")
     assert ended.ended is not None and ended.ended >= ended.started
-    assert (tmp_path / EVENTS_NAME).read_bytes().startswith(before)
+    assert events.read_bytes().startswith(before)
 
 
 def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
@@ -59,7 +60,8 @@ def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
 )
 def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
     first = begin(tmp_path)
-    with open(tmp_path / EVENTS_NAME, "ab") as file:
+    (events,) = (tmp_path / EVENTS_NAME).iterdir()
+    with events.open("ab") as file:
         file.write(rest)
     end_attempt(first, tmp_path, KILLED)
     begin(tmp_path)

@@ -165,7 +165,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs: one trained, one submitted, two of a chain; and what is none."""
     monkeypatch.chdir(tmp_path)
     artifact = "chain/mlflow-artifacts/1/config.yaml"
-    for path in ("vit/config.yaml", "chain/a/journal.jsonl", "chain/b/events.jsonl", artifact):
+    for path in ("vit/config.yaml", "chain/a/journal.jsonl", "chain/b/config.yaml", artifact):
         file = tmp_path / "runs" / path
         file.parent.mkdir(parents=True)
         file.touch()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from vitscale.config.errors import FailureKind
+from vitscale.distributed import events
 from vitscale.distributed.events import (
     ATTEMPT_VARIABLE,
-    EVENTS_NAME,
     Failure,
     append_event,
     cause,
@@ -39,12 +40,16 @@ def test_failures_are_read_as_written_by_attempt(
     assert found.text == "no space (storage, step 7)"
 
 
-def test_cut_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
-    append_event(tmp_path, "one", {})
-    with open(tmp_path / EVENTS_NAME, "ab") as file:
-        file.write(b'[1]\n{"event": "cut')
-    append_event(tmp_path, "two", {})
-    assert [row["event"] for row in read_events(tmp_path)] == ["one", "two"]
+def test_events_of_all_nodes_are_read_in_order_without_cut_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, event in (("n2", "one"), ("n1", "two"), ("n2", "three")):
+        monkeypatch.setattr(events, "node_name", lambda node=node: node)
+        append_event(tmp_path, event, {})
+        with open(tmp_path / "events/n2.jsonl", "ab") as file:
+            file.write(b'[1]\n{"event": "cut')
+        time.sleep(0.002)
+    assert [row["event"] for row in read_events(tmp_path)] == ["one", "two", "three"]
 
 
 def test_the_last_start_counts(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import yaml
 
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
+from vitscale.distributed.events import read_events
 from vitscale.tracking import run_facts
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.journal import read_rows
@@ -237,7 +238,7 @@ def test_a_copy_is_completed_and_made_once(
 
     record = read_record(folder)
     assert record is not None and (record.status, record.experiment) == ("FINISHED", "copies")
-    events = (folder / "events.jsonl").read_bytes()
+    events = read_events(folder)
     # The first time, it is interrupted.
     journal = (folder / "journal.jsonl").read_bytes()
     (folder / "journal.jsonl").write_bytes(journal[: len(journal) // 2])
@@ -251,7 +252,7 @@ def test_a_copy_is_completed_and_made_once(
     before = content()
     again = send(folder, mlflow_database)
     assert (again.run_id, again.num_points, again.num_files) == (first.run_id, 0, 0)
-    assert content() == before and (folder / "events.jsonl").read_bytes() == events
+    assert content() == before and read_events(folder) == events
     times = [int(row.time * 1000) for row, _ in read_rows(folder / "journal.jsonl")]
     assert set(select(store, "timestamp from metrics")) == set(times)
     sql = "status, start_time, end_time from runs"
