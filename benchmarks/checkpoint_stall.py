@@ -37,7 +37,7 @@ from vitscale.checkpoint.store import CheckpointStore
 from vitscale.checkpoint.tensors import SLICE
 from vitscale.config.loader import load_run
 from vitscale.distributed.exit import run_rank_script
-from vitscale.distributed.world import World, agree_no_error, gather_objects, process_group
+from vitscale.distributed.world import World, gather_objects, process_group
 
 # 5 tokens an image, so 160 a step: far fewer than a GPU takes for the same weights.
 BATCH = 32
@@ -160,7 +160,7 @@ def slowest(seconds: float) -> float:
 
 def flush_disk() -> None:
     os.sync()
-    agree_no_error(None)
+    gather_objects(None)
 
 
 def timed_torch_save(state: dict[str, torch.Tensor], path: Path) -> dict[str, float]:

@@ -23,7 +23,7 @@ from vitscale.data.index import read_split
 from vitscale.data.loader import open_batches
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import atomic_file, make_folders
-from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
+from vitscale.distributed.world import World, broadcast_object, errors_on_all_ranks, gather_objects
 from vitscale.evaluation.trained_model import TrainedModel
 
 # The prediction of one image, with the columns of `schema`.
@@ -103,15 +103,11 @@ def predict_images(
 
 def _on_all_ranks(run: PredictRun, work: Callable[[], Any]) -> Any:
     """`work()`. Raises UserError on every rank if one of them fails. Collective."""
-    found, error = None, None
-    try:
-        found = work()
-    except UserError as caught:
-        error = caught.text()
-    except OSError as caught:
-        error = not_written(caught, key="output", path=str(run.output)).text()
-    agree_no_error(error)
-    return found
+    with errors_on_all_ranks("cannot be written", str(run.output)):
+        try:
+            return work()
+        except OSError as caught:
+            raise not_written(caught, key="output", path=str(run.output)) from None
 
 
 def predictions(

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import blake3
 
-from vitscale.config.errors import UserError, nearest
+from vitscale.config.errors import StorageError, UserError, nearest
 from vitscale.distributed.atomic_files import blake3_of_file, json_text
+from vitscale.distributed.retry import retried
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
@@ -102,19 +104,21 @@ def read_description(folder: Path) -> tuple[Checkpoint, Listing]:
     Raises UserError saying what is damaged.
     """
     path = folder / MANIFEST
-    with _damage_of(path):
+
+    def read() -> tuple[Checkpoint, Listing]:
         manifest = read_manifest(path)
         if STEP_FOLDER.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             what = f"belongs to step {manifest['step']}, not to this folder"
             raise UserError(what, where=str(path), next_step=REMEDY)
-        checkpoint = Checkpoint(
+        return Checkpoint(
             folder=folder,
             step=int(manifest["step"]),
             files=tuple(manifest["files"]),
             progress=manifest["progress"],
             description=manifest["description"],
-        )
-        return checkpoint, manifest["files"]
+        ), manifest["files"]
+
+    return _read_or_damage(path, read)
 
 
 def verify_share(
@@ -124,27 +128,34 @@ def verify_share(
 
     The shares of all ranks are all files, each once.
     """
-    path = folder / MANIFEST
     for number, name in list(enumerate(listing))[rank::world_size]:
+        verify = partial(verify_files, folder, {name: listing[name]})
         try:
-            with _damage_of(path):
-                verify_files(folder, {name: listing[name]})
+            _read_or_damage(folder / MANIFEST, verify)
         except UserError as error:
             return number, error
     return None
 
 
-@contextmanager
-def _damage_of(path: Path) -> Iterator[None]:
-    """Errors of a damaged checkpoint as UserError. path: its manifest."""
+def _read_or_damage(path: Path, read: Callable[[], T]) -> T:
+    """Read from a checkpoint, again if storage fails for a moment. path: its manifest.
+
+    Raises StorageError for an outage of storage, another UserError for a damaged checkpoint.
+    """
     try:
-        yield
-    except OSError as error:
+        return retried(read)
+    except UserError:
+        raise
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         what = f"missing or unreadable ({error.strerror})"
         raise UserError(what, where=str(error.filename or path), next_step=REMEDY) from None
+    except OSError as error:
+        raise StorageError(
+            f"cannot be read ({error.strerror})",
+            where=str(error.filename or path),
+            next_step="run again once storage works, or move this checkpoint away",
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
         what = f"not a checkpoint manifest ({type(error).__name__}: {error})"
         raise UserError(what, where=str(path), next_step=REMEDY) from None
 
@@ -199,19 +210,22 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted(steps, key=step_of, reverse=True)
 
 
-def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint, and a sentence for each newer one that is damaged."""
-    return newest_of(step_folders(folder), read=read_checkpoint)
-
-
-def newest_of(
-    folders: Sequence[Path], *, read: Callable[[Path], Checkpoint]
+def newest_checkpoint(
+    folder: Path,
+    folders: Sequence[Path] | None = None,
+    *,
+    read: Callable[[Path], Checkpoint] = read_checkpoint,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """As `newest_checkpoint`, of the folders of `step_folders`. read: such as `read_checkpoint`."""
+    """The newest valid checkpoint, and a sentence for each newer one that is damaged.
+
+    folders: its step folders, if they are known. Raises StorageError when storage fails.
+    """
     complaints: list[str] = []
-    for path in folders:
+    for path in step_folders(folder) if folders is None else folders:
         try:
             return read(path), complaints
+        except StorageError:
+            raise
         except UserError as error:
             shown = UserError(error.what, where=error.where)  # the next step is done here
             complaints.append(f"skipping damaged checkpoint: {shown}")
@@ -224,13 +238,11 @@ def checkpoint_to_resume(
     *,
     read: Callable[[Path], Checkpoint] = read_checkpoint,
 ) -> tuple[Checkpoint | None, list[str]]:
-    """As `newest_checkpoint`; None only when there is no checkpoint at all.
+    """Like `newest_checkpoint`; None only when there is no checkpoint at all.
 
-    folders: its step folders, if they are known.
     Raises UserError when there are some and none can be read: starting over would overwrite them.
     """
-    found = step_folders(folder) if folders is None else folders
-    checkpoint, complaints = newest_of(found, read=read)
+    checkpoint, complaints = newest_checkpoint(folder, folders, read=read)
     if checkpoint is None and complaints:
         raise UserError(
             "\n".join(["holds checkpoints, but none that can be read", *complaints]),

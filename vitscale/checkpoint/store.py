@@ -41,9 +41,9 @@ from vitscale.distributed.events import EVENTS_NAME
 from vitscale.distributed.world import (
     SAVES,
     World,
-    agree_no_error,
     broadcast_object,
     control_group,
+    errors_on_all_ranks,
     gather_objects,
 )
 
@@ -97,19 +97,11 @@ class CheckpointStore:
 
     def _of_first_rank(self, work: Callable[[], T]) -> T:
         """The result of rank 0, or its error, on every rank."""
-        value, error = None, None
-        if self.world.is_first:
-            try:
+        value = None
+        with errors_on_all_ranks("cannot be read", self.folder):
+            if self.world.is_first:
                 value = work()
-            except UserError as caught:
-                error = caught
-            except OSError as caught:
-                what = f"cannot be read ({caught.strerror})"
-                error = UserError(what, where=str(caught.filename or self.folder))
-        value, error = broadcast_object((value, error))
-        if error is not None:
-            raise error
-        return cast(T, value)
+        return cast(T, broadcast_object(value))
 
     def save(
         self,
@@ -232,24 +224,22 @@ def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
     A run that fails before it has written anything leaves no new folder.
     """
     with ExitStack() as stack:
-        error = None
-        if world.is_first:
-            try:
+        with errors_on_all_ranks("cannot be used as run folder", folder):
+            if world.is_first:
                 if not folder.exists():
                     stack.callback(_remove_if_unused, folder)
                 folder.mkdir(parents=True, mode=0o700, exist_ok=True)
                 file = stack.enter_context(open(folder / ".lock", "w"))
                 # Or loader workers, which outlive a killed rank by seconds, would hold the lock.
                 os.register_at_fork(after_in_child=file.close)
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                error = (
-                    f"{folder}: another job is training in this run folder\n"
-                    "  next: wait for it or stop it, or choose another name"
-                )
-            except OSError as caught:
-                error = f"{folder}: cannot be used as run folder ({caught.strerror})"
-        agree_no_error(error)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise UserError(
+                        "another job is training in this run folder",
+                        where=str(folder),
+                        next_step="wait for it or stop it, or choose another name",
+                    ) from None
         yield
 
 

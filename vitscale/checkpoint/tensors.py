@@ -16,10 +16,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from vitscale.distributed.retry import retried
 
 DTYPES = {
     torch.float64: "F64",
@@ -144,9 +147,13 @@ class Slice(NamedTuple):
 
 def read_header(path: Path) -> list[Slice]:
     """What a verified file holds. Raises OSError."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        header = json.loads(file.read(length))
+
+    def read() -> tuple[int, dict[str, Any]]:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            return length, json.loads(file.read(length))
+
+    length, header = retried(read)
     header.pop("__metadata__", None)
     slices = []
     for name, entry in header.items():
@@ -197,7 +204,7 @@ class SavedTensors:
             if first < last:
                 here = slice((first - start) * dtype.itemsize, (last - start) * dtype.itemsize)
                 offset = each.offset + (first - each.start) * dtype.itemsize
-                self._read(each.file, offset, into=found[here])
+                retried(partial(self._read, each.file, offset, into=found[here]))
                 num_read += last - first
         assert num_read == num_elements, f"slices of {name} overlap or do not cover it"
         return found.view(dtype)

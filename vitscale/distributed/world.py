@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import PeerLostError, RankError, UserError
+from vitscale.config.errors import PeerLostError, RankError, StorageError, UserError
 from vitscale.distributed.processes import free_port, node_name, nvidia_driver, threads_per_rank
 
 # Of each major version of CUDA (NVIDIA's CUDA compatibility guide, minor version compatibility).
@@ -264,13 +265,24 @@ def control_group(purpose: str, *, timeout: timedelta | None = None) -> dist.Pro
     return group
 
 
-def agree_no_error(error: str | None) -> None:
-    """Raise the first rank's error on every rank, so that none waits for a failed one."""
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    for rank, text in enumerate(errors):
-        if text is not None:
-            raise UserError(text if len(errors) == 1 else f"rank {rank}: {text}")
+@contextmanager
+def errors_on_all_ranks(what: str, where: Path | str) -> Iterator[None]:
+    """Raise a UserError of the block on every rank, so that none waits for a failed one.
+
+    Collective. An OSError becomes a StorageError, `where: what (No space left on device)`.
+    """
+    error: UserError | None = None
+    try:
+        yield
+    except UserError as caught:
+        error = caught
+    except OSError as caught:
+        place = str(caught.filename or where)
+        error = StorageError(f"{what} ({caught.strerror or caught})", where=place)
+    errors = gather_objects(error)
+    for rank, found in enumerate(errors):
+        if found is not None:
+            raise found if len(errors) == 1 else type(found)(f"rank {rank}: {found}")
 
 
 def gather_objects(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:

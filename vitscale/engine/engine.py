@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from vitscale.checkpoint.tensors import slice_name
-from vitscale.distributed.world import World, agree_no_error, broadcast_tensor
+from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks
 from vitscale.engine.device_batches import Normalization
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders
@@ -266,19 +266,15 @@ class Engine:
 
         read: of the whole tensors by name. Each rank reads the parts that it saves, one at a time;
         what other ranks need of them goes through the network.
-        Raises UserError, on all ranks, when one cannot read.
+        Raises StorageError, on all ranks, when one cannot read.
         """
         self._create_optimizer_state(optimizer_steps)
-        error = None
-        try:
+        with errors_on_all_ranks("cannot be read", "the state"):
             for name, parameter, kind, start, part in self._own_parts():
                 self._layout.set_own_part(parameter, part, read(name, start, part.numel()), kind)
             if self.world.is_first:
                 for name, buffer in self._buffers():
                     buffer.copy_(read(f"model.{name}", 0, buffer.numel()).view(buffer.shape))
-        except OSError as caught:
-            error = f"the state cannot be read ({caught})"
-        agree_no_error(error)
         self._layout.share_parts(self._parameters(), self._state_names)
         self._renew_remainders()
         for _, buffer in self._buffers():

@@ -84,20 +84,14 @@ class Subject:
 
         Raises UserError on every rank when that fails.
         """
-        from vitscale.distributed.world import agree_no_error
+        from vitscale.distributed.world import errors_on_all_ranks
 
         if self.folder is None:
             return
-        error = None
-        if self.model.world.is_first:
-            try:
+        with errors_on_all_ranks("cannot be written", self.folder / name):
+            if self.model.world.is_first:
                 make_folders(self.folder)
                 write(self.folder / name)
-            except OSError as caught:
-                error = f"{self.folder / name}: cannot be written ({caught.strerror})"
-            except UserError as caught:
-                error = caught.text()
-        agree_no_error(error)
 
     def write_table(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
         """Write a CSV file, as `write`. Collective."""

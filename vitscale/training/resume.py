@@ -15,7 +15,7 @@ from vitscale.checkpoint.tensors import SavedTensors, Slice, read_header
 from vitscale.config.errors import UserError
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.world import World, agree_no_error, gather_objects
+from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
 from vitscale.engine.engine import Engine
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
@@ -109,13 +109,10 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
 def _all_slices(checkpoint: Checkpoint, world: World) -> list[Slice]:
     """What all files hold; each header is read by one rank. Collective.
 
-    Raises UserError on all ranks.
+    Raises StorageError on all ranks.
     """
-    own, error = list[Slice](), None
-    try:
+    own = list[Slice]()
+    with errors_on_all_ranks("cannot be read", checkpoint.folder):
         for name in checkpoint.files[world.rank :: world.world_size]:
             own += read_header(checkpoint.folder / name)
-    except OSError as caught:
-        error = f"{checkpoint.folder}: cannot be read ({caught.strerror})"
-    agree_no_error(error)
     return [each for slices in gather_objects(own) for each in slices]

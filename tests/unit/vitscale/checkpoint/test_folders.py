@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.light_checkpoints import light_save, tensor_file
+from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     checkpoint_to_resume,
     manifest_text,
     newest_checkpoint,
     read_checkpoint,
 )
-from vitscale.config.errors import UserError
+from vitscale.config.errors import StorageError, UserError
+from vitscale.distributed import retry
 
 RANK_FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 
@@ -99,6 +102,27 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str
     save(tmp_path, 2)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 2 and complaints == []
+
+
+def test_an_outage_of_storage_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that cannot be read for a moment is read again; no older step replaces it."""
+    for step in (1, 2):
+        save(tmp_path, step)
+    left, read = [1], folders.blake3_of_file
+
+    def fail(path: Path, **options: bool) -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return read(path, **options)
+
+    monkeypatch.setattr(folders, "blake3_of_file", fail)
+    monkeypatch.setattr(retry, "PAUSES_S", (0.0, 0.0))
+    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 2 and complaints == []
+    left[0] = 100
+    with pytest.raises(StorageError, match=r"cannot be read \(Stale file handle\)"):
+        checkpoint_to_resume(tmp_path / "checkpoints")
 
 
 def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import UserError
+from vitscale.distributed import world
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.world import World
 
@@ -40,14 +41,14 @@ def save(folder: Path, step: int) -> Path:
 def on_all_ranks(folder: Path, work: Callable[[CheckpointStore], Any]) -> list[Any]:
     def one(rank: int, gather: Any) -> Any:
         LOCAL.gather = gather
-        world = World(
+        own = World(
             rank=rank,
             world_size=NUM_RANKS,
             local_rank=rank,
             local_world_size=NUM_RANKS,
             device=torch.device("cpu"),
         )
-        return work(CheckpointStore(folder, keep=2, world=world))
+        return work(CheckpointStore(folder, keep=2, world=own))
 
     return run_ranks(NUM_RANKS, one)
 
@@ -62,7 +63,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return blake3_of_file(path, **options)
 
     monkeypatch.setattr(folders, "blake3_of_file", counted)
-    monkeypatch.setattr(store, "gather_objects", lambda value: LOCAL.gather(value))
+    for module in (store, world):
+        monkeypatch.setattr(module, "gather_objects", lambda value: LOCAL.gather(value))
     monkeypatch.setattr(store, "control_group", lambda *_, **__: None)
     monkeypatch.setattr(store, "broadcast_object", lambda value: LOCAL.gather(value)[0])
     return counts
