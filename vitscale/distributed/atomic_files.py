@@ -21,8 +21,6 @@ from typing import Any, BinaryIO
 import blake3
 
 HASH_CHUNK_BYTES = 1 << 20
-# A single fsync at the end of a large file takes so long that it looks like a hang.
-FLUSH_BYTES = 1 << 30
 
 
 def fsync_folder(folder: Path) -> None:
@@ -53,7 +51,7 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
     For files in a folder that is not committed yet: the file's name needs the fsync of its folder.
     Raises OSError that names the file.
     """
-    digest, num_bytes, num_flushed = blake3.blake3(), 0, 0
+    digest, num_bytes = blake3.blake3(), 0
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -65,9 +63,6 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
                     digest.update(chunk)
                     while chunk:
                         chunk = chunk[os.write(fd, chunk) :]
-                if num_bytes - num_flushed >= FLUSH_BYTES:
-                    os.fdatasync(fd)
-                    num_flushed = num_bytes
             os.fsync(fd)
         finally:
             os.close(fd)

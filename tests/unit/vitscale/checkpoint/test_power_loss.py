@@ -3,8 +3,7 @@
 The calls of a real save are recorded and replayed on a model: what a file holds is durable from
 its fsync, a name from the fsync of its folder. Every durable state is written out and read by the
 real reader. Then each fsync, rename and check of the protocol is removed, and some state must lose
-a committed step. tests/integration/checkpoint/test_checkpoint_faults.py uses a real disk, which
-tolerates more.
+a committed step.
 """
 
 from __future__ import annotations

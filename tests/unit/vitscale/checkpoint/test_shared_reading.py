@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.support.ranks.thread_ranks import run_ranks
-from tests.unit.vitscale.checkpoint.saved_steps import flip
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.commit import Save, commit_save
 from vitscale.checkpoint.folders import Checkpoint
@@ -72,8 +71,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def test_all_ranks_choose_the_older_whole_checkpoint(tmp_path: Path, hashed: Counter[str]) -> None:
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
-    flip(newest / "rank-00003.safetensors", -1)
-    flip(newest / "rank-00004.safetensors", -1)
+    for rank in (3, 4):
+        with open(newest / f"rank-0000{rank}.safetensors", "r+b") as file:
+            file.write(b"x")
     hashed.clear()
     found = on_all_ranks(tmp_path, CheckpointStore.newest)
     assert all(each == found[0] for each in found)

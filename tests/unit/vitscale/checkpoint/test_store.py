@@ -1,47 +1,56 @@
-"""The store on one rank commits in the background, whole or not at all."""
+"""The store on one rank: saves in the background, whole or not at all, and reads valid ones."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.unit.vitscale.checkpoint.saved_steps import refuse, save
 from vitscale.checkpoint import commit
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
     read_checkpoint,
+    resolve_weights,
     step_folders,
 )
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.errors import DivergedError, StorageError, UserError
-from vitscale.distributed.world import World
+from vitscale.distributed.world import World, process_group
 
 
-def test_unfinished_save_is_ignored_and_removed(tmp_path: Path, world: World) -> None:
-    save(tmp_path, world, step=1)
-    unfinished = tmp_path / "checkpoints/.step-00000002.0a1b2c3d-1.tmp"
-    unfinished.mkdir()
-    (unfinished / "rank-00000.safetensors").write_bytes(b"half")
-    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-    assert checkpoint is not None and checkpoint.step == 1 and complaints == []
-    save(tmp_path, world, step=3)
-    assert not unfinished.exists()
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with process_group(device="cpu", timeout_min=1, num_threads=1) as joined:
+        yield joined
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        os.environ.pop(name, None)
+    os.environ.pop("MASTER_PORT", None)
 
 
-def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, world: World) -> None:
-    save(small_disk, world, step=1)
-    store = CheckpointStore(small_disk, keep=3, world=world)
-    big = {"model.a": torch.zeros(400_000)}
-    store.save(big, step=2, progress={}, description={})
-    with pytest.raises(StorageError, match="cannot be written .*No space left"):
-        store.wait()
-    checkpoint, complaints = newest_checkpoint(small_disk / "checkpoints")
-    assert checkpoint is not None and checkpoint.step == 1 and complaints == []
+def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
+    store = CheckpointStore(folder, keep=keep, world=world)
+    tensors = {"model.a": torch.full((3,), float(step)), "exp_avg.a": torch.arange(3.0)}
+    store.save(tensors, step=step, progress={"n": step}, description={"grid": [1, 2]})
+    committed = store.wait()
+    assert committed is not None
+    return committed.folder
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
 
 
 def test_save_returns_before_data_is_on_disk(
@@ -135,8 +144,10 @@ def test_failed_last_save_is_reported_on_exit(
     assert any("not committed" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, float("nan")), (torch.bfloat16, float("inf")), (torch.float16, -float("inf"))],
+)
 def test_state_that_is_not_finite_is_not_committed(
     tmp_path: Path, world: World, dtype: torch.dtype, value: float
 ) -> None:
@@ -153,3 +164,67 @@ def test_state_that_is_not_finite_is_not_committed(
     momentum[531] = torch.finfo(dtype).max
     store.save(tensors, step=2, progress={}, description={})
     assert store.wait() is not None
+
+
+def test_resumed_run_keeps_commits_despite_damaged_later_steps(
+    tmp_path: Path, world: World
+) -> None:
+    """All newer steps are damaged: resuming from 10, retention must count none of them."""
+    for step in (10, 20, 30):
+        save(tmp_path, world, step=step)
+    folders = step_folders(tmp_path / "checkpoints")
+    for folder in folders[:2]:
+        flip(folder / "rank-00000.safetensors", -1)
+    for step in (11, 12, 13):
+        save(tmp_path, world, step=step, keep=1)
+        checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+        assert checkpoint is not None and checkpoint.step == step and len(complaints) == 2
+    names = [path.name for path in step_folders(tmp_path / "checkpoints")]
+    assert names == ["step-00000030", "step-00000020", "step-00000013"]
+
+
+def test_valid_step_is_not_written_twice(tmp_path: Path, world: World) -> None:
+    folder = save(tmp_path, world, step=1)
+    before = (folder / "manifest.json").stat().st_ino
+    assert save(tmp_path, world, step=1) == folder
+    assert (folder / "manifest.json").stat().st_ino == before
+    assert not list(folder.parent.glob(".*"))
+
+
+def test_save_that_reads_back_differently_is_refused(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, world, step=1)
+    write = commit.write_new_file
+
+    def lying_disk(path: Path, pieces: object) -> tuple[int, str]:
+        written = write(path, pieces)
+        if path.suffix == ".safetensors":
+            flip(path, -1)
+        return written
+
+    monkeypatch.setattr(commit, "write_new_file", lying_disk)
+    with pytest.raises(UserError, match="does not match its hash"):
+        save(tmp_path, world, step=2, keep=1)
+    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 1 and complaints == []
+    # Without reading back, retention would have dropped the last valid step.
+    monkeypatch.setattr(commit, "verify_files", lambda *_, **__: None)
+    save(tmp_path, world, step=2, keep=1)
+    assert newest_checkpoint(tmp_path / "checkpoints")[0] is None
+
+
+def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -> None:
+    folder = save(tmp_path, world, step=4)
+    assert resolve_weights(str(tmp_path)) == resolve_weights(str(folder))
+    checkpoint, complaints = resolve_weights(str(tmp_path))
+    assert checkpoint.step == 4 and complaints == []
+    flip(save(tmp_path, world, step=5) / "rank-00000.safetensors", -1)
+    checkpoint, complaints = resolve_weights(str(tmp_path))
+    assert checkpoint.step == 4 and "step-00000005" in complaints[0]
+    with pytest.raises(UserError, match="no such run"):
+        resolve_weights(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=f"did you mean {tmp_path}[?]"):
+        resolve_weights(f"{tmp_path}x")
+    with pytest.raises(UserError, match="holds no valid checkpoint"):
+        resolve_weights(str(folder.parent))

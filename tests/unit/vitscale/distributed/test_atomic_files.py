@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from vitscale.distributed import atomic_files
 from vitscale.distributed.atomic_files import atomic_file, write_bytes
 
 
@@ -42,12 +41,3 @@ def test_failed_write_leaves_the_old_file_alone(tmp_path: Path) -> None:
         raise KeyError
     assert (tmp_path / "file").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_large_file_is_flushed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a slow disk shows progress before the fsync at the end."""
-    sizes: list[int] = []
-    monkeypatch.setattr(atomic_files, "FLUSH_BYTES", 100)
-    monkeypatch.setattr(os, "fdatasync", lambda fd: sizes.append(os.fstat(fd).st_size))
-    atomic_files.write_new_file(tmp_path / "file", [bytes(60)] * 5)
-    assert sizes == [120, 240]

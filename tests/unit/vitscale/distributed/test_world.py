@@ -22,18 +22,12 @@ def _see_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, *, in_slurm: bool) 
         monkeypatch.setenv("SLURM_PROCID", "3")
 
 
-def test_task_with_one_visible_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`--gpu-bind=single` shows every task another GPU, each as number 0."""
     _see_gpus(monkeypatch, "3", in_slurm=True)
     assert _pick_device("auto", 3) == torch.device("cuda", 0)
-
-
-def test_task_that_sees_all_gpus_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_gpus(monkeypatch, "0,1,2,3", in_slurm=True)
     assert _pick_device("auto", 3) == torch.device("cuda", 3)
-
-
-def test_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_gpus(monkeypatch, "0", in_slurm=False)
     with pytest.raises(UserError, match="local rank 1 has no GPU: torch finds 1"):
         _pick_device("auto", 1)
@@ -44,8 +38,10 @@ GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)
 """
 
 
-@pytest.mark.parametrize("kind", ["x86_64 Kernel Module", "Open Kernel Module for x86_64"])
-@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+@pytest.mark.parametrize(
+    ("wanted", "kind"),
+    [("auto", "x86_64 Kernel Module"), ("cuda", "Open Kernel Module for x86_64")],
+)
 def test_a_driver_too_old_for_cuda_is_named(
     wanted: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
