@@ -81,16 +81,6 @@ class Commit:
     """Problems after the commit: old folders that could not be removed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """One rank's part of a save, written and read back."""
-
-    file: str
-    num_bytes: int
-    blake3: str
-    warnings: list[str]
-
-
 def commit_save(
     save: Save,
     pieces: Iterable[bytes | memoryview],
@@ -136,11 +126,10 @@ def _result_of(save: Save, work: Callable[[], T]) -> tuple[T | UserError, Except
         return PeerLostError(what), error
 
 
-def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Share:
-    warnings = []
+def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Listing:
     if save.rank == 0:
         # First: the remains of a killed save may fill the disk.
-        warnings = _remove(_leftovers(save))
+        _remove(_leftovers(save))
     whole = list(pieces)
 
     def write() -> tuple[int, str]:
@@ -149,14 +138,10 @@ def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Share:
         return _write_again(save.temporary / save.file_name, whole)
 
     num_bytes, content = retried(write)
-    share = Share(file=save.file_name, num_bytes=num_bytes, blake3=content, warnings=warnings)
+    listing = {save.file_name: {"bytes": num_bytes, "blake3": content}}
     # Every rank its own file: one rank would take hours for those of hundreds.
-    verify_files(save.temporary, _listing([share]), from_disk=True)
-    return share
-
-
-def _listing(shares: Iterable[Share]) -> Listing:
-    return {each.file: {"bytes": each.num_bytes, "blake3": each.blake3} for each in shares}
+    verify_files(save.temporary, listing, from_disk=True)
+    return listing
 
 
 def _write_again(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -165,15 +150,13 @@ def _write_again(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int,
     return write_new_file(path, pieces)
 
 
-def _finish(save: Save, shares: list[Share | UserError]) -> list[str]:
+def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
     """Rank 0, when all have written and read back: manifest, rename, retention."""
+    files: dict[str, Mapping[str, Any]] = {}
     for rank, share in enumerate(shares):
         if isinstance(share, UserError):
-            if len(shares) > 1:
-                share = type(share)(f"rank {rank}: {share}")
-            raise share
-    written = [share for share in shares if isinstance(share, Share)]
-    files = _listing(written)
+            raise share if len(shares) == 1 else type(share)(f"rank {rank}: {share}")
+        files |= share
     # Not so if the folder is on a disk that the nodes do not share.
     check_sizes(save.temporary, files)
     text = manifest_text(
@@ -185,7 +168,7 @@ def _finish(save: Save, shares: list[Share | UserError]) -> list[str]:
     else:
         _set_aside(save.final)
         commit_folder(save.temporary, save.final)
-    return [*written[0].warnings, *_prune(save)]
+    return _prune(save)
 
 
 def _is_committed(save: Save) -> bool:
@@ -198,14 +181,12 @@ def _is_committed(save: Save) -> bool:
     return True
 
 
-def _set_aside(folder: Path) -> Path | None:
-    """Renamed first: a folder killed half-way through removal must not look committed."""
-    if not folder.exists():
-        return None
-    doomed = folder.with_name(f".{folder.name}.old")
-    _remove([doomed])
-    os.rename(folder, doomed)
-    return doomed
+def _set_aside(folder: Path) -> None:
+    """Rename a folder: one killed half-way through its removal must not look committed."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.old")
+        _remove([doomed])
+        os.rename(folder, doomed)
 
 
 def _prune(save: Save) -> list[str]:
