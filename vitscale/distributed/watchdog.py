@@ -264,9 +264,8 @@ class Watchdog:
             return None
         beats = [Beat(*json.loads(text)) for text in self._store.multi_get(keys)]
         before, self._beats = self._beats, beats
-        for rank, (old, new) in enumerate(
-            zip(before, beats, strict=False)
-        ):  # none before the first
+        pairs = zip(before, beats, strict=False)  # there are none before the first time
+        for rank, (old, new) in enumerate(pairs):
             is_silent = old.number == new.number and not new.ended
             self._silent[rank] = self._silent[rank] + 1 if is_silent else 0
         is_stalled = [old.progress for old in before] == [new.progress for new in beats]
@@ -279,10 +278,8 @@ class Watchdog:
         if any(beat.has_lost for beat in self._beats):
             wait_s = PERIODS_TO_CONFIRM * self.period_s
         gone = [rank for rank, num in enumerate(self._silent) if num * self.period_s >= wait_s]
-        what = (
-            f"sent no heartbeat for {wait_s:.0f} s: it was stopped or killed, or its node is gone"
-        )
-        return self._named(FailureKind.KILLED, f"has {what}", gone)
+        what = f"has sent no heartbeat for {wait_s:.0f} s: it was stopped or killed, or its node is"
+        return self._named(FailureKind.KILLED, f"{what} gone", gone)
 
     def _rank_behind(self) -> Failure | None:
         """The ranks that the others wait for; None when all have reached the same."""

@@ -277,8 +277,7 @@ def errors_on_all_ranks(what: str, where: Path | str) -> Iterator[None]:
     except UserError as caught:
         error = caught
     except OSError as caught:
-        place = str(caught.filename or where)
-        error = StorageError(f"{what} ({caught.strerror or caught})", where=place)
+        error = StorageError(f"{what} ({caught.strerror or caught})", where=str(where))
     errors = gather_objects(error)
     for rank, found in enumerate(errors):
         if found is not None:
