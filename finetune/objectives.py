@@ -77,4 +77,4 @@ OBJECTIVES: dict[str, type[Objective]] = {
 if TYPE_CHECKING:
     ObjectiveSettings = NamedSection
 else:
-    ObjectiveSettings = choice_of(OBJECTIVES)
+    ObjectiveSettings = choice_of(OBJECTIVES, default="supervised")

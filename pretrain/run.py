@@ -24,7 +24,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
 if TYPE_CHECKING:
     ObjectiveSettings = NamedSection
 else:
-    ObjectiveSettings = choice_of(OBJECTIVES)
+    ObjectiveSettings = choice_of(OBJECTIVES, default="supervised")
 
 
 class PretrainRun(TrainingRun):

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from finetune.run import FinetuneRun
 from launch.chains.load import TRAININGS
 from launch.chains.settings import ChainRun, ChainStage
@@ -21,8 +19,8 @@ from launch.jobs.preparation import RUN_TYPES
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors
-from vitscale.config.fields import groups_in, locate
 from vitscale.config.loader import read_values
+from vitscale.config.schema import find, groups_of, is_list
 from vitscale.config.section import Run
 from vitscale.config.source import read_yaml, yaml_flow
 
@@ -89,13 +87,9 @@ def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _is_sweep(run_type: type[Run], key: str, value: Any, known: dict[str, Any]) -> bool:
-    """Whether there is such a key, and the list is no value of it."""
-    info = locate(run_type, tuple(key.split(".")), known)[1]
-    if info is None or groups_in(info) is not None or not isinstance(value, list):
+    """True if there is such a key, and the list is no value of it."""
+    path = tuple(key.split("."))
+    node, group = find(run_type, path, known)
+    if not isinstance(value, list) or "properties" in node or groups_of(node) or group is not None:
         return False
-    allowed: Any = info.annotation
-    try:
-        TypeAdapter(allowed).validate_python(value)
-    except ValidationError:
-        return True
-    return False
+    return not is_list(node) or all(isinstance(each, list) for each in value)

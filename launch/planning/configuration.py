@@ -20,7 +20,7 @@ A run is one YAML file, validated before anything heavy is imported:
 ```
 python pretrain/main.py --config configs/vit_b16.yaml optim.lr=3e-4 data.val_split=null
 python pretrain/main.py --config configs/vit_b16.yaml --print-config  # values, sources
-python pretrain/main.py --help                   # groups; --help NAME: keys; --help-all
+python pretrain/main.py --help                   # groups; --help NAME: keys
 ```
 - **Precedence**: command line > file > `base:` file > site file > default. `base:` names one
   YAML file, relative to the file that holds it. Groups are merged key by key, lists are replaced.

@@ -1,38 +1,25 @@
 """Parse the command line that all scripts share.
 
-Owns: --config, key=value overrides, --print-config, --help, --help-all, and a script's
-own switches, options and words.
+Owns: --config, key=value overrides, --print-config, --help, and a script's own switches, options
+and words.
 Leaves out: reading and validating the configuration (`loader`), the list of keys (`reference`).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, get_origin
+from functools import partial
+from typing import Generic, NoReturn
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
-from vitscale.config.reference import (
-    WIDTH,
-    as_overview,
-    as_text,
-    groups_named,
-    settings_reference,
-)
+from vitscale.config.reference import WIDTH, as_overview, as_text, groups_named, settings_reference
+from vitscale.config.schema import is_list, tree_of
 from vitscale.config.source import COMMAND_LINE
 
-CONFIG = {"--config FILE": "the run's YAML file"}
-COMMON_SWITCHES = {
-    "--print-config": "print the resolved configuration with the source of every value, and end",
-    "--help": "print this text, or with names of groups or keys their settings, and end",
-    "--help-all": "print all settings, and end",
-}
-# Launchers add it; the environment (LOCAL_RANK) is what counts.
-IGNORED = ("--local_rank", "--local-rank")
 EPILOG = """\
 Any setting can be given as key=value, for example optim.lr=1e-3 data.val_split=null
 data.crop_area=[0.2,1]. Command line > file > base > site file > default; --print-config
@@ -48,6 +35,11 @@ class Command(Generic[RunT]):
     """Dotted key -> "configs/x.yaml:12", "command line" or "default"."""
     switches: frozenset[str]
     config_path: str | None
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message, where=COMMAND_LINE, next_step="--help shows all switches")
 
 
 def load_command(
@@ -71,102 +63,65 @@ def load_command(
     `options`: further switches with a value, {"--to": "to"}; the same as the key to=VALUE.
     `words_key`: the key that words without `=` are the value of; several of them where it is a
     list. None: such words are errors.
-    Raises UserErrors with all errors; SystemExit(0) after --help, --help-all and --print-config.
+    Raises UserErrors with all errors; SystemExit(0) after --help and --print-config.
     """
-    known, options = dict(switches or {}) | COMMON_SWITCHES, options or {}
-    words, given, errors = _parse(sys.argv[1:] if argv is None else argv, known, options)
-    asked = frozenset(given.keys() & known.keys())
-    if asked & {"--help", "--help-all"}:
-        groups = settings_reference(types_by_stage(run_types))
-        names = [word for word in words if "=" not in word]
-        if names and "--help-all" not in asked:
-            print(as_text(groups_named(groups, names)).lstrip("\n"))
-        else:
-            usage = _usage(script, needs_config, known, options, words_key)
-            lines = [usage, "", description, "", "options:", *_options(known, options), "", EPILOG]
-            lines += ["", *(f"  {each}" for each in examples)] if examples else []
-            everything = "--help-all" in asked
-            print(*lines, as_text(groups) if everything else f"\n{as_overview(groups)}", sep="\n")
+    options, by_stage = options or {}, types_by_stage(run_types)
+    words_usage = f" {words_key.upper()}" if words_key else ""
+    parser = _Parser(
+        usage=f"python {script} --config FILE [key=value ...]{words_usage}",
+        description=description,
+        epilog="\n\n".join([EPILOG, "\n".join(f"  {each}" for each in examples)]),
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
+    for name, key in options.items():
+        parser.add_argument(name, metavar="VALUE", help=f"the same as {key}=VALUE")
+    for name, text in (switches or {}).items():
+        parser.add_argument(name, dest=name, action="store_true", help=text)
+    text = "print the resolved configuration with the source of every value, and end"
+    parser.add_argument("--print-config", action="store_true", help=text)
+    text = "print this text, or the settings of these groups and keys, and end"
+    parser.add_argument("--help", nargs="*", metavar="NAME", help=text)
+    parser.add_argument("-h", dest="help", nargs="*", help=argparse.SUPPRESS)
+    # Launchers add it; the environment (LOCAL_RANK) is what counts.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    found, rest = parser.parse_known_args(argv)
+    given = vars(found)
+    if found.help:
+        print(as_text(groups_named(settings_reference(by_stage), found.help)))
         raise SystemExit(0)
+    if found.help is not None:
+        print(parser.format_help(), as_overview(by_stage), sep="\n")
+        raise SystemExit(0)
+    errors = []
+    for name in (word.partition("=")[0] for word in rest if word.startswith("-")):
+        known = ["--config", *options, *(switches or {}), "--print-config", "--help"]
+        what, step = f"unknown switch {name}", did_you_mean(name, known)
+        allowed = ", ".join(known)
+        errors.append(UserError(what, where=COMMAND_LINE, allowed=allowed, next_step=step))
+    words = [word for word in rest if not word.startswith("-")]
     overrides = [word for word in words if words_key is None or "=" in word]
-    overrides += [f"{key}={given[name]}" for name, key in options.items() if name in given]
+    overrides += [f"{key}={value}" for name, key in options.items() if (value := given[name[2:]])]
     plain = [word for word in words if "=" not in word]
     if words_key is not None and plain:
-        types = types_by_stage(run_types).values()
-        fields = [run_type.model_fields[words_key] for run_type in types]
-        is_list = all(get_origin(field.annotation) is tuple for field in fields)
-        if len(plain) > 1 and not is_list:
+        takes_list = all(is_list(tree_of(t)["properties"][words_key]) for t in by_stage.values())
+        if len(plain) > 1 and not takes_list:
             what = f"takes one {words_key}, but got {len(plain)}: {', '.join(plain)}"
             errors.append(UserError(what, where=COMMAND_LINE))
         # Quoted, because they are no YAML.
-        quoted = json.dumps(plain if is_list else plain[0], ensure_ascii=False)
+        quoted = json.dumps(plain if takes_list else plain[0], ensure_ascii=False)
         overrides.append(f"{words_key}={quoted}")
-    config = given.get("--config")
-    if "--config" not in given and needs_config:
+    if found.config is None and needs_config:
         shown = examples or [f"python {script} --config FILE  # see configs/"]
         step = "\n    ".join(["one of", *shown, f"python {script} --help"])
         error = UserError("no configuration given", where=COMMAND_LINE, next_step=step)
         raise UserErrors([*errors, error])
-    loaded = load_run(run_types, config, overrides=overrides, errors=errors)
-    if "--print-config" in asked:
+    loaded = load_run(run_types, found.config, overrides=overrides, errors=errors)
+    if found.print_config:
         print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
         raise SystemExit(0)
-    return Command(run=loaded.run, sources=loaded.sources, switches=asked, config_path=config)
-
-
-def _parse(
-    argv: Sequence[str], switches: Mapping[str, str], options: Mapping[str, str]
-) -> tuple[list[str], dict[str, str], list[UserError]]:
-    """(words without a dash, {switch: its value, empty if it has none}, errors)."""
-    words, given, errors = [], {}, []
-    with_value = ("--config", *options, *IGNORED)
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        name = "--help" if name == "-h" else name
-        if not word.startswith("-"):
-            words.append(word)
-        elif name == "--help" and value:
-            given[name] = ""
-            words.append(value)
-        elif name in switches and not equals:
-            given[name] = ""
-        elif name in switches:
-            errors.append(UserError(f"{name} takes no value", where=COMMAND_LINE))
-        elif name in with_value:
-            if not equals and rest and not rest[0].startswith("-"):
-                value = rest.pop(0)
-            if value:
-                given[name] = value
-            else:
-                errors.append(UserError(f"{name} needs a value", where=COMMAND_LINE))
-        else:
-            known = ["--config", *options, *switches]
-            what, step = f"unknown switch {name}", did_you_mean(name, known)
-            allowed = ", ".join(known)
-            errors.append(UserError(what, where=COMMAND_LINE, allowed=allowed, next_step=step))
-    return words, given, errors
-
-
-def _usage(
-    script: str,
-    needs_config: bool,
-    switches: Mapping[str, str],
-    options: Mapping[str, str],
-    words_key: str | None,
-) -> str:
-    parts = [f"python {script}", "--config FILE" if needs_config else "[--config FILE]"]
-    parts.append("[key=value ...]")
-    parts += [f"[{name}]" for name in switches if name not in COMMON_SWITCHES]
-    parts += [f"{name} VALUE" for name in options]
-    text = " ".join([*parts, *([words_key.upper()] if words_key else [])])
-    lines = textwrap.wrap(text, WIDTH - 9, break_on_hyphens=False)
-    return "usage: " + "\n         ".join(lines)
-
-
-def _options(switches: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
-    same = {f"{name} VALUE": f"the same as {key}=VALUE" for name, key in options.items()}
-    table = CONFIG | same | dict(switches)
-    width = max(map(len, table))
-    return [f"  {name:<{width}}  {text}" for name, text in table.items()]
+    asked = frozenset(name for name in switches or {} if given[name])
+    sources, path = loaded.sources, found.config
+    return Command(run=loaded.run, sources=sources, switches=asked, config_path=path)

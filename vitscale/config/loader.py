@@ -2,7 +2,7 @@
 
 Owns: the order of layers (command line > file > base > site file > default), validation, one error
 per invalid key (place, value, what is allowed, the nearest key), and writing a run as YAML.
-Leaves out: the YAML dialect and merging (`source`), describing field types (`fields`).
+Leaves out: the YAML dialect and merging (`source`), what a key may hold (`schema`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
-from vitscale.config.fields import (
+from vitscale.config.schema import (
     NAME,
     Path,
-    describe_field,
-    groups_in,
+    describe,
+    find,
+    groups_of,
     known_keys,
-    locate,
+    tree_of,
     value_at,
 )
 from vitscale.config.section import Run
 from vitscale.config.source import (
-    BROKEN,
     COMMAND_LINE,
     Source,
     kind_of,
-    lines_of,
     merge,
     read_chain,
     read_override,
@@ -69,31 +68,37 @@ def load_run(
 ) -> Loaded[RunT]:
     """Read, merge and validate.
 
-    path: None: the overrides alone.
-    with_site: take defaults from the site file.
+    path: None: the overrides alone. with_site: take defaults from the site file.
     Raises UserErrors with all errors, including `errors`; conflicts between values come alone,
     once each value by itself is valid.
     """
-    found = list(errors)
+    found, given = list(errors), []
     file = COMMAND_LINE if path is None else shown_path(str(path))
     layers = [Source({}, {})] if path is None else read_chain(str(path), errors=found)
-    given = [source for text in overrides if (source := read_override(text, errors=found))]
-    if layers and given:
-        layers.append(reduce(merge, given))
-    run_type = _choose_type(run_types, layers, file=file, errors=found) if layers else None
-    if run_type is None:
+    for text in overrides:
+        try:
+            given.append(read_override(text, errors=found))
+        except UserError as error:
+            found.append(error)
+    if not layers:
         raise UserErrors(_in_order(found))
-    if with_site:
-        site = read_site(errors=found)
-        known = {key: v for key, v in site.values.items() if key in run_type.model_fields}
-        layers.insert(0, Source(known, site.places))
-    merged = reduce(lambda under, over: merge(under, over, run_type), layers)
-    places = merged.places | {(): file}
-    run = None
+    layers += [reduce(merge, given)] if given else []
+    run, places = None, reduce(merge, layers).places | {(): file}
     try:
+        run_type = _choose_type(run_types, reduce(merge, layers).values, places)
+        if with_site:
+            site = read_site(errors=found)
+            known = {k: site.values[k] for k in site.values.keys() & run_type.model_fields.keys()}
+            layers.insert(0, Source(known, site.places))
+        merged = reduce(lambda under, over: merge(under, over, tree_of(run_type)), layers)
+        places = merged.places | {(): file}
         run = run_type.model_validate(merged.values)
     except ValidationError as error:
-        found += explain(error, run_type, merged.values, places)
+        reported = {each.where for each in found}
+        explained = explain(error, run_type, merged.values, places)
+        found += [each for each in explained if each.where not in reported]
+    except UserError as error:
+        found.append(error)
     if run is not None and not found:
         for key, what in run.problems():
             found.append(UserError(what, where=_where(tuple(key.split(".")), places)))
@@ -131,48 +136,36 @@ def read_site(*, errors: list[UserError]) -> Source:
         return Source({}, {})
     where = None if named is None else SITE_VARIABLE
     site = reduce(merge, read_chain(path, errors=errors, where=where), Source({}, {}))
-    groups = {}
     for key, value in site.values.items():
-        where = _where((key,), site.places)
         if key not in SITE_GROUPS:
-            step = did_you_mean(key, SITE_GROUPS, "set it in the run's file")
-            what, allowed = f"{key} cannot be set in a site file", ", ".join(SITE_GROUPS)
-            errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
-        elif isinstance(value, dict):
-            groups[key] = value
-        elif value is not None and value is not BROKEN:  # null: its keys are all comments
+            what = f"{key} cannot be set in a site file"
+        elif isinstance(value, dict | None):  # null: its keys are all comments
+            continue
+        else:
             what = f"{key} is {kind_of(value)} instead of keys and values"
-            errors.append(UserError(what, where=where, allowed="a group of keys"))
+        where, allowed = _where((key,), site.places), ", ".join(SITE_GROUPS)
+        step = did_you_mean(key, SITE_GROUPS, "set it in the run's file")
+        errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
+    groups = {key: value for key, value in site.values.items() if isinstance(value, dict)}
     return Source(groups, site.places)
 
 
 def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
     if isinstance(run_types, Mapping):
         return run_types
-    info = run_types.model_fields.get("stage")
-    return {str(info.default) if info is not None else run_types.__name__: run_types}
+    return {str(run_types.model_fields["stage"].default): run_types}
 
 
-def _choose_type(
-    run_types: RunTypes[RunT], layers: Sequence[Source], *, file: str, errors: list[UserError]
-) -> type[RunT] | None:
+def _choose_type(run_types: RunTypes[RunT], values: Any, places: Mapping[Path, str]) -> type[RunT]:
     by_stage = types_by_stage(run_types)
-    allowed = ", ".join(by_stage)
-    named = [source for source in layers if "stage" in source.values]
-    if not named:
-        if not isinstance(run_types, Mapping):
-            return run_types
-        errors.append(UserError("stage is missing", where=f"{file}: stage", allowed=allowed))
-        return None
-    stage = named[-1].values["stage"]
-    if isinstance(stage, str) and stage in by_stage:
+    stage = values.get("stage", None if isinstance(run_types, Mapping) else next(iter(by_stage)))
+    if stage in by_stage:
         return by_stage[stage]
-    if stage is not BROKEN:
-        what = f"{show_value(stage)} is not a stage of this script"
-        where = _where(("stage",), named[-1].places)
-        step = "run the script of that stage, or another file"
-        errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
-    return None
+    where, allowed = _where(("stage",), places), ", ".join(by_stage)
+    if stage is None:
+        raise UserError("stage is missing", where=where, allowed=allowed)
+    what, step = "is not a stage of this script", "run the script of that stage, or another file"
+    raise UserError(f"{show_value(stage)} {what}", where=where, allowed=allowed, next_step=step)
 
 
 def _card(path: FilePath | str) -> str:
@@ -204,74 +197,58 @@ def _in_order(errors: Sequence[UserError]) -> list[UserError]:
 
 # ---- errors of values -------------------------------------------------------------------------
 
+MISSING: Any = object()
+
 
 def explain(
     error: ValidationError, run_type: type[Run], values: Any, places: Mapping[Path, str]
 ) -> list[UserError]:
-    """One error per invalid key, without those that were reported as broken."""
+    """One error per invalid key."""
     found: dict[Path, UserError] = {}
     details = error.errors(include_url=False)
     for detail in details:
         kind, loc = detail["type"], detail["loc"]
         if kind == "too_short" and sum(each["loc"][: len(loc)] == loc for each in details) > 1:
             continue  # pydantic counts without the items that have errors of their own
-        path, is_key = _path_of(loc, values), kind in ("missing", "extra_forbidden")
-        if is_key:
-            # Not in a group, it is an item of a list of the wrong length.
+        if kind in ("missing", "extra_forbidden"):  # an int: an item of a list of fixed length
             path = _path_of(loc[:-1], values)
-            is_key = locate(run_type, path, values)[0] is not None
-        if is_key:
-            path = (*path, str(loc[-1]))
-        elif kind.startswith("union_tag"):
-            path = (*path, NAME)
-        value = value_at(values, path)
-        if path in found or value is BROKEN or (isinstance(value, list) and BROKEN in value):
-            continue
-        where, allowed = _where(path, places), _allowed(run_type, path, values)
-        if kind == "extra_forbidden" and is_key:
-            found[path] = _unknown_key(run_type, path, values, where=where)
-        elif kind == "union_tag_not_found" or is_key:
-            found[path] = UserError(f"{'.'.join(path)} is missing", where=where, allowed=allowed)
+            path += (loc[-1],) if isinstance(loc[-1], str) else ()
         else:
-            what, allowed = _what(value, kind), allowed or str(detail["msg"])
-            step = _hint(value, kind, allowed)
-            found[path] = UserError(what, where=where, allowed=allowed, next_step=step)
+            path = _path_of(loc, values)
+            if kind.startswith("union_tag") and isinstance(value_at(values, path), dict):
+                path += (NAME,)
+        value, where = value_at(values, path, MISSING), _where(path, places)
+        node, _ = find(run_type, path, values)
+        names = list(groups_of(node))
+        is_name = path[-1:] == (NAME,) and len(names) > 1
+        allowed = ", ".join(names) if is_name else describe(node)
+        if kind == "extra_forbidden":
+            what = f"unknown key {'.'.join(path)}"
+            allowed, step = _known_instead(run_type, path, values)
+        elif value is MISSING:
+            what, step = f"{'.'.join(path)} is missing", None
+        else:
+            what, step = _what(value, kind, is_name), _hint(value, kind, allowed)
+        new = UserError(what, where=where, allowed=allowed, next_step=step)
+        found.setdefault(path, new)
     return list(found.values())
 
 
 def _path_of(loc: Sequence[int | str], values: Any) -> Path:
     """Pydantic's location without the parts that are not keys (names of union members)."""
-    path: list[str] = []
-    for part in loc:
-        if isinstance(values, dict) and part in values:
-            values = values[part]
-        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
-            values = values[part]
-        elif isinstance(values, dict):
-            continue  # the name of the chosen group
-        else:
-            break
-        path.append(str(part))
-    return tuple(path)
+    path: Path = ()
+    for part in map(str, loc):
+        inner = value_at(values, (part,), MISSING)
+        if inner is not MISSING:
+            path, values = (*path, part), inner
+    return path
 
 
-def _allowed(run_type: type[BaseModel], path: Path, values: Any) -> str | None:
-    """What a key may hold, in words; of the name of a choice, the names."""
-    info = locate(run_type, path, values)[1]
-    if info is None:
-        return None
-    groups = groups_in(info)
-    if groups is not None and groups.by_name and path[-1] == NAME:
-        return ", ".join(groups.by_name)
-    return describe_field(info)
-
-
-def _unknown_key(run_type: type[BaseModel], path: Path, values: Any, *, where: str) -> UserError:
-    group, info = locate(run_type, path[:-1], values)
+def _known_instead(run_type: type[BaseModel], path: Path, values: Any) -> tuple[str, str]:
+    """What is allowed in place of an unknown key, and the next step."""
+    node, group = find(run_type, path[:-1], values)
     assert group is not None
-    groups = groups_in(info) if info is not None else None
-    members = groups.by_name.items() if groups is not None else ()
-    owners = [name for name, member in members if path[-1] in member.model_fields]
+    owners = [n for n, each in groups_of(node).items() if n and path[-1] in each["properties"]]
     if any("." in part for part in path):
         step = "in a file write dots as nested groups, not inside one key"
     elif owners:
@@ -279,8 +256,7 @@ def _unknown_key(run_type: type[BaseModel], path: Path, values: Any, *, where: s
     else:
         best = nearest_key(path, run_type, values)
         step = f"did you mean {best}?" if best else "remove it"
-    what, allowed = f"unknown key {'.'.join(path)}", ", ".join(group.model_fields)
-    return UserError(what, where=where, allowed=allowed, next_step=step)
+    return ", ".join(group["properties"]), step
 
 
 # Names in other trainers; by spelling alone an unrelated key would be nearest.
@@ -300,13 +276,13 @@ OTHER_NAMES = {
 
 def nearest_key(path: Path, run_type: type[BaseModel], values: Any) -> str | None:
     """The most similar known dotted key."""
-    dotted, name = [".".join(key) for key in known_keys(run_type, values)], path[-1]
+    name, dotted = path[-1], [".".join(key) for key in known_keys(tree_of(run_type), values)]
     if OTHER_NAMES.get(name) in dotted:
         return OTHER_NAMES[name]
     if same_name := [key for key in dotted if key.rpartition(".")[2] == name]:
         return nearest(".".join(path), same_name) or same_name[0]
-    group = locate(run_type, path[:-1], values)[0]
-    siblings = list(group.model_fields) if group is not None else []
+    group = find(run_type, path[:-1], values)[1]
+    siblings = list(group["properties"]) if group is not None else []
     longer = [key for key in siblings if name in key.split("_")]
     if best := longer[0] if len(longer) == 1 else nearest(name, siblings):
         return ".".join((*path[:-1], best))
@@ -314,11 +290,11 @@ def nearest_key(path: Path, run_type: type[BaseModel], values: Any) -> str | Non
 
 
 # Starts of pydantic's names of errors in values of the right type.
-LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "union_tag_invalid", "value_error")
+LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "value_error")
 
 
-def _what(value: Any, kind: str) -> str:
-    if kind.startswith(LIMIT_ERRORS):
+def _what(value: Any, kind: str, is_name: bool) -> str:
+    if is_name or kind.startswith(LIMIT_ERRORS):
         return f"{show_value(value)} is not allowed"
     if isinstance(value, list):
         return f"{show_value(value)} is a list of {len(value)}"
@@ -326,7 +302,7 @@ def _what(value: Any, kind: str) -> str:
 
 
 def _hint(value: Any, kind: str, allowed: str) -> str | None:
-    if kind in ("literal_error", "union_tag_invalid") and isinstance(value, str):
+    if kind.startswith(("literal_error", "union_tag")) and isinstance(value, str):
         return did_you_mean(value, allowed.split(", "))
     if kind.startswith("bool") and str(value).lower() in ("on", "yes", "1"):
         return "write true"
@@ -369,11 +345,10 @@ def run_to_yaml(run: Run, *, sources: Mapping[str, str] | None = None) -> str:
     sources: where each value came from, as a comment beside it.
     """
     card = "".join(f"# {line}".rstrip() + "\n" for line in run.card.splitlines())
-    text = to_yaml(run.model_dump(mode="python"))
+    lines = to_yaml(run.model_dump(mode="python")).split("\n")
     if sources is not None:
-        lines, numbers = text.split("\n"), lines_of(text)
-        for path, _ in run_leaves(run):
-            row = numbers[path] - 1
+        # A line for each leaf, in the same order; those of groups end with their colon.
+        rows = [number for number, line in enumerate(lines) if line and not line.endswith(":")]
+        for row, (path, _) in zip(rows, run_leaves(run), strict=False):
             lines[row] = f"{lines[row]:<48}  # {sources['.'.join(path)]}"
-        text = "\n".join(lines)
-    return card + text
+    return card + "\n".join(lines)

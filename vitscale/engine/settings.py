@@ -6,9 +6,9 @@ Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vitscale.config.errors import nearest
 from vitscale.config.section import Section
@@ -36,6 +36,11 @@ BUCKET_ELEMENTS = 25_000_000
 # and 34 % at 1,024 (simulated: a ring, with noise as large as the signal).
 MAX_RANKS_IN_HALF = 64
 
+# Pydantic takes true for the 1 of a Literal, even in strict mode; no text.
+ZeroStage = Annotated[
+    Literal[0, 1, 2, 3], BeforeValidator(lambda v: v if type(v) is int else str(v))
+]
+
 
 class EngineSettings(Section):
     """Precision, ZeRO, memory and the limits after which ranks end."""
@@ -45,7 +50,7 @@ class EngineSettings(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """bf16 and fp16 keep fp32 master weights and optimiser states; fp16 with a dynamic loss scale,
     for GPUs without bf16, under ZeRO 1 to 3. auto: bf16 on GPU, fp32 on CPU."""
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: ZeroStage = 1
     """What ZeRO shards over ranks: 1 optimiser states, 2 + gradients, 3 + parameters."""
     max_micro_batch: int = Field(default=64, gt=0)
     """Most images one rank takes through one forward pass; accumulation follows from it."""

@@ -1,7 +1,10 @@
-"""Switches, overrides and printed output."""
+"""Switches, overrides, --help, and the end of a script."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +12,16 @@ import pytest
 from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
-from vitscale.config.errors import UserErrors
+from vitscale.config.errors import UserError, UserErrors, run_script
+from vitscale.config.reference import as_markdown, settings_reference
 
-pytestmark = pytest.mark.usefixtures("here")
+CONFIG = "{name: demo, data: {path: s, global_batch: 64}, model: {preset: B/16}, optim: {lr: 1}"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text(CONFIG + ", schedule: {epochs: 3}}")
 
 
 def command(*argv: str, **more: Any) -> Command[PretrainRun]:
@@ -21,12 +31,6 @@ def command(*argv: str, **more: Any) -> Command[PretrainRun]:
     )
 
 
-def errors(*argv: str) -> list[str]:
-    with pytest.raises(UserErrors) as caught:
-        command(*argv)
-    return [error.text() for error in caught.value.errors]
-
-
 @pytest.mark.parametrize("config", [["--config", "a.yaml"], ["--config=a.yaml"]])
 @pytest.mark.parametrize(
     "rank", [[], ["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=0"]]
@@ -34,11 +38,10 @@ def errors(*argv: str) -> list[str]:
 def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) -> None:
     found = command(*rank, "seed=3", *config, "--dry-run", "optim.lr=1e-4")
     assert (found.run.seed, found.run.optim.lr, found.config_path) == (3, 1e-4, "a.yaml")
-    assert found.switches == {"--dry-run"}
+    assert found.switches == {"--dry-run"} and command(*config).switches == frozenset()
 
 
 def test_no_configuration_is_answered_with_commands() -> None:
-    assert "no configuration given" in errors()[0]
     with pytest.raises(UserErrors, match=r"one of\n    first\n    second\n    python .* --help"):
         command(examples=("first", "second"))
 
@@ -50,30 +53,47 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_groups_a_group_or_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> None:
     short = shown(capsys, "--help")
-    assert "  x.py data.path=SHARDS" in short and "optim.lr: a number" not in short
+    assert "  x.py data.path=SHARDS" in short and "--dry-run" in short
+    assert "\n  optim          name, lr, " in short and "\n  objective      name: masked" in short
     optim = shown(capsys, "--help", "optim", "schedule")
-    assert "optim.lr: a number above 0; required" in optim and "optim.ema.decay: " in optim
+    assert "optim.lr: a number above 0; required\n      Peak learning rate" in optim
     assert "schedule.epochs: " in optim and "data.path: " not in optim
-    everything = shown(capsys, "--help-all")
-    for part in ("data.crop_area: a list of 2", "engine.zero_stage: 0, 1, 2, 3; default 1"):
-        assert part in everything
-    for words in (("--help", "optim.lr"), ("--help=optim.lr",)):
-        key = shown(capsys, *words)
-        assert "optim.lr: a number above 0; required" in key and "optim.ema" not in key
-    inner = shown(capsys, "--help", "optim.ema")
-    assert (
-        inner.startswith("[optim.ema]") and "optim.ema.decay" in inner and "optim.lr" not in inner
-    )
-    [error] = errors("--help", "optm")
-    assert "there is no group or key 'optm'" in error and "did you mean optim?" in error
+    key = shown(capsys, "seed=1", "--help=optim.lr")
+    assert "optim.lr: a number above 0; required" in key and "optim.ema" not in key
+    assert shown(capsys, "-h", "optim.ema").startswith("[optim]")
+    with pytest.raises(UserError, match="no group or key 'optm'.*\n.*\n.* did you mean optim?"):
+        command("--help", "optm")
+
+
+SETTINGS = [
+    "## stage: pretrain\nshards -> checkpoint.\n\n- **`name`** (text; required). Name in MLflow",
+    "- **`stage`** (predict; default predict). ",
+    # A choice, and what its groups share.
+    "- **`objective`** (a group with the key name: masked_patch_prediction, supervised, mae, "
+    "distillation; default supervised). What the model",
+    "## objective with name: mae (pretrain)\n",
+    "## objective with name: distillation (pretrain)\n",
+    "As with objective with name: supervised: loss, label_smoothing.\n\n- **`objective.",
+    # What may be null, a list of groups, a group inside one, and a group of two stages.
+    "- **`data.mixing`** (a group, see below; or null; default null). Mixup and CutMix of",
+    "- **`data.mixture`** (a list of groups, see below; default []). Further sets",
+    "- **`data.mixture.N.share`** (a number at least 0.001 and at most 0.999; required). Share of",
+    "## optim.ema (pretrain)\nExponential moving average of the weights.\n\n- **`optim.ema.de",
+    "## model with name: vit\n",
+]
+
+
+def test_reference_lists_every_setting_once() -> None:
+    page = as_markdown(settings_reference({"pretrain": PretrainRun, "predict": PredictRun}))
+    assert [text for text in SETTINGS if page.count(text) != 1] == []
 
 
 def test_options_are_keys() -> None:
     found = command("--config", "a.yaml", "--lr", "2e-3", options={"--lr": "optim.lr"})
     assert found.run.optim.lr == 2e-3
-    with pytest.raises(UserErrors, match="--lr needs a value"):
+    with pytest.raises(UserError, match="command line: argument --lr: expected one argument"):
         command("--config", "a.yaml", "--lr", options={"--lr": "optim.lr"})
 
 
@@ -82,28 +102,38 @@ def test_words_are_the_value_of_their_key() -> None:
     assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
     with pytest.raises(UserErrors, match="takes one output, but got 2: b, c"):
         command("--config", "a.yaml", "b", "c", words_key="output")
-
-
-def test_words_of_a_list_are_all_taken() -> None:
-    found = load_command(
-        PredictRun,
-        script="x.py",
-        description="",
-        argv=["init=runs/a", "[b].jpg", "c d.png"],
-        needs_config=False,
-        words_key="images",
-    )
-    assert found.run.images == ("[b].jpg", "c d.png")
-    assert (found.config_path, found.sources["init"]) == (None, "command line")
+    texts: dict[str, Any] = {"script": "x.py", "description": ""}
+    argv = ["init=runs/a", "[b].jpg", "c d.png"]
+    found = load_command(PredictRun, argv=argv, needs_config=False, words_key="images", **texts)
+    assert found.run.images == ("[b].jpg", "c d.png") and found.config_path is None
 
 
 def test_command_line_and_file_errors_share_one_report() -> None:
-    found = errors("--config", "a.yaml", "--dryrun", "seed=x", "--dry-run=1", "lr", "--dry")
+    with pytest.raises(UserErrors) as caught:
+        command("--config", "a.yaml", "--dryrun", "seed=x", "lr", "--dry")
+    found = [error.text() for error in caught.value.errors]
     assert [text.splitlines()[0] for text in found] == [
         "command line: unknown switch --dryrun",
-        "command line: --dry-run takes no value",
         "command line: unknown switch --dry",
         "command line: 'lr' is not key=value",
         "command line: seed: 'x' was read as text",
     ]
     assert "did you mean --dry-run?" in found[0]
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    code = (
+        "from vitscale.config.errors import run_script\n"
+        "run_script(lambda: [print('x' * 1000) for _ in range(10_000)])"
+    )
+    shell = f'{sys.executable} -c "{code}" | head -1 | wc -c; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (["1001", "1"], "")
+
+
+def test_a_pipe_other_than_the_output_still_fails() -> None:
+    def fail() -> None:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        run_script(fail)

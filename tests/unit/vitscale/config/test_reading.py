@@ -1,0 +1,393 @@
+"""The YAML dialect, files with their bases, and layers of values with the place of each."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from finetune.run import FinetuneRun
+from finetune.settings import VisualizeRun
+from pretrain.run import PretrainRun
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import OTHER_NAMES, load_run, load_run_file, run_leaves, run_to_yaml
+from vitscale.config.schema import known_keys, tree_of
+from vitscale.config.section import Run
+from vitscale.config.source import read_override, read_yaml, yaml_flow
+
+STAGES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
+VALID = """\
+stage: pretrain
+name: demo
+data:
+  path: shards
+  global_batch: 64
+model:
+  preset: B/16
+optim:
+  lr: 1e-3
+schedule:
+  epochs: 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with one valid run file, as the working directory."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(VALID)
+    return tmp_path
+
+
+def errors_of(path: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserErrors) as caught:
+        load_run(PretrainRun, path, overrides=overrides)
+    return [error.text() for error in caught.value.errors]
+
+
+# ---- the dialect ------------------------------------------------------------------------------
+
+
+def value_of(text: str) -> Any:
+    return read_yaml(f"key: {text}", name="x")["key"]
+
+
+SCALARS = {
+    "1e-4": 1e-4, "1E5": 1e5, ".5": 0.5, "2.": 2.0, "+3": 3, "-1.5e+2": -150.0, "010": 10,
+    "true": True, "False": False, "null": None, "~": None, "": None, "1_000": "1_000",
+    "1:30": "1:30", "1e": "1e", "2024-01-01": "2024-01-01", "'1'": "1", '"true"': "true", "=": "=",
+    "[1, a, null]": [1, "a", None], "{a: {b: 1}, 1: c}": {"a": {"b": 1}, "1": "c"},
+    **{word: word for word in ("on", "off", "yes", "no", "y", "N")},
+}  # fmt: skip
+
+
+def test_scalars_resolve_to_typed_values() -> None:
+    found = {text: value_of(text) for text in SCALARS}
+    assert repr(found) == repr(SCALARS)
+
+
+REFUSED = [
+    ("a: 1\nb: 2\na: 3", "x:3: a: key 'a' is given twice; first on line 1"),
+    ("a: &x 1", "x:1: not readable as YAML: anchor &x; write the value out"),
+    ("a: 1\nb: {<<: *x}", "x:2: not readable as YAML: alias *x; write the value out"),
+    ("a: !!python/object/apply:os.system [ls]", "x:1: not readable as YAML: tag tag:yaml.org,20"),
+    ("a: !env HOME", "x:1: not readable as YAML: tag !env; remove it"),
+    ("? [a]\n: 1", "x:1: a list or group cannot be a key"),
+    ("a: [1, -.inf]", "x:1: a.1: -.inf is not a finite number"),
+    ("a: 1e999", "x:1: a: 1e999 is a number too large"),
+    ("a: 99999999999999999999", "x:1: a: 99999999999999999999 is a whole number beyond"),
+    ("a: 1\n---\nb: 2", "x:2: not readable as YAML: expected a single document"),
+    ("a:\n\t- 1", "x:2: not readable as YAML"),
+    ('a: "\\UFFFFFFFF"', "x:1: not readable as YAML"),
+    ('a: "\\ud800"', "x:1: a: "),
+    ("a: \x00", "x:1: not readable as YAML"),
+    ("[" * 5000, "x:1: not readable as YAML: nested deeper than 32 levels"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED)
+def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
+    with pytest.raises(UserErrors) as caught:
+        read_yaml(text, name="x")
+    assert [error for error in caught.value.errors if error.text().startswith(message)]
+
+
+@pytest.mark.parametrize("text", ["sqlite:///x.db", "a: b", "a # b", "*x", "!x", "C:\\x", "- a"])
+def test_text_on_the_command_line_needs_no_quotes(text: str) -> None:
+    errors: list[UserError] = []
+    source = read_override(f"g.k={text}", errors=errors)
+    assert (source.values, errors) == ({"g": {"k": text}}, [])
+
+
+LEAVES = (
+    st.none() | st.booleans() | st.integers(-(2**62), 2**62)
+    | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=12)
+)  # fmt: skip
+KEYS = st.text(min_size=1, max_size=100)
+VALUES = st.recursive(
+    LEAVES, lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3)
+)
+
+
+@given(VALUES)
+def test_written_values_are_read_back(value: Any) -> None:
+    assert repr(value_of(yaml_flow(value))) == repr(value)
+
+
+@given(st.text(max_size=60))
+def test_any_text_gives_values_or_errors(text: str) -> None:
+    try:
+        read_yaml(text, name="x")
+    except UserErrors as errors:
+        assert all(error.where for error in errors.errors)
+
+
+@given(st.from_regex(r"[-+]?[0-9]{1,3}(\.[0-9]{0,3})?(e[-+]?[0-9]{1,2})?", fullmatch=True))
+def test_numbers_are_python_numbers(text: str) -> None:
+    assert math.isclose(value_of(text), float(text))
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"a: \xff\n", "b.yaml: is not UTF-8 text"),
+        (b"#" * ((1 << 20) + 1), "b.yaml: is larger than 1 MiB"),
+        (b"- 1\n", "b.yaml:1: contains a list instead of keys and values"),
+        (b"base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"),
+        (b"# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"),
+        (b"base: no/a.yaml\n", "b.yaml:1: base: there is no file no/a.yaml"),
+        (b"base: .\n", "b.yaml:1: base: cannot be read: Is a directory"),
+    ],
+)
+def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str) -> None:
+    (here / "b.yaml").write_bytes(data)
+    (error,) = errors_of("b.yaml")
+    assert error.startswith(message)
+
+
+@pytest.mark.parametrize("data", [b"", b"# nothing\n"])
+def test_empty_file_lacks_all_required_keys(here: Path, data: bytes) -> None:
+    (here / "b.yaml").write_bytes(data)
+    missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
+    assert missing == ["name", "data", "model", "optim", "schedule"]
+
+
+def test_file_from_windows_is_read(here: Path) -> None:
+    (here / "b.yaml").write_bytes(b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode())
+    assert load_run_file(STAGES, "b.yaml") == load_run_file(PretrainRun, "a.yaml")
+
+
+# ---- layers -----------------------------------------------------------------------------------
+
+
+def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
+    (here / "sub").mkdir()
+    (here / "sub/b.yaml").write_text(
+        "base: ../a.yaml\noptim:\n  lr: 2e-3\ndata: {path: b}\n"
+        "launch: {setup: [a, b], sbatch: {x: 1}}\n"
+    )
+    overrides = ["data.path=c", "launch.setup=[c]", "launch.sbatch={y: 2}", "launch.sbatch.z=3"]
+    loaded = load_run(PretrainRun, "sub/b.yaml", overrides=overrides)
+    run, sources = loaded.run, loaded.sources
+    assert (run.data.path, run.optim.lr, run.data.global_batch, run.seed) == ("c", 2e-3, 64, 0)
+    # Lists are replaced, groups merged.
+    assert run.launch.setup == ("c",) and run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
+    assert sources["data.path"] == "command line"
+    assert sources["optim.lr"] == "sub/b.yaml:3"
+    assert sources["data.global_batch"] == "a.yaml:5"
+    assert sources["seed"] == "default"
+    assert sources["optim.eps"] == "default"  # although its group is in the file
+
+
+SITE = """\
+launch:
+  partition: gpu
+  setup: [module load cuda]
+  sbatch: {mail-type: END}
+tracking:
+  uri: http://mlflow:5000
+"""
+
+
+@pytest.fixture
+def site(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = here / "site.yaml"
+    path.write_text(SITE)
+    monkeypatch.setenv("VITSCALE_SITE", str(path))
+    return path
+
+
+def test_the_site_file_is_above_defaults_and_below_files(here: Path, site: Path) -> None:
+    (here / "b.yaml").write_text("base: a.yaml\nlaunch: {partition: low}\n")
+    loaded = load_run(PretrainRun, "b.yaml", overrides=["launch.sbatch.exclusive=true"])
+    launch, sources = loaded.run.launch, loaded.sources
+    assert (launch.partition, sources["launch.partition"]) == ("low", "b.yaml:2")
+    assert launch.setup == ("module load cuda",)
+    assert (sources["launch.setup"], sources["launch.account"]) == ("site.yaml:3", "default")
+    assert launch.sbatch == {"mail-type": "END", "exclusive": True}
+    assert loaded.run.tracking.uri == "http://mlflow:5000"
+    assert load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}  # a resolved file ignores it
+
+
+def test_the_site_file_has_a_usual_place(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VITSCALE_SITE", raising=False)
+    monkeypatch.setenv("HOME", str(here))
+    assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
+    place = here / ".config/vitscale/site.yaml"
+    place.parent.mkdir(parents=True)
+    place.write_text(SITE)
+    assert load_run(PretrainRun, "a.yaml").run.launch.partition == "gpu"
+    monkeypatch.setenv("VITSCALE_SITE", "")
+    assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
+
+
+def test_mistakes_in_the_site_file_are_reported_with_their_place(here: Path, site: Path) -> None:
+    site.write_text(
+        "launch:\n  partitoin: gpu\n  cpus_per_task: many\n"
+        "data: {num_workers: 4}\ntraking: {uri: null}\ntracking: http://mlflow\n"
+    )
+    (here / "b.yaml").write_text("base: a.yaml\nsede: 1\n")
+    found = [text.splitlines()[0] for text in errors_of("b.yaml")]
+    assert sorted(found) == [
+        "b.yaml:2: sede: unknown key sede",
+        "site.yaml:2: launch.partitoin: unknown key launch.partitoin",
+        "site.yaml:3: launch.cpus_per_task: 'many' was read as text",
+        "site.yaml:4: data: data cannot be set in a site file",
+        "site.yaml:5: traking: traking cannot be set in a site file",
+        "site.yaml:6: tracking: tracking is text instead of keys and values",
+    ]
+    # A run without these groups ignores them.
+    site.write_text("launch: {partitoin: gpu}\n")
+    assert load_run(VisualizeRun, None, overrides=["init=runs/a"]).run.init == "runs/a"
+    site.unlink()
+    (error,) = errors_of("a.yaml")
+    assert error.startswith("VITSCALE_SITE: there is no file site.yaml")
+
+
+# ---- choices ----------------------------------------------------------------------------------
+
+BASE = {
+    "objective": "objective:\n  loss: sigmoid\n  label_smoothing: 0.1\n",
+    "mae": "base: objective.yaml\nobjective: {name: mae, mask_ratio: 0.5}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("base", "child", "expected"),
+    [
+        # Another name inherits only the keys that the new group has.
+        ("objective", "{name: mae}", {"name": "mae", "mask_ratio": 0.75}),
+        ("objective", "{name: distillation, teacher: {weights: x}}", {"label_smoothing": 0.1}),
+        # What was dropped stays dropped, also back at the first name.
+        ("mae", "{name: supervised}", {"loss": "softmax", "label_smoothing": 0.0}),
+        # The same name, or none, inherits all.
+        ("mae", "{normalized_pixels: false}", {"name": "mae", "mask_ratio": 0.5}),
+        ("objective", "{loss: softmax}", {"name": "supervised", "label_smoothing": 0.1}),
+    ],
+)
+def test_a_choice_inherits_what_its_group_has(
+    here: Path, base: str, child: str, expected: dict[str, Any]
+) -> None:
+    for name, text in BASE.items():
+        (here / f"{name}.yaml").write_text(text if name == "mae" else VALID + text)
+    (here / "child.yaml").write_text(f"base: {base}.yaml\nobjective: {child}\n")
+    loaded = load_run(PretrainRun, "child.yaml")
+    assert loaded.run.objective.model_dump().items() >= expected.items()
+    (here / "resolved.yaml").write_text(run_to_yaml(loaded.run))
+    assert load_run_file(PretrainRun, "resolved.yaml") == loaded.run
+    override = f"objective={child}"
+    assert load_run(PretrainRun, f"{base}.yaml", overrides=[override]).run == loaded.run
+
+
+def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path) -> None:
+    mixture = "data:\n  mixture:\n    - {path: b, share: 0.5}\n"
+    (here / "b.yaml").write_text("base: a.yaml\n" + mixture)
+    (here / "c.yaml").write_text("base: b.yaml\ndata:\n  mixture:\n\n  - {path: c}\n")
+    assert errors_of("c.yaml")[0].startswith("c.yaml:5: data.mixture.0.share: ")
+
+
+# ---- errors of values (tests/golden/config_errors.txt has more) ---------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lr", "optim.lr"),
+        ("optim.learning_rate", "optim.lr"),
+        ("data.batch_size", "data.global_batch"),
+        ("data.globalbatch", "data.global_batch"),
+        ("model.img_size", "model.image_size"),
+        ("schedul.epochs", "schedule"),
+        ("optim.warmup_steps", "schedule.warmup_steps"),
+        ("zero_stage", "engine.zero_stage"),
+        ("tracking.url", "tracking.uri"),
+        ("model.heads", "model.num_heads"),
+    ],
+)
+def test_typo_suggests_the_nearest_key(here: Path, typed: str, meant: str) -> None:
+    (found,) = errors_of("a.yaml", f"{typed}=1")
+    assert found.endswith(f"next: did you mean {meant}?")
+
+
+def test_suggested_keys_exist() -> None:
+    known = {".".join(path) for path in known_keys(tree_of(PretrainRun), {})}
+    assert {*OTHER_NAMES.values()} <= known
+
+
+# ---- writing, and anything at all ---------------------------------------------------------------
+
+
+def test_resolved_run_is_read_back_unchanged(here: Path) -> None:
+    awkward = {"a b": "x: y # z", "on": "on", "1": "1e5", "q": 'é"\\\n\u2028\U0001f600', "e": ""}
+    raw = {"fp16": {"y": [1, 2.0, {"z": None}], "empty": {}, "none": []}, "dump_state": True}
+    overrides = [f"tracking.tags={yaml_flow(awkward)}", f"deepspeed={yaml_flow(raw)}"]
+    loaded = load_run(PretrainRun, "a.yaml", overrides=overrides)
+    run = loaded.run
+    assert run.tracking.tags == awkward and run.deepspeed == raw
+    for sources in (None, loaded.sources):
+        (here / "resolved.yaml").write_text(run_to_yaml(run, sources=sources))
+        again = load_run_file(PretrainRun, "resolved.yaml")
+        assert again == run and run_to_yaml(again) == run_to_yaml(run)
+
+
+EXTREMES: list[Any] = [
+    None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, -0.0, "", "on", "x" * 200, "a/b/c", "\U0001f600",
+    [], [0], [None, None], [1e308, -1e308], {}, {"a": 1}, {"": 1}, "0/0", "B/0", "B/999999999999",
+]  # fmt: skip
+TREE = {
+    "stage": "pretrain",
+    "name": "demo",
+    "data": {"path": "s", "global_batch": 64, "crop_area": [0.2, 1], "std": [1, 1, 1]},
+    "model": {"preset": "B/16", "image_size": 224, "num_heads": 12},
+    "optim": {"lr": 1e-3, "betas": [0.9, 0.99]},
+    "schedule": {"epochs": 3, "warmup_steps": 5},
+    "engine": {"zero_stage": 1},
+    "deepspeed": {"a": {"b": 1}},
+    "launch": {"sbatch": {"x": 1}, "setup": ["a"]},
+}
+KNOWN = [path for path, _ in run_leaves(PretrainRun.model_validate(copy.deepcopy(TREE)))]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> dict[str, Any]:
+    """A valid configuration after up to four drops, typos, type changes or extreme values."""
+    tree = copy.deepcopy(TREE)
+    for _ in range(draw(st.integers(1, 4))):
+        path = draw(st.sampled_from(KNOWN))
+        path = path[: draw(st.integers(1, len(path)))]
+        group: Any = tree
+        for part in path[:-1]:
+            group = group.setdefault(part, {}) if isinstance(group, dict) else {}
+        if not isinstance(group, dict):
+            continue
+        kind = draw(st.sampled_from(["drop", "set", "set", "text", "typo"]))
+        old = group.pop(path[-1], None)
+        if kind in ("set", "text"):
+            values = st.sampled_from(EXTREMES) if kind == "set" else st.text(max_size=8)
+            group[path[-1]] = copy.deepcopy(draw(values))
+        elif kind == "typo":
+            position = draw(st.integers(0, len(path[-1]) - 1))
+            group[path[-1][:position] + "_" + path[-1][position + 1 :]] = old
+    return tree
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=mutated())
+def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, tree: dict[str, Any]) -> None:
+    (here / "m.yaml").write_text(yaml_flow(tree))
+    try:
+        run = load_run(STAGES, "m.yaml").run
+    except UserErrors as errors:
+        assert all(error.where for error in errors.errors)
+        return
+    assert not list(run.problems())
+    (here / "resolved.yaml").write_text(run_to_yaml(run))
+    assert load_run_file(STAGES, "resolved.yaml") == run
