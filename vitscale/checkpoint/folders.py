@@ -94,7 +94,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     checkpoint, listing = read_description(folder)
     damage = verify_share(folder, listing)
     if damage is not None:
-        raise damage[1]
+        raise damage
     return checkpoint
 
 
@@ -123,17 +123,17 @@ def read_description(folder: Path) -> tuple[Checkpoint, Listing]:
 
 def verify_share(
     folder: Path, listing: Listing, *, rank: int = 0, world_size: int = 1
-) -> tuple[int, UserError] | None:
-    """Verify this rank's share of the files: the number of its first damaged file, and its error.
+) -> UserError | None:
+    """Verify this rank's share of the files; return the error of the first that is damaged.
 
     The shares of all ranks are all files, each once.
     """
-    for number, name in list(enumerate(listing))[rank::world_size]:
+    for name in list(listing)[rank::world_size]:
         verify = partial(verify_files, folder, {name: listing[name]})
         try:
             _read_or_damage(folder / MANIFEST, verify)
         except UserError as error:
-            return number, error
+            return error
     return None
 
 

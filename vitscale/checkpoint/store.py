@@ -90,9 +90,9 @@ class CheckpointStore:
         checkpoint, listing = self._of_first_rank(lambda: read_description(folder))
         rank, world_size = self.world.rank, self.world.world_size
         damage = verify_share(folder, listing, rank=rank, world_size=world_size)
-        damages = [each for each in gather_objects(damage) if each is not None]
-        if damages:
-            raise min(damages, key=lambda each: each[0])[1]
+        for found in gather_objects(damage):
+            if found is not None:
+                raise found
         return checkpoint
 
     def _of_first_rank(self, work: Callable[[], T]) -> T:

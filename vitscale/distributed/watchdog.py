@@ -58,8 +58,7 @@ MOST_NAMED = 4
 CONNECTION_LOST = re.compile(
     r"[Cc]onnection|[Tt]imed out|[Tt]imeout|Broken pipe|got 0 bytes|remote process exited"
 )
-# torch raises it for errors of CUDA since 2.8.
-DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class Beat(NamedTuple):

@@ -6,12 +6,11 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError
 from vitscale.distributed.processes import (
     free_port,
@@ -20,13 +19,6 @@ from vitscale.distributed.processes import (
     process_state,
     threads_per_rank,
 )
-
-
-def wait_for_state(pid: int, state: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while process_state(pid) != state:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +51,7 @@ def test_a_zombie_counts_as_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     assert is_alive(process.pid) and is_alive(os.getpid()) and is_alive(1)
     process.kill()
-    wait_for_state(process.pid, "zombie")
+    wait_until(lambda: process_state(process.pid) == "zombie")
     assert not is_alive(process.pid)
     process.wait()
     assert not is_alive(process.pid) and process_state(process.pid) == "gone"
