@@ -106,7 +106,7 @@ def process_state(pid: int) -> str:
 
 def is_alive(pid: int) -> bool:
     """Whether a process of this machine runs. A zombie (not reaped by its parent) is dead."""
-    return process_state(pid) not in ("gone", "zombie")
+    return psutil.pid_exists(pid) and process_state(pid) != "zombie"
 
 
 def descendants(pid: int) -> list[int]:
