@@ -30,7 +30,6 @@ try:
 
     from data_prep.duplicates.descriptors import (
         NUM_FREQUENCIES,
-        coefficient_descriptors,
         describe_images,
         has_contrast,
     )
@@ -202,9 +201,9 @@ def random_descriptors(num: int, *, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     falling = 1 / np.sqrt(1 + np.arange(NUM_FREQUENCIES))
     parts = [
-        coefficient_descriptors(
-            (rng.laplace(size=(len(rows), NUM_FREQUENCIES)) * falling * 2000).clip(-30000, 30000)
-        )
+        np.rint(rng.laplace(size=(len(rows), NUM_FREQUENCIES)) * falling * 2000)
+        .clip(-30000, 30000)
+        .astype(np.int16)
         for rows in np.array_split(np.arange(num), -(-num // BATCH_ROWS))
     ]
     return np.concatenate(parts)
@@ -215,8 +214,7 @@ def report_search(num: int) -> None:
     descriptors = random_descriptors(num, seed=0)
     share = num // 100
     descriptors[num - share :] = descriptors[:share]
-    coefficients = descriptors["coefficients"][:share] + np.int16(3)
-    descriptors[num // 2 : num // 2 + share] = coefficient_descriptors(coefficients)
+    descriptors[num // 2 : num // 2 + share] = descriptors[:share] + np.int16(3)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start = time.perf_counter()
     first = first_similar(descriptors)

@@ -12,9 +12,7 @@ Leaves out: reading images and the search (`duplicates`).
 from __future__ import annotations
 
 import argparse
-import io
 import sys
-from typing import Any
 
 try:
     from pathlib import Path
@@ -22,17 +20,17 @@ try:
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
-    from PIL import Image, ImageDraw
 
-    from data_prep.duplicates.descriptors import DESCRIPTOR, FORMATS, similarity
+    from data_prep.duplicates.descriptors import NUM_FREQUENCIES, similarity
     from data_prep.duplicates.reading import (
         describe,
+        image_of,
         list_images,
         list_samples,
-        read_image,
         source_paths,
     )
     from data_prep.duplicates.search import first_equal, first_similar
+    from data_prep.images.sheet import draw_rows
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, make_folders, write_text
     from vitscale.distributed.processes import num_cores, ordered_results
@@ -42,7 +40,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 TABLE_NAME, KEYS_NAME, PICTURE_NAME = "duplicates.parquet", "keep.txt", "pairs.png"
-NUM_PAIRS, PAIRS_PER_ROW, SIDE, GAP = 60, 4, 128, 16
+NUM_PAIRS = 60
 DESCRIBED_ROWS, BATCH_ROWS = 1 << 8, 1 << 14
 
 
@@ -105,8 +103,14 @@ def main() -> None:
     pairs = pairs[np.argsort(alike[pairs], kind="stable")[:NUM_PAIRS]]
     (output / PICTURE_NAME).unlink(missing_ok=True)
     if len(pairs):
-        shown = images.take(np.stack([first[pairs], pairs], axis=1).ravel()).to_pylist()
-        draw_pairs(output / PICTURE_NAME, shown, alike[pairs].tolist())
+        draw_rows(
+            output / PICTURE_NAME,
+            [
+                (f"{alike[pair]:.4f}", [image_of(images.slice(i, 1).to_pylist()[0]) for i in both])
+                for pair in pairs.tolist()
+                for both in ((int(first[pair]), pair),)
+            ],
+        )
     num_copies, num_exact = int(is_copy[own].sum()), int(exact[own].sum())
     num_of_others = int((is_copy & (first < num_others))[own].sum())
     print(
@@ -123,7 +127,7 @@ def main() -> None:
 
 def describe_all(images: pa.Table, *, num_workers: int | None) -> np.ndarray:
     """Return the descriptors of all images; warn if some cannot be decoded."""
-    parts, num_lost = [np.zeros(0, DESCRIPTOR)], 0
+    parts, num_lost = [np.zeros((0, NUM_FREQUENCIES), np.int16)], 0
     # Rows: a pickled slice of a table would have the whole of it.
     batches = (part.to_pylist() for part in images.to_batches(max_chunksize=DESCRIBED_ROWS))
     with item_progress("describe images", total=len(images)) as advance:
@@ -134,26 +138,6 @@ def describe_all(images: pa.Table, *, num_workers: int | None) -> np.ndarray:
     if num_lost:
         print(f"warning: {num_lost:,} images cannot be decoded and are compared by bytes only")
     return np.concatenate(parts)
-
-
-def draw_pairs(path: Path, images: list[dict[str, Any]], alike: list[float]) -> None:
-    """Draw pairs, which follow each other in `images`, with their similarity."""
-    width, height = 2 * SIDE + GAP, SIDE + GAP
-    num_rows = -(-len(alike) // PAIRS_PER_ROW)
-    sheet = Image.new("RGB", (PAIRS_PER_ROW * width, num_rows * height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for number, row in enumerate(images):
-        pair, side = divmod(number, 2)
-        x, y = pair % PAIRS_PER_ROW * width, pair // PAIRS_PER_ROW * height
-        if side == 0:
-            draw.text((x, y), f"{alike[pair]:.4f}", "black")
-        with Image.open(io.BytesIO(read_image(row)), formats=FORMATS) as image:
-            image.draft("RGB", (2 * SIDE, 2 * SIDE))
-            small = image.convert("RGB")
-        small.thumbnail((SIDE, SIDE))
-        sheet.paste(small, (x + side * SIDE, y + GAP - 2))
-    with atomic_file(path) as file:
-        sheet.save(file, "PNG")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ the folder was written.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from blake3 import blake3
-from PIL import Image, ImageDraw, ImageOps
 
+from data_prep.duplicates.reading import read_image
 from data_prep.formats.index_files import (
     folder_of_tars,
     info_of,
@@ -30,6 +29,7 @@ from data_prep.formats.index_files import (
 from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
+from data_prep.images.sheet import draw_rows
 from vitscale.data.index import (
     INDEX_NAME,
     INFO_NAME,
@@ -38,7 +38,7 @@ from vitscale.data.index import (
     ShardEntry,
     index_schema,
 )
-from vitscale.distributed.atomic_files import atomic_file, blake3_of_file
+from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.processes import ordered_results, workers_for
 from vitscale.images.jpeg.entry_points import (
     entry_points_file,
@@ -48,8 +48,8 @@ from vitscale.images.jpeg.entry_points import (
 )
 
 STATUSES = ("kept", "repaired", "rejected")
-# Of the sheet: at most this many classes, images of each, and pixels a side.
-MAX_CLASSES, PER_CLASS, SIDE, TEXT = 40, 10, 96, 14
+# Of the sheet: at most this many classes, and images of each.
+MAX_CLASSES, PER_CLASS = 40, 10
 
 
 def check_folder(
@@ -258,19 +258,13 @@ def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
     labels = table.column("label").to_numpy()
     present = np.unique(labels)
     chosen = present[np.linspace(0, len(present) - 1, min(MAX_CLASSES, len(present))).astype(int)]
-    height = SIDE + TEXT
-    sheet = Image.new("RGB", (PER_CLASS * SIDE, len(chosen) * height), "white")
-    draw = ImageDraw.Draw(sheet)
-    for y, label in enumerate(chosen.tolist()):
-        rows = np.flatnonzero(labels == label)
+    rows = []
+    for label in chosen.tolist():
+        positions = np.flatnonzero(labels == label)
         name = "no label" if label == NO_LABEL else f"{label} {manifest.classes[label]}"
-        draw.text((2, y * height + 1), f"{name}: {len(rows):,}", "black")
-        for x, row in enumerate(table.take(rows[:PER_CLASS]).to_pylist()):
-            with open(root / row["shard"], "rb") as file:
-                file.seek(row["offset"])
-                content = file.read(row["length"])
-            with Image.open(io.BytesIO(content), formats=tuple(SUFFIXES)) as image:
-                small = ImageOps.contain(image.convert("RGB"), (SIDE - 2, SIDE - 2))
-            sheet.paste(small, (x * SIDE, y * height + TEXT))
-    with atomic_file(path) as file:
-        sheet.save(file, "PNG")
+        images = [
+            read_image(root / row["shard"], offset=row["offset"], length=row["length"])
+            for row in table.take(positions[:PER_CLASS]).to_pylist()
+        ]
+        rows.append((f"{name}: {len(positions):,}", images))
+    draw_rows(path, rows)

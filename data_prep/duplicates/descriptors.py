@@ -1,14 +1,14 @@
 """Describe images and decide whether two of them show the same picture.
 
-Owns: the descriptor of an image (`DESCRIPTOR`), and the conditions of a pair: both have contrast,
-they share a key, their hashes are near, and they correlate, all of it direct, or all of it with one
-of them mirrored.
+Owns: the descriptor of an image, and the conditions of a pair: both have contrast, they share a
+key, and they correlate, all of it direct, or all of it with one of them mirrored.
 Leaves out: which images are compared (`search`).
 
 An image is shrunk to 32 x 32 grey values; the 64 lowest frequencies of its cosine transform are
-kept, without the mean. Re-encoding and resizing hardly change them; mirroring left-right inverts
-the sign of those with an odd horizontal frequency, so one descriptor covers both orientations.
-Thresholds and what they catch: docs/duplicates.md; measured by benchmarks/near_duplicates.py.
+kept, without the mean, as int16 [64]. Re-encoding and resizing hardly change them; mirroring
+left-right inverts the sign of those with an odd horizontal frequency, so one descriptor covers both
+orientations. Thresholds and what they catch: docs/duplicates.md; measured by
+benchmarks/near_duplicates.py.
 
 All sums are over integers below 2^53, exact in float64 in any order, so all machines agree.
 """
@@ -16,33 +16,30 @@ All sums are over integers below 2^53, exact in float64 in any order, so all mac
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 from PIL import Image
 
+from data_prep.images.check import SUFFIXES
 from vitscale.images.plain import orientation, plain, upright
 
 NUM_FREQUENCIES = 64
 SIDE_PX = 32
-DESCRIPTOR = np.dtype(
-    [("phash", "<u8"), ("mirrored", "<u8"), ("coefficients", "<i2", (NUM_FREQUENCIES,))]
-)
 # Coefficients are stored in eighths of a grey value times SIDE_PX, which fits int16.
 SCALE = 8
 BASIS_SCALE = 1 << 14
 # Standard deviation of the picture, in grey values of 255. Below it, rounding to 8 bits dominates:
 # such images only match equal bytes.
 MIN_CONTRAST = 4.0
-# A bit of the hash is set where a coefficient exceeds this share of the norm, divided by the
+# A bit of a key is set where a coefficient exceeds this share of the norm, divided by the
 # frequency. With a threshold of 0, noise would set the bits of symmetric and smooth pictures.
 BIT_THRESHOLD = 0.1
 # A key has the bits of the 32 lowest frequencies; the 3 least certain ones are tried both ways.
 KEY_BITS = 32
 UNCERTAIN_BITS = 3
 NUM_KEYS = 1 << UNCERTAIN_BITS
-MAX_HAMMING = 12
 # Correlation of the coefficients of two pictures, unweighted, and weighted by frequency, which
 # raises the weight of details.
 MIN_CORRELATION = 0.99
@@ -50,15 +47,11 @@ MIN_DETAIL_CORRELATION = 0.985
 # A difference in detail up to this, in grey values, counts as encoding noise: faint smooth pictures
 # have little detail of their own.
 MAX_NOISE = 2.0
-HASHES = ("phash", "mirrored")
-# Pairs correlated per batch, small enough for the cache.
-CORRELATED_ROWS = 1 << 11
-FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_PIXELS = 1 << 28
 
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
-    """Return the DESCRIPTOR of encoded images, blank if undecodable, and how many are that."""
+    """Return descriptors of encoded images, blank if undecodable, and how many are that."""
     pictures = [grey_picture(content) for content in contents]
     blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
     found = [blank if picture is None else picture for picture in pictures]
@@ -73,7 +66,7 @@ def grey_picture(content: bytes) -> np.ndarray | None:
     # MAX_PIXELS replaces Pillow's own limit.
     Image.MAX_IMAGE_PIXELS = None
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=tuple(SUFFIXES)) as image:
             if image.width * image.height > MAX_PIXELS:
                 return None
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
@@ -99,17 +92,7 @@ def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
     """Descriptors of grey pictures, uint8 [N, SIDE_PX, SIDE_PX]."""
     basis, _, _ = _frequencies()
     flat = pictures.reshape(-1, SIDE_PX * SIDE_PX).astype(np.float64)
-    return coefficient_descriptors(np.rint(flat @ basis * (SCALE / BASIS_SCALE)))
-
-
-def coefficient_descriptors(coefficients: np.ndarray) -> np.ndarray:
-    """Descriptors with these coefficients, [N, NUM_FREQUENCIES], and the hashes they give."""
-    descriptors = np.zeros(len(coefficients), dtype=DESCRIPTOR)
-    descriptors["coefficients"] = coefficients
-    for field, margins in zip(HASHES, _margins(descriptors), strict=True):
-        bits = np.packbits(margins > 0, axis=1, bitorder="little")
-        descriptors[field] = bits.view("<u8")[:, 0]
-    return descriptors
+    return np.rint(flat @ basis * (SCALE / BASIS_SCALE)).astype(np.int16)
 
 
 @cache
@@ -128,20 +111,9 @@ def _frequencies() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return basis, np.sqrt(squared[chosen]), np.where(horizontal[chosen] % 2, -1.0, 1.0)
 
 
-def _margins(descriptors: np.ndarray) -> Iterator[np.ndarray]:
-    """How far each coefficient exceeds the threshold of its bit: direct, then mirrored."""
-    _, frequency, signs = _frequencies()
-    coefficients = descriptors["coefficients"].astype(np.float64)
-    norm = np.sqrt((coefficients**2).sum(axis=1, keepdims=True))
-    threshold = norm * (BIT_THRESHOLD / frequency)
-    yield coefficients - threshold
-    yield coefficients * signs - threshold
-
-
 def has_contrast(descriptors: np.ndarray) -> np.ndarray:
     """Which descriptors have enough contrast to be compared; the others match nothing."""
-    coefficients = descriptors["coefficients"]
-    squares: np.ndarray = np.einsum("ij,ij->i", coefficients, coefficients, dtype=np.int64)
+    squares: np.ndarray = np.einsum("ij,ij->i", descriptors, descriptors, dtype=np.int64)
     return squares >= (MIN_CONTRAST * SCALE * SIDE_PX) ** 2
 
 
@@ -150,47 +122,37 @@ def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Only images that share a key are compared: direct with direct, or direct with mirrored.
     """
+    _, frequency, signs = _frequencies()
     flips = np.indices((2,) * UNCERTAIN_BITS).reshape(UNCERTAIN_BITS, NUM_KEYS).astype(np.uint32)
+    coefficients = descriptors.astype(np.float64)
+    threshold = np.sqrt((coefficients**2).sum(axis=1, keepdims=True)) * BIT_THRESHOLD / frequency
     found = []
-    for field, margins in zip(HASHES, _margins(descriptors), strict=True):
-        margins = np.abs(margins[:, :KEY_BITS])
-        uncertain = np.argsort(margins, axis=1, kind="stable")[:, :UNCERTAIN_BITS]
+    for values in (coefficients, coefficients * signs):
+        margins = (values - threshold)[:, :KEY_BITS]
+        key = np.packbits(margins > 0, axis=1, bitorder="little").view("<u4")
+        uncertain = np.argsort(np.abs(margins), axis=1, kind="stable")[:, :UNCERTAIN_BITS]
         masks = np.left_shift(np.uint32(1), uncertain.astype(np.uint32)) @ flips
-        found.append(descriptors[field].astype(np.uint32)[:, None] ^ masks)
+        found.append(key ^ masks)
     return found[0], found[1]
 
 
-def hashes_near(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Whether 64-bit hashes differ in at most MAX_HAMMING bits."""
-    bits = left ^ right
-    bits = bits - ((bits >> np.uint64(1)) & np.uint64(0x5555555555555555))
-    pairs = np.uint64(0x3333333333333333)
-    bits = (bits & pairs) + ((bits >> np.uint64(2)) & pairs)
-    bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
-    return (bits * np.uint64(0x0101010101010101)) >> np.uint64(56) <= MAX_HAMMING
-
-
-def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndarray) -> np.ndarray:
-    """Whether descriptors left[i] and right[i] correlate, with left[i] mirrored if mirrored[i]."""
+def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.ndarray:
+    """Whether descriptors left[i] and right[i] correlate; mirrored: with left[i] mirrored."""
     _, frequency, signs = _frequencies()
+    a, b = left.astype(np.float64), right.astype(np.float64)
+    a = a * signs if mirrored else a
+    same = _correlation(a, b) >= MIN_CORRELATION
+    a, b = np.rint(a * frequency), np.rint(b * frequency)
     noise = (MAX_NOISE * SCALE) ** 2 * (frequency**2).sum()
-    same = np.zeros(len(left), dtype=bool)
-    for start in range(0, len(left), CORRELATED_ROWS):
-        rows = slice(start, start + CORRELATED_ROWS)
-        a = left["coefficients"][rows].astype(np.float64)
-        b = right["coefficients"][rows].astype(np.float64)
-        a = np.where(mirrored[rows, None], a * signs, a)
-        same[rows] = _correlation(a, b) >= MIN_CORRELATION
-        a, b = np.rint(a * frequency), np.rint(b * frequency)
-        similar = _correlation(a, b) >= MIN_DETAIL_CORRELATION
-        same[rows] &= similar | (((a - b) ** 2).sum(axis=1) <= noise)
-    return same
+    details = _correlation(a, b) >= MIN_DETAIL_CORRELATION
+    alike: np.ndarray = same & (details | (((a - b) ** 2).sum(axis=1) <= noise))
+    return alike
 
 
 def similarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Correlation of descriptors left[i] and right[i], direct or mirrored, which is larger."""
     _, _, signs = _frequencies()
-    a, b = (each["coefficients"].astype(np.float64) for each in (left, right))
+    a, b = left.astype(np.float64), right.astype(np.float64)
     return np.maximum(_correlation(a, b), _correlation(a * signs, b))
 
 

@@ -102,18 +102,22 @@ def source_paths(folder: Path, keys: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
     """Return the descriptors of some images, and how many could not be decoded."""
-    return describe_images([read_image(row) for row in images])
+    return describe_images([image_of(row) for row in images])
 
 
-def read_image(row: Mapping[str, Any]) -> bytes:
-    """Return the bytes of one image. Raises UserError."""
+def image_of(row: Mapping[str, Any]) -> bytes:
+    return read_image(os.fsdecode(row["file"]), offset=row["offset"], length=row["length"])
+
+
+def read_image(file: Path | str, *, offset: int, length: int) -> bytes:
+    """Return the bytes of one image in a file. Raises UserError."""
     try:
-        with open(row["file"], "rb") as file:
-            file.seek(row["offset"])
-            content = file.read(row["length"])
-        if len(content) == row["length"]:
+        with open(file, "rb") as opened:
+            opened.seek(offset)
+            content = opened.read(length)
+        if len(content) == length:
             return content
         problem = "ends before the image that the index names"
     except OSError as error:
         problem = f"cannot be read ({error.strerror or error})"
-    raise UserError(problem, where=printable(row["file"]))
+    raise UserError(problem, where=printable(str(file)))

@@ -8,8 +8,7 @@ Leaves out: deciding outcomes (`sources` by name, `images.check` by content, `st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,107 +67,91 @@ LEDGER_SCHEMA = pa.schema(
 )
 
 
-class Rejections:
-    """Counts of rejected inputs by reason, and their first examples."""
+class Outcomes:
+    """Counts of inputs by outcome, and the first examples of each reason."""
 
     def __init__(self) -> None:
+        self.num_rows = self.num_kept = self.num_repaired = 0
         self.reasons: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = {}
 
-    def add(self, reasons: pa.Array | pa.ChunkedArray, paths: pa.Array | pa.ChunkedArray) -> None:
-        """reasons: null for inputs that are kept."""
-        reasons = reasons.cast(pa.string())
+    def add(self, rows: pa.Table) -> None:
+        """rows: `path` and `reason`, null for inputs that are kept."""
+        reasons = rows["reason"].cast(pa.string())
+        self.num_rows += len(rows)
+        self.num_kept += reasons.null_count
         for reason, num in zip(*pc.value_counts(reasons.drop_null()).flatten(), strict=True):
             name = reason.as_py()
             self.reasons[name] += num.as_py()
             shown = self.examples.setdefault(name, [])
-            if len(shown) < EXAMPLES_PER_REASON:
-                found = pc.indices_nonzero(pc.equal(reasons, reason))[:EXAMPLES_PER_REASON]
-                shown += paths.take(found).to_pylist()
-                del shown[EXAMPLES_PER_REASON:]
+            if (missing := EXAMPLES_PER_REASON - len(shown)) > 0:
+                found = pc.indices_nonzero(pc.equal(reasons, reason))[:missing]
+                shown += rows["path"].take(found).to_pylist()
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"reasons": dict(self.reasons)}
+
+    @property
+    def num_images(self) -> int:
+        """Inputs without hidden files and other names."""
+        return self.num_rows - sum(self.reasons[name] for name in EXTERNAL_REASONS)
 
     @property
     def num_bad(self) -> int:
         return sum(num for reason, num in self.reasons.items() if reason in BAD)
 
-    def describe(self) -> str:
+    def describe(self, among: Collection[str] = REASONS) -> str:
         """Return a line with count, meaning and examples per reason, most frequent first."""
         lines = []
         for reason, num in sorted(self.reasons.items(), key=lambda item: (-item[1], item[0])):
-            shown = ", ".join(repr(path) for path in self.examples.get(reason, ()))
-            lines.append(f"  {num:,} {reason} ({REASONS[reason]}): {shown}")
+            if reason in among:
+                shown = ", ".join(map(repr, self.examples.get(reason, ())))
+                lines.append(f"  {num:,} {reason} ({REASONS[reason]}): {shown}")
         return "\n".join(lines)
 
-    def check(self, *, num_images: int, max_bad_fraction: float, at_least: bool = False) -> None:
+    def check(self, *, max_bad_fraction: float, num_images: int | None = None) -> None:
         """Raise UserError if more than `max_bad_fraction` of the images are bad.
 
-        num_images: inputs without hidden files and other names. at_least: not all were read.
+        num_images: of all images, where these are only some.
         """
-        if self.num_bad <= max_bad_fraction * num_images:
-            return
-        bad = Rejections()
-        bad.reasons = Counter({r: n for r, n in self.reasons.items() if r in BAD})
-        bad.examples = self.examples
-        raise UserError(
-            f"{'at least ' if at_least else ''}{bad.num_bad} of {num_images} images are bad, more "
-            f"than the fraction {max_bad_fraction} allowed\n{bad.describe()}",
-            where="images.max_bad_fraction",
-            next_step="fix, convert or remove these files, or raise images.max_bad_fraction",
-        )
+        at_least = "" if num_images is None else "at least "
+        num_images = self.num_images if num_images is None else num_images
+        if self.num_bad > max_bad_fraction * num_images:
+            raise UserError(
+                f"{at_least}{self.num_bad} of {num_images} images are bad, more than the fraction "
+                f"{max_bad_fraction} allowed\n{self.describe(BAD)}",
+                where="images.max_bad_fraction",
+                next_step="fix, convert or remove these files, or raise images.max_bad_fraction",
+            )
 
 
 def describe_inputs(inputs: Mapping[str, Any]) -> str:
     """Describe the totals of a ledger, as a manifest has them."""
-    num, kept, rejected = inputs["num_rows"], inputs["num_kept"], Rejections()
-    rejected.reasons.update(inputs["reasons"])
-    rejected.examples.update(inputs["examples"])
-    repaired = f" ({inputs['num_repaired']:,} repaired)" if inputs["num_repaired"] else ""
-    text = f"{num:,} inputs = {kept:,} kept{repaired} + {num - kept:,} rejected"
-    return f"{text}\n{rejected.describe()}" if kept < num else text
+    found = Outcomes()
+    vars(found).update(inputs)
+    repaired = f" ({found.num_repaired:,} repaired)" if found.num_repaired else ""
+    num_rejected = found.num_rows - found.num_kept
+    text = (
+        f"{found.num_rows:,} inputs = {found.num_kept:,} kept{repaired} + {num_rejected:,} rejected"
+    )
+    return f"{text}\n{found.describe()}" if num_rejected else text
 
 
-@dataclass
-class LedgerSums:
-    """Counts of inputs by outcome."""
-
-    num_rows: int = 0
-    num_kept: int = 0
-    num_repaired: int = 0
-    rejected: Rejections = field(default_factory=Rejections)
-    source_fingerprint: str = ""
-
-    def check_bad_fraction(self, max_bad_fraction: float) -> None:
-        """Raise UserError if too many of the inputs that were meant as images are bad."""
-        reasons = self.rejected.reasons
-        external = sum(num for reason, num in reasons.items() if reason in EXTERNAL_REASONS)
-        self.rejected.check(num_images=self.num_rows - external, max_bad_fraction=max_bad_fraction)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "num_rows": self.num_rows,
-            "num_kept": self.num_kept,
-            "num_repaired": self.num_repaired,
-            "reasons": dict(self.rejected.reasons),
-            "examples": self.rejected.examples,
-        }
-
-
-def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> LedgerSums:
+def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> Outcomes:
     """Write ledger.parquet; return its sums.
 
     tables: `path`, `split`, `class`, `reason` (of a rejection), `changes`, `detail`, `key` and
     `blake3`.
     """
-    sums = LedgerSums()
+    sums = Outcomes()
     with (
         atomic_file(folder / LEDGER_NAME) as file,
         pq.ParquetWriter(file, LEDGER_SCHEMA, compression="zstd") as writer,
     ):
         for rows in tables:
             reason, changes = (rows[name].cast(pa.string()) for name in ("reason", "changes"))
-            is_rejected, is_repaired = pc.is_valid(reason), pc.is_valid(changes)
-            status = pc.if_else(is_repaired, "repaired", "kept")
-            status = pc.if_else(is_rejected, "rejected", status)
+            status = pc.if_else(pc.is_valid(changes), "repaired", "kept")
+            status = pc.if_else(pc.is_valid(reason), "rejected", status)
             classes = rows["class"].cast(pa.string())
             made = {
                 "class": pc.if_else(pc.equal(classes, ""), None, classes),
@@ -177,8 +160,6 @@ def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> LedgerSums:
             }
             columns = [made[n] if n in made else rows[n] for n in LEDGER_SCHEMA.names]
             writer.write_table(pa.table(columns, LEDGER_SCHEMA.names).cast(LEDGER_SCHEMA))
-            sums.rejected.add(reason, rows["path"])
-            sums.num_rows += len(rows)
-            sums.num_kept += reason.null_count
+            sums.add(rows)
             sums.num_repaired += pc.sum(pc.equal(status, "repaired")).as_py() or 0
     return sums

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +33,7 @@ from data_prep.formats.index_files import (
     write_info,
     write_manifest,
 )
-from data_prep.formats.ledger import LedgerSums, write_ledger
+from data_prep.formats.ledger import Outcomes, write_ledger
 from data_prep.sources.errors import ChangedSource, Outage
 from data_prep.steps.index_tar import root_of, tar_units
 from data_prep.steps.labels import load_labels
@@ -60,14 +61,20 @@ from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
 FINAL = "final"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True)
 class Tar:
-    """One tar with at least one sample."""
+    """One tar, by the table of its outcomes."""
 
-    unit: str
+    file: Path
     split: str
     name: str
     facts: Mapping[str, str]
+
+    @property
+    def samples(self) -> pa.Table:
+        """Its samples in its order."""
+        table = read_table(self.file)
+        return table.filter(pc.is_null(table["reason"])).sort_by("offset")
 
     @property
     def entry(self) -> ShardEntry:
@@ -75,16 +82,15 @@ class Tar:
         digest = self.facts["blake3"]
         return ShardEntry(name=self.name, samples=samples, bytes=num_bytes, blake3=digest)
 
-    def rows(self, work: WorkFolder, classes: Sequence[str]) -> pa.Table:
-        """Its samples as rows of the index, in its order."""
-        table = read_table(work.path / self.unit)
-        table = table.filter(pc.is_null(table["reason"])).sort_by("offset")
-        labels = pa.array(np.full(len(table), NO_LABEL, np.int32))
+    def rows(self, classes: Sequence[str]) -> pa.Table:
+        """Its samples as rows of the index."""
+        table, num = self.samples, len(self.samples)
+        labels = pa.array(np.full(num, NO_LABEL, np.int32))
         if classes:
             labels = pc.index_in(table["class"], value_set=pa.array(classes, pa.string()))
         made = {
-            "split": pa.array([self.split] * len(table), pa.string()),
-            "shard": pa.array([self.name] * len(table), pa.string()),
+            "split": pa.array([self.split] * num, pa.string()),
+            "shard": pa.array([self.name] * num, pa.string()),
             "label": labels,
         }
         names = index_schema().names
@@ -104,59 +110,63 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         if int(facts["samples"]):
             name = f"{split}-{numbers[split]:06d}.tar"
             numbers[split] += 1
-            tars.append(Tar(unit=outcomes, split=split, name=name, facts=facts))
-    sums = _write_ledger(work, [*plan.units, REJECTED])
-    tables = [tar.rows(work, plan.classes) for tar in tars]
+            tars.append(Tar(work.path / outcomes, split, name, facts))
+    sums, fingerprint = _write_ledger(work, [*plan.units, REJECTED])
+    tables = [tar.rows(plan.classes) for tar in tars]
     labels = np.concatenate([np.zeros(0, np.int32), *(table["label"] for table in tables)])
-    kept = np.bincount(labels + 1, minlength=len(plan.classes) + 1)[1:]  # after NO_LABEL
-    empty = {name for label, name in enumerate(plan.classes) if not kept[label]}
-    lost = [name for name in plan.present if name in empty]
+    kept = {plan.classes[label] for label in np.unique(labels[labels != NO_LABEL])}
+    lost = [name for name in plan.present if plan.classes and name not in kept]
     if not tables or (lost and load_labels(work.run.labels).space is None):
         shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
         raise UserError(
-            f"no usable image is left{shown}\n{sums.rejected.describe()}",
+            f"no usable image is left{shown}\n{sums.describe()}",
             where="source.path",
             next_step="fix these files" + (" or remove the classes" if lost else ""),
         )
     for tar in tars:
         path = work.path / FINAL / tar.name
         with suppress(FileNotFoundError):  # of a process that died here
-            os.rename((work.path / tar.unit).with_suffix(".tar"), path)
+            os.rename(tar.file.with_suffix(".tar"), path)
         if not path.exists() or path.stat().st_size != tar.entry.bytes:
             raise Outage(
                 f"{path.name}, written before, is missing or has another size",
                 where=str(work.path),
                 next_step="remove this folder and run the same command again",
             )
-    _commit(work, tars, tables, sums, classes=plan.classes)
+    _commit(work, tars, tables, plan.classes, inputs=sums.as_json(), source_fingerprint=fingerprint)
 
 
 def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
-    root, tars = root_of(work), []
-    found, unknown = Counter[str](), Counter[str]()
+    root, tars, unknown = root_of(work), [], Counter[str]()
     for container, outcomes in zip(read_containers(work), tar_units(work), strict=True):
         facts = facts_of(work, outcomes)
         _check_unchanged(root, container.path, facts)
         table = read_table(work.path / outcomes)
-        _count(found, table.filter(pc.is_null(table["reason"])))
-        _count(unknown, table.filter(pc.equal(table["reason"], "unknown_class")))
+        unknown += _classes(table.filter(pc.equal(table["reason"], "unknown_class")))
         if int(facts["samples"]):
-            name = container.path
-            tars.append(Tar(unit=outcomes, split=container.split, name=name, facts=facts))
+            tars.append(Tar(work.path / outcomes, container.split, container.path, facts))
+    found = sum((_classes(tar.samples) for tar in tars), Counter[str]())
     labels = load_labels(work.run.labels)
     labels.check(unknown, found=found)
-    sums = _write_ledger(work, tar_units(work))
+    sums, fingerprint = _write_ledger(work, tar_units(work))
     if not found:
         raise UserError("contains no usable samples", where=f"source.path={root}")
     tars.sort(key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
-    tables = [tar.rows(work, classes) for tar in tars]
+    tables = [tar.rows(classes) for tar in tars]
     train = [table["label"] for tar, table in zip(tars, tables, strict=True) if tar.split == TRAIN]
     labels_of_train = np.concatenate([np.zeros(0, np.int32), *train])
     check_mixed(labels_of_train, shard_lengths=list(map(len, train)), where="source.path")
-    shards_root = root_of_tars(root, output=work.output)
-    _commit(work, tars, tables, sums, classes=classes, shards_root=shards_root)
+    _commit(
+        work,
+        tars,
+        tables,
+        classes,
+        inputs=sums.as_json(),
+        source_fingerprint=fingerprint,
+        shards_root=root_of_tars(root, output=work.output),
+    )
 
 
 def root_of_tars(tars: Location, *, output: Path) -> str:
@@ -183,20 +193,23 @@ def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> Non
         raise ChangedSource(name)
 
 
-def _count(counts: Counter[str], rows: pa.Table) -> None:
-    for name, num in zip(*pc.value_counts(rows["class"]).flatten(), strict=True):
-        counts[name.as_py() or ""] += num.as_py()
+def _classes(rows: pa.Table) -> Counter[str]:
+    """Count the rows of each class."""
+    counts = zip(*pc.value_counts(rows["class"]).flatten(), strict=True)
+    return Counter({name.as_py() or "": num.as_py() for name, num in counts})
 
 
-def _write_ledger(work: WorkFolder, units: Sequence[str]) -> LedgerSums:
-    """Write the ledger of all inputs. Raises UserError for too many bad images."""
+def _write_ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Outcomes, str]:
+    """Write the ledger of all inputs; return its sums and the fingerprint of the source.
+
+    Raises UserError for too many bad images.
+    """
     digest, copy_of = blake3(), left_out(work.run.source.leave_out)
 
     def tables() -> Iterator[pa.Table]:
         for unit in units:
             table = read_table(work.path / unit)
-            rows = dict(zip(table.column_names, table.columns, strict=True))
-            num = len(table)
+            rows, num = dict(zip(table.column_names, table.columns, strict=True)), len(table)
             for name in ("changes", "key"):
                 rows.setdefault(name, pa.nulls(num, pa.string()))
             hashes = rows.get("input_hash", pa.nulls(num, pa.binary(32)))
@@ -213,18 +226,18 @@ def _write_ledger(work: WorkFolder, units: Sequence[str]) -> LedgerSums:
     final = work.path / FINAL
     final.mkdir(exist_ok=True)
     sums = write_ledger(final, tables())
-    sums.source_fingerprint = digest.hexdigest()
-    sums.check_bad_fraction(work.run.images.max_bad_fraction)
-    return sums
+    sums.check(max_bad_fraction=work.run.images.max_bad_fraction)
+    return sums, digest.hexdigest()
 
 
 def _commit(
     work: WorkFolder,
     tars: Sequence[Tar],
     tables: Sequence[pa.Table],
-    sums: LedgerSums,
-    *,
     classes: tuple[str, ...],
+    *,
+    inputs: dict[str, Any],
+    source_fingerprint: str,
     shards_root: str = ".",
 ) -> None:
     """Write all files but the tars and the ledger, then give the folder its name."""
@@ -245,20 +258,22 @@ def _commit(
     if shards_root == ".":
         formats = {name for table in tables for name in table["format"].unique().to_pylist()}
         write_card(final, splits=splits, classes=classes, formats=sorted(formats))
-    manifest = Manifest(
-        format_version=FORMAT_VERSION,
-        tool_version=tool_version(),
-        fingerprint=folder_fingerprint(splits, classes=classes),
-        source_fingerprint=sums.source_fingerprint,
-        label_map_sha256=label_map_sha256(classes),
-        classes=classes,
-        index_bytes=(final / INDEX_NAME).stat().st_size,
-        index_blake3=blake3_of_file(final / INDEX_NAME),
-        splits=splits,
-        inputs=sums.as_json(),
-        config=unchanged_config(work),
-        shards_root=shards_root,
+    write_manifest(
+        final,
+        manifest=Manifest(
+            format_version=FORMAT_VERSION,
+            tool_version=tool_version(),
+            fingerprint=folder_fingerprint(splits, classes=classes),
+            source_fingerprint=source_fingerprint,
+            label_map_sha256=label_map_sha256(classes),
+            classes=classes,
+            index_bytes=(final / INDEX_NAME).stat().st_size,
+            index_blake3=blake3_of_file(final / INDEX_NAME),
+            splits=splits,
+            inputs=inputs,
+            config=unchanged_config(work),
+            shards_root=shards_root,
+        ),
     )
-    write_manifest(final, manifest=manifest)
     commit_folder(final, work.output)
     shutil.rmtree(work.path, ignore_errors=True)

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_prep.formats.ledger import EXTERNAL_REASONS, Rejections
+from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import SAMPLE_OVERHEAD
 from data_prep.images.check import MAX_FILE_BYTES
 from data_prep.sources.errors import Outage, printable
@@ -114,8 +114,8 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     reason.codes[is_small & (reason.codes < 0)] = reason.code_of("small_class")
     kept = reason.codes < 0
     rejected = _rejected_table(rows, order[~kept[order]], reason, split, class_name)
-    listed = Rejections()
-    listed.add(rejected.column("reason"), rejected.column("path"))
+    listed = Outcomes()
+    listed.add(rejected)
     present = {name: num for name, num in found.items() if name not in set(small)}
     _check_classes(work, found, present, unknown=unknown, listed=listed)
     classes = load_labels(work.run.labels).label_map(
@@ -143,9 +143,8 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     columns = [made.get(name) or rows.column(name) for name in PLANNED]
     planned = pa.table(columns, names=PLANNED).combine_chunks()
     shards, positions = _divided(work, planned, order[kept[order]], split, listed)
-    num_external = sum(listed.reasons[name] for name in EXTERNAL_REASONS)
     plan = Plan(
-        num_images=len(rows) - num_external,
+        num_images=len(rows) - listed.num_rows + listed.num_images,
         num_bad=listed.num_bad,
         classes=classes,
         present=tuple(sorted(present)),
@@ -215,7 +214,7 @@ def _check_classes(
     present: Mapping[str, int],
     *,
     unknown: Mapping[str, int],
-    listed: Rejections,
+    listed: Outcomes,
 ) -> None:
     """Raise UserError for unknown classes, classes without images, and no images at all."""
     run, labels = work.run, load_labels(work.run.labels)
@@ -256,7 +255,7 @@ def held_out(class_of: np.ndarray, hashes: np.ndarray, *, num_per_class: np.ndar
 
 
 def _divided(
-    work: WorkFolder, planned: pa.Table, order: np.ndarray, split: Codes, listed: Rejections
+    work: WorkFolder, planned: pa.Table, order: np.ndarray, split: Codes, listed: Outcomes
 ) -> tuple[list[tuple[str, int, int]], Iterator[np.ndarray]]:
     """The shards as (split, number, images), and the rows of each. Raises UserError."""
     run = work.run

@@ -39,7 +39,7 @@ from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
 # Format of the files in a work folder: raised when a release cannot resume another's work.
-WORK_FORMAT = 6
+WORK_FORMAT = 7
 # Settings that do not change the bytes of the result.
 EXECUTION_KEYS = ("output", "launch", "num_workers", "script")
 
@@ -61,7 +61,7 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
             raise
         except UserError as error:
             with suppress(OSError):
-                store_failure(work, error)
+                _store_failure(work, error)
             raise
     # Left by a process that was killed after its commit, or made again by a task that began late.
     shutil.rmtree(work.path, ignore_errors=True)
@@ -87,14 +87,11 @@ def at_real_output(run: DataPrepRun) -> DataPrepRun:
     systems. Raises UserError for a mount point.
     """
     output = Path(run.output).expanduser()
-    real = Path(os.path.realpath(output)) if output.is_symlink() else output
+    real = output.resolve() if output.is_symlink() else output
     if os.path.ismount(real):
-        raise UserError(
-            f"{str(real)!r} is a mount point: the work folder beside it would be on another file "
-            "system",
-            where="output",
-            next_step=f"choose a folder in it, such as {real / 'shards'}",
-        )
+        what = f"{str(real)!r} is a mount point: the work folder beside it would be on another disk"
+        advice = f"choose a folder in it, such as {real / 'shards'}"
+        raise UserError(what, where="output", next_step=advice)
     return run.model_copy(update={"output": str(real)})
 
 
@@ -126,16 +123,16 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
         del config[key]
     del config["source"]["path"]
     load_labels(run.labels)  # its errors say more than one of a missing file
-    named = {
-        "labels.map": run.labels.map,
-        "labels.space": None if run.labels.space in LABEL_SPACES else run.labels.space,
-        "source.leave_out": run.source.leave_out,
-        "source.val_labels": run.source.val_labels,
-    }
-    for where, file in named.items():
-        if file is not None:
-            section, key = where.split(".")
-            config[section][f"{key}_blake3"] = blake3(read_named(file, where=where)).hexdigest()
+    for section, key in (
+        ("labels", "map"),
+        ("labels", "space"),
+        ("source", "leave_out"),
+        ("source", "val_labels"),
+    ):
+        file = config[section][key]
+        if file is not None and file not in LABEL_SPACES:
+            content = read_named(file, where=f"{section}.{key}")
+            config[section][f"{key}_blake3"] = blake3(content).hexdigest()
     return config
 
 
@@ -145,25 +142,22 @@ def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
 
 
-def unchanged_config(work: WorkFolder) -> dict[str, Any]:
-    """The present `content_config`. Raises UserError if it differs from that at the start."""
-    config = content_config(work.run)
-    begun = json.loads((work.path / SETTINGS_NAME).read_text())
-    if changed := changed_settings({key: begun.get(key) for key in config}, config):
-        raise UserError(
-            "changed while the shards were made",
-            where=", ".join(changed),
-            next_step="run the command again",
-        )
-    return config
-
-
 def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, dict):
             yield from ((f"{key}.{name}", inner) for name, inner in value.items())
         else:
             yield key, value
+
+
+def unchanged_config(work: WorkFolder) -> dict[str, Any]:
+    """The present `content_config`. Raises UserError if it differs from that at the start."""
+    config = content_config(work.run)
+    begun = json.loads((work.path / SETTINGS_NAME).read_text())
+    if changed := changed_settings({key: begun.get(key) for key in config}, config):
+        what, advice = "changed while the shards were made", "run the command again"
+        raise UserError(what, where=", ".join(changed), next_step=advice)
+    return config
 
 
 def tool_version() -> str:
@@ -183,13 +177,24 @@ def open_work_folder(work: WorkFolder) -> None:
         "tool_version": tool_version(),
         "work_format": WORK_FORMAT,
     }
+    aside = work.path.with_name(f"{work.path.name}-{this_process()}")
     try:
-        failure = work.failure()
-        if failure is not None:
+        if (failure := work.failure()) is not None:
             if failure["job"] is not None and failure["job"] == _array_job():
                 raise UserError(failure["text"])
-            _start_over(work.path)
-        begun = _begin_or_join(work.path, settings)
+            # Start over. Renamed, since another process may do so at the same moment.
+            with suppress(FileNotFoundError):
+                work.path.rename(aside)
+                if not (aside / FAILED_NAME).exists():  # it has just begun anew
+                    aside.rename(work.path)
+            shutil.rmtree(aside, ignore_errors=True)
+        if not work.path.exists():
+            aside.mkdir(parents=True, exist_ok=True)
+            write_json(aside / SETTINGS_NAME, settings)
+            with suppress(OSError):
+                aside.rename(work.path)  # one of several processes succeeds
+            shutil.rmtree(aside, ignore_errors=True)
+        begun = json.loads((work.path / SETTINGS_NAME).read_text())
     except OSError as error:
         if work.is_finished:
             return  # another task has just finished it
@@ -202,31 +207,7 @@ def open_work_folder(work: WorkFolder) -> None:
         )
 
 
-def _begin_or_join(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Create the folder with these settings, or return the settings that another process wrote."""
-    if not folder.exists():
-        fresh = folder.with_name(f"{folder.name}-{this_process()}")
-        fresh.mkdir(parents=True, exist_ok=True)
-        write_json(fresh / SETTINGS_NAME, settings)
-        with suppress(OSError):
-            fresh.rename(folder)  # one of several processes succeeds
-        shutil.rmtree(fresh, ignore_errors=True)
-    found: dict[str, Any] = json.loads((folder / SETTINGS_NAME).read_text())
-    return found
-
-
-def _start_over(folder: Path) -> None:
-    """Remove the folder of work that failed, unless another process does."""
-    removed = folder.with_name(f"{folder.name}-{this_process()}")
-    with suppress(FileNotFoundError):
-        folder.rename(removed)
-        if not (removed / FAILED_NAME).exists():  # another process has just begun anew
-            removed.rename(folder)
-            return
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def store_failure(work: WorkFolder, error: UserError) -> None:
+def _store_failure(work: WorkFolder, error: UserError) -> None:
     """Tell all tasks the error: their work would end the same. The next command starts over."""
     if work.failure() is None:
         write_json(work.path / FAILED_NAME, {"job": _array_job(), "text": error.text()})

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.formats.ledger import BAD, Rejections
+from data_prep.formats.ledger import BAD, Outcomes
 from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
 from data_prep.sources.errors import printable
@@ -121,8 +121,7 @@ def check_bad(work: WorkFolder, done: Sequence[str]) -> None:
     num_bad = plan.num_bad + sum(_num_bad(work, unit) for unit in done)
     if num_bad <= limit * plan.num_images:
         return
-    so_far = Rejections()
+    so_far = Outcomes()
     for unit in (REJECTED, *done):
-        table = read_table(work.path / unit)
-        so_far.add(table.column("reason"), table.column("path"))
-    so_far.check(num_images=plan.num_images, max_bad_fraction=limit, at_least=True)
+        so_far.add(read_table(work.path / unit))
+    so_far.check(max_bad_fraction=limit, num_images=plan.num_images)

@@ -15,11 +15,9 @@ from PIL import Image, ImageDraw, ImageOps
 
 from data_prep.duplicates import search
 from data_prep.duplicates.descriptors import (
-    HASHES,
     SIDE_PX,
     describe_images,
     has_contrast,
-    hashes_near,
     keys_of,
     picture_descriptors,
     pictures_correlate,
@@ -37,9 +35,7 @@ def are_duplicates(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     found = np.zeros(len(left), dtype=bool)
     for ours, theirs in ((0, 0), (1, 0), (0, 1)):
         shared = (keys[0][ours][:, :, None] == keys[1][theirs][:, None, :]).any(axis=(1, 2))
-        hashes = left[HASHES[ours]], right[HASHES[theirs]]
-        mirrored = np.full(len(left), ours != theirs)
-        found |= shared & hashes_near(*hashes) & pictures_correlate(left, right, mirrored=mirrored)
+        found |= shared & pictures_correlate(left, right, mirrored=ours != theirs)
     return found & has_contrast(left) & has_contrast(right)
 
 
@@ -151,8 +147,8 @@ def all_pairs(descriptors: np.ndarray) -> list[int]:
     """Search by the definition, pair by pair."""
     first = []
     for i in range(len(descriptors)):
-        before, own = descriptors[:i], descriptors[[i]].repeat(i)
-        same = np.flatnonzero(before == own)
+        before, own = descriptors[:i], descriptors[[i]].repeat(i, axis=0)
+        same = np.flatnonzero((before == own).all(axis=1))
         alike = np.flatnonzero(are_duplicates(before, own))
         compared = has_contrast(descriptors[[i]])[0]
         first.append(int([*same, *alike, i][0]) if compared else i)

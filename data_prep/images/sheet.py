@@ -1,0 +1,31 @@
+"""Draw rows of small images, each below a line of text, into one PNG."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageOps
+
+from data_prep.images.check import SUFFIXES
+from vitscale.distributed.atomic_files import atomic_file
+
+SIDE, TEXT = 96, 14
+
+
+def draw_rows(path: Path, rows: Sequence[tuple[str, Sequence[bytes]]]) -> None:
+    """Write the sheet. rows: text, and encoded images."""
+    height = SIDE + TEXT
+    width = max(len(images) for _, images in rows) * SIDE
+    sheet = Image.new("RGB", (width, len(rows) * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for y, (text, images) in enumerate(rows):
+        draw.text((2, y * height + 1), text, "black")
+        for x, content in enumerate(images):
+            with Image.open(io.BytesIO(content), formats=tuple(SUFFIXES)) as image:
+                image.draft("RGB", (2 * SIDE, 2 * SIDE))
+                small = ImageOps.contain(image.convert("RGB"), (SIDE - 2, SIDE - 2))
+            sheet.paste(small, (x * SIDE, y * height + TEXT))
+    with atomic_file(path) as file:
+        sheet.save(file, "PNG")
