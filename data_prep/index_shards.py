@@ -42,20 +42,13 @@ def main() -> None:
 
 def refuse_rewriting(run: DataPrepRun) -> None:
     """Raise UserErrors for settings that would require rewriting the tars."""
-    wanted = {
-        "source.holdout_fraction": run.source.holdout_fraction,
-        "source.val_per_class": run.source.val_per_class,
-        "source.min_images_per_class": run.source.min_images_per_class,
-        "source.leave_out": run.source.leave_out,
-        "images.short_side": run.images.short_side,
-    }
+    keys = ("holdout_fraction", "val_per_class", "min_images_per_class", "leave_out")
+    wanted = {f"source.{key}": getattr(run.source, key) for key in keys}
+    what = "requires rewriting the tars, which indexing does not do"
+    advice = "remove this key, or make new shards with data_prep/make_shards.py"
     errors = [
-        UserError(
-            "requires rewriting the tars, which indexing does not do",
-            where=key,
-            next_step="remove this key, or make new shards with data_prep/make_shards.py",
-        )
-        for key, value in wanted.items()
+        UserError(what, where=key, next_step=advice)
+        for key, value in (wanted | {"images.short_side": run.images.short_side}).items()
         if value
     ]
     if run.source.kind != "webdataset":

@@ -239,13 +239,10 @@ def _check_ledger(folder: Path, manifest: Manifest, index: pa.Table | None) -> I
         yield "the inputs kept or repaired are not the samples of the index"
 
 
-def _names(rows: pa.Table) -> pa.Array:
+def _names(rows: pa.Table) -> list[str]:
     """Split and key of each row, sorted."""
-    names = pc.binary_join_element_wise(
-        *(rows[name].cast(pa.string()) for name in ("split", "key")), "\0"
-    )
-    in_order: pa.Array = names.take(pc.sort_indices(names)).combine_chunks()
-    return in_order
+    parts = (rows[name].cast(pa.string()).to_pylist() for name in ("split", "key"))
+    return sorted(f"{split}-{key}" for split, key in zip(*parts, strict=True))
 
 
 def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:

@@ -50,17 +50,16 @@ def list_images(folder: Path) -> pa.Table:
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
     try:
-        rows = [
-            (printable(file), bytes.fromhex(blake3_of_file(Path(file))), os.fsencode(file), 0, size)
-            for file in _image_files(folder)
-            for size in (os.path.getsize(file),)
-        ]
+        files = list(_image_files(folder))
+        hashes = [bytes.fromhex(blake3_of_file(file)) for file in files]
+        sizes = [os.path.getsize(file) for file in files]
     except OSError as error:
         where = printable(str(error.filename or folder))
         raise UserError(f"cannot be read ({error.strerror})", where=where) from None
-    if not rows:
+    if not files:
         raise UserError("has no images", where=str(folder), allowed="image files, or shards")
-    columns = zip(IMAGES, zip(*rows, strict=True), strict=True)
+    names, paths = [printable(file) for file in files], [os.fsencode(file) for file in files]
+    columns = zip(IMAGES, (names, hashes, paths, [0] * len(files), sizes), strict=True)
     return pa.table([pa.array(values, field.type) for field, values in columns], schema=IMAGES)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -166,21 +165,19 @@ def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     Without GPUs, of a large recipe the plan alone.
     """
     num = sum(entry.num_samples for entry in manifest.splits.values())
-    config, settings = "vit_b16", [f"model.num_classes={len(manifest.classes)}"]
+    settings = [f"model.num_classes={len(manifest.classes)}"]
     if not manifest.classes:
         config, settings = "mae/b16", ["'evaluate=[]'"]
     elif num <= SMALL_SAMPLES:
         config, gpus = "digits/pretrain", gpus or 2
-        name = re.sub(r"[^A-Za-z0-9]+", "-", folder.name).strip("-")[:60] or "shards"
         # The epochs of the file could be fewer steps than its warm-up.
-        settings = [f"name={name}-pretrain", "schedule.epochs=null", "schedule.steps=1000"]
-    elif num <= MEDIUM_SAMPLES:
-        config = "deit/s16"
+        settings = ["name=pretrain", "schedule.epochs=null", "schedule.steps=1000"]
+    else:
+        config = "deit/s16" if num <= MEDIUM_SAMPLES else "vit_b16"
     held_out = sorted(manifest.splits.keys() - {"train"})
     val_split = "val" if "val" in held_out else next(iter(held_out), "null")
-    settings.append(f"data.val_split={val_split}")
-    script = "launch/slurm.py --dry-run"
+    command = "python launch/slurm.py --dry-run"
     if gpus:  # a power of two, which divides the batches of all recipes
-        script = f"--num_gpus {1 << gpus.bit_length() - 1} pretrain/main.py"
-    command = f"{'deepspeed' if gpus else 'python'} {script} --config configs/{config}.yaml"
-    return " ".join([command, f"data.path={quote(str(folder))}", *settings])
+        command = f"deepspeed --num_gpus {1 << gpus.bit_length() - 1} pretrain/main.py"
+    places = [f"data.path={quote(str(folder))}", *settings, f"data.val_split={val_split}"]
+    return " ".join([command, f"--config configs/{config}.yaml", *places])

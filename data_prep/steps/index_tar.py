@@ -100,7 +100,8 @@ def _index_local(work: WorkFolder, unit: str, root: Path) -> None:
             image.content = b""  # all samples of the tar are kept
         set_class(item, labels)
         image.reason, image.num_bytes = item.reason or image.reason, item.num_bytes
-        place = printable(item.path), item.split, item.class_name
-        rows.append(outcome(place, image, key=printable(item.name), offset=item.offset))
+        place = {"path": item.path, "class": item.class_name}
+        key = printable(item.name)
+        rows.append(outcome(place, item.split, image, key=key, offset=item.offset))
     facts = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "blake3": digest}
     commit_outcomes(work, unit, rows, **facts)

@@ -143,34 +143,21 @@ class InputReader:
         return check_image(data, settings=self.images, convert=self.convert)
 
     def _read(self, name: bytes, row: Mapping[str, Any]) -> bytes:
-        # System calls: pathlib and file objects would take as long as the reading.
         folder = self.spool if row["spooled"] else self.source
-        file = os.open(os.path.join(os.fsencode(str(folder)), name), os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            status = os.fstat(file)
+        # Joined as bytes: pathlib would take as long as the reading.
+        with open(os.path.join(os.fsencode(str(folder)), name), "rb") as file:
+            status = os.fstat(file.fileno())
             is_same = status.st_mtime_ns == row["modified_ns"] and (
                 bool(row["file"]) or status.st_size == row["num_bytes"]
             )
             if is_same or row["spooled"]:
-                data = _read_range(file, row["offset"], row["num_bytes"])
+                file.seek(row["offset"])
+                data = file.read(row["num_bytes"])
                 if len(data) == row["num_bytes"]:
                     return data
-        finally:
-            os.close(file)
         if row["spooled"]:
             raise OSError(errno.EIO, "the spool is too short")
         raise ChangedSource(os.fsdecode(name))
-
-
-def _read_range(file: int, offset: int, num_bytes: int) -> bytes:
-    """Bytes of one range; fewer if the file is too short."""
-    data = os.pread(file, num_bytes, offset)
-    while data and len(data) < num_bytes:
-        more = os.pread(file, num_bytes - len(data), offset + len(data))
-        if not more:
-            break
-        data += more
-    return data
 
 
 @lru_cache(maxsize=1)

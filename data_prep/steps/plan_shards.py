@@ -161,15 +161,11 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def _stored_plan(path: str) -> Plan:
-    with pa.memory_map(path) as source:
+def read_plan(work: WorkFolder) -> Plan:
+    with pa.memory_map(str(work.path / ROWS)) as source:
         stored = json.loads(pa.ipc.open_file(source).schema.metadata[b"plan"])
     tuples = {name: tuple(stored[name]) for name in ("classes", "present")}
     return Plan(**{**stored, **tuples, "shards": tuple(map(tuple, stored["shards"]))})
-
-
-def read_plan(work: WorkFolder) -> Plan:
-    return _stored_plan(str(work.path / ROWS))
 
 
 def _ordered(rows: pa.Table, reason: Codes) -> tuple[np.ndarray, pa.Array]:

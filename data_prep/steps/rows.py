@@ -85,21 +85,13 @@ def rows_table(inputs: Sequence[Input], *, seed: int, holds_out: bool) -> pa.Tab
     if holds_out:
         hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
         holdout = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
-    columns: dict[str, object] = {
-        "order_high": halves[:, 0],
-        "order_low": halves[:, 1],
-        "holdout": holdout,
-        "path": [i.path.encode(*FILE_NAMES) for i in inputs],
-        "split": [i.split for i in inputs],
-        "class": [i.class_name for i in inputs],
-        "key": [make_key(i.class_name, i.name, path=i.path) for i in inputs],
-        "num_bytes": [i.num_bytes for i in inputs],
-        "reason": [i.reason for i in inputs],
-        "file": [i.file.encode(*FILE_NAMES) for i in inputs],
-        "offset": [i.offset for i in inputs],
-        "modified_ns": [i.modified_ns for i in inputs],
-        "spooled": [i.spooled for i in inputs],
-    }
+    plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled")
+    columns: dict[str, object] = {name: [getattr(i, name) for i in inputs] for name in plain}
+    columns |= {"order_high": halves[:, 0], "order_low": halves[:, 1], "holdout": holdout}
+    columns["path"] = [i.path.encode(*FILE_NAMES) for i in inputs]
+    columns["file"] = [i.file.encode(*FILE_NAMES) for i in inputs]
+    columns["class"] = [i.class_name for i in inputs]
+    columns["key"] = [make_key(i.class_name, i.name, path=i.path) for i in inputs]
     arrays = [pa.array(columns[field.name], field.type) for field in ROW_SCHEMA]
     return pa.Table.from_arrays(arrays, schema=ROW_SCHEMA)
 

@@ -34,7 +34,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import write_json
-from vitscale.distributed.processes import num_gpus
+from vitscale.distributed.processes import num_cores, num_gpus
 from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
@@ -56,7 +56,7 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     if made is None:
         open_work_folder(work)
         try:
-            run_steps(work, steps)
+            run_steps(work, steps, num_workers=run.num_workers or num_cores())
         except Outage:
             raise
         except UserError as error:

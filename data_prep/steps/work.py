@@ -5,9 +5,9 @@ task, their errors, signals and progress.
 Leaves out: what a unit does (the other modules of this package).
 
 A unit is named after the file that it makes, is done if that file exists, and makes the same bytes
-in any process. So a claim only saves work: two processes may do the same unit. Every process of
-every task runs the same loop: do the free units of a step, wait until the others have done theirs,
-go on with the next step. No process is special, so any may die or start late.
+in any process. So a claim only saves work: two processes may do the same unit. Every task runs the
+same loop: do the free units of a step, wait until the others have done theirs, go on with the next
+step. No task is special, so any may die or start late.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import signal
 import socket
 import threading
 import time
-import traceback
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from multiprocessing.connection import wait
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from data_prep.sources.protocol import source_root
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.data.index import MANIFEST_NAME
 from vitscale.distributed.fork_server import end_with_server, worker_context
-from vitscale.distributed.processes import is_alive, num_cores
+from vitscale.distributed.processes import is_alive
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.console import item_progress
 
@@ -49,9 +50,7 @@ HEARTBEAT_NAME, HEARTBEAT_S = "alive", 5.0
 DEAD_AFTER_S = 60.0
 # Pauses start short, since most waits are, and grow: no pause is longer than a quarter of the wait.
 FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.005, 1.25, 1.0
-UPDATE_S = 0.5
-# A worker that waits for dead storage does not end when it is killed.
-EXIT_WAIT_S = 5.0
+CHECK_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 USE_LESS_MEMORY = "lower num_workers or images.max_pixels and rerun; the run resumes"
 # What workers need, and what pyarrow imports at first use: 0.3 s and 45 MiB in each of them.
@@ -62,6 +61,10 @@ IMPORTS = (
     "pyarrow.parquet",
     "PIL.JpegImagePlugin",
 )
+
+
+_work: WorkFolder
+"""Of this worker process."""
 
 
 class WorkFolder:
@@ -83,6 +86,8 @@ class WorkFolder:
 
         Raises FileNotFoundError if the work folder is gone: another process finished the work.
         """
+        # Warnings about broken EXIF and the like; faults that matter are in the ledger.
+        warnings.filterwarnings("ignore", module="PIL")
         for name in FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
         for left in (self.path / "tmp").iterdir():
@@ -98,36 +103,6 @@ class WorkFolder:
 
     def is_done(self, unit: str) -> bool:
         return (self.path / unit).exists() or self.is_finished
-
-    def work_through(
-        self, units: Sequence[str], do: Callable[[WorkFolder, str], None], *, start: int
-    ) -> None:
-        """Return when every unit is done, by this process or another.
-
-        start: the unit to begin with, so that processes do not all try the same claims first.
-        Raises FileNotFoundError if the folder is removed meanwhile.
-        """
-        first = start % max(1, len(units))
-        waiting = [unit for unit in (*units[first:], *units[:first]) if not self.is_done(unit)]
-        pause = FIRST_WAIT_S
-        while waiting:
-            progressed = False
-            for unit in waiting:
-                claim = self.path / "claims" / unit.replace("/", "-")
-                if self.is_done(unit) or not self.take(claim):
-                    continue
-                try:
-                    if not self.is_done(unit):
-                        do(self, unit)
-                        progressed = True
-                finally:
-                    claim.unlink(missing_ok=True)
-            waiting = [unit for unit in waiting if not self.is_done(unit)]
-            if waiting and not progressed:
-                if not self.path.exists() and not self.is_finished:
-                    raise FileNotFoundError(errno.ENOENT, "it was removed", str(self.path))
-                time.sleep(pause)
-                pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
 
     def take(self, claim: Path) -> bool:
         """Make a claim, a link that names this process. False: another one has it.
@@ -211,43 +186,39 @@ class Step:
     """Raise UserError if the units done so far show that the work is in vain."""
 
 
-def run_steps(work: WorkFolder, steps: Sequence[Step]) -> None:
-    """Work through the steps in this task's processes; return when any tasks have finished them.
+def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> None:
+    """Work through the steps; return when any tasks have finished them.
 
-    Raises Outage where a rerun resumes, UserError for a corpus that cannot be used,
-    SystemExit(75) after a stop signal.
+    num_workers: 1 works in this process. Raises Outage where a rerun resumes, UserError for a
+    corpus that cannot be used, SystemExit(75) after a stop signal.
     """
-    num_workers = work.run.num_workers or num_cores()
     task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
-    context = worker_context(IMPORTS)
-    errors: Any = context.SimpleQueue()
-    workers: list[Any] = [
-        context.Process(
-            target=_run_worker,
-            args=(work.run, tuple(steps), errors, task * num_workers + number),
-            daemon=True,
-        )
-        for number in range(num_workers)
-    ]
+    others, pool = active_children(), None
     previous = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}
     try:
         work.open()
-        for worker in workers:
-            worker.start()
+        if num_workers > 1:
+            context = worker_context(IMPORTS)
+            pool = ProcessPoolExecutor(num_workers, context, _start_worker, (work.run,))
         for step in steps:
-            _follow(work, step, workers, errors)
-        while any(worker.exitcode is None for worker in workers):
-            _wait(work, workers, errors)
+            if not work.is_finished:
+                _share(work, step, pool, start=task * num_workers)
     except (OSError, pa.ArrowException) as error:
         # Another task may have finished the work, and removed the folder.
         if not work.is_finished:
-            raise storage_error(error, work) from None
+            raise storage_error(error, work) from error
+    except BrokenProcessPool:
+        raise Outage(
+            "a worker process died",
+            where=str(work.path),
+            next_step=f"check the system log for 'out of memory'; {USE_LESS_MEMORY}",
+        ) from None
     finally:
-        started = [worker for worker in workers if worker.pid is not None]
-        for worker in started:
-            worker.kill()
-        for worker in started:
-            worker.join(EXIT_WAIT_S)
+        if pool is not None:
+            # They may wait for dead storage.
+            for worker in set(active_children()) - set(others):
+                worker.kill()
+            pool.shutdown(wait=False, cancel_futures=True)
         for number, handler in previous.items():
             if signal.getsignal(number) is _stop:
                 signal.signal(number, handler)
@@ -261,80 +232,88 @@ def _stop(*_: object) -> None:
     raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
 
-def _follow(work: WorkFolder, step: Step, workers: list[Any], errors: Any) -> None:
-    """Show the progress of one step until all of its units are done."""
-    if work.is_finished:
-        return
-    units, done = step.units(work), set[str]()
+def _share(work: WorkFolder, step: Step, pool: ProcessPoolExecutor | None, *, start: int) -> None:
+    """Return when every unit is done, here or elsewhere.
+
+    start: the unit to begin with, so that tasks do not all try the same claims first.
+    """
+    units = step.units(work)
     sizes = dict(zip(units, step.images(work) if step.images else [1] * len(units), strict=True))
-    folder, counted = os.path.dirname(min(units, default="")), "images" if step.images else "units"
+    first = start % max(1, len(units))
+    waiting, done = [*units[first:], *units[:first]], list[str]()
+    pause, checked = FIRST_WAIT_S, time.monotonic()
+    counted = "images" if step.images else "units"
     with item_progress(step.title, total=sum(sizes.values()), unit=counted) as advance:
-        while len(done) < len(units) and not work.is_finished:
-            made = {os.path.join(folder, name) for name in os.listdir(work.path / folder)}
-            new = (made & sizes.keys()) - done
-            done |= new
-            advance(sum(sizes[unit] for unit in new))
-            if step.check and new:
-                step.check(work, sorted(done))
-            if len(done) < len(units):
-                _wait(work, workers, errors)
+        while waiting:
+            busy = []
+            for unit, is_done in _attempts(work, step, waiting, pool):
+                if not is_done:
+                    busy.append(unit)
+                    continue
+                done.append(unit)
+                advance(sizes[unit])
+                if time.monotonic() - checked > CHECK_S:
+                    work.raise_failure()
+                    if step.check:
+                        step.check(work, sorted(done))
+                    checked = time.monotonic()
+            work.raise_failure()
+            if len(busy) == len(waiting):
+                if not work.path.exists() and not work.is_finished:
+                    raise FileNotFoundError(errno.ENOENT, "it was removed", str(work.path))
+                time.sleep(pause)
+                pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
+            waiting = busy
 
 
-def _wait(work: WorkFolder, workers: list[Any], errors: Any) -> None:
-    """Wait a moment. Raise what ends the work: an error of a worker or another task."""
-    alive = [worker.sentinel for worker in workers if worker.exitcode is None]
-    if alive:
-        wait(alive, UPDATE_S)
-    else:
-        time.sleep(FIRST_WAIT_S)
-    codes = [worker.exitcode for worker in workers if worker.exitcode]
-    if not errors.empty():
-        raise errors.get()
-    if codes:
-        raise Outage(
-            f"a worker process died (exit code {codes[0]})",
-            where=str(work.path),
-            next_step=f"check the system log for 'out of memory'; {USE_LESS_MEMORY}",
-        )
-    work.raise_failure()
+def _attempts(
+    work: WorkFolder, step: Step, units: Sequence[str], pool: ProcessPoolExecutor | None
+) -> Iterator[tuple[str, bool]]:
+    if pool is None:
+        yield from ((unit, attempt(work, step.do, unit)) for unit in units)
+        return
+    futures = {pool.submit(_attempt_here, step.do, unit): unit for unit in units}
+    for future in as_completed(futures):
+        yield futures[future], future.result()
 
 
-def _run_worker(run: DataPrepRun, steps: Sequence[Step], errors: Any, start: int) -> None:
-    """Run one worker process."""
-    end_with_server()
-    # The default allocator keeps what is freed: a quarter of a worker's memory.
-    pa.set_memory_pool(pa.system_memory_pool())
-    # Warnings about broken EXIF and the like; faults that matter are in the ledger.
-    warnings.filterwarnings("ignore", module="PIL")
+def attempt(work: WorkFolder, do: Callable[[WorkFolder, str], None], unit: str) -> bool:
+    """Do a unit, unless it is done. False: another process is doing it."""
+    claim = work.path / "claims" / unit.replace("/", "-")
     try:
-        work_through_steps(WorkFolder(run), steps, start=start)
-    except UserError as error:
-        errors.put(error)
+        if work.is_done(unit):
+            return True
+        if not work.take(claim):
+            return False
+        try:
+            if not work.is_done(unit):
+                do(work, unit)
+        finally:
+            claim.unlink(missing_ok=True)
     except MemoryError:
         what = "a worker process ran out of memory on an image"
-        errors.put(Outage(what, next_step=USE_LESS_MEMORY))
-    except Exception:
-        errors.put(RuntimeError(traceback.format_exc()))
-
-
-def work_through_steps(work: WorkFolder, steps: Sequence[Step], *, start: int = 0) -> None:
-    """Do the units of every step that are free, in this process."""
-    try:
-        work.open()
-        for step in steps:
-            if work.is_finished:
-                return
-            work.raise_failure()
-            work.work_through(step.units(work), step.do, start=start)
+        raise Outage(what, next_step=USE_LESS_MEMORY) from None
     except (OSError, UserError) as error:
         if work.is_finished:  # by another process, which removed the folder
-            return
-        if isinstance(error, OSError):
-            raise storage_error(error, work) from error
+            return True
         if isinstance(error, ChangedSource):
             # It discards all work; a file system that is not mounted must not.
             check_is_mounted(source_root(work.run.source), error.path, work=work.path)
         raise
+    return True
+
+
+def _start_worker(run: DataPrepRun) -> None:
+    global _work
+    end_with_server()
+    # The default allocator keeps what is freed: a quarter of a worker's memory.
+    pa.set_memory_pool(pa.system_memory_pool())
+    _work = WorkFolder(run)
+    _work.open()
+
+
+def _attempt_here(do: Callable[[WorkFolder, str], None], unit: str) -> bool:
+    return attempt(_work, do, unit)
 
 
 def storage_error(error: Exception, work: WorkFolder) -> UserError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,7 @@ def write_shard(work: WorkFolder, unit: str) -> None:
             if image.reason is None:
                 label = None if row["label"] == NO_LABEL else row["label"]
                 offset = tar.add(key, extension=image.extension, image=image.content, label=label)
-            place = printable(row["path"]), split, row["class"]
-            outcomes.append(outcome(place, image, key=key, offset=offset))
+            outcomes.append(outcome(row, split, image, key=key, offset=offset))
         digest = tar.finish()
     os.replace(temporary, work.path / Path(unit).with_suffix(".tar"))
     fsync_folder(work.path / "tars")
@@ -74,28 +73,25 @@ def write_shard(work: WorkFolder, unit: str) -> None:
 
 
 def outcome(
-    place: tuple[str, str, str | None], image: CheckedImage, *, key: str, offset: int
-) -> tuple[Any, ...]:
-    """Make a row of OUTCOMES. place: path, split, class."""
-    input_hash = image.input_hash or None
-    if image.reason is not None:
-        return (*place, image.reason, None, input_hash, *[None] * 7)
-    return (
-        *(*place, None, image.changes, input_hash, key, offset, image.num_bytes),
-        *(image.extension, image.width, image.height, image.content_hash),
-    )
+    item: Mapping[str, Any], split: str, image: CheckedImage, *, key: str, offset: int
+) -> dict[str, Any]:
+    """Make a row of OUTCOMES. item: `path` and `class`."""
+    row = {"path": printable(item["path"]), "split": split, "class": item["class"]}
+    row |= {"reason": image.reason, "input_hash": image.input_hash or None}
+    if image.reason is None:
+        row |= {"changes": image.changes, "key": key, "offset": offset, "length": image.num_bytes}
+        row |= {"format": image.extension, "width": image.width, "height": image.height}
+        row["blake3"] = image.content_hash
+    return row
 
 
 def commit_outcomes(
-    work: WorkFolder, unit: str, outcomes: Sequence[tuple[Any, ...]], **facts: Any
+    work: WorkFolder, unit: str, outcomes: Sequence[Mapping[str, Any]], **facts: Any
 ) -> None:
     """Write the table of one tar with facts about it, and its number of samples and bad images."""
-    columns = list(zip(*outcomes, strict=True)) or [()] * len(OUTCOMES)
-    arrays = [pa.array(c, field.type) for c, field in zip(columns, OUTCOMES, strict=True)]
-    table = pa.Table.from_arrays(arrays, schema=OUTCOMES)
-    reasons = table.column("reason")
-    num_bad = sum(reason in BAD for reason in reasons.to_pylist())
-    facts |= {"samples": reasons.null_count, "num_bad": num_bad}
+    table = pa.Table.from_pylist(list(outcomes), schema=OUTCOMES)
+    reasons = [row["reason"] for row in outcomes]
+    facts |= {"samples": reasons.count(None), "num_bad": sum(reason in BAD for reason in reasons)}
     text = {name: str(value) for name, value in facts.items()}
     commit_table(work.temporary("outcomes"), work.path / unit, table.replace_schema_metadata(text))
 

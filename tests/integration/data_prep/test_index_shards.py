@@ -14,7 +14,7 @@ from PIL import Image
 
 from data_prep.index_shards import STEPS
 from data_prep.steps.settings import open_work_folder
-from data_prep.steps.work import WorkFolder, work_through_steps
+from data_prep.steps.work import WorkFolder, run_steps
 from tests.support.corpora.external_tars import (
     hugging_face_layout,
     imagenet_22k_layout,
@@ -224,7 +224,7 @@ def test_tars_sorted_by_class_are_refused_for_training(
     with pytest.raises(
         UserError, match="1 of its 20 tars at a time, which have 1 classes"
     ) as error:
-        work_through_steps(work, STEPS)
+        run_steps(work, STEPS, num_workers=1)
     assert "next: write shuffled ones" in str(error.value) and not work.output.exists()
     shutil.rmtree(work.path)
     index(tmp_path / "tars", tmp_path / "index", 'source.splits={val: "*.tar"}')

@@ -15,7 +15,7 @@ import pytest
 
 from data_prep.index_shards import STEPS
 from data_prep.steps.settings import open_work_folder
-from data_prep.steps.work import WorkFolder, work_through_steps
+from data_prep.steps.work import WorkFolder, run_steps
 from tests.support.corpora.external_tars import (
     hugging_face_layout,
     photo,
@@ -73,7 +73,7 @@ def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     argv = [str(argument) for argument in arguments]
     work = WorkFolder(load_command(DataPrepRun, script="", description="", argv=argv).run)
     open_work_folder(work)
-    work_through_steps(work, STEPS[:2])
+    run_steps(work, STEPS[:2], num_workers=1)
     os.utime(sorted(tars.glob("*.tar"))[0], ns=(1, 1))
     finished = run_index(tars, tmp_path / "index")
     assert finished.returncode == 2 and "changed while" in finished.stderr

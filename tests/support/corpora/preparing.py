@@ -7,7 +7,7 @@ from typing import Any
 
 from data_prep.make_shards import STEPS
 from data_prep.steps.settings import open_work_folder
-from data_prep.steps.work import WorkFolder, work_through_steps
+from data_prep.steps.work import WorkFolder, run_steps
 from vitscale.runs.data_prep import DataPrepRun
 
 
@@ -23,5 +23,5 @@ def prepare_here(run: DataPrepRun, *, until: str | None = None) -> WorkFolder:
     wanted = STEPS if until is None else STEPS[: titles.index(until)]
     work = WorkFolder(run)
     open_work_folder(work)
-    work_through_steps(work, wanted)
+    run_steps(work, wanted, num_workers=1)
     return work

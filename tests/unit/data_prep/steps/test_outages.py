@@ -79,7 +79,7 @@ def test_outages_while_reading_reject_no_file(
         raise OSError(code, os.strerror(code))
 
     reader = InputReader.of(WorkFolder(run))
-    monkeypatch.setattr(os, "pread", fail)
+    monkeypatch.setattr(os, "fstat", fail)
     if code in FAULTS:
         assert reader.check(row).reason == "unreadable"
         return

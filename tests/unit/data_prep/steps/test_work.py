@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.steps import work as sharing
-from data_prep.steps.work import DEAD_AFTER_S, WorkFolder, machine
+from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder, machine
 from tests.support.corpora.preparing import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -33,7 +33,7 @@ def run(work: WorkFolder, units: list[str], *, start: int = 0) -> list[str]:
         done.append(unit)
         (work.path / unit).touch()
 
-    work.work_through(units, do, start=start)
+    sharing._share(work, Step("do", lambda work: units, do), None, start=start)
     return done
 
 
