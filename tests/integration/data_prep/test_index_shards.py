@@ -33,7 +33,7 @@ from tests.support.corpora.indexing import (
     verify,
 )
 from tests.support.corpora.preparing import run_of
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_manifest, read_split
 from vitscale.data.label_spaces import known_space

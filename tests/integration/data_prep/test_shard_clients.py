@@ -21,7 +21,7 @@ from blake3 import blake3
 from PIL import Image
 
 from tests.support.corpora.external_tars import imagenet_22k_layout
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import by_level
 from tests.support.ranks.rank_processes import ROOT, run_ranks
 from vitscale.data.index import read_manifest, read_split

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]

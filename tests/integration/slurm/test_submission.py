@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.slurm.conftest import SlurmCluster
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.waiting import PATIENCE_S
 from vitscale.tracking.source_version import CODE_FOLDERS
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.corpora.small_shards import image_bytes, make_shard_folder
+from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.golden import FOLDER
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import webdataset
 
-from tests.support.corpora.small_shards import image_bytes
+from tests.support.corpora.shard_folders import image_bytes
 
 NUM_CLASSES = 3
 SIDE = (24, 20)

@@ -1,17 +1,27 @@
-"""Write small shard folders with real images, without data_prep's pipeline."""
+"""Write small shard folders with data_prep's own writers, without its steps."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 from PIL import Image
 
-from data_prep.formats.index_files import label_map_sha256, write_index, write_info, write_manifest
+from data_prep.formats.index_files import (
+    folder_fingerprint,
+    label_map_sha256,
+    sample_bytes,
+    split_fingerprint,
+    write_index,
+    write_info,
+    write_manifest,
+)
+from data_prep.formats.ledger import LEDGER_SCHEMA, write_ledger
 from data_prep.formats.tar_writer import TarShard
 from vitscale.data.index import (
     FORMAT_VERSION,
@@ -24,6 +34,26 @@ from vitscale.data.index import (
 )
 from vitscale.distributed.atomic_files import blake3_of_file
 
+SIDES = {"png": (5, 4), "jpg": (9, 7), "webp": (6, 8)}
+FORMATS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
+
+
+class Sample(NamedTuple):
+    key: str
+    extension: str
+    image: bytes
+    label: int | None
+    width: int
+    height: int
+
+
+def image_bytes(extension: str, *, seed: int, side: tuple[int, int] | None = None) -> bytes:
+    width, height = side or SIDES[extension]
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format=FORMATS[extension])
+    return file.getvalue()
+
 
 def photo(seed: int, *, width: int = 40, height: int = 30, format: str = "JPEG") -> bytes:
     """A smooth random picture, different for every seed."""
@@ -33,6 +63,32 @@ def photo(seed: int, *, width: int = 40, height: int = 30, format: str = "JPEG")
     file = io.BytesIO()
     image.save(file, format=format, quality=90)
     return file.getvalue()
+
+
+def make_shard_folder(
+    folder: Path,
+    *,
+    lengths: dict[str, tuple[int, ...]] | None = None,
+    classes: Sequence[str] = ("cat", "dog", "eel"),
+    rejected: Sequence[tuple[str, str, str]] = (("cat/broken.jpg", "cat", "bad_pixels"),),
+) -> Manifest:
+    """Write a whole folder; `rejected`: path, class, reason of inputs that are in the ledger only.
+
+    Image i of a split is of class i modulo the number of classes, png, jpg and webp in turn.
+    Without classes the samples have no labels.
+    """
+    splits: dict[str, list[list[Sample]]] = {}
+    for split, of_tar in sorted((lengths or {"test": (2,), "train": (3, 2)}).items()):
+        samples = []
+        for i in range(sum(of_tar)):
+            extension = list(SIDES)[i % 3]
+            label = i % len(classes) if classes else None
+            key = f"{split}-c{NO_LABEL if label is None else label}-{i}"
+            image = image_bytes(extension, seed=i)
+            samples.append(Sample(key, extension, image, label, *SIDES[extension]))
+        ends = np.cumsum(of_tar).tolist()
+        splits[split] = [samples[end - num : end] for end, num in zip(ends, of_tar, strict=True)]
+    return write_folder(folder, splits, classes=classes, rejected=rejected)
 
 
 def write_shard_folder(
@@ -45,62 +101,81 @@ def write_shard_folder(
     seed: int = 0,
     side: int = 40,
 ) -> Path:
-    """Write a folder with one split; sample i is of class i modulo their number.
+    """Write a folder with one split of photos; sample i is of class i modulo their number.
 
     Without classes: `num_per_class` samples without labels.
     """
-    folder.mkdir(parents=True)
-    num = num_per_class * max(1, len(classes))
-    rows, entries = [], []
-    for number, samples in enumerate(np.array_split(np.arange(num), num_shards)):
-        name = f"{split}-{number:06d}.tar"
-        with TarShard(folder / name) as tar:
-            for i in samples.tolist():
-                image = photo(1000 * seed + i, width=side + i % 3, height=side - 8)
-                key, label = f"{split}-{i:05d}", i % len(classes) if classes else None
-                offset = tar.add(key, extension="jpg", image=image, label=label)
-                rows.append(
-                    {
-                        "key": key,
-                        "split": split,
-                        "shard": name,
-                        "offset": offset,
-                        "length": len(image),
-                        "format": "jpg",
-                        "label": NO_LABEL if label is None else label,
-                        "width": side + i % 3,
-                        "height": side - 8,
-                        "blake3": blake3(image).digest(),
-                    }
-                )
-            digest = tar.finish()
-        entries.append(
-            ShardEntry(name=name, samples=len(samples), bytes=tar.num_bytes, blake3=digest)
-        )
-    write_index(folder, tables=[pa.Table.from_pylist(rows, schema=index_schema())])
-    splits = {
-        split: SplitEntry(
-            num_samples=num,
-            num_bytes=sum(entry.bytes for entry in entries),
-            fingerprint=f"{split} {num} {seed}",
-            shards=tuple(entries),
-        )
-    }
-    write_info(folder, splits=splits)
-    write_manifest(
-        folder,
-        manifest=Manifest(
-            format_version=FORMAT_VERSION,
-            tool_version="",
-            fingerprint="",
-            source_fingerprint="",
-            label_map_sha256=label_map_sha256(classes),
-            classes=tuple(classes),
-            index_bytes=(folder / INDEX_NAME).stat().st_size,
-            index_blake3=blake3_of_file(folder / INDEX_NAME),
-            splits=splits,
-            inputs={},
-            config={},
-        ),
-    )
+    samples = []
+    for i in range(num_per_class * max(1, len(classes))):
+        width, height = side + i % 3, side - 8
+        image = photo(1000 * seed + i, width=width, height=height)
+        label = i % len(classes) if classes else None
+        samples.append(Sample(f"{split}-{i:05d}", "jpg", image, label, width, height))
+    parts = np.array_split(np.arange(len(samples)), num_shards)
+    shards = [[samples[i] for i in part] for part in parts]
+    fingerprint = f"{split} {len(samples)} {seed}"
+    write_folder(folder, {split: shards}, classes=classes, fingerprint=fingerprint)
     return folder
+
+
+def write_folder(
+    folder: Path,
+    splits: Mapping[str, list[list[Sample]]],
+    *,
+    classes: Sequence[str],
+    rejected: Sequence[tuple[str, str, str]] = (),
+    fingerprint: str | None = None,
+) -> Manifest:
+    """Write the samples of each tar of each split. fingerprint: of all splits, for the true one."""
+    folder.mkdir(parents=True)
+    tables, entries, inputs = [], {}, []
+    for split, tars in splits.items():
+        rows, shards = [], []
+        for number, samples in enumerate(tars):
+            name = f"{split}-{number:06d}.tar"
+            with TarShard(folder / name) as tar:
+                for key, extension, image, label, width, height in samples:
+                    offset = tar.add(key, extension=extension, image=image, label=label)
+                    place = (key, split, name, offset, len(image), extension)
+                    number_of_class = NO_LABEL if label is None else label
+                    digest = blake3(image).digest()
+                    rows.append((*place, number_of_class, width, height, digest))
+                    source = {"path": f"{key}.jpg", "split": split, "key": key, "blake3": digest}
+                    inputs.append(source | {"class": None if label is None else classes[label]})
+                hexdigest = tar.finish()
+            num = len(samples)
+            shards.append(ShardEntry(name=name, samples=num, bytes=tar.num_bytes, blake3=hexdigest))
+        names = index_schema().names
+        dicts = [dict(zip(names, row, strict=True)) for row in rows]
+        tables.append(pa.Table.from_pylist(dicts, schema=index_schema()))
+        lengths = [shard.samples for shard in shards]
+        true = split_fingerprint([sample_bytes(tables[-1])], shard_lengths=lengths)
+        entries[split] = SplitEntry(
+            num_samples=len(rows),
+            num_bytes=sum(shard.bytes for shard in shards),
+            fingerprint=fingerprint or true,
+            shards=tuple(shards),
+        )
+    write_index(folder, tables=tables)
+    write_info(folder, splits=entries)
+    inputs += [
+        {"path": path, "split": "train", "class": name, "reason": reason}
+        for path, name, reason in rejected
+    ]
+    schema = LEDGER_SCHEMA.append(pa.field("changes", pa.string()))
+    ledger = write_ledger(folder, [pa.Table.from_pylist(inputs, schema=schema)])
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        tool_version="vitscale 0",
+        fingerprint=folder_fingerprint(entries, classes=classes),
+        source_fingerprint="0" * 64,
+        label_map_sha256=label_map_sha256(classes),
+        classes=tuple(classes),
+        index_bytes=(folder / INDEX_NAME).stat().st_size,
+        index_blake3=blake3_of_file(folder / INDEX_NAME),
+        splits=entries,
+        inputs=ledger.as_json(),
+        config={},
+    )
+    write_manifest(folder, manifest=manifest)
+    return manifest

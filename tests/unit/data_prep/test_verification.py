@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.formats.index_files import write_manifest
 from data_prep.verification import TarTask, check_folder, check_tar, tar_tasks
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
     INDEX_NAME,

@@ -13,7 +13,7 @@ from finetune.images import Images, find_files
 from finetune.predicting import find_inputs
 from finetune.settings import PredictRun
 from tests.support.corpora.photographs import jpeg, photograph
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.settings import DataSettings
 

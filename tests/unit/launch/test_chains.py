@@ -19,7 +19,7 @@ from launch.chains.sweeps import _sweeps, sweep_command
 from launch.jobs.preparation import prepare_job
 from tests.contract.tree import ROOT
 from tests.support.chain_runs import CHAIN, chain_of, steps_of, write_chain, write_training
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.errors import UserError
 
 SWEEP = "    sweep: {optim.lr: [0.01, 0.001], seed: [3, 4]}\n"

@@ -12,7 +12,7 @@ import yaml
 from data_prep.formats.index_files import CARD_NAME, training_command, write_card
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.loader import load_run
 from vitscale.runs.training import training_plan
 

@@ -14,7 +14,7 @@ from finetune.inspection.run import draw_pictures
 from finetune.inspection.visualized import Visualized
 from finetune.settings import PICTURES, VisualizeRun
 from tests.contract.tree import ROOT
-from tests.support.corpora.small_shards import image_bytes, make_shard_folder
+from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.vit_models import CPU
 from vitscale.config.errors import UserError
