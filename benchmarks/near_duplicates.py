@@ -28,12 +28,12 @@ try:
     import numpy as np
     from PIL import Image, ImageEnhance, ImageOps
 
-    from data_prep.duplicates.descriptors import (
+    from data_prep.duplicates.similar import (
         NUM_FREQUENCIES,
         describe_images,
+        first_similar,
         has_contrast,
     )
-    from data_prep.duplicates.search import first_similar
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)

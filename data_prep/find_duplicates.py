@@ -21,7 +21,6 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from data_prep.duplicates.descriptors import NUM_FREQUENCIES, similarity
     from data_prep.duplicates.reading import (
         describe,
         image_of,
@@ -29,7 +28,7 @@ try:
         list_samples,
         source_paths,
     )
-    from data_prep.duplicates.search import first_equal, first_similar
+    from data_prep.duplicates.similar import NUM_FREQUENCIES, first_equal, first_similar, similarity
     from data_prep.images.sheet import draw_rows
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, make_folders, write_text

@@ -1,7 +1,7 @@
 """List the images of shard folders and of folders with image files, as tables, and read them.
 
 Owns: where each image is, its hash, and the path that it had in the source.
-Leaves out: which images are copies (`search`).
+Leaves out: which images are copies (`similar`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.duplicates.descriptors import describe_images
+from data_prep.duplicates.similar import describe_images
 from data_prep.formats.index_files import folder_of_tars
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.sources.errors import printable
 from data_prep.sources.files import is_image_name
+from data_prep.sources.protocol import printable
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from data_prep.formats.members import CompressedTarError, TarDefect, members
-from data_prep.sources.errors import printable
 from data_prep.sources.files import (
     file_containers,
     is_hidden,
@@ -17,7 +16,7 @@ from data_prep.sources.files import (
     split_places,
     stem_and_suffix,
 )
-from data_prep.sources.protocol import Container, Input, Source, compressed_tar_error
+from data_prep.sources.protocol import Container, Input, Source, compressed_tar_error, printable
 from vitscale.config.errors import UserError
 
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst", ".tar.bz2", ".tar.lz4")

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from data_prep.sources.errors import printable
-from data_prep.sources.protocol import Container, source_root
+from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
 from vitscale.data.webdataset import expanded
 from vitscale.runs.data_prep import SourceSettings

@@ -9,7 +9,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.sources.errors import printable, read_text, source_read_error
 from data_prep.sources.files import (
     SplitPlace,
     is_folder,
@@ -18,7 +17,15 @@ from data_prep.sources.files import (
     split_places,
     stem_and_suffix,
 )
-from data_prep.sources.protocol import NO_CLASS, Container, Input, Source
+from data_prep.sources.protocol import (
+    NO_CLASS,
+    Container,
+    Input,
+    Source,
+    printable,
+    read_text,
+    source_read_error,
+)
 from vitscale.config.errors import UserError
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).

@@ -11,9 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.sources.errors import printable
 from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
-from data_prep.sources.protocol import Container, Input, Source, class_from_cell
+from data_prep.sources.protocol import Container, Input, Source, class_from_cell, printable
 from vitscale.config.errors import UserError
 
 BATCH_ROWS = 64

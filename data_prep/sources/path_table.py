@@ -15,10 +15,16 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from data_prep.sources.errors import printable, raise_if_outage
 from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
 from data_prep.sources.parquet import column_type, value_of
-from data_prep.sources.protocol import Container, Input, Source, class_from_cell
+from data_prep.sources.protocol import (
+    Container,
+    Input,
+    Source,
+    class_from_cell,
+    printable,
+    raise_if_outage,
+)
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 

@@ -34,7 +34,7 @@ from data_prep.formats.index_files import (
     write_manifest,
 )
 from data_prep.formats.ledger import Outcomes, write_ledger
-from data_prep.sources.errors import ChangedSource, Outage
+from data_prep.sources.protocol import ChangedSource, Outage
 from data_prep.steps.index_tar import root_of, tar_units
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import left_out, read_containers

@@ -8,8 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from data_prep.images.check import CheckedImage
-from data_prep.sources.errors import ChangedSource, Outage, printable, source_read_error
-from data_prep.sources.protocol import with_damage
+from data_prep.sources.protocol import (
+    ChangedSource,
+    Outage,
+    printable,
+    source_read_error,
+    with_damage,
+)
 from data_prep.sources.webdataset import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import InputReader, read_containers, set_class

@@ -15,8 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources.errors import read_text
-from data_prep.sources.protocol import NO_CLASS
+from data_prep.sources.protocol import NO_CLASS, read_text
 from vitscale.config.errors import UserError, nearest
 from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings

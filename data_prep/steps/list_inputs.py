@@ -20,8 +20,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.images.check import MAX_FILE_BYTES, CheckedImage, check_image
-from data_prep.sources.errors import ChangedSource, printable, raise_if_outage
-from data_prep.sources.protocol import Container, Input, source_root, with_damage
+from data_prep.sources.protocol import (
+    ChangedSource,
+    Container,
+    Input,
+    printable,
+    raise_if_outage,
+    source_root,
+    with_damage,
+)
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import Labels, load_labels
 from data_prep.steps.rows import ROW_SCHEMA, commit_file, rows_table

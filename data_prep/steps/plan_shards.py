@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import SAMPLE_OVERHEAD
 from data_prep.images.check import MAX_FILE_BYTES
-from data_prep.sources.errors import Outage, printable
+from data_prep.sources.protocol import Outage, printable
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import InputReader, left_out, list_units, read_containers

@@ -20,7 +20,7 @@ from blake3 import blake3
 
 from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
-from data_prep.sources.errors import Outage, read_named
+from data_prep.sources.protocol import Outage, read_named
 from data_prep.steps.labels import load_labels
 from data_prep.steps.work import (
     FAILED_NAME,

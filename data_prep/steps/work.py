@@ -34,8 +34,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.sources.errors import ChangedSource, Outage, check_is_mounted
-from data_prep.sources.protocol import source_root
+from data_prep.sources.protocol import ChangedSource, Outage, check_is_mounted, source_root
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.data.index import MANIFEST_NAME
 from vitscale.distributed.fork_server import end_with_server, worker_context

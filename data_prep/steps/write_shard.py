@@ -13,7 +13,7 @@ import pyarrow as pa
 from data_prep.formats.ledger import BAD, Outcomes
 from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
-from data_prep.sources.errors import printable
+from data_prep.sources.protocol import printable
 from data_prep.steps.list_inputs import InputReader
 from data_prep.steps.plan_shards import REJECTED, ROWS, read_plan
 from data_prep.steps.rows import commit_table, read_table

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageOps
 
-from data_prep.duplicates import search
-from data_prep.duplicates.descriptors import (
+from data_prep.duplicates import similar as search
+from data_prep.duplicates.similar import (
     SIDE_PX,
     describe_images,
+    first_similar,
     has_contrast,
     keys_of,
     picture_descriptors,
     pictures_correlate,
 )
-from data_prep.duplicates.search import first_similar
 
 NUM_IMAGES = 240
 ORIENTATION_TAG = 0x0112

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.sources.errors import Outage
 from data_prep.sources.image_folder import ImageFolder
+from data_prep.sources.protocol import Outage
 from data_prep.steps.list_inputs import InputReader
 from data_prep.steps.work import WorkFolder
 from tests.support.corpora.image_corpus import corpus, encoded

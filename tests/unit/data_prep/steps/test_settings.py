@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.sources.errors import Outage
+from data_prep.sources.protocol import Outage
 from data_prep.steps.settings import (
     at_real_output,
     changed_settings,

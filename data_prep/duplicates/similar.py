@@ -1,8 +1,8 @@
-"""Describe images and decide whether two of them show the same picture.
+"""Describe images and find those that show the same picture as one before them.
 
-Owns: the descriptor of an image, and the conditions of a pair: both have contrast, they share a
-key, and they correlate, all of it direct, or all of it with one of them mirrored.
-Leaves out: which images are compared (`search`).
+Owns: the descriptor of an image; when two match: both have contrast, they share a key, and they
+correlate, all of it direct, or all of it with one of them mirrored; the search by equal keys.
+Leaves out: reading images (`reading`).
 
 An image is shrunk to 32 x 32 grey values; the 64 lowest frequencies of its cosine transform are
 kept, without the mean, as int16 [64]. Re-encoding and resizing hardly change them; mirroring
@@ -10,13 +10,14 @@ left-right inverts the sign of those with an odd horizontal frequency, so one de
 orientations. Thresholds and what they catch: docs/duplicates.md; measured by
 benchmarks/near_duplicates.py.
 
-All sums are over integers below 2^53, exact in float64 in any order, so all machines agree.
+An image takes 128 bytes for its descriptor and 130 for its keys while they are sorted. All sums are
+over integers below 2^53, exact in float64 in any order, so all machines agree.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -48,6 +49,10 @@ MIN_DETAIL_CORRELATION = 0.985
 # have little detail of their own.
 MAX_NOISE = 2.0
 MAX_PIXELS = 1 << 28
+BATCH_ROWS = 1 << 14
+# Candidates per batch. What one batch settles, the next ones do not compare again, so in a large
+# family of copies few pairs are compared.
+MAX_PAIRS = 1 << 14
 
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
@@ -160,3 +165,65 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     product = (a * b).sum(axis=1)
     norms = (a * a).sum(axis=1) * (b * b).sum(axis=1)
     return product / np.sqrt(np.maximum(norms, 1))
+
+
+def first_equal(rows: np.ndarray) -> np.ndarray:
+    """int64 per row of `rows`, uint64 [N, words]: the first row that equals it."""
+    order = np.lexsort(rows.T[::-1])
+    ordered = rows[order]
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    first = np.empty(len(rows), dtype=np.int64)
+    first[order] = order[new][np.cumsum(new) - 1]
+    return first
+
+
+def first_similar(descriptors: np.ndarray) -> np.ndarray:
+    """int64 per descriptor: the first one that shows the same picture, or its own position.
+
+    Equal descriptors match the first of them; it alone is compared with others. Images without
+    contrast match nothing.
+    """
+    found = first_equal(np.ascontiguousarray(descriptors).view(np.uint64))
+    own = np.arange(len(descriptors))
+    blank = ~has_contrast(descriptors)
+    found[blank] = own[blank]
+    distinct = np.flatnonzero((found == own) & ~blank)
+    found[distinct] = distinct[_first_matches(descriptors[distinct])]
+    return found
+
+
+def _first_matches(descriptors: np.ndarray) -> np.ndarray:
+    """Do the same for different descriptors with contrast."""
+    num = len(descriptors)
+    first = np.arange(num)
+    batches = [slice(start, start + BATCH_ROWS) for start in range(0, num, BATCH_ROWS)]
+    keys = [keys_of(descriptors[rows])[0].ravel() for rows in batches]
+    table = np.concatenate([np.zeros(0, np.uint32), *keys])
+    owners = np.argsort(table, kind="stable")
+    table = table[owners]
+    owners //= NUM_KEYS
+    for rows in batches:
+        for side, probes in enumerate(keys_of(descriptors[rows])):
+            for probe, entry in _equal_keys(table, probes.ravel()):
+                a, b = owners[entry], rows.start + probe // NUM_KEYS
+                later, earlier = np.maximum(a, b), np.minimum(a, b)
+                new = earlier < first[later]
+                pairs = np.unique(later[new] * num + earlier[new])
+                later, earlier = np.divmod(pairs, num)
+                same = pictures_correlate(
+                    descriptors[later], descriptors[earlier], mirrored=side == 1
+                )
+                np.minimum.at(first, later[same], earlier[same])
+    return first
+
+
+def _equal_keys(table: np.ndarray, probes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield every (position in probes, position in the sorted table) with equal keys."""
+    start = np.searchsorted(table, probes, side="left")
+    counts = np.searchsorted(table, probes, side="right") - start
+    ends = np.cumsum(counts)
+    for first in range(0, int(ends[-1]), MAX_PAIRS):
+        pair = np.arange(first, min(first + MAX_PAIRS, int(ends[-1])))
+        probe = np.searchsorted(ends, pair, side="right")
+        yield probe, start[probe] + pair - (ends[probe] - counts[probe])
