@@ -73,7 +73,6 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
     """List the containers of one unit; bytes that can be read only once go to its spool file."""
     run, number = work.run, int(Path(unit).stem)
     inputs = _inputs(work, _of_units(work)[number])
-    holds_out = bool(run.source.holdout_fraction or run.source.val_per_class)
     temporary, spool = work.temporary("list"), work.temporary("spool")
     with (
         open(spool, "wb") as spooled,
@@ -86,7 +85,7 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
                     item.file, item.offset, item.spooled = f"{number:06d}.bin", spooled.tell(), True
                     spooled.write(item.data)
                     item.data = None
-            writer.write_table(rows_table(batch, seed=run.seed, holds_out=holds_out))
+            writer.write_table(rows_table(batch, seed=run.seed))
         num_spooled = spooled.tell()
     if num_spooled:
         commit_file(spool, work.path / "spool" / f"{number:06d}.bin")

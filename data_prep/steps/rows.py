@@ -70,21 +70,16 @@ def hashed_key(key: str, path: str | bytes) -> str:
     return f"{key[: MAX_KEY_LENGTH - KEY_HASH_LENGTH - 1]}-{suffix}"
 
 
-def rows_table(inputs: Sequence[Input], *, seed: int, holds_out: bool) -> pa.Table:
-    """Make rows of inputs with their final class names.
-
-    holds_out: whether the second hash of each path is needed.
-    """
+def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
+    """Make rows of inputs with their final class names."""
     order = b"".join(
         # Lower case: names that differ only in case are neighbours, where keys are made unique.
         seeded_hash(f"{i.split}-{i.class_name}-{i.name}".lower(), seed=seed, purpose="order")[:16]
         for i in inputs
     )
     halves = np.frombuffer(order, ">u8").reshape(-1, 2).astype(np.uint64)
-    holdout = np.zeros(len(inputs), np.uint64)
-    if holds_out:
-        hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
-        holdout = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
+    hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
+    holdout = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
     plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled")
     columns: dict[str, object] = {name: [getattr(i, name) for i in inputs] for name in plain}
     columns |= {"order_high": halves[:, 0], "order_low": halves[:, 1], "holdout": holdout}

@@ -25,6 +25,7 @@ from tests.support.corpora.image_corpus import (
     ledger,
     make_shards,
 )
+from tests.support.waiting import PATIENCE_S
 from vitscale.data.index import read_manifest
 
 
@@ -47,6 +48,24 @@ def test_order_of_creation_does_not_change_the_shards(
     code = one_core + f"os.execv(sys.executable, {command_line!r})"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
     assert contents(tmp_path / "again") == contents(shards)
+
+
+def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_path: Path) -> None:
+    source, shards, _ = made
+    running = [
+        subprocess.Popen(
+            command(source, tmp_path / "shared", "shards.min_shards=2", "launch.num_tasks=3"),
+            cwd=REPOSITORY,
+            env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for task in range(3)
+    ]
+    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], texts
+    assert contents(tmp_path / "shared") == contents(shards)
 
 
 def test_index_manifest_and_ledger_agree_with_the_tars(made: tuple[Path, Path, str]) -> None:

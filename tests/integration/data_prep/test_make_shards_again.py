@@ -16,15 +16,6 @@ from tests.support.levels import by_level
 from tests.support.waiting import PATIENCE_S
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    """(source, shard folder, what was printed), shared by tests that only read."""
-    base = tmp_path_factory.mktemp("made")
-    source = corpus(base / "images")
-    text = make_shards(source, base / "shards", "shards.min_shards=2")
-    return source, base / "shards", text
-
-
 @pytest.mark.slow
 def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=100, side=96)
@@ -71,24 +62,6 @@ def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path: Path) -> Non
     text = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 75 and "run the same command again" in text
     make_shards(source, tmp_path / "shards")
-
-
-def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_path: Path) -> None:
-    source, shards, _ = made
-    running = [
-        subprocess.Popen(
-            command(source, tmp_path / "shared", "shards.min_shards=2", "launch.num_tasks=3"),
-            cwd=REPOSITORY,
-            env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for task in range(3)
-    ]
-    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], texts
-    assert contents(tmp_path / "shared") == contents(shards)
 
 
 def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:

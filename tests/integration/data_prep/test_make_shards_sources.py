@@ -1,37 +1,23 @@
-"""data_prep/make_shards.py with every kind of source and every selection setting."""
+"""data_prep/make_shards.py with settings that select, label and resize images."""
 
 from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
-import pytest
 from PIL import Image
 
-from tests.support.corpora.eight_images import KINDS
-from tests.support.corpora.image_corpus import REPOSITORY, contents, corpus, ledger
+from tests.support.corpora.image_corpus import contents, corpus, ledger, make_shards
 from tests.support.corpora.shard_folders import photo
 from vitscale.data.index import read_manifest, read_split
 
 
 def make(source: Path, output: Path, *options: str, rc: int = 0) -> str:
-    script = [sys.executable, "data_prep/make_shards.py", "--config"]
-    settings = [f"source.path={source}", f"output={output}", "source.holdout_fraction=0.0"]
-    done = subprocess.run(
-        [*script, "configs/data/image_folder.yaml", *settings, *options],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == rc and "Traceback" not in text, text
-    return text
+    return make_shards(source, output, "source.holdout_fraction=0.0", *options, rc=rc)
 
 
 def samples(folder: Path, split: str = "train") -> set[tuple[bytes, str]]:
@@ -40,32 +26,6 @@ def samples(folder: Path, split: str = "train") -> set[tuple[bytes, str]]:
     tars = [path.read_bytes() for path in index.shards]
     rows = zip(index.shard_of, index.offset, index.length, index.label, strict=True)
     return {(tars[s][o : o + n], index.classes[label]) for s, o, n, label in rows}
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of an image folder."""
-    base = tmp_path_factory.mktemp("sources")
-    return made_from("image_folder", base)
-
-
-def made_from(kind: str, base: Path) -> Path:
-    write, splits = KINDS[kind]
-    write(base / "source")
-    options = (f"source.kind={kind}", f"source.splits={splits}", "images.max_bad_fraction=1.0")
-    make(base / "source", base / "shards", *options)
-    return base / "shards"
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "image_folder"])
-def test_every_kind_of_source_gives_the_same_samples(
-    images: Path, kind: str, tmp_path: Path
-) -> None:
-    shards = made_from(kind, tmp_path)
-    for split in ("train", "test"):
-        assert samples(shards, split) == samples(images, split)
-    # Nothing was unpacked beside the output.
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "shards"}
 
 
 def test_a_path_that_a_table_repeats_is_one_sample(tmp_path: Path) -> None:

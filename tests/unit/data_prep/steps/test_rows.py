@@ -29,10 +29,10 @@ def make_input(path: str, *, class_name: str = "cat", split: str = "train") -> I
 def ordered(inputs: list[Input], *, batch: int, seed: int = 0) -> list[tuple[bytes, str]]:
     """(path, key) in stored order."""
     parts = [
-        rows_table(inputs[start : start + batch], seed=seed, holds_out=True)
+        rows_table(inputs[start : start + batch], seed=seed)
         for start in range(0, len(inputs), batch)
     ]
-    rows = pa.concat_tables([*parts, rows_table([], seed=0, holds_out=True)])
+    rows = pa.concat_tables([*parts, rows_table([], seed=0)])
     order, keys = _ordered(rows, Codes(rows.column("reason")))
     paths = rows.column("path").to_pylist()
     keys = keys.to_pylist()
