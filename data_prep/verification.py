@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,12 +44,18 @@ from vitscale.images.jpeg.entry_points import (
     entry_points_file,
     find_entry_points,
     read_entry_points,
-    write_entry_points,
+)
+from vitscale.images.jpeg.entry_points import (
+    write_entry_points as store_entry_points,
 )
 
 STATUSES = ("kept", "repaired", "rejected")
 # Of the sheet: at most this many classes, and images of each.
 MAX_CLASSES, PER_CLASS = 40, 10
+
+
+Task = tuple[ShardEntry, pa.Table]
+"""A tar, and its rows of the index; none if that cannot be read."""
 
 
 def check_folder(
@@ -68,13 +74,28 @@ def check_folder(
     found += _check_info(folder, manifest)
     num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
     num_workers = workers_for(num_bytes, num_workers=num_workers)
-    tasks = tar_tasks(folder, index, manifest=manifest, write_entry_points=write_entry_points)
-    for task, findings in ordered_results(check_tar, tasks, num_workers=num_workers):
-        found += [f"{task.entry.name}: {finding}" for finding in findings]
-        advance(task.entry.samples)
+    check = partial(
+        check_tar,
+        folder=folder,
+        root=folder_of_tars(folder, manifest),
+        ours=manifest.shards_root == "." and index is not None,
+        write_entry_points=write_entry_points,
+    )
+    tasks = tar_tasks(index, manifest)
+    for (shard, _), findings in ordered_results(check, tasks, num_workers=num_workers):
+        found += [f"{shard.name}: {finding}" for finding in findings]
+        advance(shard.samples)
     if index is not None:
         found += [f"{INDEX_NAME}: {finding}" for finding in _check_index(index, manifest)]
     return found + [f"{LEDGER_NAME}: {one}" for one in _check_ledger(folder, manifest, index)]
+
+
+def tar_tasks(index: pa.Table | None, manifest: Manifest) -> Iterator[Task]:
+    """Yield every tar with its rows. index: of all tars, in their order."""
+    rows, start = index_schema().empty_table() if index is None else index, 0
+    for shard in (shard for entry in manifest.splits.values() for shard in entry.shards):
+        yield shard, rows.slice(start, shard.samples)
+        start += shard.samples
 
 
 def _check_info(folder: Path, manifest: Manifest) -> list[str]:
@@ -100,83 +121,55 @@ def _read_index(folder: Path, manifest: Manifest) -> tuple[pa.Table | None, list
     return table.drop_null().unify_dictionaries().combine_chunks(), found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TarTask:
-    """One tar and its expected content."""
+def check_tar(
+    task: Task, *, folder: Path, root: Path, ours: bool, write_entry_points: bool = False
+) -> list[str]:
+    """Compare one tar with the manifest and the index. Raises for no content of the file.
 
-    path: Path
-    entry: ShardEntry
-    rows: pa.Table
-    """Rows of the index; none if it cannot be read."""
-    ours: bool
-    """Written by make_shards: an image and its label, if any, per sample; no other members."""
-    entry_points: Path
-    """File of the entry points of its images, which may be missing."""
-    write_entry_points: bool = False
-
-
-def tar_tasks(
-    folder: Path, index: pa.Table | None, *, manifest: Manifest, write_entry_points: bool = False
-) -> Iterator[TarTask]:
-    """Yield a task per tar. index: of all tars, in their order; None if it cannot be read."""
-    root, start = folder_of_tars(folder, manifest), 0
-    for entry in manifest.splits.values():
-        for shard in entry.shards:
-            rows = index_schema().empty_table() if index is None else index
-            yield TarTask(
-                path=root / shard.name,
-                entry=shard,
-                rows=rows.slice(start, shard.samples),
-                ours=manifest.shards_root == "." and index is not None,
-                entry_points=entry_points_file(folder, shard.name),
-                write_entry_points=write_entry_points,
-            )
-            start += shard.samples
-
-
-def check_tar(task: TarTask) -> list[str]:
-    """Compare one tar with the manifest and the index. Raises for no content of the file."""
-    found: list[str] = []
-    points: dict[int, bytes] = {}
-    wants_points = task.write_entry_points or task.entry_points.exists()
+    ours: written by make_shards: an image and its label, if any, per sample; no other members.
+    """
+    shard, rows = task
+    path, found, points = root / shard.name, list[str](), dict[int, bytes]()
+    points_file = entry_points_file(folder, shard.name)
+    wants_points = write_entry_points or points_file.exists()
     try:
-        num_bytes = task.path.stat().st_size
-        if num_bytes != task.entry.bytes:
-            found.append(f"{num_bytes:,} bytes, but the manifest says {task.entry.bytes:,}")
-        if blake3_of_file(task.path) != task.entry.blake3:
+        num_bytes = path.stat().st_size
+        if num_bytes != shard.bytes:
+            found.append(f"{num_bytes:,} bytes, but the manifest says {shard.bytes:,}")
+        if blake3_of_file(path) != shard.blake3:
             found.append("content differs from the manifest (BLAKE3)")
-        with open(task.path, "rb") as file:
-            for row in task.rows.to_pylist():
-                problem, image = _check_sample(file, row, task)
+        with open(path, "rb") as file:
+            for row in rows.to_pylist():
+                problem, image = _check_sample(file, row, shard.bytes, ours=ours)
                 if problem:
                     found.append(f"sample {row['key']!r}: {problem}")
                 elif wants_points:
                     key = int.from_bytes(row["blake3"][:8], "little")
                     points[key] = find_entry_points(image)
-            if task.ours and file.read(len(END_MARK) + 1) != END_MARK:
+            if ours and file.read(len(END_MARK) + 1) != END_MARK:
                 found.append("holds more than the samples of the index, or no end mark")
     except OSError as error:
         return [*found, f"cannot be read ({error.strerror})"]
-    if wants_points and not found and task.write_entry_points:
-        write_entry_points(task.entry_points, points)
+    if wants_points and not found and write_entry_points:
+        store_entry_points(points_file, points)
     elif wants_points and not found:
-        stored = {key: read_entry_points(task.entry_points, key=key) for key in points}
+        stored = {key: read_entry_points(points_file, key=key) for key in points}
         if wrong := sum(bool(known) and known != stored[key] for key, known in points.items()):
             found.append(
                 f"the entry points of {wrong:,} images are missing or wrong; remove "
-                f"{task.entry_points}, or write it again with --entry-points"
+                f"{points_file}, or write it again with --entry-points"
             )
     return found
 
 
 def _check_sample(
-    file: BinaryIO, row: Mapping[str, Any], task: TarTask
+    file: BinaryIO, row: Mapping[str, Any], num_bytes: int, *, ours: bool
 ) -> tuple[str | None, bytes]:
     """(what is wrong with a sample of the index, its image). Leaves the file at its end."""
     before, after = b"", b""
-    if row["offset"] + row["length"] > task.entry.bytes:
+    if row["offset"] + row["length"] > num_bytes:
         return "lies outside the tar", b""
-    if task.ours:
+    if ours:
         label = None if row["label"] == NO_LABEL else row["label"]
         before, after = around_image(
             row["key"], extension=row["format"], num_bytes=row["length"], label=label

@@ -58,16 +58,14 @@ class PathTable(Source):
                 raise
             what = f"{printable(container.path)!r} cannot be read: {error}"
             raise UserError(what, where="source.path") from None
-        start = 0
+        number = count()
         with ThreadPoolExecutor(STAT_THREADS) as pool:
             for batch in table.to_batches(max_chunksize=BATCH_ROWS):
-                columns = dict(zip(batch.schema.names, batch.columns, strict=True))
                 rows = [
-                    {name: _text(value_of(column, i)) for name, column in columns.items()}
+                    {name: _text(value_of(batch[name], i)) for name in batch.schema.names}
                     for i in range(len(batch))
                 ]
-                yield from pool.map(partial(self._input, container), count(start), rows)
-                start += len(rows)
+                yield from pool.map(partial(self._input, container), rows, number)
 
     def _read(self, path: str) -> pa.Table:
         full = self.root / path
@@ -98,7 +96,7 @@ class PathTable(Source):
             convert_options=pa.csv.ConvertOptions(column_types=schema, include_columns=columns),
         )
 
-    def _input(self, container: Container, row: int, cells: dict[str, Any]) -> Input:
+    def _input(self, container: Container, cells: dict[str, Any], row: int) -> Input:
         name, path = f"{container.path}/{row}", cells[self.settings.image_column]
         split = container.split
         if SPLIT_COLUMN in cells and not self.settings.splits:
