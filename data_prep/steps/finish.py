@@ -138,7 +138,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
 
 def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
-    root, tars, unknown = root_of(work), [], Counter[str]()
+    root, tars, found, unknown = root_of(work), [], Counter[str](), Counter[str]()
     for container, outcomes in zip(read_containers(work), tar_units(work), strict=True):
         facts = facts_of(work, outcomes)
         _check_unchanged(root, container.path, facts)
@@ -146,7 +146,7 @@ def finish_index(work: WorkFolder, unit: str) -> None:
         unknown += _classes(table.filter(pc.equal(table["reason"], "unknown_class")))
         if int(facts["samples"]):
             tars.append(Tar(work.path / outcomes, container.split, container.path, facts))
-    found = sum((_classes(tar.samples) for tar in tars), Counter[str]())
+            found += _classes(tars[-1].samples)
     labels = load_labels(work.run.labels)
     labels.check(unknown, found=found)
     sums, fingerprint = _write_ledger(work, tar_units(work))

@@ -205,30 +205,6 @@ def test_links_to_files_and_linked_classes_are_followed(tmp_path: Path) -> None:
     }
 
 
-NAMES = st.binary(min_size=1, max_size=251).filter(
-    lambda raw: b"/" not in raw and b"\0" not in raw and not raw.startswith(b".")
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(classes=st.sets(NAMES, min_size=1, max_size=3), files=st.sets(NAMES, max_size=4))
-def test_any_file_name_is_listed_unchanged(
-    tmp_path_factory: pytest.TempPathFactory, classes: set[bytes], files: set[bytes]
-) -> None:
-    root = tmp_path_factory.mktemp("names")
-    expected = set()
-    for class_name in classes:
-        (root / os.fsdecode(b"c" + class_name)).mkdir()
-        for file in files:
-            path = os.fsdecode(b"c" + class_name + b"/" + file + b".jpg")
-            (root / path).touch()
-            expected.add((path, os.fsdecode(file)))
-    rows = inputs("image_folder", root)
-    assert {(row.path, row.name) for row in rows} == expected and len(rows) == len(expected)
-    # Classes are valid UTF-8.
-    assert all(row.reason is None and (row.class_name or "").encode() for row in rows)
-
-
 def test_without_classes_every_image_below_is_listed(tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg", "a/1.jpg", "a/b/2.png", "a/notes.txt", ".h/3.jpg")
     rows = inputs("image_folder", tmp_path, UNLABELLED)
