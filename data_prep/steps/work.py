@@ -89,8 +89,8 @@ class WorkFolder:
         warnings.filterwarnings("ignore", module="PIL")
         for name in FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        for left in (self.path / "tmp").iterdir():
-            if self.is_dead(left.name, elsewhere=False):
+        for left in (self.path / "tmp").glob(f"{machine()}.*"):
+            if self.is_dead(left.name):
                 shutil.rmtree(left, ignore_errors=True)
         self.scratch.mkdir(exist_ok=True)
         (self.scratch / HEARTBEAT_NAME).touch()
@@ -117,13 +117,11 @@ class WorkFolder:
                     claim.unlink()
         return False
 
-    def is_dead(self, owner: str, *, elsewhere: bool = True) -> bool:
-        """Whether a process has ended. elsewhere: look at heartbeats from other machines."""
+    def is_dead(self, owner: str) -> bool:
+        """Whether a process has ended; one of another machine is told by its heartbeat."""
         where, _, pid = owner.rpartition(".")
         if where == machine():
             return not is_alive(int(pid))
-        if not elsewhere:
-            return False
         try:
             # Opened: network file systems then ask the server for its time of change.
             with open(self.path / "tmp" / owner / HEARTBEAT_NAME) as file:

@@ -1,9 +1,11 @@
-"""Write WebDataset tars in the layouts of other projects, with the webdataset package."""
+"""Write small tars, and WebDataset tars in the layouts of other projects."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,26 @@ import pyarrow.parquet as pq
 import webdataset
 
 from tests.support.corpora.shard_folders import image_bytes
+
+Members = dict[str, bytes] | Iterable[tuple[str, bytes]]
+
+
+def tar_bytes(members: Members, *, format: int = tarfile.GNU_FORMAT) -> bytes:
+    """A tar of plain files."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
+        for name, data in members.items() if isinstance(members, dict) else members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def write_tars(root: Path, tars: dict[str, Members]) -> None:
+    for path, members in tars.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(tar_bytes(members))
+
 
 NUM_CLASSES = 3
 SIDE = (24, 20)

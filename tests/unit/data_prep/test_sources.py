@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from data_prep.sources.protocol import Container, Input, Source, with_damage
 from data_prep.sources.registry import SOURCES, open_source
 from data_prep.sources.webdataset import split_member_name
-from tests.support.corpora.tars import Members, tar_bytes, write_tars
+from tests.support.corpora.external_tars import Members, tar_bytes, write_tars
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceKind, SourceSettings
 

@@ -37,20 +37,13 @@ def run(work: WorkFolder, units: list[str], *, start: int = 0) -> list[str]:
     return done
 
 
-def claim(work: WorkFolder, unit: str, *, where: str, pid: int, age_s: float = 0.0) -> Path:
+def process(work: WorkFolder, where: str, pid: int, *, age_s: float = 0.0) -> str:
+    """Name of a process whose heartbeat was some time ago."""
     heartbeat = work.path / "tmp" / f"{where}.{pid}" / "alive"
     heartbeat.parent.mkdir(exist_ok=True)
     heartbeat.touch()
     os.utime(heartbeat, (time.time() - age_s, time.time() - age_s))
-    path = work.path / "claims" / unit
-    path.symlink_to(heartbeat.parent.name)
-    return path
-
-
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+    return heartbeat.parent.name
 
 
 def test_every_unit_is_done_once_from_the_given_start(work: WorkFolder) -> None:
@@ -59,44 +52,46 @@ def test_every_unit_is_done_once_from_the_given_start(work: WorkFolder) -> None:
     assert not list((work.path / "claims").iterdir())
 
 
-def test_a_dead_process_of_this_machine_is_replaced_at_once(work: WorkFolder) -> None:
-    claim(work, "a", where=machine(), pid=dead_pid())
-    assert run(work, ["a"]) == ["a"]
-
-
-def test_claims_of_other_machines_hold_until_the_heartbeat_stops(work: WorkFolder) -> None:
-    claim(work, "a", where="elsewhere", pid=2, age_s=DEAD_AFTER_S + 5)
-    assert run(work, ["a"]) == ["a"]
-    path = claim(work, "b", where="elsewhere", pid=1)
-    done: list[str] = []
-    thread = threading.Thread(target=lambda: done.extend(run(work, ["b"])), daemon=True)
-    thread.start()
-    time.sleep(1.0)
-    assert not done and thread.is_alive()
-    # The other one finishes: nothing is left to do here.
-    (work.path / "b").touch()
-    path.unlink()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive() and not done
-
-
-def test_process_in_another_container_is_not_looked_up(
-    work: WorkFolder,
+@pytest.mark.parametrize("skew_s", [0.0, -3600.0, 3600.0])
+def test_claims_of_dead_processes_are_taken_over(
+    work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the file system's clock; process ids say nothing about another container."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
     prefix, _, space = machine().rpartition("-")
     assert prefix and space == str(os.stat("/proc/self/ns/pid").st_ino)
-    container, pid = f"{prefix}-{int(space) + 1}", dead_pid()
-    scratch = work.scratch.with_name(f"{container}.{pid}")
-    claim(work, "a", where=container, pid=pid)
+    old = DEAD_AFTER_S + 5
+    names = {
+        process(work, machine(), ended.pid): True,
+        process(work, machine(), os.getppid(), age_s=old): False,
+        process(work, "elsewhere", 1): False,
+        process(work, "elsewhere", 2, age_s=old): True,
+        process(work, f"{prefix}-{int(space) + 1}", ended.pid): False,
+        "gone.1": True,
+    }
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + skew_s)
+    for name, is_dead in names.items():
+        claim = work.path / "claims" / name
+        claim.symlink_to(name)
+        # The first attempt removes the claim.
+        assert not work.take(claim) and work.take(claim) == is_dead, name
     work.open()
-    assert scratch.exists()
+    kept = {name for name in names if (work.path / "tmp" / name).exists()}
+    assert kept == names.keys() - {f"{machine()}.{ended.pid}", "gone.1"}
+
+
+def test_units_of_living_processes_are_waited_for(work: WorkFolder) -> None:
+    (work.path / "claims/a").symlink_to(process(work, "elsewhere", 1))
     done: list[str] = []
     thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
     thread.start()
-    time.sleep(0.3)
+    time.sleep(1.0)
     assert not done and thread.is_alive()
     (work.path / "a").touch()
     thread.join(PATIENCE_S)
+    assert not thread.is_alive() and not done
 
 
 def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,15 +100,3 @@ def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyP
     path = work.scratch / "alive"
     os.utime(path, (1, 1))
     wait_until(lambda: path.stat().st_mtime > 1)
-
-
-@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
-def test_a_skewed_clock_ends_no_claim(
-    work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claim(work, "fresh", where="elsewhere", pid=1)
-    claim(work, "old", where="elsewhere", pid=2, age_s=DEAD_AFTER_S + 5)
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + skew_s)
-    threading.Timer(0.5, (work.path / "fresh").touch).start()  # its owner has finished
-    assert run(work, ["fresh", "old"]) == ["old"]
