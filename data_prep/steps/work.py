@@ -280,6 +280,8 @@ def attempt(work: WorkFolder, do: Callable[[WorkFolder, str], None], unit: str) 
     try:
         if work.is_done(unit):
             return True
+        if not work.scratch.exists():
+            work.open()
         if not work.take(claim):
             return False
         try:
@@ -306,7 +308,6 @@ def _start_worker(run: DataPrepRun) -> None:
     # The default allocator keeps what is freed: a quarter of a worker's memory.
     pa.set_memory_pool(pa.system_memory_pool())
     _work = WorkFolder(run)
-    _work.open()
 
 
 def _attempt_here(do: Callable[[WorkFolder, str], None], unit: str) -> bool:
