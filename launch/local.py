@@ -19,12 +19,10 @@ try:
         check_job,
         launchable,
         prepare_job,
-        with_num_workers,
     )
     from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
-    from vitscale.distributed.processes import num_cores
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -56,7 +54,6 @@ def main() -> None:
         )
     run = launchable(command.run)
     check_job(run, num_tasks=num_procs, cluster="local")
-    run = with_num_workers(run, num_cores=max(1, num_cores() // num_procs))
     job, folder = prepare_job(run, cluster="local")
     python = run.launch.python
     raise SystemExit(run_here(job, python=python, num_procs=num_procs, folder=folder, stop=stop))
@@ -86,14 +83,11 @@ def parse_num_procs() -> tuple[int, list[str]]:
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("--num-procs", default="1", metavar="N")
+    parser.add_argument("--num-procs", type=int, default=1)
     arguments, others = parser.parse_known_args()
-    value = arguments.num_procs
-    if not value.isdecimal() or int(value) == 0:
-        raise UserError(
-            f"{value!r} is not a number of processes", where="--num-procs", allowed="1, 2, …"
-        )
-    return int(value), others
+    if arguments.num_procs < 1:
+        parser.error("--num-procs: allowed are 1, 2, …")
+    return arguments.num_procs, others
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import sys
 try:
     from launch.chains.settings import ChainRun
     from launch.chains.sweeps import sweep_command
-    from launch.jobs.following import follow_run
+    from launch.jobs.display import follow_run, shown_folder
     from launch.jobs.preparation import (
         RUN_TYPES,
         LaunchableRun,
@@ -25,7 +25,6 @@ try:
         submit_run,
         with_num_workers,
     )
-    from launch.jobs.status_text import shown_folder
     from launch.jobs.submission import Submission, require_slurm
     from launch.planning.checks import as_table, refuse_or_warn, run_checks, slurm_check
     from launch.planning.dry_run import batch_script, describe
@@ -55,17 +54,22 @@ def main() -> None:
         ),
         switches=SWITCHES,
     )
+    is_dry_run = "--dry-run" in command.switches
+    one = None if isinstance(command.run, ChainRun) else launchable(command.run)
+    if command.switches - {"--dry-run"} and (one is None or one.launch.num_tasks > 1):
+        raise UserError(
+            "--follow and --after are for one job, not for a chain, a sweep or an array",
+            where="command line",
+            next_step="submit without them; then python launch/status.py",
+        )
     if isinstance(command.run, ChainRun):
-        start_chain(command.run, command.switches)
+        start_chain(command.run, is_dry_run=is_dry_run)
         return
-    run = launchable(command.run)
-    if "--follow" in command.switches and run.launch.num_tasks > 1:
-        raise follows_one_job(f"this is an array of {run.launch.num_tasks}")
-    run = with_num_workers(run, num_cores=run.launch.cpus_per_task)
+    run = with_num_workers(launchable(command.run))
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
     text = batch_script(run)
     checks = [*run_checks(run), *slurm_check(text)]
-    if "--dry-run" in command.switches:
+    if is_dry_run:
         print(
             describe(run),
             f"# Checks\n{as_table(checks)}",
@@ -82,26 +86,16 @@ def main() -> None:
         raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent, output=sys.stdout))
 
 
-def start_chain(settings: ChainRun, switches: frozenset[str]) -> None:
+def start_chain(settings: ChainRun, *, is_dry_run: bool) -> None:
     """Submit what a chain lacks, or show it."""
     from launch.chains.executors import describe_chain, submit_chain
     from launch.chains.load import load_chain
 
-    if switches - {"--dry-run"}:
-        raise follows_one_job("this is a chain or a sweep")
     chain = load_chain(settings, cluster="slurm")
-    if "--dry-run" in switches:
+    if is_dry_run:
         print(describe_chain(chain))
     else:
         submit_chain(chain)
-
-
-def follows_one_job(what: str) -> UserError:
-    return UserError(
-        f"--follow and --after are for one job, and {what}",
-        where="command line",
-        next_step="submit without them; then python launch/status.py",
-    )
 
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:

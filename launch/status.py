@@ -15,10 +15,9 @@ import time
 from dataclasses import asdict
 
 try:
-    from launch.jobs.following import follow_run
+    from launch.jobs.display import as_text, follow_run
     from launch.jobs.queue import known_jobs
     from launch.jobs.states import find_runs, read_state
-    from launch.jobs.status_text import as_text
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)

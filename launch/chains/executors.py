@@ -18,14 +18,13 @@ from functools import partial
 from launch.chains.load import Chain, ChainStep
 from launch.chains.states import States, StepState, chain_states, check_unchanged, step_state
 from launch.comparison.report import ABSENT, Table, plain_text
-from launch.jobs.preparation import job_folder, prepare_job, submit_run, with_num_workers
+from launch.jobs.preparation import job_folder, prepare_job, submit_run
 from launch.jobs.processes import StopFlag, run_here
 from launch.jobs.queue import NoAnswerError, QueuedJob, ask_slurm, jobs_of, submitted_ids, user_jobs
 from launch.jobs.submission import require_slurm
 from launch.planning.checks import refuse_or_warn, run_checks, slurm_check
 from launch.planning.dry_run import batch_script, check_data, data_facts
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
-from vitscale.distributed.processes import num_cores
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
 
@@ -120,11 +119,10 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
 
 def _run(step: ChainStep, *, num_procs: int, stop: StopFlag) -> tuple[int, str]:
     """(exit code, the command that runs this step alone)."""
-    run = with_num_workers(step.run, num_cores=max(1, num_cores() // num_procs))
-    job, folder = prepare_job(run, cluster="local")
+    job, folder = prepare_job(step.run, cluster="local")
     config = shlex.quote(os.path.relpath(job.config))
     command = f"python launch/local.py --config {config} --num-procs {num_procs}"
-    python = run.launch.python
+    python = step.run.launch.python
     return run_here(job, python=python, num_procs=num_procs, folder=folder, stop=stop), command
 
 

@@ -25,7 +25,6 @@ from itertools import takewhile
 from pathlib import Path
 
 from launch.jobs.attempts import (
-    FAILURES,
     Attempt,
     Ending,
     Outcome,
@@ -59,9 +58,9 @@ SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
 # A warning that comes this much earlier than `--signal` says is still that of the time limit.
 EARLY_S = 90
 FINAL_TEXTS = {
-    Ending.BAD_INPUT: "bad input: a restart would fail in the same way. Correct it and submit "
+    FailureKind.BAD_INPUT: "bad input: a restart would fail in the same way. Correct it and submit "
     "again.",
-    Ending.DIVERGED: "the training diverged: a restart would end in the same way. Change the "
+    FailureKind.DIVERGED: "the training diverged: a restart would end in the same way. Change the "
     "learning rate or the data, and submit again.",
 }
 # How long a job waits for a folder that cannot be written, and until when before its time limit.
@@ -124,7 +123,7 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     if why is not None:
         say(f"not requeued: {why}")
     elif fields and (node := blamed_node(attempts)):
-        say(exclude(job_id, node, fields=fields))
+        say(exclude(job_id, node, job=fields))
     return outcome.exit_code
 
 
@@ -203,8 +202,8 @@ def restart_refusal(
 ) -> str | None:
     """Why the job of the last attempt, which has ended, is not to start again; None: it is."""
     last = attempts[-1]
-    if last.ending in FINAL_TEXTS:
-        return FINAL_TEXTS[last.ending]
+    if last.kind in FINAL_TEXTS:
+        return FINAL_TEXTS[last.kind]
     row = fruitless_row(attempts)
     if row and not max_fruitless_restarts:
         return "launch.max_fruitless_restarts=0: a failure is final."
@@ -225,7 +224,7 @@ def fruitless_row(attempts: Sequence[Attempt]) -> list[Attempt]:
     """
 
     def counts(attempt: Attempt) -> bool:
-        return attempt.ending in FAILURES and attempt.kind is not FailureKind.STORAGE
+        return attempt.ending is Ending.FAILED and attempt.kind is not FailureKind.STORAGE
 
     last = attempts[-1]
     place = (last.job_id, last.checkpoint_step)
@@ -235,11 +234,9 @@ def fruitless_row(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 def blamed_node(attempts: Sequence[Attempt]) -> str | None:
     """The node on which the last two attempts of the last job failed, both of them."""
-    last, *before = attempts[:-3:-1]
-    if before and last.ending in FAILURES and before[0].ending in FAILURES:
-        if (before[0].job_id, before[0].failed_node) == (last.job_id, last.failed_node):
-            return last.failed_node
-    return None
+    places = {(each.job_id, each.ending, each.failed_node) for each in attempts[-2:]}
+    (_, ending, node), *others = places
+    return node if len(attempts) > 1 and not others and ending is Ending.FAILED else None
 
 
 def crash_loop_text(row: Sequence[Attempt], max_fruitless_restarts: int) -> str:

@@ -41,35 +41,40 @@ TAIL_BYTES = 1 << 18
 
 
 class Ending(StrEnum):
-    """Why an attempt ended."""
+    """How an attempt ended."""
 
     DONE = "done"
     STOPPED = "stopped"
     """By a signal, after a checkpoint or before the first step: time limit, preemption, pause."""
     ENDED_BY_SLURM = "ended by SLURM"
     """Cancelled, requeued or preempted without time for a checkpoint."""
-    BAD_INPUT = "bad input"
-    DIVERGED = "diverged"
     FAILED = "failed"
-    KILLED = "killed"
-    """A rank ended by a signal that it does not handle: SIGKILL, out of memory, SIGSEGV."""
     LOST = "lost"
     """Without a record of its end."""
 
 
-FAILURES = (Ending.FAILED, Ending.KILLED)
-# The next start would end in the same way.
-FINAL = (Ending.BAD_INPUT, Ending.DIVERGED)
-ENDINGS = {
-    FailureKind.BAD_INPUT: Ending.BAD_INPUT,
-    FailureKind.DIVERGED: Ending.DIVERGED,
-    FailureKind.KILLED: Ending.KILLED,
-}
 KIND_OF_EXIT_CODE = {code: kind for kind, code in EXIT_CODES.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
+class Outcome:
+    """How an attempt ended."""
+
+    ending: Ending | None = None
+    """None while it runs."""
+    reason: str = ""
+    """What happened, as a sentence that names rank, node and signal where they are known."""
+    exit_code: int = 0
+    kind: FailureKind | None = None
+    """Why it failed."""
+    failed_rank: int | None = None
+    """The rank that caused the failure."""
+    failed_node: str | None = None
+    """Its node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt(Outcome):
     """One start of a run. Times are unix seconds; steps count from 1, 0 is before the first."""
 
     number: int
@@ -85,32 +90,10 @@ class Attempt:
     """Of the launcher, if it is local."""
     ended: float | None = None
     """None while it runs."""
-    ending: Ending | None = None
-    reason: str = ""
-    """What happened, as a sentence that names rank, node and signal where they are known."""
-    kind: FailureKind | None = None
-    """Of the failure that ended it."""
-    exit_code: int | None = None
-    failed_rank: int | None = None
-    """The rank that caused the failure."""
-    failed_node: str | None = None
-    """Its node."""
     checkpoint_step: int = 0
     """Step of the newest checkpoint at the end."""
     last_step: int = 0
     """Last step in the journal at the end."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How an attempt ended; fields as in `Attempt`."""
-
-    ending: Ending
-    reason: str
-    exit_code: int
-    kind: FailureKind | None = None
-    failed_rank: int | None = None
-    failed_node: str | None = None
 
 
 def read_attempts(run_folder: Path | str) -> list[Attempt]:
@@ -208,7 +191,7 @@ def failure_outcome(seen: Failure, run_folder: Path | str, *, attempt: str) -> O
     found = cause(reports)
     assert found is not None
     return Outcome(
-        ending=ENDINGS.get(found.kind, Ending.FAILED),
+        ending=Ending.FAILED,
         reason=seen.what if found is seen else found.text,
         exit_code=found.kind.exit_code,
         kind=found.kind,

@@ -7,10 +7,10 @@ Leaves out: the dry run (`planning`) and the call of sbatch (`submission`).
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +21,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.jobs.queue import NoAnswerError, depending_on, jobs_of, submitted_ids
 from launch.jobs.snapshot import kept_code
-from launch.jobs.submission import Submission, folder_lock, submit_to_slurm
+from launch.jobs.submission import Submission, submit_to_slurm
 from launch.jobs.task import StageJob
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
@@ -43,6 +43,8 @@ SCRIPTS = {
     "finetune": "finetune/main.py",
     "evaluate": "finetune/evaluate_model.py",
 }
+# What a submission adds to the job folder before its job is accepted.
+SUBMITTED_FILES = ("config-*.yaml", "code-*", "*.pkl", ".submission_file_*")
 LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | DataPrepRun
 
 
@@ -65,14 +67,14 @@ def job_folder(run: LaunchableRun, *, cluster: str) -> Path:
     return (base / cluster).absolute()
 
 
-def with_num_workers(run: LaunchableRun, *, num_cores: int) -> LaunchableRun:
+def with_num_workers(run: LaunchableRun) -> LaunchableRun:
     """Set `num_workers`, if unset, to the cores of one task.
 
     Otherwise every data preparation task would use all cores it sees, including those of other
     tasks and, on clusters that do not bind tasks to cores, those of other jobs.
     """
     if isinstance(run, DataPrepRun) and run.num_workers is None:
-        return run.model_copy(update={"num_workers": num_cores})
+        return run.model_copy(update={"num_workers": run.launch.cpus_per_task})
     return run
 
 
@@ -95,31 +97,21 @@ def _problems(run: LaunchableRun, *, num_tasks: int, cluster: str) -> Iterator[U
             next_step="change data.global_batch or the number of tasks",
         )
     if isinstance(run, TrainingRun) and cluster == "slurm" and not launch.gpus_per_node:
-        if run.engine.device == "cuda":
-            yield UserError(
-                "engine.device=cuda, but the job requests no GPU",
-                where="launch.gpus_per_node",
-                next_step="set launch.gpus_per_node; if GPUs come with the partition, also set "
-                "launch.gpu_request=none",
-            )
-        if run.engine.precision == "bf16":
-            yield UserError(
-                "engine.precision=bf16 needs GPUs, but the job requests none",
-                where="launch.gpus_per_node",
-                next_step="set launch.gpus_per_node, or engine.precision=fp32",
-            )
-    # SLURM expands %-patterns in log file names, and a newline would end an option line.
-    if "%" in folder or not folder.isprintable():
+        for key, value in (("device", "cuda"), ("precision", "bf16")):
+            if getattr(run.engine, key) == value:
+                yield UserError(
+                    f"engine.{key}={value} needs GPUs, but the job requests none",
+                    where="launch.gpus_per_node",
+                    next_step="set launch.gpus_per_node; if GPUs come with the partition, also set "
+                    "launch.gpu_request=none",
+                )
+    # SLURM expands %-patterns in log file names, a newline would end an option line, and ':'
+    # separates the entries of PYTHONPATH.
+    if set(folder) & set("%:") or not folder.isprintable():
         yield UserError(
-            f"the job folder's path {folder!r} contains '%' or a control character",
+            f"the job folder's path {folder!r} contains '%', ':' or a control character",
             where="output",
             next_step="choose another output, or run from another folder",
-        )
-    if cluster == "slurm" and launch.snapshot and ":" in folder:
-        yield UserError(
-            f"Python cannot import from {folder!r}, because ':' separates entries of PYTHONPATH",
-            where="output",
-            next_step="choose another output, or set launch.snapshot=false",
         )
 
 
@@ -161,24 +153,18 @@ def submit_run(
     Raises UserError, and leaves no file, if it is refused.
     """
     folder = job_folder(run, cluster="slurm")
-    run = with_num_workers(run, num_cores=run.launch.cpus_per_task)
-    with _removed_if_refused(folder):
-        make_private(folder)
-        with folder_lock(folder.parent):
-            launch = depending_on(run.launch, after_ok, how="afterok")
-            if earlier != "ignore":
-                ids = _earlier_jobs(run, folder.parent, wait=earlier == "wait")
-                launch = depending_on(launch, ids)
-            code = kept_code(launch, folder)
-            job, _ = prepare_job(run, cluster="slurm", code=code)
-            return submit_to_slurm(
-                job,
-                launch=launch,
-                name=run_name(run),
-                folder=folder,
-                run_folder=job.run_folder,
-                code=code,
-            )
+    run = with_num_workers(run)
+    with submitting(folder):
+        launch = depending_on(run.launch, "afterok", after_ok)
+        if earlier != "ignore":
+            ids = _earlier_jobs(run, folder.parent, wait=earlier == "wait")
+            launch = depending_on(launch, "afterany", ids)
+        code = kept_code(launch, folder)
+        job, _ = prepare_job(run, cluster="slurm", code=code)
+        name, where = run_name(run), job.run_folder
+        return submit_to_slurm(
+            job, launch=launch, name=name, folder=folder, run_folder=where, code=code
+        )
 
 
 def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:
@@ -191,17 +177,14 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
                 f"cannot look up the earlier job for --after: {error}",
                 next_step="try again later, or leave it out",
             ) from None
-        print(
-            f"warning: SLURM does not say whether a job of this run is queued: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"warning: SLURM does not say whether a job of this run is queued: {error}"
+        print(text, file=sys.stderr, flush=True)
         return []
     # Tasks of data preparation share the work, whichever job they belong to.
     if jobs and not wait and not isinstance(run, DataPrepRun):
         raise UserError(
-            f"job {', '.join(map(str, jobs[:3]))}{' and others' * (len(jobs) > 3)} of this run has "
-            "not ended; a second one would fail when it starts",
+            f"job {', '.join(map(str, jobs))} of this run has not ended; a second one would fail "
+            "when it starts",
             where=str(run_folder),
             next_step=f"wait for it, cancel it (scancel {' '.join(submitted_ids(jobs))}), or add "
             "--after (starts when it has ended)",
@@ -210,23 +193,34 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
 
 
 @contextmanager
-def _removed_if_refused(folder: Path) -> Iterator[None]:
-    """On a UserError in the block, remove what `prepare_job` and a snapshot have added."""
+def submitting(folder: Path) -> Iterator[None]:
+    """Make the job folder, for one submission at a time: temporary files have equal names.
 
-    def prepared() -> set[Path]:
-        return {*folder.glob("config-*.yaml"), *folder.glob("code-*")}
+    On a UserError in the block, removes what it has added.
+    """
+
+    def files() -> set[Path]:
+        return {path for pattern in SUBMITTED_FILES for path in folder.glob(pattern)}
 
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    before = prepared()
+    make_private(folder)
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        yield
-    except UserError:
-        for path in prepared() - before:
-            path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
-        with suppress(OSError):  # a folder with other files stays
-            for each in missing:
-                each.rmdir()
-        raise
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        make_private(folder)  # again: another one that was refused removes it
+        before = files()
+        try:
+            yield
+        except UserError:
+            for path in files() - before:
+                path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # a folder with other files stays
+                for each in missing:
+                    each.rmdir()
+            raise
+    finally:
+        os.close(lock)
 
 
 def make_private(folder: Path) -> None:
@@ -235,14 +229,12 @@ def make_private(folder: Path) -> None:
         # `mode` is that of the last folder alone.
         for each in (folder.parent, folder):
             each.mkdir(parents=True, mode=0o700, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid != os.getuid():
+        if folder.stat().st_uid != os.getuid():
             raise UserError(
                 f"{folder} belongs to another user, who could change what the job runs",
                 next_step="choose another output",
             )
-        if stat.S_IMODE(status.st_mode) != 0o700:
-            folder.chmod(0o700)
+        folder.chmod(0o700)
     except OSError as error:
         raise UserError(
             f"cannot create the job folder {folder}: {error.strerror}",

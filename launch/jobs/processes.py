@@ -101,8 +101,10 @@ def run_here(
     """Run the job to its end and return its exit code. SIGTERM stops it with a checkpoint.
 
     python: interpreter command; None: this interpreter. folder: gets a folder with the logs.
+    num_procs: its ranks; a data preparation is one process, which uses all cores.
     Ctrl-C ends it at once. No process is left, however this ends.
     """
+    num_procs = 1 if job.independent else num_procs
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
     folder = folder / name
     folder.mkdir(mode=0o700)
@@ -119,14 +121,16 @@ def run_here(
         environment |= {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(num_procs),
+            "LOCAL_WORLD_SIZE": str(num_procs),
             ATTEMPT_VARIABLE: name,
             # The configuration is complete; a site file must not change it.
             SITE_VARIABLE: "",
         }
         command = [*(shlex.split(python) if python else [sys.executable]), "-u", *job.arguments]
         for number in range(num_procs):
-            ranks.append(_start(job, command, number, num_procs, folder, environment))
-        failed = _follow(ranks, independent=job.independent, stop=stop)
+            ranks.append(_start(job, command, number, folder, environment))
+        failed = _follow(ranks, stop)
         if failed is not None:
             outcome = _failure(failed, run_folder, attempt=name)
         elif any(rank.code for rank in ranks):
@@ -154,36 +158,25 @@ def run_here(
 
 
 def _start(
-    job: StageJob,
-    command: Sequence[str],
-    number: int,
-    num_procs: int,
-    folder: Path,
-    environment: dict[str, str],
+    job: StageJob, command: Sequence[str], rank: int, folder: Path, environment: dict[str, str]
 ) -> Rank:
-    rank, world_size, tasks = str(number), str(num_procs), f"{num_procs} task(s)"
-    if job.independent:
-        # A job of its own, as in an array.
-        rank, world_size, tasks = "0", "1", f"task {number} ({num_procs} in total)"
-    environment = environment | {"RANK": rank, "LOCAL_RANK": rank}
-    environment |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    path = folder / f"rank_{number}_log.out"
+    path = folder / f"rank_{rank}_log.out"
     with open(path, "ab", buffering=0) as log:
-        if rank == "0":
-            log.write(f"{job.heading(tasks)}\n".encode())
+        if rank == 0:
+            log.write(f"{job.heading(environment['WORLD_SIZE'] + ' task(s)')}\n".encode())
         process = subprocess.Popen(
             command,
-            env=environment,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             # Ctrl-C in a terminal reaches this process alone.
             start_new_session=True,
         )
-    return Rank(number=number, process=process, log=path)
+    return Rank(number=rank, process=process, log=path)
 
 
-def _follow(ranks: Sequence[Rank], *, independent: bool, stop: StopFlag) -> Rank | None:
+def _follow(ranks: Sequence[Rank], stop: StopFlag) -> Rank | None:
     """Show rank 0's log until all ranks have ended. Returns the first that failed."""
     tail = LogTail(ranks[0].log, output=sys.stdout)
     failed: Rank | None = None
@@ -203,8 +196,7 @@ def _follow(ranks: Sequence[Rank], *, independent: bool, stop: StopFlag) -> Rank
                 rank.process.terminate()
         failed = first_failed()
         # Others may still save when one has stopped as asked.
-        has_gone = any(rank.code not in (None, 0, EXIT_STOPPED_RESUMABLE) for rank in ranks)
-        if has_gone and not independent:
+        if any(rank.code not in (None, 0, EXIT_STOPPED_RESUMABLE) for rank in ranks):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
             for rank in ranks:

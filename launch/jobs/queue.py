@@ -16,21 +16,23 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from vitscale.runs.launching import LaunchSettings
 
 SLURM_SECONDS = 60
-REQUEUE_SECONDS, REQUEUE_PAUSE_S = 60.0, 5.0
+REQUEUE_SECONDS = 60.0
 # Less than KillWait (30 s by default), after which SLURM kills what is left of a requeued job.
 EXCLUDE_SECONDS = 20.0
+PAUSE_SECONDS = 2.0
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
-# The batch script's path is last: it may contain the separator.
-FIELDS = ("%i", "%F", "%T", "%r", "%S", "%N", "%V", "%o")
+# squeue's names of the fields of `QueuedJob`. The script's path may contain the separator.
+FORMAT = "%i|%F|%T|%r|%S|%N|%V|%o"
 # JOB STATE CODES of `man squeue`: states that a job does not leave.
 ENDED_STATES = frozenset(
     "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED "
@@ -75,15 +77,11 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
     Raises NoAnswerError with the command's own message.
     """
     # SQUEUE_PARTITION, SINFO_FORMAT and the like would change what the options ask for.
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SQUEUE_", "SINFO_"))
-    }
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SINFO_"))}
     try:
         done = subprocess.run(
             command,
-            env=environment | {"SLURM_TIME_FORMAT": "%s"},
+            env=kept | {"SLURM_TIME_FORMAT": "%s"},
             input=stdin,
             capture_output=True,
             text=True,
@@ -108,8 +106,8 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
 def user_jobs() -> list[QueuedJob]:
     """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
     command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}"]
-    text = ask_slurm(*command, f"--format={'|'.join(FIELDS)}")
-    jobs = [_job(line) for line in text.splitlines() if line.count("|") >= len(FIELDS) - 1]
+    text = ask_slurm(*command, f"--format={FORMAT}")
+    jobs = [_job(line) for line in text.splitlines() if line.count("|") >= FORMAT.count("|")]
     # 9 comes before 10, and 4711_2 before 4711_10.
     return sorted(jobs, key=lambda job: [int(each) for each in re.findall(r"\d+", job.job_id)])
 
@@ -123,19 +121,12 @@ def known_jobs() -> list[QueuedJob] | None:
 
 
 def _job(line: str) -> QueuedJob:
-    job_id, submitted_id, state, reason, start, nodes, submitted, script = line.split(
-        "|", len(FIELDS) - 1
-    )
-    return QueuedJob(
-        job_id=job_id,
-        submitted_id=submitted_id,
-        state=state,
-        reason=reason if reason not in ("", "None") else None,
-        start=_seconds(start),
-        nodes=nodes or None,
-        submitted=_seconds(submitted),
-        script=script,
-    )
+    names = [field.name for field in fields(QueuedJob)]
+    values: dict[str, Any] = dict(zip(names, line.split("|", len(names) - 1), strict=True))
+    for name in ("start", "submitted"):
+        values[name] = _seconds(values[name])
+    reason = values["reason"] if values["reason"] != "None" else None
+    return QueuedJob(**values | {"reason": reason or None, "nodes": values["nodes"] or None})
 
 
 def _seconds(text: str) -> float | None:
@@ -163,25 +154,19 @@ def submitted_ids(jobs: Iterable[QueuedJob]) -> list[str]:
     return list(dict.fromkeys(job.submitted_id for job in jobs))
 
 
-def depending_on(
-    launch: LaunchSettings,
-    job_ids: Iterable[str],
-    *,
-    how: Literal["afterany", "afterok"] = "afterany",
-) -> LaunchSettings:
+def depending_on(launch: LaunchSettings, how: str, job_ids: Sequence[str]) -> LaunchSettings:
     """The same resources, with a dependency added to what `launch.sbatch` may have.
 
-    afterok: SLURM cancels the job when one of those that it waits for has failed.
+    how: afterany, or afterok: SLURM cancels the job when one that it waits for has failed.
     """
-    if not (waited := sorted(set(job_ids))):
+    if not job_ids:
         return launch
     own = launch.sbatch.get("dependency")
-    dependency = ":".join([how, *waited])
-    added = {"dependency": f"{own},{dependency}" if own else dependency}
-    if how == "afterok":
-        # Otherwise it would stay in the queue as DependencyNeverSatisfied.
-        added["kill-on-invalid-dep"] = "yes"
-    return launch.model_copy(update={"sbatch": {**launch.sbatch, **added}})
+    dependency = ":".join([f"{own},{how}" if own else how, *sorted(set(job_ids))])
+    # Otherwise it would stay in the queue as DependencyNeverSatisfied.
+    added = {"kill-on-invalid-dep": "yes"} if how == "afterok" else {}
+    sbatch = {**launch.sbatch, "dependency": dependency, **added}
+    return launch.model_copy(update={"sbatch": sbatch})
 
 
 # ---- from inside a job ------------------------------------------------------------------------
@@ -218,63 +203,58 @@ def end_time(fields: Mapping[str, str]) -> float:
 def requeue(job_id: str) -> str | None:
     """Put this job (ARRAY_TASK for a task of an array) back into the queue.
 
-    The job keeps its id and reruns its batch script. Retries for a minute, since the controller may
-    be restarting. Returns SLURM's message if it still refuses.
+    The job keeps its id and reruns its batch script. Returns SLURM's message if it refuses.
     """
-    deadline = time.monotonic() + REQUEUE_SECONDS
-    while True:
-        try:
-            ask_slurm("scontrol", "requeue", job_id)
-            return None
-        except NoAnswerError as error:
-            # A job stopped by a preemption or by `scontrol requeue` is already in the queue.
-            if ALREADY_QUEUED in str(error) or is_ended_by_slurm(job_fields(job_id)):
-                return None
-            if time.monotonic() > deadline:
-                return str(error)
-        time.sleep(REQUEUE_PAUSE_S)
+
+    def is_queued(message: str) -> bool:
+        # A job stopped by a preemption or by `scontrol requeue` is already in the queue.
+        return ALREADY_QUEUED in message or is_ended_by_slurm(job_fields(job_id))
+
+    return _insist("scontrol", "requeue", job_id, seconds=REQUEUE_SECONDS, unless=is_queued)
 
 
-def exclude(job_id: str, node: str, *, fields: Mapping[str, str]) -> str:
+def exclude(job_id: str, node: str, *, job: Mapping[str, str]) -> str:
     """Keep a job that was just requeued off this node. Returns what was done, in words.
 
-    fields: of the job before: while it ends, SLURM counts only the nodes that have not ended yet.
+    job: its fields before: while it ends, SLURM counts only the nodes that have not ended yet.
     Not if too few others are up: the job would wait for ever. SLURM changes this of waiting jobs
     alone, and a job that is requeued still ends for a moment.
     """
-    before = fields.get("ExcNodeList", "(null)")
-    excluded = {node, *(() if before == "(null)" else _host_names(before))}
-    left = _usable_nodes(fields["Partition"]) - excluded
-    if len(left) < int(fields["NumNodes"].partition("-")[0]):
+    before = job.get("ExcNodeList", "(null)").replace("(null)", node)
+    usable = "--states=idle,mixed,allocated,completing"
+    command = ["sinfo", "--noheader", "--Node", "--format=%N", usable]
+    try:
+        up = ask_slurm(*command, f"--partition={job['Partition']}").split()
+        excluded = {node, *ask_slurm("scontrol", "show", "hostnames", before).split()}
+    except NoAnswerError as error:
+        return f"{node} is not excluded: {error}"
+    if len(set(up) - excluded) < int(job["NumNodes"].partition("-")[0]):
         return f"{node} is not excluded: too few other nodes are up"
-    deadline = time.monotonic() + EXCLUDE_SECONDS
     change = [f"JobId={job_id}", f"ExcNodeList={','.join(sorted(excluded))}"]
+    refused = _insist("scontrol", "update", *change, seconds=EXCLUDE_SECONDS)
+    if refused is not None:
+        return f"{node} is not excluded: {refused}"
+    return f"{node} is excluded from job {job_id}: its last two attempts failed there"
+
+
+def _insist(
+    *command: str, seconds: float, unless: Callable[[str], bool] = lambda message: False
+) -> str | None:
+    """Repeat a command until SLURM takes it: the controller may be restarting.
+
+    Returns SLURM's message if it still refuses after `seconds`, not if that needs no repetition.
+    """
+    deadline = time.monotonic() + seconds
     while True:
         try:
-            ask_slurm("scontrol", "update", *change)
-            return f"{node} is excluded from job {job_id}: its last two attempts failed there"
+            ask_slurm(*command)
+            return None
         except NoAnswerError as error:
+            if unless(str(error)):
+                return None
             if time.monotonic() > deadline:
-                return f"{node} is not excluded: {error}"
-        time.sleep(1.0)
-
-
-def _host_names(node_list: str) -> list[str]:
-    """The nodes of a list such as n[1-3,7]."""
-    try:
-        return ask_slurm("scontrol", "show", "hostnames", node_list).split()
-    except NoAnswerError:
-        return [node_list]
-
-
-def _usable_nodes(partitions: str) -> set[str]:
-    """The nodes of partitions that run jobs at present; none if SLURM does not answer."""
-    command = ["sinfo", "--noheader", "--Node", "--format=%N"]
-    command += ["--states=idle,mixed,allocated,completing", f"--partition={partitions}"]
-    try:
-        return set(ask_slurm(*command).split())
-    except NoAnswerError:
-        return set()
+                return str(error)
+        time.sleep(PAUSE_SECONDS)
 
 
 def reachable_address(node: str) -> str:
@@ -283,13 +263,11 @@ def reachable_address(node: str) -> str:
     Node names need not be host names, and some sites keep them out of DNS. All ranks ask for the
     same node and get the same answer.
     """
-    try:
+    with suppress(OSError):
         socket.getaddrinfo(node, None)
-    except OSError:
-        try:
-            shown = ask_slurm("scontrol", "--oneliner", "show", "node", node)
-        except NoAnswerError:
-            return node  # torch then reports that the name does not resolve
-        found = re.search(r"\bNodeAddr=(\S+)", shown)
-        return found[1] if found else node
-    return node
+        return node
+    with suppress(NoAnswerError):
+        shown = ask_slurm("scontrol", "--oneliner", "show", "node", node)
+        if found := re.search(r"\bNodeAddr=(\S+)", shown):
+            return found[1]
+    return node  # torch then reports that the name does not resolve

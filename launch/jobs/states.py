@@ -2,24 +2,26 @@
 
 Owns: the state, from the queue, the events, the journal and the newest checkpoint, and finding the
 folders that names mean. Changes nothing and takes no lock.
-Leaves out: showing it (`status_text`, `following`).
+Leaves out: showing it (`display`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 import yaml
 
-from launch.jobs.attempts import FAILURES, FINAL, Attempt, Ending, last_lines, read_attempts
+from launch.jobs.attempts import Attempt, Ending, last_lines, read_attempts
 from launch.jobs.queue import QueuedJob, jobs_of
 from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.config.errors import FailureKind, UserError, UserErrors, did_you_mean
 from vitscale.distributed.events import (
+    Failure,
     TrainingStart,
     cause,
     read_failures,
@@ -80,15 +82,6 @@ class LoggedProgress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunFailure:
-    """Why a run failed."""
-
-    what: str
-    """A sentence that names rank and node where they are known."""
-    kind: FailureKind | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
     """One run now. Times are unix seconds."""
 
@@ -105,7 +98,7 @@ class RunStatus:
     """The newest one."""
     restarts: dict[str, int]
     """How attempts ended that another one followed or will follow -> how many."""
-    failure: RunFailure | None
+    failure: Failure | None
     log: Path | None
     """The newest log of rank 0."""
 
@@ -117,24 +110,24 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     """
     attempts, start, logged = read_attempts(folder), read_start(folder), _read_logged(folder)
     last = attempts[-1] if attempts else None
-    is_open = last is not None and last.ended is None
+    opened = last if last is not None and last.ended is None else None
     queued = sorted(jobs_of(folder, jobs=jobs or ()), key=lambda job: job.state in WAITING_STATES)
     job, failure, place = next(iter(queued), None), None, ""
     if job is not None:
         place = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
-        since = last.started if last is not None and is_open else job.start
+        since = opened.started if opened is not None else job.start
         state = RunState.RUNNING
         if job.state in WAITING_STATES:
             has_started = last is not None and last.job_id == job.job_id
             state = RunState.PAUSED if has_started else RunState.QUEUED
             since = job.submitted
-    elif pid := _live_pid(last if is_open else None, start):
+    elif pid := _live_pid(opened, start):
         state, place = RunState.RUNNING, f"process {pid} on this machine"
-        since = last.started if last is not None and is_open else start.time if start else None
-    elif jobs is None and last is not None and is_open and last.cluster == "slurm":
-        state, since = RunState.RUNNING, last.started
-        place = f"job {last.job_id} on {', '.join(last.nodes)}, as its records say: SLURM does not "
-        place += "answer"
+        since = opened.started if opened is not None else start.time if start else None
+    elif jobs is None and opened is not None and opened.cluster == "slurm":
+        state, since = RunState.RUNNING, opened.started
+        place = f"job {opened.job_id} on {', '.join(opened.nodes)}, as its records say: SLURM does "
+        place += "not answer"
     else:
         state, failure = _ended_state(folder, last, start, logged)
         since = last.ended if last is not None and last.ended is not None else logged.time
@@ -147,7 +140,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         place=place,
         logged=logged,
         attempt=last,
-        restarts=dict(Counter(str(each.ending) for each in followed if each.ending is not None)),
+        restarts=dict(Counter(str(each.kind or each.ending) for each in followed if each.ending)),
         failure=failure,
         log=newest_log(folder),
     )
@@ -166,14 +159,14 @@ def _live_pid(attempt: Attempt | None, start: TrainingStart | None) -> int | Non
 
 def _ended_state(
     folder: Path, last: Attempt | None, start: TrainingStart | None, logged: LoggedProgress
-) -> tuple[RunState, RunFailure | None]:
+) -> tuple[RunState, Failure | None]:
     """The state of a run without a job or process."""
     is_saved = logged.total_steps is not None and logged.checkpoint_step >= logged.total_steps
     if is_saved or (last is not None and last.ending is Ending.DONE):
         return RunState.FINISHED, None
-    if last is not None and (last.ended is None or last.ending in (*FAILURES, *FINAL)):
+    if last is not None and last.ending in (None, Ending.FAILED):
         what = last.reason or "no record of its end: its node died, or SLURM ended the job"
-        return RunState.FAILED, RunFailure(what=what, kind=last.kind)
+        return RunState.FAILED, Failure(kind=last.kind or FailureKind.OTHER, what=what)
     if last is None and start is None:
         if (folder / RESULTS_NAME).is_file() or _has_made_shards(folder):
             return RunState.FINISHED, None
@@ -182,20 +175,17 @@ def _ended_state(
         # Started without a launcher of ours; its ranks have recorded why it failed, if they could.
         found = cause([each for each in read_failures(folder) if each.time >= start.time])
         if found is not None:
-            return RunState.FAILED, RunFailure(what=found.text, kind=found.kind)
+            return RunState.FAILED, replace(found, what=found.text)
     return RunState.STOPPED, None
 
 
 def _has_made_shards(folder: Path) -> bool:
     """Whether the newest configuration of a data preparation has its manifest."""
     files = sorted(folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
-    if not files:
-        return False
-    try:
-        output = yaml.safe_load(files[-1].read_text()).get("output")
-    except (OSError, yaml.YAMLError, AttributeError):
-        return False
-    return (Path(str(output)).expanduser() / "manifest.json").is_file()
+    with suppress(OSError, yaml.YAMLError, LookupError, TypeError):
+        output = Path(yaml.safe_load(files[-1].read_text())["output"])
+        return (output.expanduser() / "manifest.json").is_file()
+    return False
 
 
 def newest_log(folder: Path) -> Path | None:

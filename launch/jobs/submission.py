@@ -8,7 +8,6 @@ Leaves out: what a task runs (`task`), what follows an attempt (`after`), and wh
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import shlex
@@ -16,7 +15,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -227,51 +226,28 @@ def submit_to_slurm(
 
     run_folder: has the record of attempts; None: the job's folder.
     code: the snapshot that the tasks import from; None: the code on disk.
-    Raises UserError if sbatch refuses, and removes submitit's files.
+    Raises UserError if sbatch refuses.
     """
     executor = _executor(launch, name, folder, run_folder, code)
-    with folder_lock(folder):
-        before = set(_unaccepted_files(folder))
-        try:
-            # submitit prints sbatch's message, which the error contains as well.
-            with _outside_any_job(), redirect_stderr(io.StringIO()):
-                # An array of one is submitted as a plain job.
-                submitted = executor.submit_array([job] * launch.num_tasks)
-        except (FailedJobError, FailedSubmissionError) as error:
-            for path in set(_unaccepted_files(folder)) - before:
-                path.unlink()
-            message = "; ".join(
-                line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines()
-            )
-            raise UserError(
-                f"sbatch refused the job: {message}",
-                next_step="compare the launch section with what sinfo and sacctmgr show",
-            ) from error
-    is_array = len(submitted) > 1
-    return Submission(
-        job_id=submitted[0].job_id.partition("_")[0] if is_array else submitted[0].job_id,
-        num_tasks=len(submitted) if is_array else submitted[0].num_tasks,
-        folder=submitted[0].paths.folder,
-        is_array=is_array,
-    )
-
-
-@contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Serialize submissions in one folder: their temporary files have the same names."""
-    fd = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # some file systems have no locks
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _unaccepted_files(folder: Path) -> Iterator[Path]:
-    """Files that submitit writes before it knows the job's id, and then moves."""
-    yield from folder.glob("*.pkl")
-    yield from folder.glob(".submission_file_*")
+        # submitit prints sbatch's message, which the error contains as well.
+        with _outside_any_job(), redirect_stderr(io.StringIO()):
+            # An array of one is submitted as a plain job.
+            submitted = executor.submit_array([job] * launch.num_tasks)
+    except (FailedJobError, FailedSubmissionError) as error:
+        lines = str(error).strip().splitlines()
+        message = "; ".join(line.removeprefix("sbatch: error: ") for line in lines)
+        raise UserError(
+            f"sbatch refused the job: {message}",
+            next_step="compare the launch section with what sinfo and sacctmgr show",
+        ) from error
+    first = submitted[0]
+    return Submission(
+        job_id=first.job_id.partition("_")[0],
+        num_tasks=max(len(submitted), first.num_tasks),
+        folder=first.paths.folder,
+        is_array=len(submitted) > 1,
+    )
 
 
 @contextmanager

@@ -39,24 +39,19 @@ class SourceVersion:
 def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
     """The version of the code in `root`."""
     try:
-        return SourceVersion(**json.loads((root / RECORD_NAME).read_text()))
+        recorded = json.loads((root / RECORD_NAME).read_text())
+        return SourceVersion(**recorded) if recorded else None
     except (OSError, ValueError, TypeError):
         pass
     commit = _git("rev-parse", "HEAD", root=root)
     options = ("--no-ext-diff", "--no-color", "--relative")
     diff = _git("diff", "HEAD", *options, "--", *CODE_FOLDERS, root=root)
-    untracked = list_files("--others", root=root)
+    others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE_FOLDERS)
+    untracked = _git(*others, root=root)
     if commit is None or diff is None or untracked is None:
         return None
-    names = "".join(f"# untracked: {name}\n" for name in untracked)
+    names = "".join(f"# untracked: {name}\n" for name in sorted(untracked.split("\0")) if name)
     return SourceVersion(commit=commit.strip(), patch=names + diff)
-
-
-def list_files(*which: str, root: Path) -> list[str] | None:
-    """Files below CODE_FOLDERS that git does not ignore; `which`: --cached, --others."""
-    options = ("-z", *which, "--exclude-standard", "--", *CODE_FOLDERS)
-    listed = _git("ls-files", *options, root=root)
-    return None if listed is None else sorted({name for name in listed.split("\0") if name})
 
 
 def _git(*arguments: str, root: Path) -> str | None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
-from tests.support.levels import by_level
 from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import is_alive
 
 pytestmark = pytest.mark.distributed
@@ -33,20 +33,17 @@ folder.mkdir()
 job = StageJob(
     script=str(Path("stage.py").absolute()),
     config="c",
-    independent={independent},
-    run_folder=None if {independent} else str(Path.cwd()),
+    run_folder=str(Path.cwd()),
 )
 sys.exit(processes.run_here(job, python=None, num_procs=2, folder=folder, stop=stop))
 """
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def start(
-    folder: Path, stage: str, *, independent: bool = False, before: str = ""
-) -> subprocess.Popen[str]:
+def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str]:
     """before: code that the program runs before it starts the job."""
     (folder / "stage.py").write_text(textwrap.dedent(stage))
-    program = PROGRAM.format(independent=independent, before=textwrap.dedent(before))
+    program = PROGRAM.format(before=textwrap.dedent(before))
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -57,8 +54,8 @@ def start(
     )  # fmt: skip
 
 
-def run(folder: Path, stage: str, *, independent: bool = False) -> tuple[int, str, str]:
-    process = start(folder, stage, independent=independent)
+def run(folder: Path, stage: str) -> tuple[int, str, str]:
+    process = start(folder, stage)
     output, errors = process.communicate(timeout=PATIENCE_S)
     return process.returncode, output, errors
 
@@ -131,35 +128,9 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: st
     assert "rank 1" in errors and "rank 1 was here" in errors
     assert ("out of ideas" in errors) == ("out of ideas" in death)
     (attempt,) = read_attempts(tmp_path)
-    assert attempt.ending is (Ending.KILLED if "KILL" in death else Ending.FAILED)
+    assert attempt.ending is Ending.FAILED
+    assert attempt.kind is (FailureKind.KILLED if "KILL" in death else FailureKind.OTHER)
     assert attempt.reason.startswith("rank 1 ")
-
-
-def test_independent_tasks_continue_when_one_fails(tmp_path: Path) -> None:
-    code, output, errors = run(
-        tmp_path,
-        """
-        import os, pathlib, sys, time
-        print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
-        try:
-            pathlib.Path("first").touch(exist_ok=False)
-        except FileExistsError:
-            # Longer than the grace of ranks after one has failed.
-            time.sleep(3)
-            pathlib.Path("finished").touch()
-            sys.exit(0)
-        sys.exit(2)
-        """,
-        independent=True,
-    )
-    assert code == 2
-    assert (tmp_path / "finished").exists()
-    assert "ended with code 2" in errors
-    # Each is rank 0 of its own job and has its own log.
-    logs = [path.read_text() for path in sorted((tmp_path / "jobs").glob("*/*_log.out"))]
-    assert len(logs) == 2
-    for index, log in enumerate(logs):
-        assert "rank 0 of 1" in log and f"task {index} (2 in total)" in log
 
 
 def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
@@ -174,16 +145,6 @@ def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.STOPPED]
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    process = start(tmp_path, WAITING)
-    tasks = pids(process, tmp_path)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    await_end(tasks)
-
-
 STUBBORN = """
     import os, pathlib, signal, subprocess, time
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -193,8 +154,7 @@ STUBBORN = """
 """
 
 
-@pytest.mark.slow
-def test_a_second_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+def test_ctrl_c_and_a_second_one_leave_no_process(tmp_path: Path) -> None:
     process = start(tmp_path, STUBBORN)
     tasks = pids(process, tmp_path)
     process.send_signal(signal.SIGINT)
@@ -225,19 +185,17 @@ def test_a_closed_output_pipe_leaves_no_process(tmp_path: Path) -> None:
     await_end(tasks)
 
 
-# Rank 0, after rank 1 has been killed by the stop: ended with the job, or ends by itself.
-WITHOUT_HANDLERS = {
-    "both": ("pass", 75),
-    "one, the other waits for it": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 75),
-    "one, the other fails": ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 1),
-}
-
-
 @pytest.mark.parametrize(
-    "case", by_level(WITHOUT_HANDLERS, fast={"both"}, slow=WITHOUT_HANDLERS.keys() - {"both"})
+    ("rank_0", "code"),
+    [
+        pytest.param("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 75, id="waits for rank 1"),
+        pytest.param("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 1, id="fails"),
+    ],
 )
-def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path: Path, case: str) -> None:
-    rank_0, code = WITHOUT_HANDLERS[case]
+def test_sigterm_before_tasks_handle_it_is_not_a_failure(
+    tmp_path: Path, rank_0: str, code: int
+) -> None:
+    """Rank 1 is killed by it; rank 0 then ends with the job, or by itself."""
     process = start(
         tmp_path,
         f"""

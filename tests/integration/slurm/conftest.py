@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 import pytest
 
+from launch.jobs.preparation import submitting
 from launch.jobs.submission import Submission, submit_to_slurm
 from launch.jobs.task import StageJob
 from tests.support.required import skip_or_fail
@@ -322,9 +323,10 @@ def submit(
             script=str(script), config=str(config), run_folder=run_folder, independent=independent
         )
         launch = request.module.LAUNCH.model_copy(update=changes)
-        return submit_to_slurm(
-            job, launch=launch, name="stand-in", folder=folder, run_folder=run_folder
-        )
+        with submitting(folder):
+            return submit_to_slurm(
+                job, launch=launch, name="stand-in", folder=folder, run_folder=run_folder
+            )
 
     return submit_script
 

@@ -110,8 +110,8 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     attempts = read_attempts(tmp_path)
     # The first one's checkpoint counts as progress, so it is not fruitless.
     assert [attempt.checkpoint_step for attempt in attempts] == [10, 10, 10]
-    assert {attempt.ending for attempt in attempts} == {Ending.KILLED}
-    assert {attempt.failed_node for attempt in attempts} == {"n2"}
+    blamed = {(attempt.kind, attempt.failed_node) for attempt in attempts}
+    assert blamed == {(FailureKind.KILLED, "n2")}
     reason = "rank 1 on n2 was ended by SIGKILL (Killed)"
     assert "2 restarts in a row brought no newer checkpoint" in log
     assert len(re.findall(rf"  attempt \d, ended .* at step 10: {re.escape(reason)}", log)) == 3
@@ -124,7 +124,7 @@ def test_bad_input_is_not_retried(slurm, submit, tmp_path) -> None:
     job = submit("import sys; sys.exit(2)")
     ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
     assert (ended["Restarts"], ended["ExitCode"]) == ("0", "2:0"), job.log(0).read_text()
-    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.BAD_INPUT]
+    assert [attempt.kind for attempt in read_attempts(tmp_path)] == [FailureKind.BAD_INPUT]
 
 
 def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
@@ -195,7 +195,7 @@ def test_the_recorded_cause_is_blamed(slurm, submit, tmp_path) -> None:
     first, second = read_attempts(tmp_path)
     assert (first.ending, first.kind) == (Ending.FAILED, FailureKind.DEVICE)
     assert first.failed_node == "n2" and "fell off the bus" in first.reason
-    assert (second.ending, second.exit_code) == (Ending.DIVERGED, 76)
+    assert (second.kind, second.exit_code) == (FailureKind.DIVERGED, 76)
 
 
 def test_an_outage_of_storage_is_waited_for(slurm, submit, tmp_path, small_disk) -> None:
@@ -219,10 +219,7 @@ def test_a_node_that_two_attempts_blame_is_left(slurm, submit, tmp_path) -> None
     assert ended["JobState"] == "COMPLETED", slurm.logs()
     bad, good = ((tmp_path / name).read_text() for name in ("bad", "good"))
     assert ended["ExcNodeList"] == bad != good
-    assert [a.ending for a in read_attempts(tmp_path)] == [
-        Ending.KILLED,
-        Ending.KILLED,
-        Ending.DONE,
-    ]
+    kinds = [attempt.kind for attempt in read_attempts(tmp_path)]
+    assert kinds == [FailureKind.KILLED, FailureKind.KILLED, None]
     text = f"{bad} is excluded from job {job.job_id}: its last two attempts failed there"
     assert text in job.log(0).read_text()

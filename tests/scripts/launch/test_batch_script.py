@@ -9,10 +9,15 @@ from tests.scripts.launch.conftest import FakeSlurm
 FAILED = "echo 'srun: error: n2: task 1: Exited with exit code {code}' >&2; exit {code}"
 KILLED = "echo 'srun: error: n2: task 1: Killed' >&2; exit 137"
 SAVED = 'saved="$RUN/checkpoints/step-{step:08d}"; mkdir -p "$saved"; : > "$saved/manifest.json"; '
+RECORDED = """mkdir -p "$RUN/events" && cat >> "$RUN/events/n1.jsonl" << END
+{"event": "failed", "time": 1, "attempt": "$VITSCALE_ATTEMPT", "kind": "device", "what": "no bus"}
+END
+"""
 ENDINGS = {  # what the ranks do, exit code of the job (None: any failure), requeued, in the log
     "success": ("exit 0", 0, False, ""),
     "failure": (FAILED.format(code=1), 1, True, "rank 1 on n2 ended with code 1"),
     "killed": (KILLED, None, True, "rank 1 on n2 was ended by SIGKILL"),
+    "recorded": (RECORDED + KILLED.replace("n2", "n[1-2]"), None, True, "ended: no bus (device)"),
     "stop": (FAILED.format(code=75), 75, True, "stopped by a signal"),
     "storage": (FAILED.format(code=74), 74, True, "rank 1 on n2 ended with code 74"),
     "bad input": (FAILED.format(code=2), 2, False, "a restart would fail in the same way"),

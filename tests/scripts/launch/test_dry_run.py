@@ -64,8 +64,13 @@ def test_a_dry_run_shows_the_batch_script(name: str, submitted: FakeSlurm, golde
 def test_a_later_job_waits_for_the_earlier_one(slurm: FakeSlurm, golden: Golden) -> None:
     (link,) = (slurm.run_folder / "slurm").glob("*.sh")
     slurm.write("queue", f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n")
-    slurm.call("launch/slurm.py", "--config", "run.yaml", "--after")
+    command = ("launch/slurm.py", "--config", "run.yaml")
+    assert "job 12 (RUNNING on n[1-2]) of this run has not ended" in slurm.call(*command, code=2)
+    slurm.call(*command, "--after")
     golden.text("sbatch/after.sh", normal((slurm.folder / "slurm/script").read_text(), slurm))
+    (slurm.folder / "slurm/queue").unlink()
+    assert "cannot look up the earlier job for --after" in slurm.call(*command, "--after", code=2)
+    assert "submitted job 12" in slurm.call(*command)
 
 
 def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> None:
@@ -101,14 +106,21 @@ def test_a_data_preparation_is_an_array(submitted: FakeSlurm) -> None:
     assert "at most 16 task(s) at a time" in output and "#SBATCH --array=0-63%16" in output
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in output
+    follow = ("launch/slurm.py", "--config", "data.yaml", "--follow")
+    assert "are for one job" in submitted.call(*follow, code=2)
 
 
-def test_a_dry_run_shows_what_slurm_says(slurm: FakeSlurm) -> None:
-    command = ("launch/slurm.py", "--dry-run", "--config", "run.yaml")
-    assert "SLURM          ok " in slurm.call(*command)
-    slurm.write("refusal", "allocation failure: no such nodes")
-    refused = "SLURM          warning  sbatch --test-only: allocation failure: no such"
-    assert refused in slurm.call(*command)
+def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm) -> None:
+    command = ("launch/slurm.py", "--config", "run.yaml", "launch.snapshot=true")
+    assert "SLURM          ok " in slurm.call(*command, "--dry-run")
+    slurm.write("refusal", "sbatch: error: no such nodes")
+    refused = "SLURM          warning  sbatch --test-only: sbatch: error: no such nodes"
+    assert refused in slurm.call(*command, "--dry-run")
+    before = sorted(slurm.folder.rglob("*"))
+    for name in ("name=small", "name=other"):
+        errors = slurm.call(*command, name, "--after", code=2)
+        assert "error:\nsbatch refused the job: no such nodes" in errors
+    assert sorted(slurm.folder.rglob("*")) == before
 
 
 def test_refusals_are_short_and_complete(submitted: FakeSlurm) -> None:

@@ -16,7 +16,7 @@ from vitscale.tracking.tracker import Tracker
 
 SAID = {"PAUSED": "PAUSED", "FAILED": "FAILED", "RUNNING": "KILLED", None: "KILLED"}
 # Of a run that said PAUSED, before a later attempt.
-LATER = {Ending.STOPPED: "PAUSED", Ending.FAILED: "FAILED", Ending.KILLED: "FAILED"}
+LATER = {Ending.STOPPED: "PAUSED", Ending.FAILED: "FAILED"}
 
 
 def test_a_run_ended_as_it_says_or_as_its_last_attempt_shows(tmp_path: Path) -> None:

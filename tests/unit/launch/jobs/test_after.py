@@ -1,7 +1,8 @@
-"""Why an attempt ended, and whether its job starts again."""
+"""The record of attempts, why each ended, and whether its job starts again."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +12,16 @@ import pytest
 
 from launch.jobs import after
 from launch.jobs.after import blamed_node, classify, restart_refusal, wait_for_storage
-from launch.jobs.attempts import Attempt, Ending, Outcome
+from launch.jobs.attempts import (
+    Attempt,
+    Ending,
+    Outcome,
+    begin_attempt,
+    end_attempt,
+    read_attempts,
+)
 from vitscale.config.errors import FailureKind
-from vitscale.distributed.events import Failure, read_failures, record_failure
+from vitscale.distributed.events import EVENTS_NAME, Failure, read_failures, record_failure
 
 ATTEMPT = "17/1"
 RUNNING = {"JobState": "RUNNING"}
@@ -67,12 +75,9 @@ def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "ending", "text"),
     [
-        ("Exited with exit code 2", Ending.BAD_INPUT, "rank 1 on n2 ended with code 2"),
-        ("Exited with exit code 76", Ending.DIVERGED, "rank 1 on n2 ended with code 76"),
-        ("Exited with exit code 75", Ending.STOPPED, "stopped by a signal"),
         ("User defined signal 2", Ending.STOPPED, "stopped by a signal"),
-        ("Out Of Memory", Ending.KILLED, "rank 1 on n2 ran out of memory and was killed"),
-        ("Segmentation fault (core dumped)", Ending.KILLED, "was ended by SIGSEGV"),
+        ("Out Of Memory", Ending.FAILED, "rank 1 on n2 ran out of memory and was killed"),
+        ("Segmentation fault (core dumped)", Ending.FAILED, "was ended by SIGSEGV"),
     ],
 )
 def test_the_first_line_of_srun_counts(
@@ -133,24 +138,22 @@ def refusal(found: Sequence[Attempt], *, requeues: int = 9, fruitless: int = 2) 
     return restart_refusal(found, max_requeues=requeues, max_fruitless_restarts=fruitless)
 
 
-KILL_0, STOP_0, FAIL_5 = (Ending.KILLED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
+FAIL_0, STOP_0, FAIL_5 = (Ending.FAILED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
 
 
 @pytest.mark.parametrize(
     ("row", "restarted"),
     [
-        ([KILL_0] * 2, True),
-        ([KILL_0] * 3, False),
-        ([KILL_0, KILL_0, FAIL_5], True),
-        ([KILL_0, FAIL_5, KILL_0], True),
+        ([FAIL_0] * 2, True),
+        ([FAIL_0] * 3, False),
+        ([FAIL_0, FAIL_0, FAIL_5], True),
+        ([FAIL_0, FAIL_5, FAIL_0], True),
         # A preemption neither counts nor ends the row.
-        ([KILL_0, KILL_0, STOP_0, KILL_0], False),
-        ([KILL_0, KILL_0, KILL_0, STOP_0], True),
+        ([FAIL_0, FAIL_0, STOP_0, FAIL_0], False),
+        ([FAIL_0, FAIL_0, FAIL_0, STOP_0], True),
         ([STOP_0] * 9, True),
         ([STOP_0] * 10, False),
         ([FAIL_5] * 10, False),
-        ([(Ending.BAD_INPUT, 5)], False),
-        ([(Ending.DIVERGED, 5)], False),
     ],
 )
 def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) -> None:
@@ -158,7 +161,7 @@ def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) ->
 
 
 def test_a_crash_loop_names_the_reason_of_each() -> None:
-    text = refusal(attempts((Ending.KILLED, 5), KILL_0, KILL_0))
+    text = refusal(attempts(FAIL_5, FAIL_0, FAIL_0))
     assert text is not None and "2 restarts in a row" in text
     assert [f"reason {number}" in text for number in (1, 2, 3)] == [True, True, True]
     assert "launch.exclude='n2'" in text
@@ -167,20 +170,20 @@ def test_a_crash_loop_names_the_reason_of_each() -> None:
 
 
 def test_another_job_and_storage_do_not_count() -> None:
-    before, now = attempts(*[KILL_0] * 3), attempts(KILL_0, KILL_0, job_id="18")
+    before, now = attempts(*[FAIL_0] * 3), attempts(FAIL_0, FAIL_0, job_id="18")
     assert refusal(before) is not None and refusal([*before, *now]) is None
     outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
     assert refusal(outage) is None
 
 
 def test_two_failures_in_a_row_blame_a_node() -> None:
-    first, second = attempts(KILL_0, FAIL_5)
+    first, second = attempts(FAIL_0, FAIL_5)
     assert blamed_node([first]) is None
     assert blamed_node([first, second]) == "n2"  # progress does not acquit it
     assert blamed_node([first, replace(second, failed_node="n1")]) is None
     assert blamed_node([replace(first, failed_node=None), second]) is None
     assert blamed_node([replace(first, job_id="16"), second]) is None
-    assert blamed_node(attempts(KILL_0, STOP_0, KILL_0)) is None
+    assert blamed_node(attempts(FAIL_0, STOP_0, FAIL_0)) is None
 
 
 def test_storage_is_waited_for(
@@ -199,3 +202,57 @@ def test_storage_is_waited_for(
     assert capsys.readouterr().err.count("waiting before the next start") == 1
     wait_for_storage(tmp_path / "gone", until=time.time() - 1)
     assert len(pauses) == 3
+
+
+# ---- the record --------------------------------------------------------------------------------
+
+
+FAILED = Outcome(ending=Ending.FAILED, reason="rank 1 on n2", exit_code=1, failed_node="n2")
+
+
+def begin(folder: Path, *, restart: int = 0) -> Attempt:
+    return begin_attempt(folder, cluster="slurm", job_id="17", restart=restart, nodes=["n1", "n2"])
+
+
+def log(folder: Path, step: int) -> None:
+    with open(folder / "journal.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "time": 1e9 + step, "train/loss": 1.0}) + "\n")
+
+
+def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
+    assert read_attempts(tmp_path) == []
+    running = begin(tmp_path)
+    assert read_attempts(tmp_path) == [running] and running.ended is None
+    checkpoint = tmp_path / "checkpoints/step-00000030"
+    checkpoint.mkdir(parents=True)
+    log(tmp_path, 37)
+    (events,) = (tmp_path / EVENTS_NAME).iterdir()
+    before = events.read_bytes()
+    ended = end_attempt(running, tmp_path, FAILED)
+    assert read_attempts(tmp_path) == [ended]
+    assert (ended.checkpoint_step, ended.last_step) == (30, 37)
+    assert (ended.ending, ended.failed_node) == (Ending.FAILED, "n2")
+    assert ended.ended is not None and ended.ended >= ended.started
+    assert events.read_bytes().startswith(before)
+
+
+def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
+    begin(tmp_path)
+    log(tmp_path, 5)
+    begin(tmp_path, restart=1)
+    first, second = read_attempts(tmp_path)
+    assert (first.ending, first.last_step) == (Ending.LOST, 5) and first.ended is not None
+    assert (second.number, second.restart, second.ended) == (2, 1, None)
+
+
+@pytest.mark.parametrize(
+    "rest", [b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n']
+)
+def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
+    first = begin(tmp_path)
+    (events,) = (tmp_path / EVENTS_NAME).iterdir()
+    with events.open("ab") as file:
+        file.write(rest)
+    end_attempt(first, tmp_path, FAILED)
+    begin(tmp_path)
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED, None]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs import snapshot
-from launch.jobs.snapshot import Code, folder_name, kept_code, read_code, store_code
+from launch.jobs.snapshot import kept_code, read_code
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 from vitscale.tracking.source_version import RECORD_NAME, source_version
@@ -23,17 +23,17 @@ def git(root: Path, *arguments: str) -> None:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A small checkout with one commit."""
+    root = tmp_path / "checkout"
     files = {
-        ".gitignore": "*.so\n__pycache__/\n",
+        ".gitignore": "*.so\n__pycache__/\n/runs/\n",
         "vitscale/model.py": "width = 1\n",
         "vitscale/old.py": "old = 1\n",
         "launch/job.sh": "#!/bin/sh\n",
         "docs/page.md": "text\n",
     }
     for name, text in files.items():
-        (tmp_path / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "checkout" / name).write_text(text)
-    root = tmp_path / "checkout"
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
     (root / "launch/job.sh").chmod(0o755)
     git(root, "init", "--quiet")
     git(root, "add", ".")
@@ -41,21 +41,21 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def code_of(root: Path) -> Code:
-    code = read_code(root)
-    assert code is not None
-    return code
+def copy_of(root: Path, folder: Path) -> Path:
+    copy = kept_code(LaunchSettings(), folder, root=root)
+    assert copy is not None
+    return copy
 
 
-def test_a_snapshot_has_edits_new_files_and_extensions(root: Path, tmp_path: Path) -> None:
+def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path: Path) -> None:
+    """Edits, new files and extensions; no other folders."""
     (root / "vitscale/model.py").write_text("width = 2\n")
-    (root / "vitscale/new é.py").write_text("new = 1\n")
-    (root / "vitscale/_region.abi3.so").write_bytes(b"\x7fELF")
+    (root / "vitscale/old.py").unlink()
+    (root / "vitscale/new é.py").touch()
+    (root / "vitscale/_region.abi3.so").write_bytes(b"ELF")
     (root / "vitscale/__pycache__").mkdir()
     (root / "vitscale/__pycache__/model.pyc").touch()
-    (root / "vitscale/old.py").unlink()
-    (root / "notes.txt").touch()
-    copy = store_code(code_of(root), tmp_path)
+    copy = copy_of(root, tmp_path)
     assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()) == [
         "launch/job.sh", "source.json", "vitscale/_region.abi3.so", "vitscale/model.py",
         "vitscale/new é.py",
@@ -67,22 +67,27 @@ def test_a_snapshot_has_edits_new_files_and_extensions(root: Path, tmp_path: Pat
     assert "-width = 1\n+width = 2\n" in record["patch"]
 
 
-def test_the_record_replaces_git_inside_a_snapshot(root: Path) -> None:
+def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path: Path) -> None:
     # A run folder is often inside the checkout, whose commit may have moved on.
-    copy = store_code(code_of(root), root)
+    (root / "runs").mkdir()
+    copy = copy_of(root, root / "runs")
     recorded = source_version(copy)
     assert recorded == source_version(root) and recorded is not None and not recorded.patch
     git(root, "commit", "--quiet", "--allow-empty", "--message", "later")
     assert source_version(copy) == recorded != source_version(root)
-    assert folder_name(code_of(copy)) == copy.name
+    assert copy_of(copy, tmp_path).name == copy.name
 
 
-def test_equal_code_shares_one_folder(root: Path, tmp_path: Path) -> None:
-    first = store_code(code_of(root), tmp_path)
-    assert store_code(code_of(root), tmp_path) == first
+def test_equal_code_shares_one_folder_and_other_code_does_not(root: Path, tmp_path: Path) -> None:
+    first = copy_of(root, tmp_path)
+    assert copy_of(root, tmp_path) == first
     (root / "launch/job.sh").chmod(0o644)
-    assert store_code(code_of(root), tmp_path) != first
-    assert len(list(tmp_path.glob("*code-*"))) == 2
+    second = copy_of(root, tmp_path)
+    (root / ".git").rename(tmp_path / "elsewhere")  # as in an installed package
+    third = copy_of(root, tmp_path)
+    assert len({first, second, third}) == 3 == len(list(tmp_path.glob("*code-*")))
+    assert source_version(third) is None
+    assert kept_code(LaunchSettings(snapshot=False), tmp_path, root=root) is None
 
 
 def test_large_code_is_refused_with_its_largest_file(
@@ -92,29 +97,3 @@ def test_large_code_is_refused_with_its_largest_file(
     (root / "vitscale/weights.bin").write_bytes(bytes(200_000))
     with pytest.raises(UserError, match="largest file is vitscale/weights.bin"):
         read_code(root)
-
-
-def test_without_git_there_is_no_snapshot(root: Path, tmp_path: Path) -> None:
-    (root / ".git").rename(tmp_path / "elsewhere")
-    assert read_code(root) is None
-
-
-def test_files_ignored_by_an_outer_checkout_are_no_code(root: Path) -> None:
-    # An environment inside a checkout: its packages have no version there.
-    (root / ".gitignore").write_text("env/\n")
-    (root / "env/vitscale").mkdir(parents=True)
-    (root / "env/vitscale/model.py").touch()
-    assert read_code(root / "env") is None
-
-
-def test_code_without_a_version_is_warned_of_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(snapshot, "read_code", lambda: None)
-    snapshot._warn_without_git.cache_clear()
-    assert kept_code(LaunchSettings(snapshot=False), tmp_path) is None
-    assert not capsys.readouterr().err
-    for _ in range(2):
-        assert kept_code(LaunchSettings(), tmp_path) is None
-    assert capsys.readouterr().err.count("is no git checkout") == 1
-    assert not list(tmp_path.iterdir())

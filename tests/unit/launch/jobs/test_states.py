@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from launch.jobs.attempts import ATTEMPT, Ending
+from launch.jobs.display import as_text, line_of
 from launch.jobs.queue import QueuedJob
 from launch.jobs.states import RunState, find_runs, read_state
-from launch.jobs.status_text import as_text, line_of
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import FAILED, STARTED, append_event, read_start, record_start
 from vitscale.tracking.journal import Row, encode
@@ -101,7 +101,7 @@ def test_a_complete_run_is_finished(run: RunFolder) -> None:
         (Ending.DONE, RunState.FINISHED),
         (Ending.STOPPED, RunState.STOPPED),
         (Ending.ENDED_BY_SLURM, RunState.STOPPED),
-        (Ending.BAD_INPUT, RunState.FAILED),
+        (Ending.FAILED, RunState.FAILED),
         (None, RunState.FAILED),  # its node died, and no attempt followed
     ],
 )
@@ -149,14 +149,14 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
 
 def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
     other = RunFolder(run.folder.parent / "other")
-    endings = (Ending.STOPPED, Ending.KILLED, Ending.STOPPED, Ending.DONE)
+    endings = (Ending.STOPPED, Ending.FAILED, Ending.STOPPED, Ending.DONE)
     for number, ending in enumerate(endings, start=1):
         other.attempt(ending, number=number)
     waiting = job("PENDING", reason="Resources", start=NOW + 60)
     runs = [read_state(other.folder, []), read_state(run.folder, [waiting])]
     first, second, third = as_text(runs, now=NOW).splitlines()
     assert "vit: queued since " in first and "free nodes (Resources); expected to" in first
-    assert "other: finished" in second and "3x (2 stopped, 1 killed)" in second
+    assert "other: finished" in second and "3x (2 stopped, 1 failed)" in second
     assert third == "2 runs: 1 queued, 1 finished"
 
 
