@@ -129,7 +129,7 @@ class WorkFolder:
         except FileNotFoundError:
             return True
         own = self.scratch / HEARTBEAT_NAME
-        own.touch()
+        os.utime(own)
         return own.stat().st_mtime - beat > DEAD_AFTER_S
 
     def failure(self) -> dict[str, Any] | None:
@@ -165,7 +165,7 @@ def _beat(path: Path) -> None:
     while path.parent.exists():
         time.sleep(HEARTBEAT_S)
         with suppress(OSError):
-            path.touch()
+            os.utime(path)  # never creates it in a folder that is being removed
 
 
 @dataclass(frozen=True)
