@@ -171,22 +171,16 @@ def _listed_classes(file: str, folder: Path) -> dict[str, str]:
     with os.scandir(folder) as entries:
         names = [e.name for e in entries if is_image_name(e.name) and e.name[0] != "."]
     stems = [stem_and_suffix(name)[0] for name in sorted(names, key=os.fsencode)]
-    if all(len(row) == 1 for row in rows):
-        if len(rows) != len(stems):
-            raise UserError(
-                f"{file!r} has {len(rows):,} classes for {len(stems):,} images in {str(folder)!r}",
-                where="source.val_labels",
-                allowed="one class per image, in the order of their names; or lines of NAME,CLASS",
-            )
+    if len(rows) == len(stems) and all(len(row) == 1 for row in rows):
         return {stem: row[0] for stem, row in zip(stems, rows, strict=True)}
     listed = {os.path.basename(row[0]): row[1] for row in rows if len(row) > 1}
-    listed |= {
-        stem_and_suffix(name)[0]: value for name, value in listed.items() if is_image_name(name)
-    }
+    listed = {stem_and_suffix(n)[0] if is_image_name(n) else n: c for n, c in listed.items()}
     if not listed.keys() & set(stems):
         raise UserError(
-            f"{file!r} names no image of {str(folder)!r}",
+            f"{file!r} with {len(rows):,} lines names no image of the {len(stems):,} in "
+            f"{str(folder)!r}",
             where="source.val_labels",
-            allowed="lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748",
+            allowed="lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748; or one class "
+            "per image, in the order of their names",
         )
     return listed
