@@ -225,7 +225,7 @@ def _stop(*_: object) -> None:
     for number in STOP_SIGNALS:
         # A second signal must not kill a process that is stopping.
         signal.signal(number, signal.SIG_IGN)
-    print("\nstopped; run the same command again to resume", flush=True)
+    print("\nstopped by a signal; run the same command again to resume", flush=True)
     raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
 

@@ -90,9 +90,9 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     array, logs = found[1], tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
     assert f"{logs}/{array}_TASK_0_log.out, TASK from 0 to 3" in output
 
-    # All tasks are working: each has a main process, which handles signals by then, and a worker.
+    # All tasks are working, each in one process, which handles signals by then.
     scratch = tmp_path / ".shards.preparing" / "tmp"
-    wait_until(lambda: len(list(scratch.glob("*"))) == 2 * NUM_TASKS)
+    wait_until(lambda: len(list(scratch.glob("*"))) == NUM_TASKS)
     # As at the time limit; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
     slurm.run(["scontrol", "requeue", f"{array}_1"])
