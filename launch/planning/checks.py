@@ -30,7 +30,7 @@ from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """One row of the table."""
 
@@ -40,14 +40,6 @@ class Check:
     next_step: str = ""
     error: UserError | None = None
     """What is raised if the run is submitted; only of errors."""
-
-
-def ok(name: str, detail: str) -> Check:
-    return Check(name=name, result="ok", detail=detail)
-
-
-def warning(name: str, detail: str, *, next_step: str) -> Check:
-    return Check(name=name, result="warning", detail=detail, next_step=next_step)
 
 
 def caught(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
@@ -61,7 +53,7 @@ def caught(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
             if each.allowed:
                 detail += f"; allowed: {each.allowed}"
             step = each.next_step or ""
-            rows.append(Check(name=name, result="error", detail=detail, next_step=step, error=each))
+            rows.append(Check(name, "error", detail, step, each))
     return rows
 
 
@@ -107,8 +99,8 @@ def slurm_check(script: str) -> list[Check]:
         try_start(script)
     except NoAnswerError as error:
         next_step = "compare the launch section with what sinfo shows"
-        return [warning("SLURM", f"sbatch --test-only: {error}", next_step=next_step)]
-    return [ok("SLURM", "the job can start on the nodes as they are")]
+        return [Check("SLURM", "warning", f"sbatch --test-only: {error}", next_step=next_step)]
+    return [Check("SLURM", "ok", "the job can start on the nodes as they are")]
 
 
 def run_checks(run: LaunchableRun) -> list[Check]:
@@ -132,14 +124,14 @@ def run_checks(run: LaunchableRun) -> list[Check]:
                 remote_settings=run.data.remote,
                 check_files=is_local,
             )
-            yield ok("data", f"{run.data.val_split}: {index.num_samples:,} samples")
+            yield Check("data", "ok", f"{run.data.val_split}: {index.num_samples:,} samples")
 
     def configuration() -> Iterator[Check]:
         check_job(run, num_tasks=num_tasks, cluster="slurm")
         if isinstance(run, PretrainRun | FinetuneRun) and facts and facts.num_samples:
             check_data(run, facts)
         tasks = run.launch.num_tasks if isinstance(run, DataPrepRun) else num_tasks
-        yield ok("configuration", f"{run.stage}, {tasks} task(s)")
+        yield Check("configuration", "ok", f"{run.stage}, {tasks} task(s)")
 
     data_rows = caught("data", data)
     rows = [*caught("configuration", configuration), *data_rows]
@@ -157,12 +149,15 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
     data = run.data
     if data.is_streamed:
         tars = tars_of_split(Path(data.path), data.train_split, where="data.train_split")
-        return ok("data", f"{data.train_split}: {len(tars):,} tars; no index: inexact resume")
+        return Check(
+            "data", "ok", f"{data.train_split}: {len(tars):,} tars; no index: inexact resume"
+        )
     if facts.opened is None:
         if facts.num_samples is None:
             check_data(run, facts)
-        return warning(
+        return Check(
             "data",
+            "warning",
             f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples",
             next_step="none if only the nodes see the folder: the job checks it",
         )
@@ -174,7 +169,7 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
     evaluated = None if data.dev_percent else open_val_split(data, check_files=is_local)
     if evaluated is not None:
         found += f"; {data.val_split}: {evaluated.num_samples:,} samples"
-    return ok("data", f"{found}; as in the manifest")
+    return Check("data", "ok", f"{found}; as in the manifest")
 
 
 def _num_shards(opened: TrainingSet) -> int:
@@ -183,9 +178,10 @@ def _num_shards(opened: TrainingSet) -> int:
 
 def _weights(init: str) -> Check:
     if Path(init).exists():
-        return ok("weights", init)
-    return warning(
+        return Check("weights", "ok", init)
+    return Check(
         "weights",
+        "warning",
         f"{init} does not exist here",
         next_step="correct init=, unless another job writes it before this one starts",
     )
@@ -199,35 +195,31 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
     each = f"{num_ranks} rank(s) x {max(1, workers)} loader process(es)"
     num_shards = None if facts.opened is None else _num_shards(facts.opened)
     if samples < run.data.global_batch:
-        yield warning(
+        yield Check(
             "loader",
+            "warning",
             f"{samples:,} samples are less than one batch of {run.data.global_batch:,}",
             next_step="lower data.global_batch, or use more samples",
         )
     elif num_shards is not None and num_shards < processes:
-        yield warning(
+        yield Check(
             "loader",
+            "warning",
             f"{num_shards:,} shards for {each}: several processes read one file at a time",
             next_step="make more shards (shards.min_shards) if the storage is slow at this",
         )
     else:
         shards = "" if num_shards is None else f"{num_shards / processes:,.1f} shards and "
-        yield ok("loader", f"{shards}{samples / processes:,.0f} samples for each of {each}")
+        yield Check(
+            "loader", "ok", f"{shards}{samples / processes:,.0f} samples for each of {each}"
+        )
     needed, cpus = 1 + workers, run.launch.cpus_per_task
     text = f"for 1 training and {workers} loader process(es)"
     if cpus < needed:
         next_step = f"launch.cpus_per_task={needed}, or fewer data.num_workers"
-        yield warning("cores", f"{cpus} core(s) per task {text}", next_step=next_step)
+        yield Check("cores", "warning", f"{cpus} core(s) per task {text}", next_step=next_step)
     else:
-        yield ok("cores", f"{cpus} per task {text}")
-
-
-def checkpoint_bytes(run: PretrainRun | FinetuneRun, *, num_classes: int) -> int:
-    """Bytes of one checkpoint: weights in fp32, optimiser states, average of the weights."""
-    arch = run.model.resolved(num_classes=num_classes)
-    average = 4 if run.optim.ema else 0
-    each = 4 + run.optim.state_bytes_per_parameter + average
-    return run.make_objective().num_parameters(arch) * each
+        yield Check("cores", "ok", f"{cpus} per task {text}")
 
 
 def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
@@ -241,7 +233,10 @@ def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
         raise UserError(
             f"cannot write to {there}", where="output", next_step="choose another output"
         )
-    checkpoint = checkpoint_bytes(run, num_classes=num_classes)
+    # Weights in fp32, optimiser states, and the average of the weights.
+    each = 4 + run.optim.state_bytes_per_parameter + (4 if run.optim.ema else 0)
+    arch = run.model.resolved(num_classes=num_classes)
+    checkpoint = run.make_objective().num_parameters(arch) * each
     num_there = min(1, len(step_folders(folder / "checkpoints")))
     free, needed = shutil.disk_usage(there).free, (2 - num_there) * checkpoint
     text = f"a checkpoint has {checkpoint / GIB:.3g} GiB; {free / GIB:,.1f} GiB free in {there}"
@@ -251,4 +246,4 @@ def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
             where="output",
             next_step="free some space, or choose another output",
         )
-    yield ok("disk", text)
+    yield Check("disk", "ok", text)
