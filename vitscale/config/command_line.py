@@ -31,8 +31,6 @@ class Command(Generic[RunT]):
     """The parsed command line and its run."""
 
     run: RunT
-    sources: dict[str, str]
-    """Dotted key -> "configs/x.yaml:12", "command line" or "default"."""
     switches: frozenset[str]
     config_path: str | None
 
@@ -123,5 +121,4 @@ def load_command(
         print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
         raise SystemExit(0)
     asked = frozenset(name for name in switches or {} if given[name])
-    sources, path = loaded.sources, found.config
-    return Command(run=loaded.run, sources=sources, switches=asked, config_path=path)
+    return Command(run=loaded.run, switches=asked, config_path=found.config)

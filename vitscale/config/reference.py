@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vitscale.config.errors import UserError, did_you_mean
 from vitscale.config.schema import NAME, Node, default_name, describe, groups_of, is_list, tree_of
@@ -67,12 +67,10 @@ def _groups(group: Node, title: str, prefix: str) -> Iterator[SettingsGroup]:
         inner, facts = groups_of(node), describe(node)
         if "" in inner and "anyOf" not in node and not is_list(node):
             continue  # a group that is always there is no setting
-        if "" in inner:
-            facts = (
-                "a list of groups, see below" if is_list(node) else "a group, see below; or null"
-            )
         if key == NAME and "const" in node:
             continue  # in the title
+        if "" in inner:
+            facts = "a list of groups" if is_list(node) else "a group, or null"
         default = default_name(node) or (yaml_flow(node["default"]) if "default" in node else None)
         facts += f"; default {default}" if default else "; required"
         text = node.get("description") or inner.get("", {}).get("description")
@@ -93,21 +91,16 @@ def _line(text: str | None) -> str:
 
 def groups_named(groups: Sequence[SettingsGroup], names: Sequence[str]) -> list[SettingsGroup]:
     """The settings of these names, and in groups of these names. Raises UserError for others."""
-    found = []
-    for name in names:
-        inside = [
-            SettingsGroup(group.title, group.text, settings)
-            for group in groups
-            if (settings := tuple(s for s in group.settings if f"{s.key}.".startswith(f"{name}.")))
-        ]
-        if not inside:
-            keys = [each.key for group in groups for each in group.settings]
-            known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
-            what, step = f"there is no group or key {name!r}", did_you_mean(name, [*known, *keys])
-            allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
-            raise UserError(what, where="--help", allowed=allowed, next_step=step)
-        found += inside
-    return found
+    keys = [each.key for group in groups for each in group.settings]
+    inside = {name: {key for key in keys if f"{key}.".startswith(f"{name}.")} for name in names}
+    for name in (name for name in names if not inside[name]):
+        known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
+        what, step = f"there is no group or key {name!r}", did_you_mean(name, [*known, *keys])
+        allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
+        raise UserError(what, where="--help", allowed=allowed, next_step=step)
+    asked = set().union(*inside.values())
+    found = [(group, tuple(s for s in group.settings if s.key in asked)) for group in groups]
+    return [replace(group, settings=settings) for group, settings in found if settings]
 
 
 def as_overview(run_types: Mapping[str, type[Run]]) -> str:
@@ -129,14 +122,15 @@ def as_overview(run_types: Mapping[str, type[Run]]) -> str:
 
 def as_text(groups: Sequence[SettingsGroup]) -> str:
     """For a terminal."""
+
+    def wrapped(text: str, first: str = "", rest: str = "      ") -> str:
+        return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=rest)
+
     lines = []
     for group in groups:
-        lines += ["", textwrap.fill(f"[{group.title}] {group.text}", WIDTH)]
+        lines += ["", wrapped(f"[{group.title}] {group.text}", rest="")]
         for each in group.settings:
-            for text, first in ((f"{each.key}: {each.facts}", "  "), (each.text, "      ")):
-                lines.append(
-                    textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=" " * 6)
-                )
+            lines += [wrapped(f"{each.key}: {each.facts}", "  "), wrapped(each.text, "      ")]
     return "\n".join(lines).lstrip("\n")
 
 

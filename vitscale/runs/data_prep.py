@@ -144,24 +144,17 @@ class DataPrepRun(Run):
         if self.labels.values == "index" and self.labels.space is None:
             yield ("labels.values", "index requires labels.space, the list of classes")
         if self.labels.values == "none":
-            yield from _class_settings_problems(self)
-        for key, name in [
-            ("source.holdout_split", self.source.holdout_split),
-            *((f"source.splits.{name}", name) for name in self.source.splits),
-        ]:
+            for key, value in {
+                "labels.space": self.labels.space,
+                "labels.map": self.labels.map,
+                "source.val_per_class": self.source.val_per_class,
+                "source.min_images_per_class": self.source.min_images_per_class,
+            }.items():
+                if value:
+                    what = "needs classes, which labels.values=none ignores"
+                    yield (key, f"{what}; remove one of the two")
+        names = {f"source.splits.{name}": name for name in self.source.splits}
+        for key, name in {"source.holdout_split": self.source.holdout_split, **names}.items():
             if not can_name_split(name):
                 yield (key, f"{name!r} cannot name a split; allowed: {SPLIT_NAMES}")
         yield from launch_problems(self.launch, independent_tasks=True)
-
-
-def _class_settings_problems(run: DataPrepRun) -> Iterator[tuple[str, str]]:
-    """Settings that need classes, which `labels.values=none` ignores."""
-    per_class = {
-        "labels.space": run.labels.space,
-        "labels.map": run.labels.map,
-        "source.val_per_class": run.source.val_per_class,
-        "source.min_images_per_class": run.source.min_images_per_class,
-    }
-    for key, value in per_class.items():
-        if value:
-            yield (key, "needs classes, which labels.values=none ignores; remove one of the two")

@@ -77,31 +77,19 @@ FIELD_PATTERNS = {
     "exclude": (re.compile(r"[A-Za-z0-9_.,\[\]-]+"), "node names such as node[3,5-7]"),
     "python": (re.compile(r".+"), "a command on one line"),
 }
-SBATCH_OPTION = re.compile(r"[a-z][a-z0-9-]*")
-# Options set from other keys, or fixed because log files, signals and requeueing depend on them.
-SBATCH_OWNED = {
-    "account": "launch.account",
+# sbatch options that other keys set, beside those named like a key of `launch`.
+SBATCH_OWNERS = {
     "array": "launch.num_tasks and launch.max_running_tasks",
-    "cpus-per-task": "launch.cpus_per_task",
-    "error": None,
-    "exclude": "launch.exclude",
-    "gpus-per-node": "launch.gpus_per_node",
     "gres": "launch.gpus_per_node with launch.gpu_request=gres",
     "job-name": "name",
     "mem": "launch.mem_gb",
-    "no-requeue": None,
-    "nodes": "launch.nodes",
     "ntasks": "launch.nodes and launch.tasks_per_node",
     "ntasks-per-node": "launch.tasks_per_node",
-    "open-mode": None,
-    "output": None,
-    "partition": "launch.partition",
-    "qos": "launch.qos",
-    "requeue": None,
     "signal": "launch.signal_delay_s",
     "time": "launch.timeout_min",
-    "wrap": None,
 }
+# Log files, signals and requeueing depend on these.
+SBATCH_FIXED = ("error", "no-requeue", "open-mode", "output", "requeue", "wrap")
 # SLURM may send the warning this much earlier (man sbatch, --signal).
 SIGNAL_EARLY_S = 60
 
@@ -113,56 +101,45 @@ def launch_problems(
 
     independent_tasks: the stage's tasks share work through files; none waits for another.
     """
-    yield from _text_problems(launch)
+    for key, what in _text_problems(launch):
+        yield (f"launch.{key}", what)
     yield from _sbatch_problems(launch.sbatch)
-    yield from _signal_problems(launch)
-    if independent_tasks:
-        yield from _array_problems(launch)
-    else:
-        yield from _single_job_problems(launch)
-
-
-def _array_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
-    for field, only in (("nodes", 1), ("tasks_per_node", 1), ("gpus_per_node", 0)):
-        if (value := getattr(launch, field)) != only:
-            yield (
-                f"launch.{field}",
-                f"{value} is not possible: data preparation runs as independent tasks with one "
-                f"process and no GPU; leave it at {only} and set launch.num_tasks",
-            )
-
-
-def _single_job_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
-    for field, unset in (("num_tasks", 1), ("max_running_tasks", None)):
-        if (value := getattr(launch, field)) != unset:
-            yield (
-                f"launch.{field}",
-                f"{value} is for data preparation only; the size of this job is "
-                "launch.nodes x launch.tasks_per_node",
-            )
-    if launch.gpus_per_node and launch.tasks_per_node != launch.gpus_per_node:
+    if launch.signal_delay_s + SIGNAL_EARLY_S >= 60 * launch.timeout_min:
         yield (
-            "launch.tasks_per_node",
-            f"{launch.tasks_per_node} processes for {launch.gpus_per_node} GPUs per node; "
-            "set both to the same number, one process per GPU",
+            "launch.signal_delay_s",
+            f"a warning {launch.signal_delay_s} s before the end (SLURM may send it "
+            f"{SIGNAL_EARLY_S} s earlier) leaves no time of launch.timeout_min="
+            f"{launch.timeout_min}; lower it or request more time",
         )
+    unused: tuple[str, ...] = ("num_tasks", "max_running_tasks")
+    why = "is for data preparation only; the size of this job is launch.nodes x "
+    why += "launch.tasks_per_node"
+    if independent_tasks:
+        unused = ("nodes", "tasks_per_node", "gpus_per_node")
+        why = "is not possible: data preparation runs as independent tasks with one process and "
+        why += "no GPU; leave it at {default} and set launch.num_tasks"
+    for field in unused:
+        value, default = getattr(launch, field), LaunchSettings.model_fields[field].default
+        if value != default:
+            yield (f"launch.{field}", f"{value} {why.format(default=default)}")
+    gpus, tasks = launch.gpus_per_node, launch.tasks_per_node
+    if not independent_tasks and gpus and tasks != gpus:
+        what = f"{tasks} processes for {gpus} GPUs per node"
+        yield ("launch.tasks_per_node", f"{what}; set both to the same number, one process per GPU")
 
 
 def _text_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
     for field, (pattern, meaning) in FIELD_PATTERNS.items():
         value = getattr(launch, field)
         if value is not None and not (value.isprintable() and pattern.fullmatch(value)):
-            yield (f"launch.{field}", f"{value!r} is not {meaning}")
+            yield (field, f"{value!r} is not {meaning}")
+    words = {"python": launch.python or ""}
+    words |= {f"sbatch.{key}": str(value) for key, value in launch.sbatch.items()}
     for position, line in enumerate(launch.setup):
         # Shell by design, tabs included, but one line per entry.
         if not line.replace("\t", " ").isprintable():
-            yield (
-                f"launch.setup[{position}]",
-                f"{line!r} is not one line; use one entry per line",
-            )
-    words = {f"launch.setup[{position}]": line for position, line in enumerate(launch.setup)}
-    words["launch.python"] = launch.python or ""
-    words |= {f"launch.sbatch.{key}": str(value) for key, value in launch.sbatch.items()}
+            yield (f"setup[{position}]", f"{line!r} is not one line; use one entry per line")
+        words[f"setup[{position}]"] = line
     for key, text in words.items():
         if found := SECRET_ASSIGNMENT.search(text):
             name = found["name"]
@@ -173,31 +150,22 @@ def _text_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
             )
     for position, argument in enumerate(launch.srun_args):
         if not (argument.isprintable() and argument.startswith("-")):
-            yield (
-                f"launch.srun_args[{position}]",
-                f"{argument!r} is not an option of srun such as --cpu-bind=none",
-            )
+            what = f"{argument!r} is not an option of srun such as --cpu-bind=none"
+            yield (f"srun_args[{position}]", what)
 
 
 def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str, str]]:
     for option, value in options.items():
         key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
-        name = option.replace("_", "-")
-        if not SBATCH_OPTION.fullmatch(name):
+        name, field = option.replace("_", "-"), option.replace("-", "_")
+        owner = (
+            f"launch.{field}" if field in LaunchSettings.model_fields else SBATCH_OWNERS.get(name)
+        )
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             yield (key, f"{option!r} is not the long name of an sbatch option, such as mail-type")
-        elif name in SBATCH_OWNED:
-            owner = SBATCH_OWNED[name]
-            advice = f"set {owner} instead" if owner else "vitscale sets it; remove it"
-            yield (key, f"is not allowed here: {advice}")
+        elif owner:
+            yield (key, f"is not allowed here: set {owner} instead")
+        elif name in SBATCH_FIXED:
+            yield (key, "is not allowed here: vitscale sets it; remove it")
         if isinstance(value, str) and not (value and value.isprintable()):
             yield (key, f"{value!r} is not printable text on one line")
-
-
-def _signal_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
-    if launch.signal_delay_s + SIGNAL_EARLY_S >= 60 * launch.timeout_min:
-        yield (
-            "launch.signal_delay_s",
-            f"a warning {launch.signal_delay_s} s before the end (SLURM may send it "
-            f"{SIGNAL_EARLY_S} s earlier) leaves no time of launch.timeout_min="
-            f"{launch.timeout_min}; lower it or request more time",
-        )

@@ -153,37 +153,17 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
     The micro-batch is the largest divisor of a rank's share within `engine.max_micro_batch`, even
     with mixing. Raises UserError when there is none, or the steps do not fit the schedule.
     """
-    batch = run.data.global_batch
-    share = _share_of_a_rank(batch, world_size=world_size)
-    total, warmup, cooldown = _step_counts(run, num_samples=num_samples)
-    micro = _micro_batch(run, share, world_size=world_size)
-    return TrainingPlan(
-        world_size=world_size,
-        global_batch=batch,
-        micro_batch=micro,
-        accumulation=share // micro,
-        num_samples=num_samples,
-        total_steps=total,
-        warmup_steps=warmup,
-        cooldown_steps=cooldown,
-    )
-
-
-def _share_of_a_rank(batch: int, *, world_size: int) -> int:
-    if batch % world_size:
-        below = batch // world_size * world_size
-        sizes = [str(size) for size in (below, below + world_size) if size]
+    schedule, batch, largest = run.schedule, run.data.global_batch, run.engine.max_micro_batch
+    share, rest = divmod(batch, world_size)
+    if rest:
+        sizes = [str(size) for size in (batch - rest, batch - rest + world_size) if size]
         raise UserError(
             f"{batch} images do not divide over {world_size} ranks",
             where="data.global_batch",
             allowed=f"multiples of {world_size}: {' or '.join(sizes)}",
             next_step="change data.global_batch or the number of processes",
         )
-    return batch // world_size
-
-
-def _micro_batch(run: TrainingRun, share: int, *, world_size: int) -> int:
-    step, largest = 1 if run.data.mixing is None else 2, run.engine.max_micro_batch
+    step = 1 if run.data.mixing is None else 2
     usable = [size for size in range(step, min(share, largest) + 1, step) if share % size == 0]
     if not usable:
         raise UserError(
@@ -194,25 +174,16 @@ def _micro_batch(run: TrainingRun, share: int, *, world_size: int) -> int:
             "at least 2",
             next_step="change one of these, or set data.mixing=null",
         )
-    return max(usable)
-
-
-def _step_counts(run: TrainingRun, *, num_samples: int) -> tuple[int, int, int]:
-    """Steps of the run, of its warm-up and of its cool-down."""
-    batch = run.data.global_batch
-    if run.schedule.steps is not None:
-        total = run.schedule.steps
-    else:
-        assert run.schedule.epochs is not None
-        total = max(1, int(run.schedule.epochs * num_samples) // batch)
-    warmup = warmup_steps(run.schedule, num_samples=num_samples, global_batch=batch)
+    # Exactly one of `steps` and `epochs` is set.
+    total = schedule.steps or max(1, int((schedule.epochs or 0) * num_samples) // batch)
+    warmup = warmup_steps(schedule, num_samples=num_samples, global_batch=batch)
     if warmup >= total:
         raise UserError(
             f"{warmup} warm-up steps leave nothing of {total} steps",
-            where="schedule.warmup_" + ("epochs" if run.schedule.warmup_epochs else "steps"),
+            where="schedule.warmup_" + ("epochs" if schedule.warmup_epochs else "steps"),
             next_step="shorten the warm-up or raise schedule.epochs",
         )
-    cooldown = cooldown_steps(run.schedule.cooldown_share, total_steps=total)
+    cooldown = cooldown_steps(schedule.cooldown_share, total_steps=total)
     if warmup + cooldown > total:
         raise UserError(
             f"{cooldown} steps of cool-down begin before the {warmup} steps of "
@@ -220,4 +191,13 @@ def _step_counts(run: TrainingRun, *, num_samples: int) -> tuple[int, int, int]:
             where="schedule.cooldown_share",
             next_step="lower schedule.cooldown_share or schedule.warmup_steps",
         )
-    return total, warmup, cooldown
+    return TrainingPlan(
+        world_size=world_size,
+        global_batch=batch,
+        micro_batch=max(usable),
+        accumulation=share // max(usable),
+        num_samples=num_samples,
+        total_steps=total,
+        warmup_steps=warmup,
+        cooldown_steps=cooldown,
+    )

@@ -77,8 +77,8 @@ SETTINGS = [
     "## objective with name: distillation (pretrain)\n",
     "As with objective with name: supervised: loss, label_smoothing.\n\n- **`objective.",
     # What may be null, a list of groups, a group inside one, and a group of two stages.
-    "- **`data.mixing`** (a group, see below; or null; default null). Mixup and CutMix of",
-    "- **`data.mixture`** (a list of groups, see below; default []). Further sets",
+    "- **`data.mixing`** (a group, or null; default null). Mixup and CutMix of",
+    "- **`data.mixture`** (a list of groups; default []). Further sets",
     "- **`data.mixture.N.share`** (a number at least 0.001 and at most 0.999; required). Share of",
     "## optim.ema (pretrain)\nExponential moving average of the weights.\n\n- **`optim.ema.de",
     "## model with name: vit\n",

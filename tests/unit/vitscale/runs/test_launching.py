@@ -45,6 +45,8 @@ def test_no_field_may_start_another_line(field: str, value: str) -> None:
         ({"partition": "gpu; rm"}, "launch.partition"),
         ({"partition": "--wrap=x"}, "launch.partition"),
         ({"gpus_per_node": 8, "tasks_per_node": 1}, "launch.tasks_per_node"),
+        ({"timeout_min": 2, "signal_delay_s": 120}, "launch.signal_delay_s"),
+        ({"timeout_min": 3, "signal_delay_s": 120}, "launch.signal_delay_s"),  # a minute early
     ],
 )
 def test_refused(fields: dict[str, object], key: str) -> None:
@@ -72,28 +74,11 @@ def test_ranks_and_independent_tasks_have_different_keys() -> None:
         {"sbatch": {"constraint": "[rack1*2&ib]|h200"}, "exclude": "node[3,5-7],other"},
         {"sbatch": {"mail-type": "END", "exclusive": True, "wckey": "vit"}},
         {"python": "apptainer exec --nv image.sif python"},
-        {"gpus_per_node": 8, "tasks_per_node": 8, "gpu_type": "h200"},
+        {"gpus_per_node": 8, "tasks_per_node": 8, "gpu_type": "h200", "timeout_min": 5},
     ],
 )
 def test_accepted(fields: dict[str, object]) -> None:
     assert keys_of(**fields) == []
-
-
-@pytest.mark.parametrize(
-    ("timeout_min", "signal_delay_s", "accepted"),
-    [
-        (1440, 120, True),
-        (5, 120, True),
-        (2, 120, False),  # longer than the job
-        (3, 120, False),  # SLURM may warn a minute early
-        (60, 800, True),
-    ],
-)
-def test_signal_delay_fits_the_time_limit(
-    timeout_min: int, signal_delay_s: int, accepted: bool
-) -> None:
-    keys = keys_of(timeout_min=timeout_min, signal_delay_s=signal_delay_s)
-    assert keys == ([] if accepted else ["launch.signal_delay_s"])
 
 
 # Fields whose text is no shell. `setup` and `python` are shell by design, on one line.
