@@ -274,11 +274,12 @@ class Watchdog:
 
     def _silent_rank(self) -> Failure | None:
         wait_s = self.dead_s
+        what = f"has sent no heartbeat for {wait_s:.0f} s: stopped or killed, or its node is gone"
         if any(beat.has_lost for beat in self._beats):
             wait_s = PERIODS_TO_CONFIRM * self.period_s
+            what = f"was killed or exited: it sent no heartbeat for {wait_s:.0f} s"
         gone = [rank for rank, num in enumerate(self._silent) if num * self.period_s >= wait_s]
-        what = f"has sent no heartbeat for {wait_s:.0f} s: it was stopped or killed, or its node is"
-        return self._named(FailureKind.KILLED, f"{what} gone", gone)
+        return self._named(FailureKind.KILLED, what, gone)
 
     def _rank_behind(self) -> Failure | None:
         """The ranks that the others wait for; None when all have reached the same."""
