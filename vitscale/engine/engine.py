@@ -24,7 +24,7 @@ from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ra
 from vitscale.engine.device_batches import Normalization
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders
-from vitscale.engine.layouts import destroy_deepspeed, initialize_deepspeed, layout_of
+from vitscale.engine.layouts import initialize_deepspeed, layout_of
 from vitscale.optim.settings import OPTIMIZERS, EmaSettings
 
 AVERAGE = "ema"
@@ -200,8 +200,8 @@ class Engine:
         return math.nan if norm is None else float(norm)
 
     def close(self) -> None:
-        """Release the model and the optimiser, so that another engine can be built."""
-        destroy_deepspeed(self._engine)
+        """Remove DeepSpeed's hooks, so that another engine can be built."""
+        self._engine.destroy()
         if self._is_compiled:
             torch.compiler.reset()
 

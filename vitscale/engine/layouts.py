@@ -10,7 +10,6 @@ Written for DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
@@ -46,8 +45,6 @@ with _kept_out("mlflow"):
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import engine as deepspeed_engine
     from deepspeed.runtime import torch_autocast
-    from deepspeed.runtime.zero import parameter_offload
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.utils import (
         groups,
         safe_get_local_fp32_param,
@@ -55,9 +52,7 @@ with _kept_out("mlflow"):
         safe_set_local_fp32_param,
         safe_set_local_optimizer_state,
     )
-    from deepspeed.utils import (
-        logger as deepspeed_logger,
-    )
+    from deepspeed.utils import logger as deepspeed_logger
 
 # The state of DeepSpeed's dynamic loss scale.
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -125,22 +120,6 @@ def _cast_fixed_tables(model: nn.Module) -> None:
             table = module._buffers[name]
             if dtype is not None and table is not None and table.is_floating_point():
                 module._buffers[name] = table.to(dtype)
-
-
-def destroy_deepspeed(engine: Any) -> None:
-    """Remove DeepSpeed's hooks, and what would keep the model alive after its engine."""
-    engine.destroy()
-    # ZeRO 3 adds the model once and never removes it.
-    stack = parameter_offload.FWD_MODULE_STACK
-    stack[:] = [module for module in stack if module is not engine.module]
-    # A cache of ZeRO 3's class has the coordinator, which knows all parameters, and every module as
-    # keys; its decorator hides it.
-    method = vars(PartitionedParameterCoordinator).get(
-        "_PartitionedParameterCoordinator__params_to_release"
-    )
-    hidden = inspect.getclosurevars(method).nonlocals.get("func") if method else None
-    if hidden is not None and hasattr(hidden, "cache_clear"):
-        hidden.cache_clear()
 
 
 def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:

@@ -31,12 +31,7 @@ class SkippedUpdateMonitor:
     """Report updates that the guard skipped, and end a run that skips too many."""
 
     def __init__(
-        self,
-        *,
-        data: TrainingSet,
-        plan: TrainingPlan,
-        start_step: int,
-        num_skipped: int,
+        self, *, data: TrainingSet, plan: TrainingPlan, start_step: int, num_skipped: int
     ) -> None:
         """num_skipped: updates skipped before `start_step`."""
         self._data, self._plan = data, plan
@@ -60,29 +55,25 @@ class SkippedUpdateMonitor:
             return
         gathered = gather_objects(health.bad_micro_steps)
         ranks = {rank: numbers for rank, numbers in enumerate(gathered) if numbers}
-        cause = "the loss" if ranks else "the gradient"
-        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+        what = f"{'the loss' if ranks else 'the gradient'} was not finite"
+        if ranks:
+            what += f" on rank {', '.join(map(str, ranks))}"
         positions = positions_of_step(self._plan, step=health.last_step, micro_steps=ranks)
-        names = names_at(self._data, positions)
-        say(
-            f"{num_new} updates skipped, {health.skipped} since the start, the last at step "
-            f"{health.last_step}: {cause} was not finite{where}; samples {names}"
-        )
-        if loss_scale is not None and loss_scale > 1:
-            return
+        names, last = names_at(self._data, positions), f"the last at step {health.last_step}"
+        total = f"{num_new} updates skipped, {health.skipped} since the start"
+        say(f"{total}, {last}: {what}; samples {names}")
         length, num_skipped = step - self._marks[0][0], health.skipped - self._marks[0][1]
+        many = ""
         if health.longest >= MAX_SKIPPED:
-            what = f"{health.longest} updates in a row"
+            many = f"{health.longest} updates in a row"
         elif num_skipped > MAX_SKIPPED * max(length / WINDOW, 1):
-            what = f"{num_skipped} of the last {length} updates"
-        else:
-            return
-        raise DivergedError(
-            f"{what} were skipped, the last at step {health.last_step}: {cause} was not "
-            f"finite{where}\n    samples of that step: {names}",
-            next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
-            "optim.clip_norm=1; all checkpoints hold finite weights",
-        )
+            many = f"{num_skipped} of the last {length} updates"
+        if many and not (loss_scale is not None and loss_scale > 1):
+            raise DivergedError(
+                f"{many} were skipped, {last}: {what}\n    samples of that step: {names}",
+                next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
+                "optim.clip_norm=1; all checkpoints hold finite weights",
+            )
 
 
 @dataclass(kw_only=True)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vitscale.models.settings import Architecture
     from vitscale.training.teacher import Teacher
 
-FP32_BYTES = 4
-
 
 class TeacherSettings(Section):
     """The model whose predictions are the student's second target. It is never trained."""
@@ -100,20 +98,15 @@ class Distillation(Supervised):
 
     def train_flops_per_image(self, arch: Architecture) -> int:
         """With the teacher's forward pass."""
-        return super().train_flops_per_image(arch) + self._teacher_costs()[1]
+        own = super().train_flops_per_image(arch)
+        return own + (self.teacher.flops_per_image if self.teacher else 0)
 
     def frozen_bytes(self) -> int:
         """The teacher's weights in fp32; what its forward pass needs is freed at once."""
-        return FP32_BYTES * self._teacher_costs()[0]
+        return 4 * self.teacher.num_parameters if self.teacher else 0
 
     def notes(self) -> Iterator[str]:
         settings = self.settings.teacher
         yield f"{self.settings.kind}, from {settings.model or settings.weights}"
         if self.teacher is None:
             yield "without the costs of the teacher, which are known when it is loaded"
-
-    def _teacher_costs(self) -> tuple[int, int]:
-        """Parameters, FLOPs of the forward pass of one image; zeros where they are not known."""
-        if self.teacher is None:
-            return 0, 0
-        return self.teacher.num_parameters, self.teacher.flops_per_image

@@ -6,7 +6,6 @@ session (`session`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -44,15 +43,16 @@ def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
 
 def learning_rate_at(step: int, *, run: TrainingRun, plan: TrainingPlan) -> float:
     """The rate of step `step`, the first being 0."""
+    schedule = run.schedule
     return learning_rate(
         step,
         peak=run.optim.lr,
-        final=run.schedule.final_lr,
+        final=schedule.final_lr,
         warmup_steps=plan.warmup_steps,
         total_steps=plan.total_steps,
-        decay=run.schedule.decay,
-        decay_from=run.schedule.decay_from,
-        drops_at=run.schedule.drops_at,
+        decay=schedule.decay,
+        decay_from=schedule.decay_from,
+        drops_at=schedule.drops_at,
         cooldown_steps=plan.cooldown_steps,
     )
 
@@ -102,25 +102,22 @@ class TrainingSession:
     def _next_batch(self, step: int, micro_step: int) -> Batch:
         with self._waiting_for_data():
             batch = next(self.batches)
-        self.log.unreadable.add(batch.unreadable)
-        self.log.meter.add_images(len(batch.labels))
+        self.log.add_batch(batch)
         mixing, plan = self.run.data.mixing, self.plan
         first = step * plan.global_batch + plan.micro_batch * (
             micro_step * self.world.world_size + self.world.rank
         )
-        positions = np.arange(first, first + len(batch.labels))
-        batch = replace(batch, positions=positions)
+        batch = replace(batch, positions=np.arange(first, first + len(batch.labels)))
         if mixing is None:
             return batch
         return mix_batch(batch, mixing, seed=self.run.seed, step=step, first_position=first)
 
     @contextmanager
     def _waiting_for_data(self) -> Iterator[None]:
-        start = time.perf_counter()
         self.watchdog.mark("waiting for data")
-        yield
+        with self.log.waiting():
+            yield
         self.watchdog.mark("training")
-        self.log.meter.add_wait(time.perf_counter() - start)
 
     def update(self, loss: torch.Tensor) -> None:
         """Backward pass, and the optimiser's step at the end of an accumulation."""
@@ -129,7 +126,7 @@ class TrainingSession:
         self.watchdog.mark("updating the weights")
         self.store.wait_for_host_copy()  # a save may still read the weights
         self.engine.step()
-        self.log.meter.add_loss(loss)
+        self.log.add_loss(loss)
         with self._waiting_for_data():
             self.batches.prefetch()
 

@@ -1,14 +1,12 @@
-"""Measure throughput, mean loss and memory, and trace steps.
+"""Measure means over ranks and memory, and trace steps.
 
-Interval sums stay on the device: nothing synchronises between log lines.
-Leaves out: the FLOPs formula (`models.costs`) and writing metrics (`interval_log`).
+Leaves out: the FLOPs formula (`models.costs`), throughput and writing metrics (`interval_log`).
 """
 
 from __future__ import annotations
 
 import math
 import resource
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,11 +55,7 @@ def profiled(
         yield lambda: None
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(
-        activities=activities,
         schedule=torch.profiler.schedule(
             wait=PROFILE_SKIPPED - 1, warmup=1, active=steps, repeat=1
         ),
@@ -74,7 +68,10 @@ def profiled(
 
 
 class IntervalMeans:
-    """Means of values of micro-batches since the last reading, by name."""
+    """Means of values of micro-batches since the last reading, by name.
+
+    Sums stay on the device: nothing synchronises between readings.
+    """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._rows = {name: row for row, name in enumerate(names)}
@@ -82,7 +79,7 @@ class IntervalMeans:
         self._sums_N2 = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
 
     def add(self, name: str, value: torch.Tensor) -> None:
-        """Add a scalar of one micro-batch of this rank, without synchronising.
+        """Add a scalar of one micro-batch of this rank.
 
         A value that is not finite is skipped: so is the update of a loss that is not.
         """
@@ -98,58 +95,4 @@ class IntervalMeans:
         return {
             name: sums[row][0] / sums[row][1] if sums[row][1] else math.nan
             for name, row in self._rows.items()
-        }
-
-
-class IntervalMeter:
-    """Loss, throughput and time spent waiting for data since the last reading."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._losses = device, IntervalMeans(("train/loss",), device)
-        self._restart_clock()
-
-    def _restart_clock(self) -> None:
-        """Start the time of an interval now."""
-        self._start, self._wait_s, self._num_images = time.perf_counter(), 0.0, 0
-        self._warm_up = self._start, self._wait_s, self._num_images
-
-    def end_warm_up(self) -> None:
-        """Leave the time and images until now out of the interval's throughput.
-
-        For the first step, which starts workers and compiles. They count where the interval has no
-        other step.
-        """
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        so_far = self._start, self._wait_s, self._num_images
-        self._restart_clock()
-        self._warm_up = so_far
-
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Add the mean loss of one micro-batch of this rank, without synchronising."""
-        self._losses.add("train/loss", loss)
-
-    def add_images(self, count: int) -> None:
-        """`count` images of this rank arrived."""
-        self._num_images += count
-
-    def add_wait(self, seconds: float) -> None:
-        """This rank waited for data."""
-        self._wait_s += seconds
-
-    def read(self) -> dict[str, float]:
-        """Means over all ranks since the last call, which starts the next interval. Collective.
-
-        `train/loss` is NaN when no loss was finite.
-        """
-        means = self._losses.read()  # waits for the device, so the time is measured correctly
-        if not self._num_images:
-            self._start, self._wait_s, self._num_images = self._warm_up
-        elapsed = time.perf_counter() - self._start
-        own = torch.tensor([self._num_images, self._wait_s], dtype=torch.float64)
-        num_images, wait_s = sum_over_ranks(own).tolist()
-        self._restart_clock()
-        return means | {
-            "vitals/images_per_s": num_images / elapsed,
-            "vitals/data_wait": wait_s / torch.distributed.get_world_size() / elapsed,
         }

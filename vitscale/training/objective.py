@@ -120,18 +120,15 @@ class Objective:
 
     def record(self, name: str, value: torch.Tensor) -> None:
         """Add a scalar of a micro-batch to the mean of a metric over the log interval."""
-        self._means_on(value.device).add(name, value)
+        from vitscale.training.meters import IntervalMeans
+
+        if self._means is None:
+            self._means = IntervalMeans(self.metric_names, value.device)
+        self._means.add(name, value)
 
     def metrics(self) -> dict[str, float]:
         """Further metrics of the log interval that ends now, by full name. Collective."""
         return self._means.read() if self._means else {}
-
-    def _means_on(self, device: torch.device) -> IntervalMeans:
-        from vitscale.training.meters import IntervalMeans
-
-        if self._means is None:
-            self._means = IntervalMeans(self.metric_names, device)
-        return self._means
 
     def draw(self, session: Any) -> None:
         """Draw PNG files after the last step, in `session.folder`/pictures.

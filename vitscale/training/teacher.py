@@ -21,9 +21,6 @@ from vitscale.evaluation.trained_model import open_model
 from vitscale.models import timm_model
 from vitscale.models.settings import TimmSettings
 
-WEIGHTS_KEY = "objective.teacher.weights"
-SIZE_KEY = "objective.teacher.image_size"
-
 
 class Teacher:
     """A model that is never trained. It keeps no state."""
@@ -83,9 +80,13 @@ def open_teacher(
         config = timm_model.pretrained_config(model, where="objective.teacher.model")
         own_size = config.input_size[-1]
         chosen = TimmSettings(model=model, image_size=image_size or own_size)
-    opened = open_model(weights, model=chosen, key=WEIGHTS_KEY)
-    if opened.num_classes != num_classes:
-        raise _other_classes(opened.num_classes, num_classes, where=opened.source)
+    opened = open_model(weights, model=chosen, key="objective.teacher.weights")
+    if (found := opened.num_classes) != num_classes:
+        raise UserError(
+            f"the teacher predicts {found} classes, but the label map has {num_classes}",
+            where=opened.source,
+            next_step="take a teacher of the same classes, or train one on these shards",
+        )
     if model is None:
         own_size = opened.arch.image_size
     file = Path(weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
@@ -96,34 +97,16 @@ def open_teacher(
         fingerprint=blake3_of_file(file),
         device=device,
     )
-    _try(teacher, own_size=own_size, num_classes=num_classes, device=device)
-    return teacher
-
-
-def _other_classes(found: int, wanted: int, *, where: str) -> UserError:
-    return UserError(
-        f"the teacher predicts {found} classes, but the label map has {wanted}",
-        where=where,
-        next_step="take a teacher of the same classes, or train one on these shards",
-    )
-
-
-def _try(teacher: Teacher, *, own_size: int, num_classes: int, device: torch.device) -> None:
-    """One forward pass: whether the size suits, and its FLOPs."""
     size = teacher.image_size
-    image = torch.zeros(1, 3, size, size, device=device)
     try:
         with FlopCounterMode(display=False) as counter:
-            logits_BC = teacher.logits(image, dtype=torch.float32)
+            teacher.logits(torch.zeros(1, 3, size, size, device=device), dtype=torch.float32)
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise UserError(
             f"the teacher cannot take images of {size} px ({reason})",
-            where=SIZE_KEY,
-            next_step=f"set it to null or {own_size}, its own size"
-            if size != own_size
-            else "set it to a size that the teacher takes",
+            where="objective.teacher.image_size",
+            next_step=f"set it to null or {own_size}, its own size",
         ) from None
-    if logits_BC.shape != (1, num_classes):
-        raise _other_classes(logits_BC.shape[-1], num_classes, where=WEIGHTS_KEY)
     teacher.flops_per_image = counter.get_total_flops()
+    return teacher

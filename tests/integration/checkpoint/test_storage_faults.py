@@ -1,6 +1,6 @@
 """Damaged, missing, full and read-only storage during a real training run.
 
-As in test_faults: one fault, then the same command again; the outcome must equal that of the
+As in test_resume: one fault, then the same command again; the outcome must equal that of the
 uninterrupted run bit by bit.
 Left out: every system call of a save, and power loss (test_checkpoint_faults).
 """

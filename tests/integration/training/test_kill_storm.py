@@ -2,11 +2,10 @@
 
     pytest tests/integration/training/test_kill_storm.py --storm-kills 200 --storm-seed 1
 
-Every run is tiny and real: two ranks, with loader workers, augmentation, mixup, dropout, an average
-of the weights and accumulation, under each ZeRO stage in turn. A rank, a loader worker or all ranks
-get SIGKILL, or bursts of SIGTERM and SIGUSR2, during start, training and saves. The same command
-restarts the run until it is done. The seed decides the plan; which instruction a kill interrupts
-depends on timing.
+Every run is tiny and real (see `fault_runs`), under each ZeRO stage in turn. A rank, a loader
+worker or all ranks get SIGKILL, or bursts of SIGTERM and SIGUSR2, during start, training and saves.
+The same command restarts the run until it is done. The seed decides the plan; which instruction a
+kill interrupts depends on timing.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ import random
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks.fault_runs import ACCUMULATION, INTERVAL, SETTINGS, wait_all
-from tests.support.ranks.run_states import RunState, differences, read_state, recorded_batches
-from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter, session_of
+from tests.support.ranks.fault_runs import FaultRuns, wait_all
+from tests.support.ranks.run_states import differences, read_state
+from tests.support.ranks.warm_ranks import WarmRank, session_of
 from tests.support.waiting import wait_until
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 
-NUM_RANKS = 2
 STAGES = (1, 0, 2, 3)
 # Out of 100.
 MOMENTS = {"start": 12, "training": 43, "save": 45}
@@ -38,86 +35,63 @@ EXIT_S = 120.0
 STARTS_WITHOUT_PROGRESS = 40
 
 
-@dataclass(kw_only=True)
-class Storm:
-    """All runs of the test."""
+@pytest.mark.exhaustive
+@pytest.mark.distributed
+@pytest.mark.timeout(0)
+def test_runs_killed_at_random_moments_end_with_the_same_bits(
+    fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    seed, kills, trainings = pytestconfig.getoption("--storm-seed"), 0, 0
+    while kills < pytestconfig.getoption("--storm-kills"):
+        place, zero = tmp_path / str(trainings), f"engine.zero_stage={STAGES[trainings % 4]}"
+        rng = random.Random(f"{seed} {trainings}")
+        # A save after a signal ends a log interval: every step is one.
+        settings = (zero, "engine.timeout_min=0.5", "tracking.log_every_steps=1")
+        committed = idle = done = 0
+        while not done:
+            ranks = fault_runs.start(place, *settings)
+            moment = "none" if idle == STARTS_WITHOUT_PROGRESS else draw(rng, MOMENTS)
+            killed, now, done = strike(ranks, place, moment, rng, committed=committed)
+            kills += killed
+            idle = idle + 1 if now == committed else 0
+            committed = now
+        expected = fault_runs.uninterrupted(*settings)
+        assert differences(read_state(place / "run"), expected) == [], f"training {trainings}"
+        trainings += 1
+        print(f"training {trainings} ({zero}): equal; {kills} kills", flush=True)
 
-    shards: Path
-    work: Path
-    seed: int
-    kills: int = 0
-    trainings: int = 0
-    lost_steps: list[int] = field(default_factory=list)
-    undisturbed: dict[int, RunState] = field(default_factory=dict)
 
-    def train(self) -> None:
-        """One run from its first start to its end."""
-        stage = STAGES[self.trainings % len(STAGES)]
-        rng, place = random.Random(f"{self.seed} {self.trainings}"), self.work / str(self.trainings)
-        # A server for each run: another hash seed, other addresses.
-        with WarmStarter() as starter:
-            if stage not in self.undisturbed:
-                folder = self.work / f"undisturbed {stage}"
-                assert wait_all(self.start(starter, folder, stage)) == [0, 0]
-                self.undisturbed[stage] = read_state(folder / "run", records=folder)
-            committed, idle, leaders = 0, 0, []
-            while True:
-                ranks = self.start(starter, place, stage)
-                leaders += [rank.pid for rank in ranks]
-                moment = "none" if idle == STARTS_WITHOUT_PROGRESS else draw(rng, MOMENTS)
-                now, done = self.strike(ranks, place, moment, rng, committed=committed)
-                if done:
-                    break
-                idle = idle + 1 if now == committed else 0
-                committed = now
-            wait_until(
-                lambda: not [pid for leader in leaders for pid in session_of(leader)],
-                else_say=lambda: "processes are left behind",
-            )
-            ours = read_state(place / "run", records=place)
-        assert differences(ours, self.undisturbed[stage]) == [], f"training {self.trainings}"
-        self.trainings += 1
-        print(f"training {self.trainings} (ZeRO {stage}): equal; {self.kills} kills", flush=True)
+def strike(
+    ranks: list[WarmRank], place: Path, moment: str, rng: random.Random, *, committed: int
+) -> tuple[int, int, bool]:
+    """Inject a fault into one start.
 
-    def start(self, starter: WarmStarter, place: Path, stage: int) -> list[WarmRank]:
-        """The same command every time."""
-        place.mkdir(exist_ok=True)
-        command = [ROOT / "tests/support/ranks/recorded_rank.py", ROOT / "pretrain/main.py"]
-        command += ["--config", ROOT / "configs/digits/pretrain.yaml", *SETTINGS]
-        command += [f"engine.zero_stage={stage}", "engine.timeout_min=0.5"]
-        command += [f"data.path={self.shards}", f"output={place / 'run'}"]
-        environment = {"VITSCALE_RECORD": str(place)}
-        return starter.start(command, num_ranks=NUM_RANKS, folder=place, environment=environment)
-
-    def strike(
-        self, ranks: list[WarmRank], place: Path, moment: str, rng: random.Random, *, committed: int
-    ) -> tuple[int, bool]:
-        """Inject a fault into one start. (newest committed step, whether the training is done)."""
-        killed, victim = 0, draw(rng, VICTIMS)
-        hit = await_moment(ranks, place, moment, rng)
-        if hit:
-            killed = inject(victim, ranks, rng)
-        # Before the rendezvous, only a launcher can know that a rank is gone.
-        if killed and (moment == "start" or rng.random() < 0.7):
-            end_as_a_launcher(ranks, patience_s=rng.uniform(0, 3))
-        try:
-            codes = [rank.wait(timeout_s=EXIT_S) if hit else wait_all([rank])[0] for rank in ranks]
-        except TimeoutError as error:
-            pytest.fail(f"hangs after {victim} at {moment}: {error}")
-        said = f"{victim} at {moment}: exit codes {codes}\n{ranks[0].output()[-3000:]}"
-        if not hit:
-            assert codes == [0, 0], said
-        elif not killed and moment != "start":  # before it has handlers, SIGTERM ends the process
-            assert set(codes) <= {0, EXIT_STOPPED_RESUMABLE}, said
-        checkpoint, complaints = newest_checkpoint(place / "run/checkpoints")
-        now = 0 if checkpoint is None else checkpoint.step
-        assert not complaints and now >= committed, f"{committed}, now {now}: {complaints}\n{said}"
-        begun = {rank: step for (rank, step, _), _ in recorded_batches(place)}
-        lost = max(0, min(begun.values(), default=0) - now)
-        assert lost <= 2 * INTERVAL, f"{lost} steps are lost: more than an interval and a save"
-        self.kills += killed
-        self.lost_steps.append(lost)
-        return now, codes == [0, 0]
+    Returns the number of kills, the newest committed step, and whether the training is done.
+    """
+    killed, victim = 0, draw(rng, VICTIMS)
+    hit = await_moment(ranks, place, moment, rng)
+    if hit:
+        killed = inject(victim, ranks, rng)
+    # Before the rendezvous, only a launcher can know that a rank is gone.
+    if killed and (moment == "start" or rng.random() < 0.7):
+        end_as_a_launcher(ranks, patience_s=rng.uniform(0, 3))
+    try:
+        codes = [rank.wait(timeout_s=EXIT_S) if hit else wait_all([rank])[0] for rank in ranks]
+    except TimeoutError as error:
+        pytest.fail(f"hangs after {victim} at {moment}: {error}")
+    said = f"{victim} at {moment}: exit codes {codes}\n{ranks[0].output()[-3000:]}"
+    if not hit:
+        assert codes == [0, 0], said
+    elif not killed and moment != "start":  # before it has handlers, SIGTERM ends the process
+        assert set(codes) <= {0, EXIT_STOPPED_RESUMABLE}, said
+    wait_until(
+        lambda: not any(session_of(rank.pid) for rank in ranks),
+        else_say=lambda: "processes are left behind",
+    )
+    checkpoint, complaints = newest_checkpoint(place / "run/checkpoints")
+    now = 0 if checkpoint is None else checkpoint.step
+    assert not complaints and now >= committed, f"{committed}, now {now}: {complaints}\n{said}"
+    return killed, now, codes == [0, 0]
 
 
 def draw(rng: random.Random, shares: dict[str, int]) -> str:
@@ -126,14 +100,12 @@ def draw(rng: random.Random, shares: dict[str, int]) -> str:
 
 def await_moment(ranks: list[WarmRank], place: Path, moment: str, rng: random.Random) -> bool:
     """Wait for a random moment of a start; False when the run was over first."""
-    per_interval = INTERVAL * ACCUMULATION * NUM_RANKS
-    batches = num_batches(place) + rng.randrange(3 * per_interval)
-    seen, left = saves_begun(place), rng.randrange(3)
+    rows, seen, left = num_rows(place) + rng.randrange(15), saves_begun(place), rng.randrange(3)
     longest = {"start": 3.0, "training": 0.05, "save": 0.03}.get(moment, 0.0)
     while not any(rank.poll() is not None for rank in ranks):
         now = saves_begun(place)
         left, seen = left - len(now - seen), seen | now
-        due = {"start": True, "training": num_batches(place) > batches, "save": left < 0}
+        due = {"start": True, "training": num_rows(place) > rows, "save": left < 0}
         if due.get(moment, False):
             time.sleep(rng.uniform(0, longest))
             return not any(rank.poll() is not None for rank in ranks)
@@ -141,8 +113,10 @@ def await_moment(ranks: list[WarmRank], place: Path, moment: str, rng: random.Ra
     return False
 
 
-def num_batches(place: Path) -> int:
-    return sum(path.read_bytes().count(b"\n") for path in place.glob("batches-*.jsonl"))
+def num_rows(place: Path) -> int:
+    """Steps in the journal."""
+    path = place / "run/journal.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def saves_begun(place: Path) -> set[str]:
@@ -177,15 +151,3 @@ def end_as_a_launcher(ranks: list[WarmRank], *, patience_s: float) -> None:
         time.sleep(0.02)
     for rank in ranks:
         rank.send_signal(signal.SIGKILL)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.timeout(0)
-def test_runs_killed_at_random_moments_end_with_the_same_bits(
-    digits_shards: Path, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    storm = Storm(shards=digits_shards, work=tmp_path, seed=pytestconfig.getoption("--storm-seed"))
-    while storm.kills < pytestconfig.getoption("--storm-kills"):
-        storm.train()
-    print(f"{storm.kills} kills, {storm.trainings} trainings; lost: {max(storm.lost_steps)} steps")

@@ -1,7 +1,7 @@
 """Run tiny trainings with injected faults and compare them with an uninterrupted one.
 
 Owns: settings, starts with faults, resumes and comparisons. All ranks start warm.
-Leaves out: the faults (`patched_rank`) and the cases (test_faults, test_resume_mutations).
+Leaves out: the faults (`patched_rank`) and the cases (test_resume, test_resume_mutations).
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ SETTINGS = (
     *(f"schedule.steps={STEPS}", "schedule.epochs=null", "schedule.warmup_steps=4"),
     *("data.global_batch=16", "data.num_workers=1", "data.augment.randaugment.magnitude=10"),
     *("data.mixing.mixup_alpha=0.8", "engine.max_micro_batch=4", "engine.num_threads=1"),
-    *("engine.device=cpu", "engine.timeout_min=1", "model.width=24", "model.depth=2"),
-    *("model.mlp_width=48", "model.dropout=0.1", "model.drop_path=0.1", "optim.ema.decay=0.9"),
+    *("engine.device=cpu", "engine.timeout_min=1", "optim.ema.decay=0.9"),
     *(f"checkpoint.every_steps={INTERVAL}", f"tracking.log_every_steps={LOGGED}"),
     *("evaluate=[{name: classification, every_steps: 12}]", "tracking.uri=null"),
+)
+VIT = (
+    *("model.width=24", "model.depth=2", "model.mlp_width=48", "model.dropout=0.1"),
+    "model.drop_path=0.1",
 )
 Faults = Sequence[Mapping[str, Any]]
 
@@ -51,7 +54,7 @@ class FaultRuns:
 
     def __init__(self, starter: WarmStarter, *, shards: Path, folder: Path) -> None:
         self.starter, self.shards, self.folder = starter, shards, folder
-        self._uninterrupted: dict[tuple[str, ...], RunState] = {}
+        self._undisturbed: dict[tuple[str, ...], Path] = {}
 
     def start(
         self,
@@ -60,13 +63,15 @@ class FaultRuns:
         faults: Mapping[int, Faults] | None = None,
         mutant: str = "",
         num_ranks: int = 2,
+        stage: str = "pretrain",
+        model: Sequence[str] = VIT,
         shards: Path | None = None,
     ) -> list[WarmRank]:
         """Start the same command every time, with other faults (by rank)."""
         folder.mkdir(parents=True, exist_ok=True)
-        script = ROOT / "pretrain/main.py"
-        command: list[str | Path] = [script, "--config", ROOT / "configs/digits/pretrain.yaml"]
-        command += [*SETTINGS, f"data.path={shards or self.shards}", f"output={folder / 'run'}"]
+        command: list[str | Path] = [ROOT / f"{stage}/main.py"]
+        command += ["--config", ROOT / f"configs/digits/{stage}.yaml", *SETTINGS, *model]
+        command += [f"data.path={shards or self.shards}", f"output={folder / 'run'}"]
         environment = {"VITSCALE_HOLD": str(folder)}
         if faults or mutant:
             command.insert(0, ROOT / "tests/support/ranks/patched_rank.py")
@@ -94,18 +99,23 @@ class FaultRuns:
         assert set(codes) == {0}, (codes, ranks[0].output())
         return read_state(folder / "run")
 
+    def undisturbed(self, *settings: str, **how: Any) -> Path:
+        """The run folder of a training without a fault, which tests must not change."""
+        key = (*settings, *map(str, how.values()))
+        if key not in self._undisturbed:
+            folder = self.folder / f"undisturbed {len(self._undisturbed)}"
+            self.finish(folder, *settings, **how)
+            self._undisturbed[key] = folder / "run"
+        return self._undisturbed[key]
+
     def uninterrupted(self, *settings: str, **how: Any) -> RunState:
         """The final state of a training without a fault."""
-        key = (*settings, *map(str, how.values()))
-        if key not in self._uninterrupted:
-            folder = self.folder / f"uninterrupted {len(self._uninterrupted)}"
-            self._uninterrupted[key] = self.finish(folder, *settings, **how)
-        return self._uninterrupted[key]
+        return read_state(self.undisturbed(*settings, **how))
 
     def assert_resumes_exactly(self, folder: Path, *settings: str, **how: Any) -> str:
         """Resume; assert that the end equals an uninterrupted training's. Returns the output."""
         ours = self.finish(folder, *settings, **how)
-        assert differences(ours, self.uninterrupted(*settings)) == []
+        assert differences(ours, self.uninterrupted(*settings, **how)) == []
         return output(folder)
 
 

@@ -5,7 +5,7 @@
 Owns: the places where a fault can be injected, and the faults. VITSCALE_FAULTS is a JSON list of
 {"place", "nth", "do"}: the nth call of that place in this process does that fault.
 VITSCALE_MUTANT names a row of `resume_mutants`.
-Leaves out: the cases and their expectations (test_faults, test_resume_mutations).
+Leaves out: the cases and their expectations (test_resume, test_resume_mutations).
 """
 
 from __future__ import annotations

@@ -1,14 +1,19 @@
-"""Losses of logits in low precision, and of mixed labels."""
+"""Losses against slow formulas and hand-computed numbers, distillation's included."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from vitscale.training.losses import LOSSES
+from vitscale.data.loader import Batch
+from vitscale.training.distillation import Distillation, DistillationSettings
+from vitscale.training.losses import LOSSES, hard_loss, soft_loss, softmax_loss
 
 MIXED = [False, True]
 
@@ -66,3 +71,67 @@ def test_bce_counts_every_mixed_label_as_one() -> None:
     torch.testing.assert_close(found, slow)
     plain = torch.nn.functional.binary_cross_entropy_with_logits(logits, one_hot(labels, 4).float())
     torch.testing.assert_close(LOSSES["bce"](logits, labels, 0.0), plain)
+
+
+CLS = torch.tensor([[1.0, 0.0, -1.0]])
+DIST = torch.tensor([[0.0, 2.0, 0.0]])
+TEACHER = torch.tensor([[3.0, 1.0, 0.0]])
+
+
+def test_distillation_losses_of_a_hand_computed_case() -> None:
+    """One image of class 1: cross-entropy, hard and soft parts."""
+    assert softmax_loss(CLS, torch.tensor([1]), 0.0).item() == pytest.approx(1.407606, abs=1e-6)
+    assert hard_loss(DIST, TEACHER).item() == pytest.approx(2.239545, abs=1e-6)
+    soft = [soft_loss(DIST, TEACHER, tau=tau).item() / 3 for tau in (1.0, 3.0)]
+    assert soft == pytest.approx([0.495629, 0.545280], abs=1e-6)
+
+
+def test_soft_loss_equals_the_sum_written_out() -> None:
+    student, teacher = (
+        torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)
+    )
+    tau, total = 2.5, 0.0
+    for s, t in zip(student.double().numpy(), teacher.double().numpy(), strict=True):
+        q, p = (np.exp(x / tau) / np.exp(x / tau).sum() for x in (s, t))
+        total += sum(p[c] * math.log(p[c] / q[c]) for c in range(5))
+    assert soft_loss(student, teacher, tau=tau).item() == pytest.approx(tau**2 * total / 4)
+
+
+def distilled(batch: Batch, *, has_token: bool = True, **settings: Any) -> tuple[float, float]:
+    """The loss of a batch, whose logits are the hand-computed ones, and the agreement."""
+    teacher: Any = {"weights": "runs/teacher"}
+    values = DistillationSettings.model_validate({"teacher": teacher, **settings})
+    made: Any = Distillation(values, seed=0)
+    made.teacher = SimpleNamespace(logits=lambda images, dtype: TEACHER.expand(len(images), 3))
+    made.has_token = has_token
+    engine: Any = SimpleNamespace(
+        dtype=torch.float32,
+        forward=lambda images, output: (CLS.expand(len(images), 3), DIST.expand(len(images), 3)),
+        logits=lambda images: DIST.expand(len(images), 3),
+    )
+    recorded: dict[str, float] = {}
+    made.record = lambda name, value: recorded.update({name: value.item()})
+    return made.loss(engine, batch).item(), recorded["train/teacher_agreement"]
+
+
+def test_each_head_learns_from_its_own_target() -> None:
+    """Labels are mixed and smoothed, the teacher's are not."""
+    batch = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([1, 1]), torch.ones(2))
+    loss, agreement = distilled(batch)
+    assert loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6) and agreement == 0
+    soft, _ = distilled(batch, kind="soft", alpha=0.1, tau=3.0)
+    assert soft == pytest.approx(0.9 * 1.407606 + 0.1 * 3 * 0.545280, abs=1e-6)
+    one_head = 0.5 * softmax_loss(DIST, torch.tensor([1]), 0.0) + 0.5 * hard_loss(DIST, TEACHER)
+    assert distilled(batch, has_token=False)[0] == pytest.approx(one_head.item())
+    mixing = {"mixed_labels": torch.tensor([2, 1]), "mix_lambda": torch.tensor([0.7, 0.7])}
+    mixed = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([1, 2]), torch.ones(2), **mixing)
+    options = {"mixed_labels_B": mixed.mixed_labels, "mix_lambda_B": mixed.mix_lambda}
+    labelled = softmax_loss(CLS.expand(2, 3), mixed.labels, 0.1, **options).item()
+    found, _ = distilled(mixed, label_smoothing=0.1)
+    assert found == pytest.approx(0.5 * labelled + 0.5 * 2.239545, abs=1e-6)
+
+
+def test_settings_of_distillation_without_effect_are_refused() -> None:
+    for values, key in (({"tau": 3.0}, "tau"), ({"loss": "bce", "label_smoothing": 0.1}, None)):
+        chosen = DistillationSettings.model_validate({"teacher": {"weights": "x"}, **values})
+        assert [each for each, _ in chosen.problems()] == [f"objective.{key or 'label_smoothing'}"]

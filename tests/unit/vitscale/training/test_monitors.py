@@ -1,8 +1,10 @@
-"""Reports of unreadable samples and skipped updates, and when they end a run."""
+"""Means and traces; reports of unreadable samples and skipped updates, and when they end a run."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +16,14 @@ from vitscale.data.order import rank_batches
 from vitscale.data.samples import Unreadable
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
-from vitscale.training import detectors
+from vitscale.training import detectors, meters
 from vitscale.training.detectors import (
     UNREADABLE_SHOWN,
     SkippedUpdateMonitor,
     UnreadableSampleMonitor,
     positions_of_step,
 )
+from vitscale.training.meters import PROFILE_SKIPPED, IntervalMeans, profiled
 
 PLAN = TrainingPlan(
     world_size=2,
@@ -138,11 +141,6 @@ def test_skipped_updates_are_reported_with_their_samples(ranks: Ranks) -> None:
     assert update(monitor, health(2)) == []
 
 
-def test_a_bad_gradient_names_the_whole_step(ranks: Ranks) -> None:
-    (said,) = update(skipped_monitor(), health(1))
-    assert "the gradient was not finite; samples 'key 16 of 0'" in said
-
-
 def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks) -> None:
     monitor = skipped_monitor()
     assert update(monitor, health(9, longest=9))
@@ -182,3 +180,21 @@ def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:
             found = positions_of_step(plan, step=step, micro_steps={rank: (number,)})
             assert found == expected
     assert positions_of_step(plan, step=step, micro_steps={}) == list(range(24, 36))
+
+
+def test_a_missing_trace_is_reported(tmp_path: Path) -> None:
+    said: list[str] = []
+    with profiled(tmp_path / "run/profile.json", steps=2, say=said.append) as step:
+        for _ in range(PROFILE_SKIPPED + 1):
+            step()
+    assert said == ["no complete trace of 2 steps after the first 5: the run made 6 steps"]
+
+
+def test_means_by_name_are_over_ranks_and_finite_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "sum_over_ranks", lambda own: 2 * own)  # two equal ranks
+    means = IntervalMeans(("a", "b"), torch.device("cpu"))
+    for value in (1.0, math.nan, 3.0):
+        means.add("a", torch.tensor(value))
+    means.add("b", torch.tensor(5.0))
+    assert means.read() == {"a": 2.0, "b": 5.0}
+    assert all(math.isnan(mean) for mean in means.read().values())

@@ -120,31 +120,16 @@ def test_changed_settings_are_listed(tmp_path: Path) -> None:
     assert long[-1].endswith(" more") and len(long) == CHANGES_SHOWN + 2
 
 
-@pytest.mark.parametrize(
-    ("ema", "choice", "averaged"),
-    [
-        (None, "auto", False),
-        (None, "model", False),
-        ({"decay": 0.9}, "auto", True),
-        ({"decay": 0.9}, "model", False),
-        ({"decay": 0.9}, "ema", True),
-    ],
-)
-def test_transfer_starts_from_the_average_if_saved(
-    ema: dict[str, float] | None, choice: str, averaged: bool
-) -> None:
-    saved = checkpoint_of({"ema": ema}, engine={"num_averaged": 100})
-    assert takes_average(saved, choice) == averaged
-
-
-def test_auto_never_takes_an_average_that_is_still_random(
+def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """0.99 ** 458 is 1.002 %, 0.99 ** 459 is 0.992 %."""
+    none = checkpoint_of({"ema": None})
+    assert not takes_average(none, "auto") and not takes_average(none, "model")
     ema = {"ema": {"decay": 0.99, "warmup": False}}
     early, late = (checkpoint_of(ema, engine={"num_averaged": n}) for n in (458, 459))
     assert takes_average(early, "ema") and takes_average(late, "auto")
-    assert capsys.readouterr().err == ""
+    assert not takes_average(late, "model") and capsys.readouterr().err == ""
     assert not takes_average(early, "auto")
     assert "taking the raw weights, since 1% of their average" in capsys.readouterr().err
 

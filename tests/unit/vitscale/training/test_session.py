@@ -1,16 +1,26 @@
-"""What ranks share when a session opens."""
+"""What a session opens and chooses, and the random numbers of a step."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
+from vitscale.config.errors import UserError
 from vitscale.data.settings import DataSettings
+from vitscale.distributed.node_files import private_folder
+from vitscale.engine.settings import EngineSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import ViT, build_model
 from vitscale.training import session
+from vitscale.training.build import choose_kernels
+from vitscale.training.loop import seed_step
 
 
 @pytest.mark.parametrize("reader", ["index", "webdataset"])
@@ -33,3 +43,42 @@ def test_each_reader_opens_what_is_evaluated(tmp_path: Path, reader: str) -> Non
     if reader == "index":
         assert num_evaluated(val_split="train") == 20
         assert num_evaluated(dev_percent=10.0) == 2
+
+
+def chosen(**engine: object) -> tuple[ViT, bool]:
+    model = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
+    settings = ViTSettings.model_validate(model | {"mlp_width": 16})
+    built = build_model(settings.resolved(num_classes=3), seed=0)
+    run: Any = SimpleNamespace(model=settings, engine=EngineSettings.model_validate(engine))
+    return built, choose_kernels(run, built, torch.device("cpu"))
+
+
+def test_blocks_are_compiled_in_a_private_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model, compiled = chosen()
+    assert model.blocks[0]._compiled_call_impl is None and not compiled
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)  # which imports the compiler
+    model, compiled = chosen(compile=True)
+    assert model.blocks[0]._compiled_call_impl is not None and compiled
+    folder = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR")).parent
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(UserError, match="not a folder that only you can use"):
+        private_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="not a folder that only you can use"):
+        private_folder()
+
+
+def test_random_numbers_follow_the_position_in_training() -> None:
+    def drawn(**changes: int) -> float:
+        seed_step(**{"seed": 0, "step": 0, "micro_step": 0, "rank": 0} | changes)
+        return torch.rand(()).item()
+
+    other = [drawn(**{name: 1}) for name in ("seed", "step", "micro_step", "rank")]
+    assert len({drawn(), *other}) == 5
+    assert drawn() == drawn()

@@ -1,0 +1,347 @@
+"""Trainings that are killed, stopped, hung or poisoned end with the bits of undisturbed ones.
+
+Each case injects one fault at one known place into a real training, then runs the same command
+again. The final state (weights, moments, average, counters, journal) must equal an uninterrupted
+training's bit by bit. Left out: faults of files and folders (test_storage_faults), of every system
+call of a save (test_checkpoint_faults), at random moments (test_kill_storm).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.run import OBJECTIVES as REGISTERED
+from tests.support.corpora.image_corpus import encoded
+from tests.support.corpora.preparing import prepare_here, run_of
+from tests.support.levels import by_level
+from tests.support.ranks.fault_runs import (
+    INTERVAL,
+    STEPS,
+    VIT,
+    FaultRuns,
+    Faults,
+    fault,
+    micro_step,
+    newest_step,
+    output,
+    wait_all,
+    wait_and_end_others,
+)
+from tests.support.ranks.run_states import journal_rows, read_state
+from tests.support.waiting import PATIENCE_S
+from vitscale.distributed.processes import free_port
+
+pytestmark = pytest.mark.distributed
+slow = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
+HERE = socket.gethostname()
+
+# Of objectives without labels.
+WITHOUT = ("evaluate=[{name: knn, max_bank_images: 100}]", "data.mixing=null")
+TIMM = ("model.name=timm", "model.model=test_convnext", "model.image_size=32")
+# Settings of each; a new objective is one row. One more row is a model of timm.
+OBJECTIVES: dict[str, tuple[str, ...]] = {
+    "supervised": (),
+    "distillation": ("objective.name=distillation", "model.distillation_token=true"),
+    "mae": (
+        *("objective.name=mae", "objective.decoder_width=16", "objective.decoder_depth=1"),
+        *("objective.decoder_heads=2", "model.positions=sincos2d_mae", *WITHOUT),
+    ),
+    "masked_patch_prediction": ("objective.name=masked_patch_prediction", *WITHOUT),
+    "timm": ("optim.layer_decay=0.9",),
+}
+
+
+def way(runs: FaultRuns, name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Settings of an objective, or of fine-tuning, and how `FaultRuns` starts it."""
+    if name == "fine-tuning":
+        return (f"init={runs.undisturbed()}",), {"stage": "finetune"}
+    settings = OBJECTIVES[name]
+    if name == "distillation":
+        settings += (f"objective.teacher.weights={runs.undisturbed()}",)
+    return settings, {"model": TIMM if name == "timm" else VIT}
+
+
+def test_every_objective_has_a_row() -> None:
+    assert set(OBJECTIVES) == {*REGISTERED, "timm"}
+
+
+# What is trained, at which ZeRO stage; the rank, the place and number of the call that kills it,
+# and its step.
+KILLS = {
+    "in the backward pass": ("supervised", 1, 1, "backward", micro_step(8), 8),
+    "in the forward pass": ("supervised", 3, 0, "forward", micro_step(8), 8),
+    "before an update": ("mae", 0, 1, "step", micro_step(9, number=1), 9),
+    "waiting for data": ("distillation", 3, 1, "batch", micro_step(12, number=1), 12),
+    "at a log line": ("masked_patch_prediction", 2, 0, "log", 3, 8),
+    "in an evaluation": ("timm", 1, 1, "evaluated batch", micro_step(12, number=1) + 4, 12),
+    "at start": ("supervised", 1, 0, "start", 1, 1),
+    "before a save": ("fine-tuning", 1, 0, "export", 2, 10),
+    "before its tensor file": ("supervised", 1, 1, "write", 2, 10),
+    "before a commit": ("mae", 3, 0, "rename", 2, 10),
+    "before retention": ("supervised", 2, 0, "prune", 3, 15),
+    "in the last save": ("supervised", 0, 0, "rename", 5, STEPS),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    by_level(
+        KILLS,
+        fast={"in the backward pass"},
+        slow=KILLS.keys() - {"in the backward pass", "at start", "before retention"},
+    ),
+)
+def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+    name, stage, rank, place, nth, step = KILLS[case]
+    settings, how = way(fault_runs, name)
+    settings += (f"engine.zero_stage={stage}",) if stage != 1 else ()
+    planted = {rank: [fault(place, nth, "kill")]}
+    world = fault_runs.start(tmp_path, *settings, faults=planted, **how)
+    assert wait_and_end_others(world)[rank] == -signal.SIGKILL, output(tmp_path)
+    # The save before the last one begun was certainly committed.
+    least = max(0, (step - 1) // INTERVAL * INTERVAL - INTERVAL)
+    assert least <= newest_step(tmp_path) <= step
+    fault_runs.assert_resumes_exactly(tmp_path, *settings, **how)
+
+
+@slow
+def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path) -> None:
+    for rank, place in enumerate(("start", "restore")):
+        world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
+        assert wait_and_end_others(world)[rank] == -signal.SIGKILL
+    fault_runs.assert_resumes_exactly(killed_copy)
+
+
+# Dropout is drawn per rank; augmented, mixed and masked images are not.
+STILL = ("model.dropout=0", "model.drop_path=0")
+AUGMENTED = ("data.augment.erasing.probability=0.25", "data.mixing.cutmix_alpha=1")
+AUGMENTED += ("data.mixing.mode=pair",)
+# What two ranks at ZeRO 1 began, and who goes on: ranks, ZeRO stage.
+LAYOUTS = [("supervised", 1, 0), ("supervised", 4, 3), ("supervised", 4, 2), ("timm", 1, 3)]
+LAYOUTS += [(name, 1, 0) for name in ("mae", "masked_patch_prediction", "distillation")]
+
+
+@slow
+@pytest.mark.parametrize("name, num_ranks, stage", LAYOUTS)
+def test_another_layout_goes_on_with_the_same_losses(
+    fault_runs: FaultRuns, tmp_path: Path, name: str, num_ranks: int, stage: int
+) -> None:
+    settings, how = way(fault_runs, name)
+    settings += () if name == "timm" else STILL
+    settings += () if "data.mixing=null" in settings else AUGMENTED
+    planted = {1: [fault("backward", micro_step(13), "kill")]}
+    wait_and_end_others(fault_runs.start(tmp_path, *settings, faults=planted, **how))
+    assert newest_step(tmp_path) >= INTERVAL
+    there = (*settings, f"engine.zero_stage={stage}")
+    ours = fault_runs.finish(tmp_path, *there, num_ranks=num_ranks, **how).journal
+    expected = fault_runs.uninterrupted(*settings, **how).journal
+    for own, other in zip(ours, expected, strict=True):
+        # Rounding may move one of 360 images across a border of classes.
+        close = {key for key in own if key.endswith(("loss", "lr", "step", "grad_norm"))}
+        assert own.keys() == other.keys() and {key: own[key] for key in close} == pytest.approx(
+            {key: other[key] for key in close}, rel=1e-5 if own["step"] < STEPS else 1e-4
+        )
+
+
+@slow
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_finetuning_starts_from_the_trunk_of_each_objective(
+    fault_runs: FaultRuns, tmp_path: Path, name: str
+) -> None:
+    settings, how = way(fault_runs, name)
+    source = fault_runs.undisturbed(*settings, **how)
+    if name == "distillation":
+        logged = {key for row in journal_rows(source) for key in row}
+        heads = {f"val/{head}_top1" for head in ("cls", "dist", "softmax", "ema_cls")}
+        parts = {f"train/{part}" for part in ("label_loss", "teacher_loss", "teacher_agreement")}
+        assert heads | parts <= logged
+    token = [each for each in settings if each.startswith("model.")]
+    short = ("schedule.steps=2", "schedule.warmup_steps=1", f"init={source}", *token)
+    assert fault_runs.run(tmp_path, *short, **{**how, "stage": "finetune"}) == [0, 0]
+    assert f"starting from {source}/checkpoints/step-{STEPS:08d}, step {STEPS}\n" in output(
+        tmp_path
+    )
+    left_out = {"mae": "objective.blocks.0.", "masked_patch_prediction": "objective.mask_token"}
+    assert left_out.get(name, "starting from") in output(tmp_path)
+    assert name in left_out or "left out" not in output(tmp_path)
+
+
+@slow
+def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy: Path) -> None:
+    source, folder = killed_copy / "run", killed_copy / "tuned"
+    with open(source / "checkpoints/step-00000015/rank-00000.safetensors", "ab") as file:
+        file.write(b"x")
+    settings, how = (f"init={source}", "schedule.steps=7"), {"stage": "finetune"}
+    planted = {1: [fault("backward", micro_step(7), "lag and kill")]}
+    wait_and_end_others(fault_runs.start(folder, *settings, faults=planted, **how))
+    assert "skipping damaged checkpoint" in output(folder)
+    assert f"starting from {source / 'checkpoints/step-00000010'}, step 10\n" in output(folder)
+    source.rename(killed_copy / "moved")
+    fault_runs.finish(folder, *settings, **how)
+    assert f"resuming {folder / 'run'} at step 5\n" in output(folder)
+    assert output(folder).count("starting from") == 1
+
+
+@slow
+def test_shards_without_labels(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """They train where no label is needed, and are refused elsewhere."""
+    (tmp_path / "images").mkdir()
+    for number in range(40):
+        (tmp_path / f"images/{number}.png").write_bytes(encoded("PNG", seed=number, side=8))
+    source, labels = {"holdout_fraction": 0.1}, {"values": "none"}
+    prepare_here(run_of(tmp_path / "images", tmp_path / "shards", source=source, labels=labels))
+    short: dict[str, Any] = {"shards": tmp_path / "shards", "num_ranks": 1}
+    for name, code in (("masked_patch_prediction", 0), ("supervised", 2), ("mae", 2)):
+        settings = [*OBJECTIVES[name], "schedule.steps=5", "data.val_split=val"]
+        settings += ["evaluate=[]"] if code == 0 else []
+        assert fault_runs.run(tmp_path / name, *settings, **short) == [code]
+        said = output(tmp_path / name)
+        needs = f"{'knn' if name == 'mae' else name} needs labels, but the shards of"
+        assert ("36 images, no classes" if code == 0 else needs) in said and "Traceback" not in said
+
+
+# The save after a signal ends a log interval that an uninterrupted training does not end.
+EVERY_STEP = "tracking.log_every_steps=1"
+# Faults by rank, exit codes, the committed step: the one after the signal's, since ranks agree in
+# the background.
+SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
+    "bursts on both ranks": (
+        {rank: [fault("batch", micro_step(7), "burst")] for rank in (0, 1)},
+        [75, 75],
+        8,
+    ),
+    "on one rank only": ({1: [fault("backward", micro_step(8), "SIGTERM")]}, [75, 75], 9),
+    "in a save": ({0: [fault("write", 3, "SIGUSR2")]}, [75, 75], 11),
+    "in the last step": ({1: [fault("backward", micro_step(STEPS), "burst")]}, [0, 0], STEPS),
+    # Before a handler is installed, SIGTERM ends the process.
+    "before training": ({1: [fault("start", 1, "SIGTERM")]}, [-9, -15], 0),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    by_level(
+        SIGNALS, fast=["bursts on both ranks"], slow=SIGNALS.keys() - {"bursts on both ranks"}
+    ),
+)
+def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+    planted, codes, step = SIGNALS[case]
+    grace_s = 0 if case == "before training" else 30
+    world = fault_runs.start(tmp_path, EVERY_STEP, faults=planted)
+    assert wait_and_end_others(world, grace_s=grace_s) == codes, output(tmp_path)
+    # A signal during a save takes effect one or two steps later.
+    assert step <= newest_step(tmp_path) <= step + (2 if case == "in a save" else 0)
+    fault_runs.assert_resumes_exactly(tmp_path, EVERY_STEP)
+
+
+@slow
+def test_loader_workers(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """A killed one is named; all ignore the signals of a launcher."""
+    planted: dict[int, Faults] = {1: [fault("batch", micro_step(7), "kill worker")]}
+    world = fault_runs.start(tmp_path, faults=planted)
+    assert wait_and_end_others(world, grace_s=10)[1] > 0
+    assert "a loader worker died" in world[1].output()
+    planted = {rank: [fault("batch", micro_step(7), "SIGTERM worker")] for rank in (0, 1)}
+    fault_runs.assert_resumes_exactly(tmp_path)
+    assert fault_runs.run(tmp_path / "signals", faults=planted) == [0, 0]
+
+
+# rank, fault, its exit code if it is certain, message of the other rank. No launcher ends that one.
+LOST: Mapping[str, tuple[int, str, int | None, str]] = {
+    "rank 1 stopped": (1, "stop", -signal.SIGKILL, f"rank 1 on {HERE} has sent no heartbeat"),
+    "rank 0 stopped": (
+        *(0, "stop", -signal.SIGKILL),
+        f"rank 0 on {HERE} was stopped or killed, or its node",
+    ),
+    "rank 1 hangs": (1, "hang", None, f"rank 1 on {HERE} has kept the others waiting"),
+    "rank 1 killed": (1, "kill", -signal.SIGKILL, f"rank 1 on {HERE} was killed or exited"),
+    "rank 0 crashes": (0, "crash", -signal.SIGSEGV, f"rank 0 on {HERE} was killed or exited"),
+    # An exit code of 0 in the middle of training.
+    "rank 0 leaves": (0, "leave", 0, f"rank 0 on {HERE} was killed or exited"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"})
+)
+def test_surviving_rank_ends_and_names_the_other(
+    fault_runs: FaultRuns, tmp_path: Path, case: str
+) -> None:
+    rank, do, code, message = LOST[case]
+    planted = {rank: [fault("batch" if do == "hang" else "forward", micro_step(8), do)]}
+    world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
+    assert world[1 - rank].wait(timeout_s=PATIENCE_S) > 0
+    assert message in world[1 - rank].output()
+    world[rank].send_signal(signal.SIGKILL)
+    assert wait_all(world)[rank] == code or code is None
+    fault_runs.assert_resumes_exactly(tmp_path)
+
+
+@exhaustive
+@pytest.mark.timeout(0)
+def test_any_failing_rank_ends_the_other_and_is_named(
+    fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """At a random call of a random place: see --storm-kills and --storm-seed. No launcher helps."""
+    rng = random.Random(pytestconfig.getoption("--storm-seed"))
+    for number in range(pytestconfig.getoption("--storm-kills")):
+        case = rng.choice([case for case in KILLS if case != "at start"])
+        _, _, rank, place, nth, _ = KILLS[case]
+        if place not in ("log", "rename", "prune"):
+            rank, nth = rng.randrange(2), rng.randint(1, nth)
+        do = rng.choice(["kill", "crash", "leave", "exit 3", "raise", "hang", "stop"])
+        if place in ("write", "rename", "prune") and do == "hang":
+            do = "stop"  # a save may take an hour
+        folder, planted = tmp_path / str(number), {rank: [fault(place, nth, do)]}
+        world = fault_runs.start(folder, "engine.timeout_min=0.2", faults=planted)
+        said = f"{number}: rank {rank}, {place}, call {nth}: {do}"
+        assert world[1 - rank].wait(timeout_s=90) > 0, said
+        assert f"rank {rank} on {HERE}" in world[1 - rank].output(), said
+        world[rank].send_signal(signal.SIGKILL)
+        wait_all(world)
+        fault_runs.assert_resumes_exactly(folder)
+        print(said, flush=True)
+
+
+@slow
+def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    planted = {1: [fault("forward", micro_step(8, number=1), "NaN")]}
+    assert fault_runs.run(tmp_path, faults=planted) == [0, 0], output(tmp_path)
+    assert "1 updates skipped" in output(tmp_path) and "on rank 1; samples '" in output(tmp_path)
+    state = read_state(tmp_path / "run")
+    skipped = [row["train/skipped_steps"] for row in state.journal if "train/loss" in row]
+    # At steps 4, 5, 8, 10, 12, 15, 16, 20 and 24.
+    assert skipped == [0] * 2 + [1] * 7
+    assert all(bool(tensor.isfinite().all()) for tensor in state.tensors.values())
+    planted = {1: [fault("forward", "every", "NaN")]}
+    assert fault_runs.run(tmp_path / "all", faults=planted) == [76, 76]
+    said = "10 updates in a row were skipped, the last at step 10"
+    assert said in output(tmp_path / "all")
+    assert "samples of that step: '" in output(tmp_path / "all")
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+    code = (
+        "from vitscale.distributed import exit, world\n"
+        "def join(): world.process_group(**LIMITS).__enter__()\n"
+        "LIMITS = dict(device='cpu', timeout_min=1, num_threads=1, init_timeout_min=0.02)\n"
+        "exit.run_rank_script(join)"
+    )
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | place, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "not all of 2 ranks started within 0.02 min; missing: 1" in done.stderr
