@@ -203,7 +203,7 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path: Path) -> None:
     prepare_here(run_of(tmp_path / "images", tmp_path / "shards", source=source, labels=labels))
     short: dict[str, Any] = {"shards": tmp_path / "shards", "num_ranks": 1}
     for name, code in (("masked_patch_prediction", 0), ("supervised", 2), ("mae", 2)):
-        settings = [*OBJECTIVES[name], "schedule.steps=5", "data.val_split=val"]
+        settings = [*OBJECTIVES[name], "schedule.steps=5"]
         settings += ["evaluate=[]"] if code == 0 else []
         assert fault_runs.run(tmp_path / name, *settings, **short) == [code]
         said = output(tmp_path / name)
