@@ -10,12 +10,10 @@ which gives the pixels or the error. So a sample that one decoder can read, all 
 
 from __future__ import annotations
 
-import importlib.util
 import io
 from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,49 +31,38 @@ INTERPOLATIONS = ("bilinear", "bicubic")
 SIMPLEJPEG_SPACES = ("YCbCr", "RGB", "Gray")
 
 
-class Decoder(Protocol):
-    """Stateless, so it can be copied into worker processes and called from several threads."""
-
-    def size(self, data: bytes) -> tuple[int, int]:
-        """Width and height, from the header alone. Raises OSError or ValueError if unreadable."""
-        ...
-
-    def crop(
-        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The requested pixels, uint8 [3, R, C]; `out`, if given, is filled and returned.
-
-        Raises OSError or ValueError if the image is unreadable or smaller than the box.
-        """
-        ...
-
-    def whole(self, data: bytes) -> torch.Tensor:
-        """All pixels, uint8 [H, W, 3]. Raises OSError or ValueError if unreadable."""
-        ...
-
-
 def _is_whole_jpeg(data: bytes) -> bool:
     return data.startswith(JPEG_START) and data.endswith(JPEG_END)
 
 
-class PillowDecoder:
-    """Whole images of every format; the reference for the other decoders."""
+class Decoder:
+    """Whole images of every format with Pillow; the reference for the other decoders.
+
+    Stateless, so it can be copied into worker processes and called from several threads. Methods
+    raise OSError or ValueError if the image is unreadable.
+    """
 
     def size(self, data: bytes) -> tuple[int, int]:
+        """Width and height, from the header alone."""
         with crops.open_image(data) as image:
             return image.size
 
     def crop(
         self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """The requested pixels, uint8 [3, R, C]; `out`, if given, is filled and returned.
+
+        Raises ValueError for a box that exceeds the image.
+        """
         pixels = crops.crop_and_resize(self.whole(data), request)
         return pixels if out is None else out.copy_(pixels)
 
     def whole(self, data: bytes) -> torch.Tensor:
+        """All pixels, uint8 [H, W, 3]."""
         return crops.decode(data)
 
 
-class FastFormatsDecoder(PillowDecoder):
+class FastFormatsDecoder(Decoder):
     """WebP with torchvision, other formats with Pillow.
 
     PNG, too: an error of libpng ends the process inside torchvision 0.29.
@@ -91,8 +78,7 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
 
     None for anything but one complete picture. Raises OSError or ValueError if unreadable.
     """
-    form, name, kind = data[:4], data[8:12], data[12:16]
-    if (form, name) != (b"RIFF", b"WEBP") or kind not in (b"VP8 ", b"VP8L"):
+    if (data[:4], data[8:12]) != (b"RIFF", b"WEBP") or data[12:16] not in (b"VP8 ", b"VP8L"):
         return None
     whole, picture = (int.from_bytes(data[i : i + 4], "little") for i in (4, 16))
     if whole + 8 != len(data) or picture + (picture & 1) + 12 != whole:
@@ -200,22 +186,14 @@ def decode_region(
 DECODERS: dict[str, Callable[[], Decoder]] = {
     "region": RegionDecoder,
     "simplejpeg": SimpleJpegDecoder,
-    "pillow": PillowDecoder,
+    "pillow": Decoder,
 }
 """Fastest first: `auto` takes the first that works on this machine."""
-
-_NEEDS = {
-    "region": "install a C compiler and libjpeg-turbo's headers (Debian, Ubuntu: gcc libjpeg-dev; "
-    "Fedora: gcc libjpeg-turbo-devel), then `pip install -e .` again",
-    "simplejpeg": "pip install simplejpeg",
-}
 
 
 @lru_cache
 def missing(name: str) -> str | None:
-    """Why a decoder does not work on this machine; None if it does."""
-    if name == "simplejpeg" and importlib.util.find_spec("simplejpeg") is None:
-        return "simplejpeg is not installed"
+    """Why a decoder does not work on this machine; None if it does. All but `region` do."""
     if name != "region":
         return None
     try:
@@ -243,15 +221,13 @@ def resolve_decoder(name: str) -> str:
     """The decoder to use on this machine: `name`, or for `auto` the fastest that works."""
     if name == AUTO:
         return next(known for known in DECODERS if missing(known) is None)
-    allowed = ", ".join([AUTO, *DECODERS])
-    if name not in DECODERS:
-        raise UserError(f"unknown decoder {name!r}", where="data.decoder", allowed=allowed)
-    why = missing(name)
-    if why is not None:
-        raise UserError(
-            f"decoder {name!r} does not work here: {why}",
-            where="data.decoder",
-            allowed=allowed,
-            next_step=_NEEDS[name],
-        )
-    return name
+    why = missing(name) if name in DECODERS else "there is none of this name"
+    if why is None:
+        return name
+    raise UserError(
+        f"decoder {name!r} does not work here: {why}",
+        where="data.decoder",
+        allowed=", ".join([AUTO, *DECODERS]),
+        next_step="for region install a C compiler and libjpeg-turbo's headers (Debian, Ubuntu: "
+        "gcc libjpeg-dev; Fedora: gcc libjpeg-turbo-devel), then `pip install -e .` again",
+    )

@@ -1,9 +1,10 @@
+"""All decoders give Pillow's pixels, or its error, for any crop of any bytes."""
+
 from __future__ import annotations
 
-import io
-import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,40 +20,53 @@ from tests.support.required import skip_or_fail
 from vitscale.config.errors import UserError
 from vitscale.images import crops, decoders
 from vitscale.images.crops import CropBox, CropRequest
-from vitscale.images.decoders import DECODERS, resolve_decoder
+from vitscale.images.decoders import DECODERS, Decoder, resolve_decoder
+from vitscale.images.jpeg import entry_points
+from vitscale.images.jpeg.entry_points import (
+    entry_points_file,
+    find_entry_points,
+    read_entry_points,
+    require_entry_points,
+    write_entry_points,
+)
 
 WIDTH, HEIGHT = 83, 61
-
-
-def plain(box: CropBox, *, size: int | tuple[int, int] = 8, **more: Any) -> CropRequest:
-    options = {"interpolation": "bilinear", "antialias": False, "flip": False} | more
-    return CropRequest(box=box, size=size, **options)
-
-
-def _require(name: str) -> None:
-    why = decoders.missing(name)
-    if why is None:
-        return
-    if name == "region":
-        skip_or_fail(f"the region decoder does not work here: {why}")
-    pytest.fail(why)
-
-
 # The extension has vectors for one kind of processor, and a plain form for the others.
-FORMS: dict[str, Callable[[], decoders.Decoder]] = {
+FORMS: dict[str, Callable[[], Decoder]] = {
     **DECODERS,
     "region without AVX2": lambda: decoders.RegionDecoder(allow_avx2=False),
 }
 
 
-def make(name: str) -> decoders.Decoder:
-    _require(name.split()[0])
+def make(name: str) -> Decoder:
+    why = decoders.missing(name.split()[0])
+    if why is not None:
+        skip_or_fail(f"{name} does not work here: {why}")
     return FORMS[name]()
 
 
 @pytest.fixture(params=list(FORMS))
-def decoder(request: pytest.FixtureRequest) -> decoders.Decoder:
+def decoder(request: pytest.FixtureRequest) -> Decoder:
     return make(request.param)
+
+
+@pytest.fixture
+def vectors() -> None:
+    """Our own decoder of ordinary JPEGs, and entry points, need AVX2 and BMI2."""
+    make("region")
+    require_entry_points(where="this machine")
+
+
+def request_of(box: CropBox, *, size: int | tuple[int, int] = 8, **more: Any) -> CropRequest:
+    options = {"interpolation": "bilinear", "antialias": False, "flip": False} | more
+    return CropRequest(box=box, size=size, **options)
+
+
+def outcome(decoder: Decoder, data: bytes, request: CropRequest) -> object:
+    try:
+        return decoder.crop(data, request).tolist()
+    except (OSError, ValueError):
+        return "unreadable"
 
 
 def picture(width: int, height: int, *, kind: str = "smooth", seed: int = 0) -> np.ndarray:
@@ -65,103 +79,99 @@ def picture(width: int, height: int, *, kind: str = "smooth", seed: int = 0) -> 
     return np.uint8(np.stack(waves, axis=-1) * 120 + 128)
 
 
-CODINGS: dict[str, dict[str, Any]] = {
+# Those that our own decoder takes, without and with restart markers; others go to libjpeg.
+ORDINARY: dict[str, dict[str, Any]] = {
     "4:4:4": {"subsampling": "4:4:4"},
     "4:2:2": {"subsampling": "4:2:2"},
     "4:2:0": {"subsampling": "4:2:0"},
-    "4:1:1": {},
-    "4:4:0": {},
-    "4:2:0 progressive": {"subsampling": "4:2:0", "progressive": True},
-    "4:4:4 progressive": {"subsampling": "4:4:4", "progressive": True},
-    "restarts": {"subsampling": "4:2:0", "restart_marker_blocks": 2},
-    "restarts inside rows": {"subsampling": "4:4:4", "restart_marker_blocks": 3},
-    "RGB": {"keep_rgb": True},
     "coarse": {"subsampling": "4:2:0", "quality": 5},
     "fine": {"subsampling": "4:4:4", "quality": 100, "optimize": True},
     "grey": {},
 }
+RESTARTS: dict[str, dict[str, Any]] = {
+    "restarts": {"subsampling": "4:2:0", "restart_marker_blocks": 2},
+    "restarts inside rows": {"subsampling": "4:4:4", "restart_marker_blocks": 3},
+}
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "4:1:1": {},
+    "4:4:0": {},
+    "4:2:0 progressive": {"subsampling": "4:2:0", "progressive": True},
+    "4:4:4 progressive": {"subsampling": "4:4:4", "progressive": True},
+    "RGB": {"keep_rgb": True},
+}
+CODINGS = ORDINARY | RESTARTS | UNUSUAL
+OTHERS = ("PNG", "PNG L", "PNG RGBA", "PNG LA", "PNG P", "PNG 1", "WEBP", "WEBP RGBA", "JPEG CMYK")
 
 
 def encode(pixels: np.ndarray, coding: str) -> bytes:
+    if coding in OTHERS:
+        form, _, mode = coding.partition(" ")
+        return encoded(Image.fromarray(pixels).convert(mode or "RGB"), form, lossless=True)
     if coding in ("4:1:1", "4:4:0"):  # Pillow cannot write these
         return simplejpeg.encode_jpeg(
             np.ascontiguousarray(pixels), colorsubsampling=coding.replace(":", "")
         )
-    image, file = Image.fromarray(pixels), io.BytesIO()
-    (image.convert("L") if coding == "grey" else image).save(file, "JPEG", **CODINGS[coding])
-    return file.getvalue()
+    image = Image.fromarray(pixels)
+    return encoded(image.convert("L") if coding == "grey" else image, "JPEG", **CODINGS[coding])
 
 
-BOXES = {
-    "whole": CropBox(0, 0, WIDTH, HEIGHT),
-    "left top corner": CropBox(0, 0, 20, 10),
-    "right top corner": CropBox(WIDTH - 20, 0, 20, 10),
-    "left bottom corner": CropBox(0, HEIGHT - 10, 20, 10),
-    "right bottom corner": CropBox(WIDTH - 20, HEIGHT - 10, 20, 10),
-    "on blocks": CropBox(16, 16, 32, 16),
-    "off blocks": CropBox(17, 15, 31, 18),
-    "a column": CropBox(33, 0, 1, HEIGHT),
-    "a row": CropBox(0, 33, WIDTH, 1),
-    "a pixel": CropBox(47, 31, 1, 1),
-    "the first pixel": CropBox(0, 0, 1, 1),
-    "the last pixel": CropBox(WIDTH - 1, HEIGHT - 1, 1, 1),
-}
+EDGES = [
+    *(CropBox(x, y, 20, 10) for x in (0, WIDTH - 20) for y in (0, HEIGHT - 10)),
+    *(CropBox(0, 0, WIDTH, HEIGHT), CropBox(16, 16, 32, 16), CropBox(17, 15, 31, 18)),
+    *(CropBox(33, 0, 1, HEIGHT), CropBox(0, 33, WIDTH, 1), CropBox(47, 31, 1, 1)),
+    *(CropBox(0, 0, 1, 1), CropBox(WIDTH - 1, HEIGHT - 1, 1, 1)),
+]
 
 
-def reference(data: bytes, request: CropRequest) -> torch.Tensor:
-    return crops.crop_and_resize(crops.decode(data), request)
-
-
-@pytest.mark.parametrize("kind", ["smooth", "noise"])
 @pytest.mark.parametrize("coding", CODINGS)
-def test_every_box_holds_the_pixels_of_the_reference(
-    decoder: decoders.Decoder, coding: str, kind: str
-) -> None:
-    """A box decoded alone equals the same box of the whole image, exactly."""
-    data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
-    assert decoder.size(data) == (WIDTH, HEIGHT)
-    for name, box in BOXES.items():
-        side = max(box.width, box.height)  # no reduction that could hide a difference
-        request = plain(box, size=side)
-        assert torch.equal(decoder.crop(data, request), reference(data, request)), name
-
-
-def of_another_format(pixels: np.ndarray, kind: str) -> bytes:
-    form, _, mode = kind.partition(" ")
-    return encoded(Image.fromarray(pixels).convert(mode or "RGB"), form, lossless=True)
-
-
-OTHERS = ("PNG", "PNG L", "PNG RGBA", "PNG LA", "PNG P", "PNG 1", "WEBP", "WEBP RGBA", "JPEG CMYK")
+def test_every_box_has_the_pixels_of_the_whole_image(decoder: Decoder, coding: str) -> None:
+    for kind in ("smooth", "noise"):
+        data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
+        assert decoder.size(data) == (WIDTH, HEIGHT)
+        for box in EDGES:  # without a reduction that could hide a difference
+            request = request_of(box, size=max(box.width, box.height))
+            expected = crops.crop_and_resize(crops.decode(data), request)
+            assert torch.equal(decoder.crop(data, request), expected), box
 
 
 @st.composite
-def crop_cases(draw: st.DrawFn) -> tuple[bytes, CropRequest]:
-    width, height = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+def cases(draw: st.DrawFn) -> tuple[bytes, bytes, CropRequest, bool]:
+    """An image, the same after damage, what is wanted of it, and whether it was only cut."""
+    width, height = draw(st.integers(1, 140)), draw(st.integers(1, 70))
     left, top = draw(st.integers(0, width - 1)), draw(st.integers(0, height - 1))
     box = CropBox(left, top, draw(st.integers(1, width - left)), draw(st.integers(1, height - top)))
     kind, seed = draw(st.sampled_from(["smooth", "noise"])), draw(st.integers(0, 9))
-    pixels = picture(width, height, kind=kind, seed=seed)
-    request = plain(
+    data = encode(
+        picture(width, height, kind=kind, seed=seed), draw(st.sampled_from([*CODINGS, *OTHERS]))
+    )
+    request = request_of(
         box,
         size=(draw(st.integers(1, 70)), draw(st.integers(1, 70))),
         interpolation=draw(st.sampled_from(["bilinear", "bicubic"])),
         antialias=draw(st.booleans()),
         flip=draw(st.booleans()),
+        entry_points=find_entry_points(data, every=draw(st.sampled_from([1, 3, 16]))),
     )
-    coding = draw(st.sampled_from([*CODINGS, *OTHERS]))
-    return (of_another_format if coding in OTHERS else encode)(pixels, coding), request
+    damage, place = draw(st.sampled_from(["none", "cut", "changed", "lost", "added"])), len(data)
+    if damage != "none":
+        place = draw(st.integers(0, len(data) - 1) | st.integers(max(0, len(data) - 3), place))
+    some = draw(st.binary(min_size=1, max_size=8))
+    rest = {"changed": place + len(some), "lost": place + len(some), "added": place}
+    broken = data[:place]
+    if damage in rest:
+        broken += (b"" if damage == "lost" else some) + data[rest[damage] :]
+    return data, broken, request, damage in ("none", "cut")
 
 
 @pytest.mark.parametrize("name", list(FORMS))
-@settings(max_examples=300, deadline=None)
-@given(case=crop_cases(), is_interleaved=st.booleans())
-def test_any_box_of_any_image_equals_the_reference(
-    name: str, case: tuple[bytes, CropRequest], is_interleaved: bool
+@settings(max_examples=400, deadline=None)
+@given(case=cases(), is_interleaved=st.booleans())
+def test_any_crop_of_any_bytes_is_pillows_or_an_error(
+    name: str, case: tuple[bytes, bytes, CropRequest, bool], is_interleaved: bool
 ) -> None:
     """Also in the row of a batch that is given, whatever the layout of its memory."""
-    decoder = make(name)
-    data, request = case
-    expected = reference(data, request)
+    decoder, (data, broken, request, must_agree) = make(name), case
+    expected = crops.crop_and_resize(crops.decode(data), request)
     assert decoder.size(data) == crops.decode(data).shape[1::-1]
     assert torch.equal(decoder.crop(data, request), expected)
     batch = torch.full((3, 3, *request.shape), 7, dtype=torch.uint8)
@@ -169,170 +179,60 @@ def test_any_box_of_any_image_equals_the_reference(
         batch = batch.contiguous(memory_format=torch.channels_last)
     assert decoder.crop(data, request, out=batch[1]).data_ptr() == batch[1].data_ptr()
     assert torch.equal(batch[1], expected) and (batch[[0, 2]] == 7).all()
+    # Damage beside the box may not be seen; Pillow's pixels of damaged images are those of all.
+    plain = request_of(request.box, size=request.size)
+    found, expected = (outcome(each, broken, plain) for each in (decoder, Decoder()))
+    assert found == expected or (expected == "unreadable" and not must_agree)
+    if name == "region":
+        other = outcome(FORMS["region without AVX2"](), broken, plain)
+        assert found == other or "unreadable" in (found, other)
 
 
-@pytest.mark.parametrize("coding", ["4:2:0", "4:2:0 progressive", "grey", "restarts"])
-def test_a_truncated_image_is_an_error_even_outside_the_box(
-    decoder: decoders.Decoder, coding: str
-) -> None:
-    data = encode(picture(WIDTH, HEIGHT, kind="noise"), coding)
-    for length in [*range(0, len(data) - 2, 97), len(data) - 2, len(data) - 1]:
-        # With one byte missing Pillow still has every pixel, and so must the others.
-        expected = _outcome(decoders.PillowDecoder(), data[:length], CropBox(0, 0, 8, 8))
-        assert _outcome(decoder, data[:length], CropBox(0, 0, 8, 8)) == expected
-        assert expected == "unreadable" or length == len(data) - 1
-
-
-def _outcome(decoder: decoders.Decoder, data: bytes, box: CropBox) -> object:
-    try:
-        return decoder.crop(data, plain(box)).tolist()
-    except (OSError, ValueError):
-        return "unreadable"
-
-
-@pytest.mark.parametrize(
-    "coding", ["4:4:4", "4:2:0", "4:2:0 progressive", "restarts", "restarts inside rows", "grey"]
-)
-def test_damage_gives_pillows_pixels_or_an_error(decoder: decoders.Decoder, coding: str) -> None:
-    """Lost data are filled in with the same pixels as by Pillow."""
-    data, box = encode(picture(WIDTH, HEIGHT), coding), CropBox(20, 30, 40, 20)
-    random = np.random.default_rng(1)
-    for _ in range(150):
-        broken = bytearray(data)
-        for place in random.integers(2, len(data) - 2, random.integers(1, 4)):
-            broken[place] = random.integers(256)
-        found, expected = (
-            _outcome(d, bytes(broken), box) for d in (decoder, decoders.PillowDecoder())
-        )
-        assert found == expected or expected == "unreadable"
-
-
-def test_damaged_png_and_webp_are_decided_by_pillow() -> None:
-    rng, decoder = random.Random(0), decoders.SimpleJpegDecoder()
-    samples = [d for n, d in small_samples().items() if n.startswith(("png", "webp"))]
-
-    def whole(read: Callable[[bytes], torch.Tensor], data: bytes) -> object:
-        try:
-            return read(data).tolist()
-        except (OSError, ValueError):
-            return "unreadable"
-
-    for _ in range(600):
-        data = rng.choice(samples)
-        changed = bytearray(data[: rng.choice([len(data), rng.randrange(1, len(data))])])
-        for _ in range(rng.choice([1, 2, 8])):
-            place = rng.randrange(min(rng.choice([60, len(data)]), len(changed)))
-            changed[place] ^= 1 << rng.randrange(8)
-        assert whole(decoder.whole, bytes(changed)) == whole(crops.decode, bytes(changed))
+@pytest.mark.parametrize("coding", CODINGS)
+def test_ordinary_jpegs_are_decoded_without_libjpeg(vectors: None, coding: str) -> None:
+    """Both decoders give the same pixels, so the pixels do not show which was used."""
+    pixels = np.zeros((3, 9, 9), np.uint8)
+    for kind in ("smooth", "noise"):
+        data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
+        used_own = decoders.decode_region(data, request_of(EDGES[6], size=9), pixels)
+        assert used_own == (coding in ORDINARY | RESTARTS)
+        assert bool(find_entry_points(data)) == (coding in ORDINARY)
 
 
 def test_ordinary_webp_is_not_left_to_pillow() -> None:
-    """The pixels do not show which decoder was used."""
     fast = {n for n, d in small_samples().items() if decoders.decode_webp(d) is not None}
     assert fast == {"webp", "webp smooth", "webp lossless", "webp lossless rgba"}
 
 
-@pytest.mark.parametrize("kind", ["png", "webp"])
-def test_a_header_that_claims_too_much_is_refused(kind: str) -> None:
-    decoder, data = decoders.SimpleJpegDecoder(), small_samples()["webp lossless"]
-    data = data[:21] + b"\xff" * 4 + data[25:]
-    if kind == "png":
-        data = png(20_000, 20_000, rows=bytes(1000))
-    for read in (decoder.size, decoder.whole):
-        with pytest.raises((OSError, ValueError)):
-            read(data)
-
-
 @pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None])
 def test_a_huge_image_is_refused_before_it_is_decoded(
-    decoder: decoders.Decoder, limit: int | None, monkeypatch: pytest.MonkeyPatch
+    decoder: Decoder, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # None: as data_prep, in the same process, leaves it.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    data = bytearray(encode(picture(WIDTH, HEIGHT), "4:4:4"))
-    frame = data.index(b"\xff\xc0")
-    data[frame + 5 : frame + 9] = (65_000).to_bytes(2, "big") * 2
-    with pytest.raises(ValueError):
-        decoder.size(bytes(data))
-    with pytest.raises(ValueError):
-        decoder.crop(bytes(data), plain(CropBox(0, 0, 64, 64)))
+    jpeg = bytearray(encode(picture(WIDTH, HEIGHT), "4:4:4"))
+    frame = jpeg.index(b"\xff\xc0")
+    jpeg[frame + 5 : frame + 9] = (65_000).to_bytes(2, "big") * 2
+    webp = small_samples()["webp lossless"]
+    webp = webp[:21] + b"\xff" * 4 + webp[25:]
+    for data in (bytes(jpeg), webp, png(20_000, 20_000, rows=bytes(1000))):
+        for read in (decoder.size, lambda d: decoder.crop(d, request_of(CropBox(0, 0, 64, 64)))):
+            with pytest.raises((OSError, ValueError)):
+                read(data)
 
 
 @pytest.mark.parametrize(
     "box",
     [
-        CropBox(0, 0, WIDTH + 1, 1),
-        CropBox(0, 0, 1, HEIGHT + 1),
-        CropBox(WIDTH, 0, 1, 1),
-        CropBox(-1, 0, 2, 2),
-        CropBox(0, -1, 2, 2),
-        CropBox(0, 0, 0, 5),
-        CropBox(0, 0, 5, 0),
-        CropBox(2**31, 0, 2**33, 1),
-        CropBox(2**64, 0, 1, 1),
+        *(CropBox(0, 0, WIDTH + 1, 1), CropBox(0, 0, 1, HEIGHT + 1), CropBox(WIDTH, 0, 1, 1)),
+        *(CropBox(-1, 0, 2, 2), CropBox(0, -1, 2, 2), CropBox(0, 0, 0, 5), CropBox(0, 0, 5, 0)),
+        *(CropBox(2**31, 0, 2**33, 1), CropBox(2**64, 0, 1, 1)),
     ],
     ids=str,
 )
-def test_a_box_outside_the_image_is_refused(decoder: decoders.Decoder, box: CropBox) -> None:
+def test_a_box_outside_the_image_is_refused(decoder: Decoder, box: CropBox) -> None:
     with pytest.raises(ValueError):
-        decoder.crop(encode(picture(WIDTH, HEIGHT), "4:2:0"), plain(box))
-
-
-ORDINARY = {"4:4:4", "4:2:2", "4:2:0", "restarts", "restarts inside rows", "coarse", "fine", "grey"}
-
-
-@pytest.mark.parametrize("coding", CODINGS)
-def test_ordinary_images_are_decoded_without_libjpeg(coding: str) -> None:
-    """Both decoders give the same pixels, so the pixels do not show which was used."""
-    if not _has_vectors():
-        pytest.skip("this processor has no AVX2 and BMI2")
-    for kind in ("smooth", "noise"):
-        took, _ = _both_ways(encode(picture(WIDTH, HEIGHT, kind=kind), coding), BOXES["off blocks"])
-        assert took == (coding in ORDINARY)
-
-
-@pytest.mark.parametrize("coding", sorted(ORDINARY))
-def test_damaged_images_give_the_pixels_of_libjpeg_or_none(coding: str) -> None:
-    """For any bytes, our own decoder gives libjpeg's pixels or refuses."""
-    if not _has_vectors():
-        pytest.skip("this processor has no AVX2 and BMI2")
-    data, random = encode(picture(129, 70, kind="noise"), coding), np.random.default_rng(3)
-    start = data.index(b"\xff\xda") + 14
-    num_taken = num_left = 0
-    for _ in range(200):
-        broken = bytearray(data)
-        place = int(random.integers(start, len(data) - 2))
-        kind = random.integers(3)
-        if kind == 0:
-            broken[place] = random.integers(256)
-        elif kind == 1:
-            del broken[place : place + int(random.integers(1, 9))]
-        else:
-            broken[place:place] = random.bytes(int(random.integers(1, 9)))
-        box = CropBox(*(int(random.integers(low)) for low in (100, 50)), 25, 18)
-        took, same = _both_ways(bytes(broken), box)
-        assert same
-        num_taken, num_left = num_taken + took, num_left + (not took)
-    assert num_taken > 20 and num_left > 20
-
-
-def _has_vectors() -> bool:
-    _require("region")
-    with open("/proc/cpuinfo") as lines:
-        return {"avx2", "bmi1", "bmi2"} <= set(lines.read().split())
-
-
-def _both_ways(data: bytes, box: CropBox) -> tuple[bool, bool]:
-    """Whether our own decoder was used, and whether libjpeg gives the same pixels or none."""
-    side, took, found = max(box.width, box.height), False, []
-    for allowed in (True, False):
-        pixels = np.zeros((3, side, side), np.uint8)
-        try:
-            took |= decoders.decode_region(data, plain(box, size=side), pixels, allow_avx2=allowed)
-        except ValueError:
-            break
-        found.append(pixels)
-    return took, len(found) < 2 or np.array_equal(*found)
+        decoder.crop(encode(picture(WIDTH, HEIGHT), "4:2:0"), request_of(box))
 
 
 def test_a_machine_without_the_extension_says_how_to_get_it(
@@ -346,5 +246,86 @@ def test_a_machine_without_the_extension_says_how_to_get_it(
             resolve_decoder("region")
         assert "auto, region, simplejpeg, pillow" in str(error.value)
         assert resolve_decoder("auto") == "simplejpeg"
+        with pytest.raises(UserError, match="needs AVX2 and the C extension"):
+            require_entry_points(where="x")
     finally:
         decoders.missing.cache_clear()
+
+
+# ---- entry points --------------------------------------------------------------------------------
+
+LARGE = CropBox(150, 80, 20, 16)
+
+
+def large_jpeg(coding: str) -> bytes:
+    """Noise of 6 px, so that DC values and lengths differ from block to block."""
+    small = Image.fromarray(picture(34, 20, kind="noise"))
+    return encode(np.asarray(small.resize((203, 117), Image.Resampling.BICUBIC)), coding)
+
+
+def cut(data: bytes, points: bytes, box: CropBox = LARGE) -> tuple[bool, np.ndarray]:
+    """Whether our own decoder was used, and the pixels."""
+    pixels = np.zeros((3, 9, 9), np.uint8)
+    request = request_of(box, size=9, antialias=True, entry_points=points)
+    return decoders.decode_region(data, request, pixels), pixels
+
+
+@pytest.mark.parametrize("coding", ["4:4:4", "4:2:0", "grey"])
+def test_what_is_above_the_box_is_not_decoded(vectors: None, coding: str) -> None:
+    """Damage there ends decoding from the top, and is not seen from the entry points."""
+    data = large_jpeg(coding)
+    points = find_entry_points(data, every=2)
+    _, expected = cut(data, b"")
+    place = data.index(b"\xff\xda") + 40
+    part = data[place : place + 60]
+    # No marker is made or lost.
+    changed = bytes(
+        byte if 0xFF in (before, byte, byte ^ 0x2A) else byte ^ 0x2A
+        for before, byte in zip(data[place - 1 :], part, strict=False)
+    )
+    broken = data[:place] + changed + data[place + 60 :]
+    try:
+        assert not np.array_equal(cut(broken, b"")[1], expected)
+    except ValueError:
+        pass  # libjpeg sees the damage
+    used, found = cut(broken, points)
+    assert used and np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("coding", ORDINARY)
+def test_any_entry_points_are_safe(vectors: None, coding: str) -> None:
+    """Those that are not of the file give pixels or an error, and never a crash."""
+    data, random = large_jpeg(coding), np.random.default_rng(1)
+    points, num_used = find_entry_points(data, every=4), 0
+    for _ in range(200):
+        broken = bytearray(points)
+        for place in random.integers(2, len(points), int(random.integers(1, 20))):
+            broken[place] = random.integers(256)
+        x, y = int(random.integers(190)), int(random.integers(100))
+        used, _ = cut(data, bytes(broken), CropBox(x, y, 203 - x, 117 - y))
+        num_used += used
+    assert 0 < num_used < 200
+    # Of another geometry, version or spacing: not used, so the pixels are right.
+    other = find_entry_points(encode(picture(320, 117), coding), every=4)
+    for wrong in (other, points[:-1], points + b"\x00", b"\x02" + points[1:], b"\x01\x00", b"\x01"):
+        assert np.array_equal(cut(data, wrong)[1], cut(data, b"")[1])
+    for damaged in (b"", b"\xff\xd8\xff", data[:-200], data[:-2] + b"\x00\xff\xd9"):
+        assert find_entry_points(damaged) == b""
+
+
+def test_damage_of_a_file_of_entry_points_is_seen(tmp_path: Path) -> None:
+    path = entry_points_file(tmp_path, "train-000000.tar")
+    assert path == tmp_path / "entry_points/train-000000.jpt"
+    known = {1 << 63: b"abcdef", 5: b"ghi", 7: b""}
+    write_entry_points(path, known)
+    assert {key: read_entry_points(path, key=key) for key in (*known, 6)} == known | {6: b""}
+    data = path.read_bytes()
+    for place in range(len(data)):
+        changed = bytes([*data[:place], data[place] ^ 0x41, *data[place + 1 :]])
+        for broken in (data[:place], changed):
+            path.write_bytes(broken)
+            entry_points._open.cache_clear()
+            assert all(read_entry_points(path, key=key) in (b"", known[key]) for key in known)
+    path.unlink()
+    entry_points._open.cache_clear()
+    assert read_entry_points(path, key=5) == b""
