@@ -15,8 +15,7 @@ import torch
 
 from finetune.exporting.format import Format, save_weights, weights_of
 from vitscale.distributed.atomic_files import write_json
-from vitscale.evaluation.inference import Preprocessing
-from vitscale.evaluation.trained_model import TrainedModel
+from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.settings import ViTSettings
 from vitscale.models.weights.huggingface import to_huggingface
 

@@ -13,8 +13,7 @@ import torch
 
 from finetune.exporting.format import Format, save_weights, weights_of
 from vitscale.distributed.atomic_files import write_json
-from vitscale.evaluation.inference import Preprocessing
-from vitscale.evaluation.trained_model import TrainedModel
+from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.settings import TimmSettings
 from vitscale.models.timm_model import built_by_timm, pretrained_config
 

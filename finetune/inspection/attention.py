@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from finetune.inspection.visualized import Visualized
-from vitscale.evaluation.inference import InferenceModel
+from vitscale.evaluation.trained_model import InferenceModel
 from vitscale.images.sheet import caption, captioned_sheet
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -23,14 +23,6 @@ class ConfusionSettings(EvaluationSettingsBase):
     """How many classes are the worst ones."""
     num_examples: int = Field(default=8, gt=0)
     """Pictures of each of them."""
-
-
-class Guesses(NamedTuple):
-    """Predicted classes of images; each array has one entry per image."""
-
-    label: np.ndarray
-    guess: np.ndarray
-    sample: np.ndarray
 
 
 class Confusion(PassEvaluation):
@@ -55,23 +47,22 @@ class Confusion(PassEvaluation):
 
         rows_N4 = gather_rows(torch.cat(self._rows)).cpu().numpy()
         self._rows = []
-        label, guess, sample = rows_N4[rows_N4[:, 3] > 0, :3].T
-        found, classes = Guesses(label, guess, sample), self._subject.val.classes
-        images = np.bincount(label)
-        right = np.bincount(label[label == guess], minlength=len(images))
-        shares = {int(each): float(right[each] / images[each]) for each in np.flatnonzero(images)}
+        found_N3 = rows_N4[rows_N4[:, 3] > 0, :3]  # label, guess, sample
+        images, classes = Counter(found_N3[:, 0].tolist()), self._subject.val.classes
+        cells = Counter((label, guess) for label, guess, _ in found_N3.tolist())
+        shares = {label: cells[label, label] / number for label, number in images.items()}
         worst = sorted(shares, key=lambda each: (shares[each], each))[: self.settings.num_classes]
+        # Confusions first, the most frequent ones first.
+        ordered = sorted(cells.items(), key=lambda cell: (len({*cell[0]}) == 1, -cell[1], cell[0]))
         lines: list[tuple[object, ...]] = [("class", "predicted", "images")]
-        lines += [(classes[a], classes[b], n) for a, b, n in cells(found)]
+        lines += [(classes[label], classes[guess], number) for (label, guess), number in ordered]
         self._subject.write_table("confusion.csv", lines)
         count = self.settings.num_examples
-        chosen = [(each, shares[each], examples(found, each, count=count)) for each in worst]
-        self._subject.write("worst_classes.png", lambda path: self._draw(path, found, chosen))
+        chosen = [(each, shares[each], examples(found_N3, each, count=count)) for each in worst]
+        self._subject.write("worst_classes.png", lambda path: self._draw(path, chosen))
         return {"worst_classes_top1": float(np.mean([shares[each] for each in worst]))}
 
-    def _draw(
-        self, path: Path, found: Guesses, chosen: list[tuple[int, float, np.ndarray]]
-    ) -> None:
+    def _draw(self, path: Path, chosen: list[tuple[int, float, list[tuple[int, int]]]]) -> None:
         """One row for each class: label, accuracy, and images of it that were taken for others."""
         import torch
 
@@ -79,38 +70,29 @@ class Confusion(PassEvaluation):
         from vitscale.images.sheet import captioned_sheet, save_figure, short_names
 
         subject, size = self._subject, self._subject.image_size
-        guesses = [int(found.guess[each]) for _, _, numbers in chosen for each in numbers]
+        guesses = [guess for _, _, wrong in chosen for guess, _ in wrong]
         labels = [label for label, _, _ in chosen]
         names, note = short_names(subject.val.classes, [*labels, *guesses])
         samples = EvaluationSamples(subject.val, settings=subject.data, image_size=size)
         rows = []
-        for label, share, numbers in chosen:
+        for label, share, wrong in chosen:
             row: list[Any] = [(f"{names[label]}\n{share:.0%} right", False, None)]
-            for number in numbers:
+            for guess, sample in wrong:
                 pixels = torch.empty(3, size, size, dtype=torch.uint8)
-                samples.fill(int(found.sample[number]), pixels)
-                row.append((names[int(found.guess[number])], True, pixels))
+                samples.fill(sample, pixels)
+                row.append((names[guess], True, pixels))
             rows.append(row)
         title = f"Worst classes: images that were taken for the class above them{note}"
         save_figure(captioned_sheet(title, rows, height=1.6), path)
 
 
-def cells(found: Guesses) -> list[tuple[int, int, int]]:
-    """(class, predicted class, images) of every cell that is not 0: confusions first, the most
-    frequent ones first."""
-    pairs, counts = np.unique(np.stack([found.label, found.guess]), axis=1, return_counts=True)
-    rows = [(int(a), int(b), int(n)) for a, b, n in zip(*pairs, counts, strict=True)]
-    return sorted(rows, key=lambda row: (row[0] == row[1], -row[2], row[:2]))
-
-
-def examples(found: Guesses, label: int, *, count: int) -> np.ndarray:
-    """Positions of wrong images of a class: one for each wrong class, the most frequent wrong class
-    first, then a second one for each, and so on."""
-    wrong = np.flatnonzero((found.label == label) & (found.guess != label))
-    wrong = wrong[np.argsort(found.sample[wrong])]
-    frequency = Counter(found.guess[wrong].tolist())
+def examples(found_N3: np.ndarray, label: int, *, count: int) -> list[tuple[int, int]]:
+    """Predicted class and sample of wrong images of a class: one for each wrong class, the most
+    frequent wrong class first, then a second one for each, and so on."""
+    wrong_N3 = found_N3[(found_N3[:, 0] == label) & (found_N3[:, 1] != label)].tolist()
+    frequency = Counter(guess for _, guess, _ in wrong_N3)
     seen, order = Counter[int](), []
-    for position, guess in zip(wrong, found.guess[wrong].tolist(), strict=True):
-        order.append((seen[guess], -frequency[guess], guess, position))
+    for _, guess, sample in sorted(wrong_N3, key=lambda row: row[2]):
+        order.append((seen[guess], -frequency[guess], guess, sample))
         seen[guess] += 1
-    return np.array([position for *_, position in sorted(order)[:count]], np.int64)
+    return [(guess, sample) for *_, guess, sample in sorted(order)[:count]]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from vitscale.data.index import SplitIndex
     from vitscale.engine.engine import Engine
-    from vitscale.evaluation.inference import InferenceModel
+    from vitscale.evaluation.trained_model import InferenceModel
 
 # Folder of the evaluations' files in that of a run or of results.
 FILES = "evaluation"

@@ -316,6 +316,9 @@ class TimmSettings(Architecture):
     arguments: dict[str, Any] = {}
     """Further arguments of timm.create_model, such as {drop_path_rate: 0.1}."""
 
+    def __hash__(self) -> int:
+        return hash(str(self.description()))
+
     @property
     def title(self) -> str:
         return f"timm {self.model}"

@@ -6,7 +6,6 @@ Leaves out: reading files (`weights`). Nothing is downloaded.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -66,17 +65,15 @@ class TimmModel(nn.Module):
             {n: t for n, t in each.items() if not n.startswith(left_out) and COUNTER not in n}
             for each in (self.state_dict(), weights)
         )
-        for name in (f"{each}.weight" for each in self.classifiers if keep_head):
-            if name in given and len(own[name]) != len(given[name]):
-                what = f"the weights have {len(given[name])} classes, the model {len(own[name])}"
-                raise UserError(what, where=where, next_step="take weights of the same classes")
         resample = getattr(sys.modules[type(self).__module__], "checkpoint_filter_fn", None)
         is_resized = own.keys() <= given.keys() and any(
             tensor.shape != given[name].shape for name, tensor in own.items()
         )
         if resample is not None and is_resized:
             given = resample(given, self)
-        refuse_misfits(own, given, where=where, next_step="give weights of the same model of timm")
+        next_step = "give weights of the same model of timm"
+        next_step += " and the same classes, or keep_head=false" if keep_head else ""
+        refuse_misfits(own, given, where=where, next_step=next_step)
         self.load_state_dict(given, strict=False)
 
 
@@ -148,14 +145,9 @@ class _Measured(NamedTuple):
     """By parameter; None where timm does not say what a layer is."""
 
 
-def _measured(arch: TimmSettings) -> _Measured:
-    return _measure(json.dumps(arch.description(), sort_keys=True))
-
-
 @cache
-def _measure(description: str) -> _Measured:
+def _measured(arch: TimmSettings) -> _Measured:
     """Of a model without memory. Raises UserError where timm does not build or run it."""
-    arch = TimmSettings.model_construct(**json.loads(description))
     try:
         with torch.device("meta"), torch.no_grad():
             model: Any = _create(arch).eval()

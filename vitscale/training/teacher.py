@@ -16,8 +16,7 @@ from vitscale.checkpoint.folders import MANIFEST
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.engine.device_batches import Normalization
-from vitscale.evaluation.inference import Preprocessing
-from vitscale.evaluation.trained_model import open_model
+from vitscale.evaluation.trained_model import Preprocessing, open_model
 from vitscale.models import timm_model
 from vitscale.models.settings import TimmSettings
 

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
+from tests.support.corpora.small_shards import image_bytes
 from tests.support.golden import Golden
 
 pytestmark = pytest.mark.distributed
@@ -109,6 +110,48 @@ def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> Non
         scripts.run("predict", *words, *more, inputs)
         found[name] = predictions(output)
     golden.json("scripts/predict.json", found, rel=REL)
+
+
+@pytest.mark.slow
+def test_predictions_do_not_depend_on_ranks(scripts: Scripts, from_npz: Run) -> None:
+    """Top-1 is that of the run's own evaluation."""
+    tables = []
+    for ranks in (1, 2):
+        table = scripts.folder / f"{ranks}-ranks.csv"
+        words = (f"init={from_npz[0]}", f"output={table}", scripts.shards, "num_workers=1")
+        said = scripts.run("predict", *words, "compute.device=cpu", num_ranks=ranks)
+        assert "12 images, 0 of them unreadable" in said
+        tables.append(predictions(table))
+    for rows in zip(*tables, strict=True):
+        for name in ("image", "label", "class_1", "class_3"):
+            assert rows[0][name] == rows[1][name]
+    right = np.mean([row["label"] == row["class_1"] for row in tables[1]])
+    assert right == pytest.approx(from_npz[1]["val/top1"][-1])
+
+
+@pytest.mark.slow
+def test_unreadable_images_do_not_end_the_command(
+    scripts: Scripts, from_npz: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "in/below").mkdir(parents=True)
+    names = ["a.jpg", "below/b.jpg", "below/c.jpg", "below/d.jpg"]
+    for name in names:
+        (tmp_path / "in" / name).write_bytes(image_bytes("jpg", seed=1))
+    (tmp_path / "in/below/c.jpg").write_bytes(b"\xff\xd8\xff no image")
+    output = tmp_path / "out/table.parquet"
+    words = (f"init={from_npz[0]}", "compute.device=cpu", tmp_path / "in")
+    said = scripts.run("predict", *words, f"output={output}", "top=2", num_ranks=2)
+    assert "4 images, 1 of them unreadable" in said
+    rows = pq.read_table(output).to_pylist()
+    assert [row["image"] for row in rows] == [str(tmp_path / "in" / name) for name in names]
+    assert [row["error"] is None for row in rows] == [True, True, False, True]
+    assert rows[0]["class_1"] == rows[1]["class_1"] and rows[2]["class_1"] is None
+    assert [path.name for path in output.parent.iterdir()] == ["table.parquet"]
+    printed = scripts.run("predict", *words)
+    assert "c.jpg: cannot be read" in printed and printed.count("%") == 9
+    bad = f"output={tmp_path}/in/a.jpg/table.csv"
+    printed = scripts.run("predict", *words, bad, code=2)
+    assert f"{bad}: cannot be written" in printed and "Traceback" not in printed
 
 
 @pytest.mark.slow

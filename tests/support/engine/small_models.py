@@ -12,8 +12,7 @@ import torch
 from finetune.exporting.folder import write_folder
 from finetune.settings import ExportRun
 from tests.support.engine.numpy_vit import vit_logits
-from vitscale.evaluation.inference import Preprocessing
-from vitscale.evaluation.trained_model import TrainedModel
+from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.registry import MODELS
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vitscale.distributed.world import World
-from vitscale.evaluation.inference import InferenceModel
+from vitscale.evaluation.trained_model import InferenceModel
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 

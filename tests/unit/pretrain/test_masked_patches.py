@@ -15,9 +15,8 @@ from pretrain.objectives.masked_patches import (
     color_loss,
     colors,
     draw_corruption,
-    picture_rows,
 )
-from vitscale.models.patches import on_device, take_patches, to_images, to_patches
+from vitscale.models.patches import on_device, to_images, to_patches
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 
@@ -85,7 +84,7 @@ def test_colors_equal_a_slow_reference() -> None:
         assert found[b, k] == 64 * r + 8 * g + blue
 
 
-def test_patches_are_rows_of_the_grid_with_channels_last() -> None:
+def test_patches_are_rows_with_channels_last_and_chance_loses_ln_512() -> None:
     images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
     patches = to_patches(images, patch_size=4)
     pixels = patches.unflatten(2, (4, 4, 3))
@@ -94,12 +93,8 @@ def test_patches_are_rows_of_the_grid_with_channels_last() -> None:
         expected = images[:, :, top : top + 4, left : left + 4].permute(0, 2, 3, 1)
         assert torch.equal(pixels[:, number], expected)
     assert torch.equal(to_images(patches, grid=(3, 3)), images)
-
-
-def test_the_loss_of_chance_is_ln_512() -> None:
     loss, accuracy = color_loss(torch.zeros(2, 3, 512), torch.tensor([[0, 1, 2], [3, 4, 5]]))
-    assert loss.item() == pytest.approx(math.log(512))
-    assert accuracy.item() == pytest.approx(1 / 6)
+    assert (loss.item(), accuracy.item()) == pytest.approx((math.log(512), 1 / 6))
 
 
 @pytest.mark.parametrize(
@@ -137,18 +132,3 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
         for k, patch in enumerate(corruption["predicted_BK"][b]):
             expected = tokens[patch] @ model.objective.head.weight.T
             assert torch.allclose(found[b, k], expected, atol=1e-5)
-
-
-def test_pictures_show_corruption_targets_and_predictions() -> None:
-    images = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
-    corruption = drawn(np.arange(2), num_patches=9, mask_share=1.0, swap_share=0.0)
-    inputs = {n: on_device(v, torch.device("cpu")) for n, v in corruption.items()}
-    patches = take_patches(to_patches(images, patch_size=8), inputs["predicted_BK"])
-    logits = torch.nn.functional.one_hot(colors(patches), 512).float()
-    rows = picture_rows(images, logits, inputs, patch_size=8)
-    assert torch.equal(rows["original"], images)
-    assert torch.equal(rows["predicted"], rows["targets"])
-    shown = take_patches(to_patches(rows["targets"], patch_size=8), inputs["predicted_BK"])
-    assert torch.equal(colors(shown), colors(patches))
-    masked = (rows["corrupted"] == 127).all(dim=1).sum(dim=(1, 2))
-    assert (masked >= 4 * 64).all()

@@ -14,18 +14,14 @@ from vitscale.data.index import read_split
 from vitscale.evaluation.confusion import (
     Confusion,
     ConfusionSettings,
-    Guesses,
     examples,
 )
 
 
 def test_examples_show_each_wrong_class_before_a_second() -> None:
-    label = np.array([0, 0, 0, 0, 0, 0, 1])
-    guess = np.array([2, 1, 2, 1, 2, 0, 0])
-    found = Guesses(label, guess, np.array([10, 11, 12, 13, 14, 15, 16]))
-    chosen = examples(found, 0, count=4)
-    assert found.sample[chosen].tolist() == [10, 11, 12, 13]
-    assert found.guess[chosen].tolist() == [2, 1, 2, 1]
+    guesses = (2, 1, 2, 1, 2, 0, 0)
+    found = np.array([(n == 6, guess, 10 + n) for n, guess in enumerate(guesses)], np.int64)
+    assert examples(found, 0, count=4) == [(2, 10), (1, 11), (2, 12), (1, 13)]
     assert len(examples(found, 0, count=9)) == 5
 
 

@@ -13,11 +13,11 @@ from timm.models.deit import VisionTransformerDistilled
 
 from tests.support.engine.numpy_vit import vit_logits
 from vitscale.models.costs import num_parameters
-from vitscale.models.interface import SharedDropPath
+from vitscale.models.interface import InFp32, SharedDropPath
 from vitscale.models.positions import sincos_position_embedding
-from vitscale.models.settings import ViTSettings
+from vitscale.models.registry import MODELS
+from vitscale.models.settings import Architecture, TimmSettings, ViTSettings
 from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
-from vitscale.training.loop import seed_step
 from vitscale.training.losses import sigmoid_loss, softmax_loss
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
@@ -82,12 +82,12 @@ def test_forward_and_count_equal_independent_references(options: dict[str, Any])
     assert not any("norm" in name or "token" in name for name in kept)
 
 
-@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 @pytest.mark.parametrize(("width", "mlp_width"), [(88, 120), (104, 240), (24, 96)])
-def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int, mlp: str) -> None:
+def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int) -> None:
     """timm rounds the product of width and ratio down."""
-    model = small(width=width, mlp_width=mlp_width, mlp=mlp)
-    assert model.blocks[0].mlp.fc2.in_features == mlp_width
+    for mlp in ("gelu", "swiglu"):
+        model = small(width=width, mlp_width=mlp_width, mlp=mlp)
+        assert model.blocks[0].mlp.fc2.in_features == mlp_width
 
 
 # ---- initial weights --------------------------------------------------------------------------
@@ -197,18 +197,6 @@ def test_drop_path_grows_linearly_or_is_constant() -> None:
 
     assert rates() == pytest.approx([0, 0.1, 0.2, 0.3])
     assert rates(drop_path_by_depth="constant") == [0.3] * 4
-
-
-def test_attention_dropout_is_a_function_of_the_position() -> None:
-    model = small(attention_dropout=0.5)
-
-    def features(step: int) -> torch.Tensor:
-        seed_step(0, step=step, micro_step=0, rank=0)
-        return model(PIXELS, output="features")
-
-    assert torch.equal(features(1), features(1)) and not torch.equal(features(1), features(2))
-    model.eval()
-    assert torch.equal(features(1), features(2))
 
 
 def test_blocks_of_different_rates_are_compiled_once() -> None:
@@ -326,3 +314,53 @@ def test_resolved_settings_stay_as_they_are() -> None:
     arch = settings.resolved(num_classes=7)
     assert (arch.width, arch.depth, arch.patch_size, arch.num_classes) == (768, 2, 16, 7)
     assert arch.resolved(num_classes=9) == arch and settings.width is None
+
+
+# ---- every family --------------------------------------------------------------------------------
+
+FAMILIES: dict[str, Architecture] = {
+    "vit": SMALL.model_copy(update={"image_size": 32, "distillation_token": True}),
+    "timm": TimmSettings(image_size=32, model="test_convnext"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_objective_takes_further_inputs(name: str) -> None:
+    settings = FAMILIES[name]
+    model = MODELS[name].load().build_model(settings.resolved(num_classes=5), seed=0)
+    images = torch.zeros(1, 3, 32, 32)
+    with pytest.raises(AssertionError, match="feature"):
+        model(images, output="feature")
+    model.objective = Scaled()
+    assert torch.equal(model(images + 1, output="objective", factor=2), images + 2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_in_fp32_in_a_model_in_bf16(name: str) -> None:
+    """Near -10, where bf16 has steps of 0.06; also under autocast, as at ZeRO stage 0."""
+    settings = FAMILIES[name]
+    model = MODELS[name].load().build_model(settings.resolved(num_classes=5), seed=0)
+    heads = [module for module in model.modules() if isinstance(module, InFp32)]
+    assert len(heads) == (2 if name == "vit" else 1)
+    originals: dict[str, torch.Tensor] = {}
+    for head in heads:
+        torch.nn.init.normal_(head.weight, std=0.1)
+        torch.nn.init.normal_(head.bias, mean=-10)
+        originals |= {n: p.detach().clone() for n, p in head.named_parameters()}
+    images = torch.zeros(1, 3, 32, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model(images).dtype == torch.float32
+    rounded = model.bfloat16()(images.bfloat16())
+    assert rounded.dtype == torch.float32
+    last = heads[-1]
+    last.remainders = {n: (originals[n] - p).detach() for n, p in last.named_parameters()}
+    features = torch.randn(4, *last.weight.shape[1:]).bfloat16()
+    wanted = features.float().flatten(1) @ originals["weight"].flatten(1).T + originals["bias"]
+    assert (last(features).flatten(1) - wanted).abs().max() < 1e-5
+    last.remainders = {}
+    assert (last(features).flatten(1) - wanted).abs().max() > 1e-3
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, model: torch.nn.Module, images: torch.Tensor, factor: int) -> torch.Tensor:
+        return images * factor
