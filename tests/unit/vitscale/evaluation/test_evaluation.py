@@ -1,19 +1,31 @@
-"""Intervals of shares, models that do not suit the shards, and features that are computed once."""
+"""When evaluations run, intervals of shares, models that do not suit, features computed once."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest
 
-from tests.support.engine.subjects import array_subject, split_of
+from tests.support.engine.subjects import array_subject, given_outputs, split_of
 from vitscale.config.errors import UserError
-from vitscale.evaluation.evaluation import Share, check_labels
+from vitscale.evaluation import registry, schedule
+from vitscale.evaluation.evaluation import (
+    Evaluation,
+    EvaluationSettingsBase,
+    Output,
+    Share,
+    Subject,
+    check_labels,
+)
+from vitscale.evaluation.schedule import ScheduledEvaluations
 
 
 @pytest.mark.parametrize(
@@ -88,3 +100,61 @@ def test_parts_of_a_training_set_are_numbered_through() -> None:
     assert found.samples.tolist() == [29, 30, 32]
     assert found.labels_N.tolist() == [2, 2, 0]
     assert torch.equal(found.values_ND[1:], torch.ones(2, 5))
+
+
+# ---- schedule ------------------------------------------------------------------------------------
+
+
+class Weights(Evaluation):
+    """Reports which weights the engine holds."""
+
+    needs = "features"
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        engine: Any = subject.model
+        assert not engine.training
+        return {f"{self.settings.name}_value": engine.value}
+
+
+class FakeEngine:
+    training, value = True, 1.0
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        self.value = 2.0
+        yield
+        self.value = 1.0
+
+
+@pytest.mark.parametrize("has_average", [False, True])
+def test_each_evaluation_runs_at_its_own_interval_and_last(
+    monkeypatch: pytest.MonkeyPatch, has_average: bool
+) -> None:
+    monkeypatch.setattr(schedule, "EVALUATIONS", {"a": Weights, "b": Weights})
+    engine: Any = FakeEngine()
+    subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)
+    chosen = [
+        EvaluationSettingsBase(name=name, every_steps=n) for name, n in (("a", 4), ("b", None))
+    ]
+    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=has_average)
+    due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
+    assert due == [4, 8, 9]
+    of_average = [{"val/ema_a_value": 2.0}, {"val/ema_b_value": 2.0}] if has_average else []
+    assert list(evaluations.run(4, is_last=False)) == [{"val/a_value": 1.0}, *of_average[:1]]
+    assert list(evaluations.run(9, is_last=True)) == [
+        *({"val/a_value": 1.0}, {"val/b_value": 1.0}),
+        *of_average,
+    ]
+    assert engine.training
+
+
+def test_every_entry_is_named_by_its_settings() -> None:
+    for name, evaluation in registry.EVALUATIONS.items():
+        assert evaluation.Settings.model_fields["name"].default == name
+        assert evaluation.needs in get_args(Output)

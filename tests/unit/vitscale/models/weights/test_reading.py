@@ -134,18 +134,6 @@ def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
     assert torch.equal(found, opened(npz(tmp_path / "fp32.npz", exact)))
 
 
-def test_a_representation_layer_and_its_head_are_one_module(tmp_path: Path) -> None:
-    extra = {"pre_logits/kernel": np.ones((WIDTH, WIDTH)), "pre_logits/bias": np.ones(WIDTH)}
-    found = read_weights(npz(tmp_path / "x.npz", arrays() | extra)).tensors
-    heads = {name: tuple(tensor.shape) for name, tensor in found.items() if name[:4] == "head"}
-    assert heads == {
-        "head.0.weight": (WIDTH, WIDTH),
-        "head.0.bias": (WIDTH,),
-        "head.2.weight": (CLASSES, WIDTH),
-        "head.2.bias": (CLASSES,),
-    }
-
-
 def test_positions_form_a_square(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", arrays(rows=19))
     with pytest.raises(UserError, match=r"form no square(?s:.*)config.json"):
