@@ -154,16 +154,18 @@ class Mae(Objective):
 
         Which are removed is a function of the seed and `positions`, int64 [B].
         """
-        from vitscale.models.mae import mask_orders
-        from vitscale.models.patches import on_device, to_patches
+        import numpy as np
+
+        from vitscale.models.patches import on_device, random_orders, to_patches
 
         patches_BLP = to_patches(engine.normalized(images_B3SS), patch_size=self.patch_size)
         num_patches = patches_BLP.shape[1]
         kept = self.settings.num_kept(num_patches)
         # On the CPU, in fp64: the same patches on every device and in every precision.
         noise_BL = uniform_rows(positions, num=num_patches, key=stream_key("mae", self.seed))
+        order = random_orders(noise_BL)  # those with the least noise are kept
         order_BL, places_BL = (
-            on_device(each, images_B3SS.device) for each in mask_orders(noise_BL)
+            on_device(each, images_B3SS.device) for each in (order, np.argsort(order, axis=1))
         )
         predicted_BLP = engine.forward(
             images_B3SS, "objective", kept_BK=order_BL[:, :kept], places_BL=places_BL

@@ -305,20 +305,15 @@ def check_labels(subject: Subject, *, name: str) -> None:
     """Raise UserError where output i of the head is not class i of the shards."""
     check_head(subject, name=name)
     shards, model = subject.val.classes, subject.classes or subject.val.classes
-    if subject.num_outputs != len(shards):
-        what = (
-            f"{len(shards)} classes (the first is {shards[0]!r}), but the model's head has "
-            f"{subject.num_outputs}"
-        )
-    elif model != shards:
+    if subject.num_outputs == len(shards) and model == shards:
+        return
+    what = f"{len(shards)} classes (the first is {shards[0]!r}), but the model's head has "
+    what += str(subject.num_outputs)
+    if subject.num_outputs == len(shards):
         label = next(i for i in range(len(shards)) if model[i] != shards[i])
         order = "in another order" if sorted(model) == sorted(shards) else "other classes"
-        what = (
-            f"{order} than the model's: label {label} is {shards[label]!r} here and "
-            f"{model[label]!r} in the model"
-        )
-    else:
-        return
+        what = f"{order} than the model's: label {label} is {shards[label]!r} here and "
+        what += f"{model[label]!r} in the model"
     raise UserError(
         f"{name}: {what}",
         where=f"label map of {subject.val.folder}",

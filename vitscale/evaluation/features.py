@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,10 +48,6 @@ class Features:
             values_ND=self.values_ND[rows],
             labels_N=self.labels_N[rows],
         )
-
-    def columns(self, chosen: np.ndarray) -> Features:
-        """Some of the features of the same samples."""
-        return replace(self, values_ND=self.values_ND[:, chosen])
 
     def gathered(self) -> Features:
         """The rows of all ranks, ordered by sample. Collective."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -90,7 +91,9 @@ class LinearHeads(Evaluation):
         fit, dev = dev_split(subject.num_train, settings.dev_fraction, seed=settings.seed)
         found = []  # dev and validation top-1 and rate of each head
         for columns in column_choices(train.values_ND.shape[1], output):
-            seen = train.columns(columns)
+            seen, unseen = (
+                replace(each, values_ND=each.values_ND[:, columns]) for each in (train, val)
+            )
             weights_HCD = train_heads(
                 seen,
                 chosen=fit,
@@ -103,7 +106,7 @@ class LinearHeads(Evaluation):
             )
             score = partial(logits, weights_HCD)
             on_dev_H = seen.rows(np.isin(seen.samples, dev)).num_correct(score, device=device)
-            on_val_H = val.columns(columns).num_correct(score, device=device)
+            on_val_H = unseen.num_correct(score, device=device)
             correct_2H = sum_over_ranks(torch.stack([on_dev_H, on_val_H])).tolist()
             found += list(zip(*correct_2H, rates, strict=True))
         on_dev, on_val, rate = max(found, key=lambda head: head[0])
@@ -138,7 +141,8 @@ def column_choices(width: int, inputs: Literal["features", "blocks"]) -> list[np
 def logits(weights_HCD: torch.Tensor, features_BD: torch.Tensor) -> torch.Tensor:
     """[B, H, C], of all heads in one matrix product."""
     num_heads, num_classes, _ = weights_HCD.shape
-    logits_BX = _with_constant(features_BD) @ weights_HCD.flatten(0, 1).T
+    weights_XD = weights_HCD.flatten(0, 1)
+    logits_BX = features_BD @ weights_XD[:, :-1].T + weights_XD[:, -1]
     return logits_BX.view(-1, num_heads, num_classes)
 
 
@@ -197,14 +201,8 @@ def _gradient(
     error_BHC = (logits_BHC - logits_BHC.amax(dim=2, keepdim=True)).exp_()
     error_BHC /= error_BHC.sum(dim=2, keepdim=True)
     error_BHC -= F.one_hot(labels_B, error_BHC.shape[2])[:, None]
-    gradient_XD = (error_BHC / batch).flatten(1).T @ _with_constant(values_BD)
+    gradient_XD = (error_BHC / batch).flatten(1).T @ F.pad(values_BD, (0, 1), value=1.0)
     return gradient_XD.view_as(weights_HCD)
-
-
-def _with_constant(features_BD: torch.Tensor) -> torch.Tensor:
-    import torch.nn.functional as F
-
-    return F.pad(features_BD, (0, 1), value=1.0)
 
 
 def epoch_batches(num: int, *, batch: int, seed: int) -> Iterator[np.ndarray]:

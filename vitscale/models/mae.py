@@ -10,12 +10,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from vitscale.models.patches import random_orders, take_patches, to_images
+from vitscale.models.patches import take_patches, to_images
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import ViT, run_blocks
@@ -54,7 +53,11 @@ class MaskedAutoencoder(nn.Module):
     def forward(
         self, vit: ViT, images_B3SS: torch.Tensor, *, kept_BK: torch.Tensor, places_BL: torch.Tensor
     ) -> torch.Tensor:
-        """Predicted patches [B, L, P]. Inputs: see `mask_orders`."""
+        """Predicted patches [B, L, P].
+
+        kept_BK: numbers of the kept patches. places_BL: the place of each patch in the order of
+        the kept ones and then the removed ones.
+        """
         encoded_BKD = encode_kept(vit, images_B3SS, kept_BK=kept_BK)
         embedded_BKW = self.embed(encoded_BKD)
         class_B1W, visible_BKW = embedded_BKW[:, :1], embedded_BKW[:, 1:]
@@ -85,16 +88,6 @@ def encode_kept(vit: ViT, images_B3SS: torch.Tensor, *, kept_BK: torch.Tensor) -
     kept_BKD = take_patches(patches_BLD, kept_BK)
     class_B1D = class_11D.expand(len(kept_BKD), -1, -1).to(kept_BKD.dtype)
     return vit.run_blocks(vit.pos_drop(torch.cat([class_B1D, kept_BKD], dim=1)))
-
-
-def mask_orders(noise_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The patches with the least noise are kept.
-
-    Returns the order of all patches, the kept ones first, and the place of each patch in it; both
-    int64 [B, L].
-    """
-    order_BL = random_orders(noise_BL)
-    return order_BL, np.argsort(order_BL, axis=1)
 
 
 def patch_statistics(patches_BLP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Position embeddings on another patch grid, fixed ones, and patch embeddings of another size.
+"""Position embeddings on another patch grid, and fixed ones.
 
 Owns: the sin-cos table, and the resampling conventions of the code bases whose numbers people
 compare with.
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers.patch_embed import resample_patch_embed
 
 DINOV2_OFFSET = 0.1
 
@@ -70,8 +69,6 @@ def resize_position_embedding(
             f"position embedding of shape {tuple(pos_LD.shape)} does not hold {num_prefix_tokens} "
             f"prefix tokens and a {rows} x {columns} grid"
         )
-    if convention not in CONVENTIONS:
-        raise ValueError(f"{convention!r} is not one of {sorted(CONVENTIONS)}")
     pos_LD = pos_LD.float()
     # Equal token counts are not equal grids (14 x 14 and 7 x 28), so the grids decide.
     if source_grid == target_grid:
@@ -133,18 +130,3 @@ def _sincos_table(grid: tuple[int, int], exponents: torch.Tensor) -> torch.Tenso
     )
     x_LD, y_LD = x.reshape(-1, 1) * omega, y.reshape(-1, 1) * omega
     return torch.cat([x_LD.sin(), x_LD.cos(), y_LD.sin(), y_LD.cos()], dim=1).float()
-
-
-def resize_patch_embedding(kernel_DCPP: torch.Tensor, *, patch_size: int) -> torch.Tensor:
-    """The kernel that sees patches of `patch_size` as the given one sees its own. Returns fp32.
-
-    kernel_DCPP: [width, channels, rows, columns]. The result is (B^T)^+ w, where B resizes a patch
-    bilinearly. Upwards, tokens of resized patches are those of the patches themselves; downwards,
-    no other kernel is nearer for uncorrelated pixels. Source: PI-resize of FlexiViT,
-    Beyer et al. 2023.
-    """
-    size = [patch_size, patch_size]
-    resized: torch.Tensor = resample_patch_embed(
-        kernel_DCPP.float(), size, interpolation="bilinear", antialias=False
-    )
-    return resized

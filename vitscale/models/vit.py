@@ -6,7 +6,7 @@ Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from timm.layers import Attention, DropPath, Mlp, SwiGLUPacked
@@ -21,12 +21,7 @@ from vitscale.models.positions import FIXED_POSITIONS
 from vitscale.models.settings import ViTSettings
 
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token", "latent")
-POOLS: dict[str, Literal["token", "avg", "map"]] = {
-    "cls": "token",
-    "gap": "avg",
-    "map": "map",
-    "cls_mean": "token",
-}
+POOLS: dict[str, Any] = {"cls": "token", "gap": "avg", "map": "map", "cls_mean": "token"}
 NUM_BLOCKS = 4  # DINOv2: linear heads on the last one and the last four
 
 
@@ -35,11 +30,6 @@ class RepresentationHead(nn.Sequential):
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_classes))
-
-    def representation(self, features_BD: torch.Tensor) -> torch.Tensor:
-        """What the last layer sees [B, width]."""
-        representation_BD: torch.Tensor = self[1](self[0](features_BD))
-        return representation_BD
 
 
 class ViT(VisionTransformer):
@@ -69,8 +59,8 @@ class ViT(VisionTransformer):
         tokens_BLD: torch.Tensor = self.forward_features(images_B3SS)
         found_BX: torch.Tensor = self.forward_head(tokens_BLD, pre_logits=output != "logits")
         if output == "representation":
-            assert isinstance(self.head, RepresentationHead)
-            found_BX = self.head.representation(found_BX)
+            head: Any = self.head
+            found_BX = head[1](head[0](found_BX))
         return found_BX
 
     @property
@@ -78,11 +68,7 @@ class ViT(VisionTransformer):
         """What `forward` gives besides `objective`."""
         has_layer = isinstance(self.head, RepresentationHead)
         has_blocks = self.cls_token is not None and len(self.blocks) >= NUM_BLOCKS
-        return (
-            *("logits", "features"),
-            *(("representation",) if has_layer else ()),
-            *(("blocks",) if has_blocks else ()),
-        )
+        return ("logits", "features", *["representation"] * has_layer, *["blocks"] * has_blocks)
 
     def block_features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """The class token of the last `NUM_BLOCKS` blocks, the last one first, then the mean patch

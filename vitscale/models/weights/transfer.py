@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
+from timm.layers.patch_embed import resample_patch_embed
 from torch import nn
 
 from vitscale.config.errors import UserError
 from vitscale.models.interface import refuse_misfits
-from vitscale.models.positions import resize_patch_embedding, resize_position_embedding
+from vitscale.models.positions import resize_position_embedding
 from vitscale.models.timm_model import TimmModel
 from vitscale.models.weights.files import Weights
 
@@ -86,8 +87,11 @@ def transfer_weights(
         # Alike but for the rows and columns of a patch.
         next_step += "; or set init_patch=resize"
         if resize_patches:
-            size = own[PATCH].shape[-1]
-            given[PATCH] = resize_patch_embedding(given[PATCH], patch_size=size)
+            # (B^T)^+ w, where B resizes a patch bilinearly: upwards, tokens of resized patches are
+            # those of the patches themselves. PI-resize of FlexiViT, Beyer et al. 2023.
+            given[PATCH] = resample_patch_embed(
+                given[PATCH].float(), list(ours[2:]), interpolation="bilinear", antialias=False
+            )
     refuse_misfits(own, given, where=where, next_step=next_step)
     model.load_state_dict(given, strict=False)
     return sorted([*(name for name in weights if name.startswith(OBJECTIVE)), *replaced])

@@ -1,4 +1,4 @@
-"""Positions and patch embeddings of other sizes against independent implementations."""
+"""Positions of other grids against independent implementations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from timm.layers import resample_abs_pos_embed
 
 from vitscale.models.positions import (
     mae_position_embedding,
-    resize_patch_embedding,
     resize_position_embedding,
     sincos_position_embedding,
 )
@@ -107,26 +106,6 @@ def test_wrong_source_grid_is_refused() -> None:
             num_prefix_tokens=1,
             convention="google",
         )
-
-
-def bilinear_matrix(old: int, new: int) -> np.ndarray:
-    """[new * new, old * old], half-pixel centres, the border repeated; without torch."""
-    line = np.zeros((new, old))
-    for row in range(new):
-        at = min(max((row + 0.5) * old / new - 0.5, 0), old - 1)
-        low = min(int(at), old - 2)
-        line[row, low], line[row, low + 1] = 1 - (at - low), at - low
-    return np.kron(line, line)
-
-
-@pytest.mark.parametrize("new", [3, 6, 8, 14])
-def test_resized_kernels_equal_the_definition_in_float64(new: int) -> None:
-    kernel = torch.randn(7, 3, 6, 6, generator=torch.Generator().manual_seed(0))
-    inverse = np.linalg.pinv(bilinear_matrix(6, new).T)
-    expected = inverse @ kernel.double().numpy().reshape(21, 36).T
-    found = resize_patch_embedding(kernel, patch_size=new)
-    expected_DCPP = torch.from_numpy(expected.T.reshape(7, 3, new, new)).float()
-    assert torch.allclose(found, expected_DCPP, atol=2e-5)
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7), (37, 37)])
