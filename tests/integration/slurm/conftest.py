@@ -19,7 +19,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,13 +116,10 @@ class SlurmCluster:
         """End everything of a node at once, as a loss of power does."""
         self.slurmds[name].kill()
         self.slurmds[name].wait()
+        place = {"SLURM_CONF": self.environment["SLURM_CONF"], "SLURMD_NODENAME": name}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                own = process.environ()
-                if (own.get("SLURM_CONF"), own.get("SLURMD_NODENAME")) == (
-                    self.environment["SLURM_CONF"],
-                    name,
-                ):
+                if place.items() <= process.environ().items():
                     parent = process.parent()
                     if parent is not None and parent.name() == "slurmstepd":
                         parent.kill()
@@ -130,12 +127,22 @@ class SlurmCluster:
 
     def start_node(self, name: str) -> None:
         """Start the node's daemon, again if it was killed."""
-        program = _program("slurmd")
-        assert program is not None
-        with open(self.folder / f"slurmd-{name}-out.log", "ab") as output:
-            self.slurmds[name] = subprocess.Popen(
-                [program, "-D", "-N", name], env=self.environment, stdout=output, stderr=output
-            )
+        self.slurmds[name] = self.start("slurmd", "-D", "-N", name)
+
+    def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
+        """Start a daemon in the foreground, as a child process that is easy to end."""
+        with open(self.folder / f"{name}-output.log", "ab") as output:
+            command = [str(_program(name)), *map(str, arguments)]
+            return subprocess.Popen(command, env=self.environment, stdout=output, stderr=output)
+
+    def num_idle(self) -> int:
+        words = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
+        answer = subprocess.run(words, env=self.environment, capture_output=True, text=True)
+        # A node is listed once for each partition.
+        return sum(line.endswith(" idle") for line in set(answer.stdout.splitlines()))
+
+    def await_idle(self) -> None:
+        wait_until(lambda: self.num_idle() == len(NODES), else_say=self.logs, every_s=0.2)
 
     def logs(self) -> str:
         """The last lines of every daemon's log."""
@@ -156,32 +163,6 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
-@contextmanager
-def _daemon(
-    name: str, *arguments: str, environment: dict[str, str], log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a daemon in the foreground as a child process, which makes it easy to end."""
-    program = _program(name)
-    assert program is not None
-    with open(log, "ab") as output:
-        process = subprocess.Popen(
-            [program, *arguments], env=environment, stdout=output, stderr=output
-        )
-    try:
-        yield process
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _write_configuration(folder: Path, *, more: str) -> Path:
     host = socket.gethostname().split(".")[0]
     ports: set[int] = set()
@@ -193,41 +174,16 @@ def _write_configuration(folder: Path, *, more: str) -> Path:
         for name, port in zip(NODES, node_ports, strict=True)
     ]
     path = folder / "slurm.conf"
-    path.write_text(
-        CONFIGURATION.format(
-            folder=folder,
-            host=host,
-            user=pwd.getpwuid(os.getuid()).pw_name,
-            ctld_port=ctld_port,
-            nodes="\n".join(nodes),
-            names=",".join(NODES),
-        )
-        + more
+    text = CONFIGURATION.format(
+        folder=folder,
+        host=host,
+        user=pwd.getpwuid(os.getuid()).pw_name,
+        ctld_port=ctld_port,
+        nodes="\n".join(nodes),
+        names=",".join(NODES),
     )
+    path.write_text(text + more)
     return path
-
-
-def _start_munge(stack: ExitStack, folder: Path, environment: dict[str, str]) -> None:
-    munge = folder / "munge"
-    munge.mkdir(mode=0o755)
-    key = munge / "key"
-    key.touch(mode=0o600)
-    key.write_bytes(os.urandom(128))
-    stack.enter_context(
-        _daemon(
-            "munged",
-            "--foreground",
-            # The temporary folder's parents may be writable by others; the key itself is not.
-            "--force",
-            f"--socket={munge}/socket",
-            f"--key-file={key}",
-            f"--log-file={folder}/munged.log",
-            f"--pid-file={munge}/pid",
-            f"--seed-file={munge}/seed",
-            environment=environment,
-            log=folder / "munged-output.log",
-        )
-    )
 
 
 @contextmanager
@@ -239,51 +195,40 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
     # Short, since the munge socket's path must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        (folder / "state").mkdir()
-        configuration = _write_configuration(folder, more=more)
-        environment = {
-            name: value for name, value in os.environ.items() if not name.startswith("SLURM")
-        } | {"SLURM_CONF": str(configuration)}
-        cluster = SlurmCluster(folder=folder, environment=environment)
-        _start_munge(stack, folder, environment)
-        _wait_for(lambda: (folder / "munge" / "socket").exists(), cluster, "munged")
-        stack.enter_context(
-            _daemon(
-                "slurmctld", "-D", "-i", environment=environment, log=folder / "slurmctld-out.log"
-            )
-        )
+    munge = folder / "munge"
+    for each in (munge, folder / "state"):
+        each.mkdir(mode=0o755)
+    key = munge / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(128))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
+    environment["SLURM_CONF"] = str(_write_configuration(folder, more=more))
+    cluster = SlurmCluster(folder=folder, environment=environment)
+    # The temporary folder's parents may be writable by others; the key itself is not.
+    names = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
+    options = [f"--{name}={munge}/{value}" for name, value in names.items()]
+    daemons = [cluster.start("munged", "-F", "--force", f"--log-file={munge}/log", *options)]
+    try:
+        wait_until((munge / "socket").exists, else_say=cluster.logs)
+        daemons.append(cluster.start("slurmctld", "-D", "-i"))
         for name in NODES:
             cluster.start_node(name)
-            stack.callback(lambda name=name: _end(cluster.slurmds[name]))
-        # Runs first at the end: jobs end before the daemons.
-        stack.callback(_end_jobs, cluster)
-        _wait_for(lambda: _num_idle(cluster) == len(NODES), cluster, "two idle nodes")
-        yield cluster
-
-
-def _wait_for(condition: Callable[[], bool], cluster: SlurmCluster, what: str) -> None:
-    wait_until(condition, else_say=lambda: f"no {what} in time\n{cluster.logs()}", every_s=0.2)
-
-
-def _num_idle(cluster: SlurmCluster) -> int:
-    done = subprocess.run(
-        ["sinfo", "--noheader", "--Node", "--format=%N %T"],
-        env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    # A node is listed once for each partition.
-    return sum(line.endswith(" idle") for line in set(done.stdout.splitlines()))
-
-
-def _end_jobs(cluster: SlurmCluster) -> None:
-    done = subprocess.run(
-        ["squeue", "--noheader", "--format=%i"],
-        env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    for job_id in done.stdout.split():
-        subprocess.run(["scancel", job_id], env=cluster.environment, timeout=PATIENCE_S)
-    _wait_for(lambda: _num_idle(cluster) == len(NODES), cluster, "end of the jobs")
+        cluster.await_idle()
+        try:
+            yield cluster
+        finally:
+            # Jobs end before the daemons.
+            cluster.run(["scancel", f"--user={pwd.getpwuid(os.getuid()).pw_name}"])
+            cluster.await_idle()
+    finally:
+        for daemon in (*cluster.slurmds.values(), *reversed(daemons)):
+            daemon.terminate()
+            try:
+                daemon.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.corpora.image_corpus import corpus
+
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
@@ -64,15 +66,7 @@ RUNS = [
 
 
 def write_inputs(folder: Path) -> None:
-    from PIL import Image
-
-    for label in ("dark", "light"):
-        (folder / "images" / label).mkdir(parents=True)
-        for number in range(4):
-            grey = number if label == "dark" else 255 - number
-            Image.new("RGB", (8, 8), (grey, grey, grey)).save(
-                folder / "images" / label / f"{number}.png"
-            )
+    corpus(folder / "images", num=4, side=8)
     files = {
         "data": DATA,
         "pretrain": RUN.format(stage="pretrain"),

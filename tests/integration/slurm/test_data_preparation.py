@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.slurm.conftest import ROOT
+from tests.support.corpora.image_corpus import contents
 from tests.support.range_server import served
 from tests.support.waiting import wait_until
 from vitscale.data.index import read_manifest
@@ -35,14 +36,6 @@ def write_corpus(folder: Path) -> None:
             Image.fromarray(random.integers(0, 256, (800, 800, 3), dtype=np.uint8)).save(path)
             if number % 20 == 7:
                 path.write_bytes(path.read_bytes()[:1000])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def check_that_an_array_indexes_tars_behind_a_url(slurm, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import json
 import pytest
 
 from tests.integration.slurm.conftest import wait_for_files
-from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
 pytestmark = pytest.mark.slurm
@@ -83,13 +82,6 @@ def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit) -> None:
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0"), job.log(0).read_text()
 
 
-def test_an_exception_is_in_the_log_of_the_failed_job(slurm, submit) -> None:
-    job = submit("raise RuntimeError('no such tensor')")
-    slurm.wait(job.job_id, states=["FAILED"])
-    logs = job.log(0).read_text() + job.log(1).read_text()
-    assert "no such tensor" in logs
-
-
 def test_a_stopped_job_is_requeued_once_and_finishes(slurm, submit, tmp_path) -> None:
     job = submit(STOPPABLE)
     folder = tmp_path / "slurm"
@@ -117,15 +109,6 @@ def test_unusual_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
     assert ended["JobState"] == "COMPLETED"
     assert not list(tmp_path.rglob("canary"))
-
-
-def test_a_refusal_is_reported_and_leaves_no_files(submit, tmp_path) -> None:
-    with pytest.raises(UserError, match="(?s)sbatch refused.*partition"):
-        submit("", partition="nowhere")
-    assert sorted(path.name for path in (tmp_path / "slurm").iterdir()) == [
-        "config.yaml",
-        "main.py",
-    ]
 
 
 def test_submitting_inside_a_job_inherits_nothing(slurm, submit, monkeypatch) -> None:

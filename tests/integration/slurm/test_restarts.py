@@ -55,27 +55,6 @@ WAITING = (
     sys.exit("no heartbeat from rank 1")
 """
 )
-# The device of rank 1 fails, which rank 0 notices and ends first. Then the training diverges.
-FAILING_DEVICE = (
-    BEGINNING
-    + """
-    from vitscale.config.errors import FailureKind
-    from vitscale.distributed.events import Failure, record_failure
-    def report(kind, what):
-        where = {"rank": int(rank), "node": os.environ["SLURMD_NODENAME"]}
-        record_failure(run, Failure(kind=kind, what=what, reported_by=int(rank), **where))
-    if attempt == 2:
-        report(FailureKind.DIVERGED, "losses are not finite")
-        sys.exit(76)
-    if rank == "1":
-        report(FailureKind.DEVICE, "rank 1 fell off the bus")
-        time.sleep(1000)
-    while not any("bus" in path.read_text() for path in (run / "events").glob("*")):
-        time.sleep(0.05)
-    report(FailureKind.PEER_LOST, "connection closed")
-    sys.exit(1)
-"""
-)
 # Fills the disk of the run at its first start.
 FILLING = (
     BEGINNING
@@ -120,13 +99,6 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     assert "n2 is not excluded: too few other nodes are up" in log
 
 
-def test_bad_input_is_not_retried(slurm, submit, tmp_path) -> None:
-    job = submit("import sys; sys.exit(2)")
-    ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
-    assert (ended["Restarts"], ended["ExitCode"]) == ("0", "2:0"), job.log(0).read_text()
-    assert [attempt.kind for attempt in read_attempts(tmp_path)] == [FailureKind.BAD_INPUT]
-
-
 def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
     job = submit("import time; time.sleep(1000)", max_requeues=2)
     # From before the first process of the job to its handlers: whatever it is doing.
@@ -160,17 +132,6 @@ def test_slurm_requeues_after_a_node_has_died(slurm, submit, tmp_path) -> None:
     assert second.ending is Ending.DONE, first
 
 
-def test_a_job_is_requeued_where_python_does_not_start(slurm, submit, tmp_path) -> None:
-    broken = tmp_path / "broken"
-    broken.touch()
-    setup = (f"if rm {broken}; then export PYTHONHOME=/nowhere; fi 2>/dev/null",)
-    job = submit("pass", setup=setup)
-    ended = slurm.wait(job.job_id, states=FINAL_STATES)
-    log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
-    assert log.count(f"requeueing job {job.job_id}: Python did not start, or was killed") == 1, log
-
-
 def test_a_job_goes_on_when_srun_is_killed(slurm, submit, tmp_path) -> None:
     job = submit(WAITING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
@@ -184,18 +145,6 @@ def test_a_job_goes_on_when_srun_is_killed(slurm, submit, tmp_path) -> None:
 def is_srun_of(job_id: str, process: psutil.Process) -> bool:
     environ = process.info["environ"] or {}
     return environ.get("SLURM_JOB_ID") == job_id and process.name() == "srun"
-
-
-def test_the_recorded_cause_is_blamed(slurm, submit, tmp_path) -> None:
-    job = submit(FAILING_DEVICE)
-    ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
-    log = job.log(0).read_text()
-    # Diverged training is not started again.
-    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "1", "76:0"), log
-    first, second = read_attempts(tmp_path)
-    assert (first.ending, first.kind) == (Ending.FAILED, FailureKind.DEVICE)
-    assert first.failed_node == "n2" and "fell off the bus" in first.reason
-    assert (second.kind, second.exit_code) == (FailureKind.DIVERGED, 76)
 
 
 def test_an_outage_of_storage_is_waited_for(slurm, submit, tmp_path, small_disk) -> None:

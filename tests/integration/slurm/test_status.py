@@ -7,8 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,8 +15,6 @@ import pytest
 
 from launch.jobs.queue import user_jobs
 from launch.jobs.states import RunState, RunStatus, read_state
-from launch.jobs.submission import submit_to_slurm
-from launch.jobs.task import StageJob
 from tests.integration.slurm.conftest import ROOT
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.runs.launching import LaunchSettings
@@ -54,22 +51,12 @@ STAGE = """
 """
 
 
-@pytest.fixture
-def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm) -> Path:
-    for name in ("PATH", "SLURM_CONF"):
-        monkeypatch.setenv(name, slurm.environment[name])
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "runs/vit"
-    (folder / "slurm").mkdir(parents=True)
-    return folder
-
-
 @contextmanager
-def following(log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`status.py vit --follow`, with its output in a file."""
+def following(run: Path) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
+    """`status.py RUN --follow`, and a function that waits until it has shown a text."""
+    log = run / "follow.log"
     with open(log, "wb") as output:
-        command = [sys.executable, str(ROOT / "launch/status.py"), "vit", "--follow"]
+        command = [sys.executable, str(ROOT / "launch/status.py"), str(run), "--follow"]
         process = subprocess.Popen(
             command,
             stdout=output,
@@ -77,71 +64,56 @@ def following(log: Path) -> Iterator[subprocess.Popen[bytes]]:
             # Shells start background jobs with SIGINT ignored, and children inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+
+    def await_text(text: str) -> None:
+        wait_until(lambda: text in log.read_text(), else_say=log.read_text)
+
     try:
-        yield process
+        yield process, await_text
     finally:
         process.kill()
         process.wait()
 
 
-def wait_for_text(path: Path, text: str) -> None:
-    wait_until(
-        lambda: text in path.read_text(), else_say=lambda: f"no {text!r} in: {path.read_text()}"
-    )
-
-
-def test_status_and_follow_see_every_state(slurm, run_folder: Path, tmp_path: Path) -> None:
-    (run_folder / "slurm/main.py").write_text(textwrap.dedent(STAGE))
-    (run_folder / "slurm/config.yaml").touch()
-    stage = StageJob(
-        script=str(run_folder / "slurm/main.py"),
-        config=str(run_folder / "slurm/config.yaml"),
-        run_folder=str(run_folder),
-    )
-    job = submit_to_slurm(
-        stage, launch=LAUNCH, name="vit", folder=run_folder / "slurm", run_folder=str(run_folder)
-    )
-
-    def status() -> RunStatus:
-        return read_state(run_folder, user_jobs())
+def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> None:
+    job = submit(STAGE)
 
     def wait_for(state: RunState, *, step: int) -> RunStatus:
         def is_there() -> bool:
-            found = status()
+            found = read_state(tmp_path, user_jobs())
             return (found.state, found.logged.step) == (state, step)
 
-        wait_until(is_there, else_say=lambda: f"{status()}\n{slurm.logs()}", every_s=0.3)
-        return status()
+        wait_until(is_there, else_say=slurm.logs, every_s=0.3)
+        return read_state(tmp_path, user_jobs())
 
-    [shown] = json.loads(slurm.script("launch/status.py", "--json", cwd=tmp_path))
+    [shown] = json.loads(slurm.script("launch/status.py", "--json", tmp_path, cwd=tmp_path))
     assert (shown["state"], shown["job"]["reason"]) == ("queued", "JobHeldUser")
-    log = tmp_path / "follow.log"
-    with following(log) as process:
-        wait_for_text(log, "held by its user")
+    with following(tmp_path) as (process, await_text):
+        await_text("held by its user")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=PATIENCE_S) == 130
-    assert f"job {job.job_id} continues" in log.read_text()
+        await_text(f"job {job.job_id} continues")
 
-    with following(log) as process:
-        wait_for_text(log, "held by its user")
+    with following(tmp_path) as (process, await_text):
+        await_text("held by its user")
         slurm.run(["scontrol", "release", job.job_id])
         running = wait_for(RunState.RUNNING, step=2)
         assert (running.logged.total_steps, running.logged.images_per_s) == (4, 7.0)
         assert running.job is not None and running.job.nodes in ("n1", "n2")
-        wait_for_text(log, "step 2/4")
+        await_text("step 2/4")
         slurm.run(["scancel", "--signal=USR2", job.job_id])
         assert wait_for(RunState.PAUSED, step=2).restarts == {"stopped": 1}
-        finished = wait_for(RunState.FINISHED, step=4)
-        assert finished.restarts == {"stopped": 1}
+        assert wait_for(RunState.FINISHED, step=4).restarts == {"stopped": 1}
         assert process.wait(timeout=PATIENCE_S) == 0
     told = [
-        r"runs/vit: queued .*: job \d+ held by its user",
+        r": queued .*: job \d+ held by its user",
         r"attempt 1 of the run",
         r"step 2/4",
-        r"runs/vit: paused .*: job \d+ ",
+        r": paused .*: job \d+ ",
         r"attempt 2 of the run",
         r"step 4/4",
-        r"runs/vit: finished, 4 steps",
+        r": finished, 4 steps",
     ]
-    assert re.search("(?s)" + ".*".join(told), log.read_text()), log.read_text()
-    assert log.read_text().count("vit: paused") == 1
+    text = (tmp_path / "follow.log").read_text()
+    assert re.search("(?s)" + ".*".join(told), text), text
+    assert text.count(": paused") == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
 import sqlite3
@@ -15,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.slurm.conftest import SlurmCluster
-from tests.support.corpora.shard_folders import make_shard_folder
+from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.waiting import PATIENCE_S
 from vitscale.tracking.source_version import CODE_FOLDERS
 
@@ -43,11 +41,9 @@ class Checkout:
     slurm: SlurmCluster
     folder: Path
 
-    def submit(self, *arguments: str, programs: Path | None = None) -> tuple[str, str]:
+    def submit(self, *arguments: str) -> tuple[str, str]:
         """Job id, or '' if refused, and what launch/slurm.py prints."""
         environment = self.slurm.environment | {"PYTHONPATH": str(self.folder)}
-        if programs is not None:
-            environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
         done = subprocess.run(
             [sys.executable, "launch/slurm.py", "--config", "run.yaml", *arguments],
             cwd=self.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
@@ -115,36 +111,6 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: 
     assert "while queued" not in diff.read_text()
 
 
-def test_a_run_has_one_job_unless_asked_otherwise(
-    slurm: SlurmCluster, checkout: Checkout, tmp_path: Path
-) -> None:
-    first, _ = checkout.submit(HOLD, "launch.snapshot=false")
-    assert not checkout.names("code-*")
-    files = checkout.names("*") + checkout.names(".*")
-    # What sbatch refuses leaves the first job and no files.
-    refused, output = checkout.submit("--after", "launch.partition=nowhere")
-    assert not refused and "sbatch refused the job: invalid partition specified" in output, output
-    assert checkout.names("*") + checkout.names(".*") == files
-    assert slurm.job(first)["JobState"] == "PENDING"
-
-    second, output = checkout.submit("--after", HOLD)
-    assert slurm.job(second)["Dependency"].startswith(f"afterany:{first}")
-
-    silent = tmp_path / "silent"
-    silent.mkdir()
-    (silent / "squeue").write_text("#!/bin/sh\necho 'Unable to contact controller' >&2\nexit 1\n")
-    (silent / "squeue").chmod(0o755)
-    refused, output = checkout.submit("--after", programs=silent)
-    assert not refused and "cannot look up the earlier job for --after" in output
-    third, output = checkout.submit(HOLD, programs=silent)
-    assert third and "warning: SLURM does not say" in output and "Unable to contact" in output
-    # Both have the same code.
-    (snapshot,) = checkout.names("code-*")
-    record = json.loads((checkout.folder / f"runs/tiny/slurm/{snapshot}/source.json").read_text())
-    assert record["patch"] == ""
-    slurm.run(["scancel", first, second, third])
-
-
 def test_what_slurm_cannot_start_is_said_before(slurm: SlurmCluster, checkout: Checkout) -> None:
     # The cluster has nodes of 4 cores.
     _, output = checkout.submit("--dry-run", "launch.cpus_per_task=5")
@@ -155,7 +121,3 @@ def test_what_slurm_cannot_start_is_said_before(slurm: SlurmCluster, checkout: C
     _, output = checkout.submit("--dry-run", "launch.cpus_per_task=4")
     assert "SLURM          ok " in output
     assert not (checkout.folder / "runs").exists()
-    job_id, output = checkout.submit("launch.cpus_per_task=5")
-    assert f"warning: SLURM: {refusal}" in output
-    if job_id:
-        slurm.run(["scancel", job_id])

@@ -16,32 +16,11 @@ pytestmark = pytest.mark.slurm
 STEPS = 6
 
 
-def write_corpus(folder: Path) -> None:
-    """Two classes of small noise, dark and light."""
-    import numpy as np
-    from PIL import Image
-
-    random = np.random.default_rng(0)
-    for split, count in (("train", 32), ("test", 8)):
-        for label, brightness in (("dark", 60), ("light", 200)):
-            (folder / split / label).mkdir(parents=True)
-            for number in range(count):
-                noise = random.integers(-30, 30, (16, 16, 3)) + brightness
-                image = Image.fromarray(noise.astype(np.uint8))
-                image.save(folder / split / label / f"{number}.png")
-
-
-def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
-    write_corpus(tmp_path / "images")
-    slurm.script(
-        "data_prep/make_shards.py", "--config", ROOT / "configs/data/image_folder.yaml",
-        "source.path=images", "output=shards", "source.splits={train: train, test: test}",
-        "source.holdout_fraction=0",
-        cwd=tmp_path,
-    )  # fmt: skip
+def test_the_demo_model_trains_on_two_nodes(slurm, digits_shards: Path, tmp_path: Path) -> None:
     command = (
         "--config", ROOT / "configs/digits/pretrain.yaml",
-        "name=slurm-demo", "output=runs/slurm-demo", "data.path=shards", "data.global_batch=8",
+        "name=slurm-demo", "output=runs/slurm-demo", f"data.path={digits_shards}",
+        "data.global_batch=8",
         "tracking.uri=sqlite:///runs/mlflow.db", "tracking.log_every_steps=2",
         "schedule.epochs=null", f"schedule.steps={STEPS}", "schedule.warmup_steps=2",
         "launch.nodes=2", "launch.tasks_per_node=1", "launch.timeout_min=10",
