@@ -159,7 +159,7 @@ def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
 def _choose_type(run_types: RunTypes[RunT], values: Any, places: Mapping[Path, str]) -> type[RunT]:
     by_stage = types_by_stage(run_types)
     stage = values.get("stage", None if isinstance(run_types, Mapping) else next(iter(by_stage)))
-    if stage in by_stage:
+    if isinstance(stage, str) and stage in by_stage:
         return by_stage[stage]
     where, allowed = _where(("stage",), places), ", ".join(by_stage)
     if stage is None:
@@ -268,6 +268,7 @@ OTHER_NAMES = {
     "max_steps": "schedule.steps",
     "grad_clip": "optim.clip_norm",
     "gradient_clipping": "optim.clip_norm",
+    "heads": "model.num_heads",
     "stochastic_depth": "model.drop_path",
     "constraint": "launch.sbatch",
     "reservation": "launch.sbatch",
@@ -275,18 +276,16 @@ OTHER_NAMES = {
 
 
 def nearest_key(path: Path, run_type: type[BaseModel], values: Any) -> str | None:
-    """The most similar known dotted key."""
+    """The most similar known dotted key; one of the same name or in the same group first."""
     name, dotted = path[-1], [".".join(key) for key in known_keys(tree_of(run_type), values)]
     if OTHER_NAMES.get(name) in dotted:
         return OTHER_NAMES[name]
     if same_name := [key for key in dotted if key.rpartition(".")[2] == name]:
         return nearest(".".join(path), same_name) or same_name[0]
     group = find(run_type, path[:-1], values)[1]
-    siblings = list(group["properties"]) if group is not None else []
-    longer = [key for key in siblings if name in key.split("_")]
-    if best := longer[0] if len(longer) == 1 else nearest(name, siblings):
-        return ".".join((*path[:-1], best))
-    return nearest(".".join(path), dotted)
+    assert group is not None
+    siblings = [".".join((*path[:-1], key)) for key in group["properties"]]
+    return nearest(".".join(path), siblings) or nearest(".".join(path), dotted)
 
 
 # Starts of pydantic's names of errors in values of the right type.

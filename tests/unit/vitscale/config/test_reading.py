@@ -135,6 +135,7 @@ def test_any_text_gives_values_or_errors(text: str) -> None:
         (b"a: \xff\n", "b.yaml: is not UTF-8 text"),
         (b"#" * ((1 << 20) + 1), "b.yaml: is larger than 1 MiB"),
         (b"- 1\n", "b.yaml:1: contains a list instead of keys and values"),
+        (b"stage: [pretrain]\n", "b.yaml:1: stage: ['pretrain'] is not a stage of this script"),
         (b"base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"),
         (b"# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"),
         (b"base: no/a.yaml\n", "b.yaml:1: base: there is no file no/a.yaml"),
