@@ -102,7 +102,7 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     assert [task["JobState"] for task in ended] == ["COMPLETED"] * NUM_TASKS, "\n".join(texts)
     assert {task["NodeList"] for task in ended} == {"n1", "n2"}
     assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"]
-    assert ["stopped; run the same" in text for text in texts] == [True, True, False, False]
+    assert ["stopped by a signal" in text for text in texts] == [True, True, False, False]
     assert f"requeueing job {array}_0 (1 of" in texts[0]
     assert f"SLURM is ending job {array}_1" in texts[1]
     # Every process of a task gets the signal, and none reports it as a failure.
