@@ -21,8 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.support.loader_runs import worker_pids
 from vitscale.training import build
 
@@ -76,22 +74,6 @@ def _poison(call: Call, args: tuple[Any, ...]) -> Any:
     return call() * float("nan")
 
 
-def _infinite(call: Call, args: tuple[Any, ...]) -> Any:
-    return call() + float("inf")
-
-
-def _poison_gradient(call: Call, args: tuple[Any, ...]) -> Any:
-    """A finite loss whose gradient is not."""
-    logits = call()
-    # The derivative of sqrt at 0 is infinite; times 0 it is NaN.
-    return logits + 0.0 * torch.sqrt((logits - logits.detach()).abs())
-
-
-def _lag(call: Call, args: tuple[Any, ...]) -> Any:
-    time.sleep(2)
-    return call()
-
-
 def _lag_and_kill(call: Call, args: tuple[Any, ...]) -> Any:
     time.sleep(2)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -128,9 +110,6 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "SIGTERM worker": _signal_worker(signal.SIGTERM),
     "hold": _hold,
     "NaN": _poison,
-    "infinity": _infinite,
-    "NaN gradient": _poison_gradient,
-    "lag": _lag,
     "lag and kill": _lag_and_kill,
     "hang": _hang,
     "leave": _exit(0),

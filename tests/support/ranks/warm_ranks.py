@@ -25,12 +25,11 @@ import psutil
 
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.waiting import stacks
-from vitscale.distributed.processes import free_port
+from vitscale.distributed.processes import free_port, process_state
 
 SERVER = Path(__file__).with_name("warm_server.py")
 # Importing torch, deepspeed and the project takes 8 s on two quiet cores, November 2026.
 START_WAIT_S = 300.0
-PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "ended"}
 
 
 @dataclass(kw_only=True)
@@ -71,9 +70,11 @@ class WarmRank:
 
     def workers(self) -> list[int]:
         """Process ids of its loader workers: its children are servers."""
-        return [
-            worker for server in living_children(self.pid) for worker in living_children(server)
-        ]
+        with suppress(psutil.NoSuchProcess):
+            servers = psutil.Process(self.pid).children()
+            workers = [worker for server in servers for worker in server.children()]
+            return [each.pid for each in workers if each.status() != psutil.STATUS_ZOMBIE]
+        return []
 
 
 class WarmStarter:
@@ -196,42 +197,18 @@ class WarmStarter:
                 self._ready = True
 
 
-def living_children(pid: int) -> list[int]:
-    """Living children of a process, oldest first."""
-    with suppress(psutil.NoSuchProcess):
-        children = [child.pid for child in psutil.Process(pid).children()]
-        return sorted(child for child in children if process_state(child) not in (None, "ended"))
-    return []
-
-
-def process_state(pid: int) -> str | None:
-    """running, stopped or ended (not yet waited for); None: gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return PROCESS_STATES.get(text.rpartition(")")[2].split()[0], "running")
-
-
 def session_of(leader: int) -> list[int]:
     """Living processes of the session that a rank leads, itself included."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == leader and fields[0] != "Z":
-            found.append(int(entry.name))
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == leader and process_state(pid) != "zombie":
+                found.append(pid)
     return found
 
 
 def end_session(leader: int) -> None:
     """SIGKILL a rank and everything it started."""
     for pid in session_of(leader):
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
