@@ -104,20 +104,9 @@ def _digest(pixels: bytes, label: int) -> bytes:
 
 
 def same_run(
-    run: Run,
-    first: tuple[int, int],
-    second: tuple[int, int],
-    *,
-    stop: int,
-    steps: int,
-    abandoned: bool = False,
+    run: Run, first: tuple[int, int], second: tuple[int, int], *, stop: int, steps: int
 ) -> list[list[bytes]]:
     """Batches of a run that stops after `stop` steps on one layout (ranks, workers) and resumes
-    on another.
-
-    abandoned: the first half planned more steps and ends with batches in flight.
-    """
-    planned = steps if abandoned else stop
-    head = run.batches(ranks=first[0], workers=first[1], start=0, stop=stop, planned=planned)
-    tail = run.batches(ranks=second[0], workers=second[1], start=stop, stop=steps)
-    return head + tail
+    on another."""
+    head = run.batches(ranks=first[0], workers=first[1], start=0, stop=stop)
+    return head + run.batches(ranks=second[0], workers=second[1], start=stop, stop=steps)

@@ -10,7 +10,6 @@ There is no lock: a worker that is killed or stopped harms no other.
 
 from __future__ import annotations
 
-import importlib
 import math
 import mmap
 import os
@@ -106,8 +105,6 @@ def start_loader_server(num_workers: int) -> None:
     It shares the imports of this process.
     """
     if num_workers:
-        for name in IMPORTS:
-            importlib.import_module(name)
         start_server(IMPORTS)
 
 

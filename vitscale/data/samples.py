@@ -317,9 +317,7 @@ class EvaluationResize:
     def _plan(self, width: int, height: int) -> tuple[crops.CropRequest, tuple[slice, ...]]:
         """What is resized, and the part of the result that is kept."""
         settings, side = self.settings, self.image_size
-        plan = crops.CenterCrop(
-            box=crops.CropBox(0, 0, width, height), resized=(side, side), top=0, left=0
-        )
+        plan = crops.CenterCrop(crops.CropBox(0, 0, width, height), (side, side), 0, 0)
         if self.is_center:
             fraction = settings.eval_crop_fraction
             plan = crops.center_crop(width, height, size=side, fraction=fraction)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,8 +62,7 @@ class CropRequest:
         return self.size if isinstance(self.size, tuple) else (self.size, self.size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CenterCrop:
+class CenterCrop(NamedTuple):
     """The centre of a resized image."""
 
     box: CropBox
@@ -228,7 +228,7 @@ def center_crop(width: int, height: int, *, size: int, fraction: float) -> Cente
     short = math.floor(size / fraction)
     resized = (int(short * h / w), short) if w <= h else (short, int(short * w / h))
     top, left = round((resized[0] - size) / 2), round((resized[1] - size) / 2)
-    return CenterCrop(box=box, resized=resized, top=top, left=left)
+    return CenterCrop(box, resized, top, left)
 
 
 def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int) -> torch.Tensor:

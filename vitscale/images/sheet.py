@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,26 +88,14 @@ def caption(name: str, *, width: int, num_lines: int = 1) -> str:
 
     A longer name is shortened in the middle: names of related classes differ at either end.
     """
-    for left_out in range(len(name)):
-        kept = len(name) - left_out - 1
-        text = f"{name[: kept - kept // 2]}…{name[len(name) - kept // 2 :]}" if left_out else name
-        lines = _lines(text, width)
+    name = name.replace("_", " ")
+    lines = [name]
+    for kept in range(len(name), 1, -1):
+        text = name if kept == len(name) else f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}"
+        lines = textwrap.wrap(text, width)
         if len(lines) <= num_lines:
-            return "\n".join(lines)
-    return name[: width * num_lines]
-
-
-def _lines(text: str, width: int) -> list[str]:
-    """Full lines, each ending with the separator of a word or with a part of a long word."""
-    lines = [""]
-    for word in re.findall(r"[^\s_./-]*[\s_./-]*", text):
-        if len(lines[-1]) + len(word) > width and lines[-1]:
-            lines.append("")
-        while len(word) > width:
-            lines[-1], word = word[:width], word[width:]
-            lines.append("")
-        lines[-1] += word
-    return [line for line in lines if line]
+            break
+    return "\n".join(lines)
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int = DPI) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def training(shards: Path, **changes: Any) -> TrainingSamples:
 def evaluation(shards: Path, **changes: Any) -> EvaluationSamples:
     data = DataSettings(path=str(shards), global_batch=4, **changes)
     return EvaluationSamples(read_split(shards, split="train"), settings=data, image_size=SIZE)
+
+
+def request_of(box: tuple[int, int, int, int], **more: Any) -> crops.CropRequest:
+    options = {"size": SIZE, "interpolation": "bilinear", "antialias": False, "flip": False}
+    return crops.CropRequest(box=crops.CropBox(*box), **options | more)
 
 
 def failing_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -107,37 +113,29 @@ def test_evaluation_resamples_as_its_settings_say(
     shards: Path, decoder: str, fraction: float | None
 ) -> None:
     """Against the whole picture, resized with torch or averaged."""
-    center = {} if fraction is None else {"eval_crop_fraction": fraction}
-    center = {"eval_resize": "center_crop" if center else "squash", "decoder": decoder, **center}
+    more: dict[str, Any] = {"decoder": decoder}
     pixels = crops.decode(evaluation(shards).reader.bytes_of(2))
     height, width, _ = pixels.shape
-    resized, inside = (SIZE, SIZE), (slice(None), slice(None))
+    resized, inside, means = (SIZE, SIZE), (slice(None), slice(None)), (SIZE, SIZE)
     if fraction is not None:
+        more |= {"eval_resize": "center_crop", "eval_crop_fraction": fraction}
         plan = crops.center_crop(width, height, size=SIZE, fraction=fraction)
         resized = plan.resized
         inside = slice(plan.top, plan.top + SIZE), slice(plan.left, plan.left + SIZE)
+        # The short side becomes 16 / 0.8 = 20 pixels.
+        means = tuple(round(side * 20 / min(height, width)) for side in (height, width))
     found = set()
-    for filter_name in (None, "bilinear", "bicubic"):
-        for antialias in (False, True):
-            samples = evaluation(
-                shards, eval_interpolation=filter_name, eval_antialias=antialias, **center
-            )
-            samples.fill(2, OUT)
-            request = crops.CropRequest(
-                box=crops.CropBox(0, 0, width, height),
-                size=resized,
-                interpolation=filter_name or "bilinear",
-                antialias=antialias,
-                flip=False,
-            )
-            assert torch.equal(OUT, crops.crop_and_resize(pixels, request)[:, *inside])
-            found.add(OUT.numpy().tobytes())
+    for name, antialias in product(("bilinear", "bicubic"), (False, True)):
+        samples = evaluation(shards, eval_interpolation=name, eval_antialias=antialias, **more)
+        samples.fill(2, OUT)
+        request = request_of(
+            (0, 0, width, height), size=resized, interpolation=name, antialias=antialias
+        )
+        assert torch.equal(OUT, crops.crop_and_resize(pixels, request)[:, *inside])
+        found.add(OUT.numpy().tobytes())
     assert len(found) == 4
-    evaluation(shards, eval_interpolation="area", **center).fill(2, OUT)
-    rows, columns = SIZE, SIZE
-    if fraction is not None:  # the short side becomes 16 / 0.8 = 20 pixels
-        rows, columns = (round(side * 20 / min(height, width)) for side in (height, width))
-    assert torch.equal(OUT, crops.area_resized(pixels, resized=(rows, columns), size=SIZE))
+    evaluation(shards, eval_interpolation="area", **more).fill(2, OUT)
+    assert torch.equal(OUT, crops.area_resized(pixels, resized=means, size=SIZE))
 
 
 def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
@@ -151,10 +149,8 @@ def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
         random = CounterRandom(augmentation_key(0, draw))
         height, width, _ = pixels.shape
         box = crops.tf_crop_box(width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random)
-        flip = random.uniform() < 0.5
-        request = crops.CropRequest(
-            box=box, size=SIZE, interpolation="bilinear", antialias=False, flip=flip
-        )
+        corners = (box.left, box.top, box.width, box.height)
+        request = request_of(corners, flip=random.uniform() < 0.5)
         assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
         other = torch.empty_like(OUT)
         training(shards).fill(position, other)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from vitscale.images.sheet import caption, common_start
 
 
-def test_a_long_name_is_shortened_in_the_middle() -> None:
+def test_a_long_name_is_broken_between_words_and_shortened_in_the_middle() -> None:
     assert caption("cat", width=3) == "cat"
-    assert caption("letter_a_with_acute", width=9) == "lett…cute"
     assert caption("letter", width=4) == "le…r"
-
-
-def test_a_name_is_broken_between_words() -> None:
     name = "capital_letter_a_with_acute"
-    assert caption(name, width=16, num_lines=2) == "capital_letter_\na_with_acute"
-    assert caption(name, width=15, num_lines=1) == "capital…h_acute"
+    assert caption(name, width=16, num_lines=2) == "capital letter a\nwith acute"
+    assert caption(name, width=15) == "capital…h acute"
     assert caption("abcdefgh-ij", width=4, num_lines=3) == "abcd\nefgh\n-ij"
 
 
