@@ -78,8 +78,8 @@ class SlurmCluster:
 
     folder: Path
     environment: dict[str, str]
-    slurmds: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    """By node."""
+    daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """munged, slurmctld, and each slurmd by its node."""
 
     def run(self, command: Sequence[object], *, cwd: Path | None = None, **more: str) -> str:
         """Standard output of a command. Raises with its errors. more: variables."""
@@ -114,8 +114,7 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """End everything of a node at once, as a loss of power does."""
-        self.slurmds[name].kill()
-        self.slurmds[name].wait()
+        self.kill(name)
         place = {"SLURM_CONF": self.environment["SLURM_CONF"], "SLURMD_NODENAME": name}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -125,15 +124,23 @@ class SlurmCluster:
                         parent.kill()
                     process.kill()
 
-    def start_node(self, name: str) -> None:
-        """Start the node's daemon, again if it was killed."""
-        self.slurmds[name] = self.start("slurmd", "-D", "-N", name)
+    def kill(self, daemon: str) -> None:
+        self.daemons[daemon].kill()
+        self.daemons[daemon].wait()
 
-    def start(self, name: str, *arguments: object) -> subprocess.Popen[bytes]:
-        """Start a daemon in the foreground, as a child process that is easy to end."""
-        with open(self.folder / f"{name}-output.log", "ab") as output:
-            command = [str(_program(name)), *map(str, arguments)]
-            return subprocess.Popen(command, env=self.environment, stdout=output, stderr=output)
+    def start(self, daemon: str, *options: object) -> None:
+        """Start munged, slurmctld or the slurmd of a node, again if it was killed.
+
+        It is in the foreground, as a child process that is easy to end.
+        """
+        name = "slurmd" if daemon in NODES else daemon
+        # A controller without saved state ends, but for -i.
+        options = {"slurmd": ("-D", "-N", daemon), "slurmctld": ("-D", "-i")}.get(name, options)
+        command = [str(_program(name)), *map(str, options)]
+        with open(self.folder / f"{daemon}-output.log", "ab") as output:
+            self.daemons[daemon] = subprocess.Popen(
+                command, env=self.environment, stdout=output, stderr=output
+            )
 
     def num_idle(self) -> int:
         words = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
@@ -207,12 +214,11 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
     # The temporary folder's parents may be writable by others; the key itself is not.
     names = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
     options = [f"--{name}={munge}/{value}" for name, value in names.items()]
-    daemons = [cluster.start("munged", "-F", "--force", f"--log-file={munge}/log", *options)]
+    cluster.start("munged", "-F", "--force", f"--log-file={munge}/log", *options)
     try:
         wait_until((munge / "socket").exists, else_say=cluster.logs)
-        daemons.append(cluster.start("slurmctld", "-D", "-i"))
-        for name in NODES:
-            cluster.start_node(name)
+        for name in ("slurmctld", *NODES):
+            cluster.start(name)
         cluster.await_idle()
         try:
             yield cluster
@@ -221,7 +227,7 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
             cluster.run(["scancel", f"--user={pwd.getpwuid(os.getuid()).pw_name}"])
             cluster.await_idle()
     finally:
-        for daemon in (*cluster.slurmds.values(), *reversed(daemons)):
+        for daemon in reversed(cluster.daemons.values()):
             daemon.terminate()
             try:
                 daemon.wait(timeout=10)

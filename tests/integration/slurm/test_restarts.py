@@ -124,7 +124,7 @@ def test_slurm_requeues_after_a_node_has_died(slurm, submit, tmp_path) -> None:
         slurm.wait(job.job_id, states=["PENDING"])
     finally:
         # ReturnToService=2: a node that registers is up again.
-        slurm.start_node("n2")
+        slurm.start("n2")
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
     log = job.log(0).read_text()
     assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "1", "2"), log
