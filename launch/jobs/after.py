@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -89,7 +91,7 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     Returns the exit code of the job.
     """
     folder, job_id, restart = options.run_folder, options.job, restart_count()
-    fields = job_fields(job_id) if options.code else {}
+    fields = job_fields(job_id)
     outcome = classify(
         options.code,
         srun_errors,
@@ -147,11 +149,11 @@ def classify(
 
     attempt: `ATTEMPT_VARIABLE` of its ranks; fields: the controller's fields of the job.
     """
-    if code == 0:
-        return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
-    if is_ended_by_slurm(fields):
+    if is_ended_by_slurm(fields):  # srun may then end with 0
         reason = f"SLURM ended the job ({fields['JobState']})"
         return Outcome(ending=Ending.ENDED_BY_SLURM, reason=reason, exit_code=code)
+    if code == 0:
+        return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
     # The first line is about the task that failed first.
     found = next(filter(None, map(TASK_ENDED.match, srun_errors)), None)
     if found is None:
@@ -256,26 +258,35 @@ def crash_loop_text(row: Sequence[Attempt], max_fruitless_restarts: int) -> str:
 
 
 def wait_for_storage(folder: Path, *, until: float) -> None:
-    """Wait until a small file can be written into the folder, for STORAGE_WAIT_S at most.
+    """Wait until the next checkpoint can be written, for STORAGE_WAIT_S at most.
 
     until: unix seconds; not longer.
     """
     until = min(until, time.time() + STORAGE_WAIT_S)
-    path = folder / f".probe-{uuid.uuid4().hex[:8]}"
     is_said = False
-    while True:
-        try:
-            path.write_bytes(bytes(1 << 16))
-            path.unlink()
-            return
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            if time.time() > until:
-                return
-            if not is_said:
-                say(f"{folder} cannot be written ({error.strerror}): waiting before the next start")
-                is_said = True
+    while (refusal := storage_refusal(folder)) and time.time() < until:
+        if not is_said:
+            say(f"{refusal}: waiting before the next start")
+            is_said = True
         time.sleep(STORAGE_POLL_S)
+
+
+def storage_refusal(folder: Path) -> str | None:
+    """Why the next checkpoint of a run cannot be written: no small file, or too little space."""
+    place = folder / "checkpoints"
+    if not place.is_dir():
+        place = folder
+    path = place / f".probe-{uuid.uuid4().hex[:8]}"
+    try:
+        path.write_bytes(bytes(1 << 16))
+        sizes = [sum(f.stat().st_size for f in step.iterdir()) for step in place.glob("step-*")]
+        free, needed = shutil.disk_usage(place).free, max(sizes, default=0)
+        return f"{place} has {free} bytes free, not {needed}" if free < needed else None
+    except OSError as error:
+        return f"{place} cannot be written ({error.strerror})"
+    finally:
+        with suppress(OSError):
+            path.unlink()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from typing import Any
 from vitscale.runs.launching import LaunchSettings
 
 SLURM_SECONDS = 60
-REQUEUE_SECONDS = 60.0
+# The controller may be restarting, or its substitute starting.
+REQUEUE_SECONDS = 300.0
 # Less than KillWait (30 s by default), after which SLURM kills what is left of a requeued job.
 EXCLUDE_SECONDS = 20.0
 PAUSE_SECONDS = 2.0

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -53,8 +54,8 @@ LONGEST_SAVE_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed: the process ends
 # soon, `exit.EXIT_S`.
 PATIENCE_S = 4.0
-# Saves in a row that storage refuses before the run ends.
-MAX_FAILED = 3
+# How long a run goes on while storage refuses its saves.
+LONGEST_WITHOUT_S = 3600.0
 
 
 class CheckpointStore:
@@ -72,7 +73,7 @@ class CheckpointStore:
         self._copied.set()
         self._name: str = broadcast_object(uuid.uuid4().hex[:8])
         self._group = control_group(SAVES, timeout=timedelta(seconds=LONGEST_SAVE_S))
-        self._num_saves, self._num_failed = 0, 0
+        self._num_saves, self._committed_at = 0, time.monotonic()
         self._thread: threading.Thread | None = None
         self._commit: Commit | None = None
         self._error: BaseException | None = None
@@ -172,7 +173,7 @@ class CheckpointStore:
         """Wait until the last save is committed. Returns it, unless it was taken before.
 
         Raises UserError, the same on all ranks, when it could not be. With `say`, storage may fail
-        for a few saves in a row, each of which is a warning: the next one may succeed.
+        for an hour, and each save is a warning: the next one may succeed.
         """
         if self._thread is None:
             return self.take_committed()
@@ -182,14 +183,15 @@ class CheckpointStore:
             raise StorageError(what, where=str(self.folder))
         self._thread = None
         error, self._error = self._error, None
-        self._num_failed = 0 if error is None else self._num_failed + 1
         if error is None:
+            self._committed_at = time.monotonic()
             return self.take_committed()
-        if say is None or not isinstance(error, StorageError) or self._num_failed >= MAX_FAILED:
+        is_late = time.monotonic() - self._committed_at > LONGEST_WITHOUT_S
+        if say is None or not isinstance(error, StorageError) or is_late:
             raise error
         say(
-            f"warning: {str(error).splitlines()[0]}; training goes on, and ends when {MAX_FAILED} "
-            "saves in a row fail, or the last one"
+            f"warning: {str(error).splitlines()[0]}; training goes on, and ends after an hour "
+            "without a checkpoint, or when the last one fails"
         )
         return None
 
