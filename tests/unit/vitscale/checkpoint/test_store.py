@@ -116,6 +116,21 @@ def test_next_save_waits_and_raises_the_previous_error(
     assert store.wait().step == 4
 
 
+def test_storage_may_refuse_saves_for_an_hour(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(commit, "write_new_file", refuse)
+    with pytest.raises(StorageError), CheckpointStore(tmp_path, keep=3, world=world) as store:
+        for step in range(1, 6):
+            store.save({"model.a": torch.zeros(3)}, step=step, progress={}, description={})
+            assert store.wait(say=said.append) is None
+        monkeypatch.setattr("vitscale.checkpoint.store.LONGEST_WITHOUT_S", 0.0)
+        store.save({"model.a": torch.zeros(3)}, step=6, progress={}, description={})
+        store.wait(say=said.append)
+    assert len(said) == 5 and "training goes on" in said[0]
+
+
 @pytest.mark.parametrize("ending", ["good", "stopped", "error"])
 def test_store_waits_for_its_last_save(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, ending: str
