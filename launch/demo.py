@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -33,7 +32,6 @@ MAX_PROCESSES = 2
 FOLDER_LENGTH = "schedule.epochs=null schedule.steps=600"
 MAX_PER_CLASS, MAX_IMAGES = 200, 20_000
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
-SPLITS = {"train", "training", "val", "valid", "validation", "test"}
 ALLOWED = "a folder with one sub-folder of JPEG, PNG or WebP images per class"
 
 
@@ -75,31 +73,21 @@ def commands(name: str, *, is_folder: bool) -> dict[str, str]:
 
 
 def link_some(folder: Path, target: Path) -> None:
-    """Link to at most MAX_PER_CLASS images of each class; of IMAGES/{train,val} those of train."""
-    if not folder.is_dir():
-        raise UserError("no such folder", where=f"DATA={folder}", allowed=ALLOWED)
-    if target.exists():
-        return
-    classes = sub_folders(folder)
-    if len(classes) > 1 and {path.name.lower() for path in classes} <= SPLITS:
-        folder = next((path for path in classes if path.name.lower().startswith("train")), folder)
-        classes = sub_folders(folder)
-    most = min(MAX_PER_CLASS, max(10, MAX_IMAGES // max(1, len(classes))))
-    started = target.with_name("images.part")
-    shutil.rmtree(started, ignore_errors=True)
-    for each in classes:
-        images = sorted(path for path in each.rglob("*") if path.suffix.lower() in SUFFIXES)
-        for number, image in enumerate(images[:: -(-len(images) // most) or 1]):
-            (started / each.name).mkdir(parents=True, exist_ok=True)
-            (started / each.name / f"{number:04d}{image.suffix}").symlink_to(image.resolve())
-    if not started.exists():
+    """Link to at most MAX_PER_CLASS images of each class."""
+    classes: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("[!.]*/**/*")):
+        if path.suffix.lower() in SUFFIXES:
+            classes.setdefault(path.relative_to(folder).parts[0], []).append(path)
+    if not classes:
         raise UserError("has no class folders with images", where=f"DATA={folder}", allowed=ALLOWED)
-    started.rename(target)
+    most = min(MAX_PER_CLASS, max(10, MAX_IMAGES // len(classes)))
+    for name, images in classes.items():
+        (target / name).mkdir(parents=True, exist_ok=True)
+        for number, image in enumerate(images[:: -(-len(images) // most)]):
+            link = target / name / f"{number:04d}{image.suffix}"
+            link.unlink(missing_ok=True)
+            link.symlink_to(image.resolve())
     print(f"{target}: at most {most} images of each of {len(classes):,} classes of {folder}")
-
-
-def sub_folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
 def run_command(title: str, command: str) -> None:

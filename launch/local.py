@@ -54,9 +54,8 @@ def main() -> None:
         )
     run = launchable(command.run)
     check_job(run, num_tasks=num_procs, cluster="local")
-    job, folder = prepare_job(run, cluster="local")
-    python = run.launch.python
-    raise SystemExit(run_here(job, python=python, num_procs=num_procs, folder=folder, stop=stop))
+    job = prepare_job(run, cluster="local")
+    raise SystemExit(run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop))
 
 
 def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool) -> int:

@@ -1,7 +1,7 @@
 """Run a chain here, one run after another, or submit it: one SLURM job for each run.
 
-Owns: the table before it starts, the checks of all runs, what is run, kept, submitted and
-cancelled, and the dependencies between jobs.
+Owns: the table before it starts, the checks of all runs, what is run, kept and submitted, and
+the dependencies between jobs.
 Leaves out: one run (`launch.jobs`), and what is done (`states`).
 
 A job waits for `afterok` of the jobs that its run needs, with kill-on-invalid-dep: when one of them
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from functools import partial
 
 from launch.chains.load import Chain, ChainStep
@@ -20,54 +20,39 @@ from launch.chains.states import States, StepState, chain_states, check_unchange
 from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import job_folder, prepare_job, submit_run
 from launch.jobs.processes import StopFlag, run_here
-from launch.jobs.queue import NoAnswerError, QueuedJob, ask_slurm, jobs_of, submitted_ids, user_jobs
+from launch.jobs.queue import NoAnswerError, jobs_of, submitted_ids, user_jobs
 from launch.jobs.submission import require_slurm
 from launch.planning.checks import refuse_or_warn, run_checks, slurm_check
-from launch.planning.dry_run import batch_script, check_data, data_facts
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
-from vitscale.runs.data_prep import DataPrepRun
-from vitscale.runs.training import TrainingRun
+from launch.planning.dry_run import batch_script
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 
 say = partial(print, flush=True)
 
 
 def overview(chain: Chain, states: States) -> str:
-    """All runs with what they wait for, what each asks for, and their states."""
+    """All runs with what they wait for, and their states."""
     rows = []
     for step in chain.steps:
         after = ", ".join(dict.fromkeys(name.partition("/")[0] for name in step.needs))
         state = states[step.name].text
-        rows.append((step.name, step.kind, after or ABSENT, _resources(step), state))
+        rows.append((step.name, step.kind, after or ABSENT, state))
     num_done = sum(state.is_done for state in states.values())
     title = f"Chain {chain.name}: {len(chain.steps)} runs, {num_done} done"
-    header = ("run", "what", "after", "each", "state")
+    header = ("run", "what", "after", "state")
     return plain_text(Table(title=title, header=header, rows=tuple(rows)))
 
 
-def _resources(step: ChainStep) -> str:
-    """What one run asks SLURM for."""
-    launch = step.run.launch
-    if launch.gpus_per_node:
-        return f"{launch.nodes} nodes x {launch.gpus_per_node} GPUs"
-    is_array = isinstance(step.run, DataPrepRun)
-    num_tasks = launch.num_tasks if is_array else launch.nodes * launch.tasks_per_node
-    return f"{num_tasks} tasks x {launch.cpus_per_task} cores"
+def _start(chain: Chain, *, leave_out: Container[str]) -> dict[str, StepState]:
+    """Show the runs with their states. Raises UserErrors for what stops the chain.
 
-
-def _start(chain: Chain) -> dict[str, StepState]:
-    """Show the runs with their states. Raises UserErrors for what stops the chain."""
+    leave_out: checks whose warnings are not shown.
+    """
     states = chain_states(chain)
     say(overview(chain, states))
     check_unchanged(states)
-    errors: dict[str, UserError] = {}
-    for step in _unprepared(chain, states):
-        try:
-            if isinstance(step.run, TrainingRun):
-                check_data(step.run, data_facts(step.run))
-        except UserError as error:
-            errors.setdefault(error.text(), error)
-    if errors:
-        raise UserErrors(list(errors.values()))
+    rows = [row for step in _unprepared(chain, states) for row in run_checks(step.run)]
+    each_once = {(row.name, row.detail): row for row in rows}
+    refuse_or_warn(list(each_once.values()), leave_out=leave_out)
     return states
 
 
@@ -86,7 +71,8 @@ def _compare_line(chain: Chain) -> str:
 
 def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
     """Run what is missing, each with num_procs processes: 0, 1 after a failure, 75 if stopped."""
-    states = _start(chain)
+    # A stage takes weights that an earlier one makes, and what cores there are.
+    states = _start(chain, leave_out={"weights", "cores"})
     failures: list[str] = []
     for number, step in enumerate(chain.steps, start=1):
         title = f"[{number}/{len(chain.steps)}] {step.name}"
@@ -119,11 +105,11 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
 
 def _run(step: ChainStep, *, num_procs: int, stop: StopFlag) -> tuple[int, str]:
     """(exit code, the command that runs this step alone)."""
-    job, folder = prepare_job(step.run, cluster="local")
+    job = prepare_job(step.run, cluster="local")
     config = shlex.quote(os.path.relpath(job.config))
     command = f"python launch/local.py --config {config} --num-procs {num_procs}"
-    python = step.run.launch.python
-    return run_here(job, python=python, num_procs=num_procs, folder=folder, stop=stop), command
+    code = run_here(job, python=step.run.launch.python, num_procs=num_procs, stop=stop)
+    return code, command
 
 
 # ---- on SLURM ---------------------------------------------------------------------------------
@@ -151,21 +137,13 @@ def submit_chain(chain: Chain) -> None:
     Raises UserErrors before anything is submitted, and UserError if sbatch refuses a job; what was
     accepted before stays submitted.
     """
-    states = _start(chain)
+    states = _start(chain, leave_out={"weights"})
     if all(state.is_done for state in states.values()):
         say(_compare_line(chain))
         return
     require_slurm()
-    scripts = _scripts(chain, states)
-    rows = [row for script in scripts.values() for row in slurm_check(script)]
-    rows += [
-        row
-        for step in _unprepared(chain, states)
-        if step.name in scripts
-        for row in run_checks(step.run)
-    ]
-    each_once = {(row.name, row.detail): row for row in rows}
-    refuse_or_warn(list(each_once.values()), leave_out={"weights"})
+    for script in _scripts(chain, states).values():
+        refuse_or_warn(slurm_check(script))
     try:
         queue = user_jobs()
     except NoAnswerError as error:
@@ -178,8 +156,6 @@ def submit_chain(chain: Chain) -> None:
             continue
         needed = sorted({job for name in step.needs for job in jobs.get(name, ())})
         kept = jobs_of(job_folder(step.run, cluster="slurm").parent, jobs=queue)
-        if set(needed) & set(new):
-            kept = _without_waiting(step, kept)
         if kept:
             jobs[step.name] = submitted_ids(kept)
             say(f"kept      {step.name}: job {kept[0].job_id} is {kept[0].state.lower()}")
@@ -194,16 +170,3 @@ def submit_chain(chain: Chain) -> None:
         say(f"  cancel   scancel {' '.join(new)}")
     say(_compare_line(chain))
     say("When the jobs have ended, the same command submits what is not done.")
-
-
-def _without_waiting(step: ChainStep, jobs: list[QueuedJob]) -> list[QueuedJob]:
-    """Cancel the jobs of a run that wait for jobs which have failed. Returns the others."""
-    waiting = [job for job in jobs if job.state == "PENDING"]
-    for job_id in submitted_ids(waiting):
-        try:
-            ask_slurm("scancel", job_id)
-        except NoAnswerError as error:
-            what = f"scancel {job_id} failed: {error}"
-            raise UserError(what, next_step="try again later") from None
-        say(f"cancelled {step.name}: job {job_id} waited for jobs that have failed")
-    return [job for job in jobs if job not in waiting]

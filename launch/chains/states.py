@@ -12,26 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from launch.chains.load import Chain, ChainStep
+from launch.comparison.differences import has_effect
 from launch.jobs.preparation import RUN_TYPES
 from launch.jobs.states import RESULTS_NAME
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file
 from vitscale.config.section import Run
-from vitscale.config.source import yaml_flow
 from vitscale.data.index import MANIFEST_NAME, read_manifest
 from vitscale.distributed.events import read_start
 from vitscale.runs.data_prep import DataPrepRun
+from vitscale.tracking.run_facts import flatten_params
 
-# Changing these changes where and how fast a run trains, not its result.
-WITHOUT_EFFECT = (
-    *("name", "output", "launch", "tracking", "checkpoint"),
-    *("data.num_workers", "data.remote", "data.planned_num_samples"),
-    *("engine.num_threads", "engine.timeout_min"),
-    *("engine.max_micro_batch", "engine.profile_steps"),
-    # Of a data preparation.
-    *("num_workers", "source.path"),
-)
 MAX_CHANGES = 5
 
 
@@ -141,14 +133,9 @@ def _changes(made: dict[str, str], now: dict[str, str]) -> list[str]:
     ]
 
 
-def _settings(value: Any, key: str = "") -> dict[str, str]:
+def _settings(values: Mapping[str, Any]) -> dict[str, str]:
     """Dotted key -> value, of settings with an effect."""
-    if any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT):
-        return {}
-    if not isinstance(value, dict) or (key and not value):
-        return {key: yaml_flow(value)}
-    inner = (_settings(child, f"{key}.{name}".lstrip(".")) for name, child in value.items())
-    return {name: text for each in inner for name, text in each.items()}
+    return {key: text for key, text in flatten_params(values).items() if has_effect(key)}
 
 
 def _time_of(path: Path) -> float | None:

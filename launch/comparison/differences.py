@@ -32,8 +32,14 @@ PREFERRED = ("val/top1", "val/knn_top1", "val/linear_top1", "val/class_mean_top1
 LAST_RESORT = "train/loss"
 # Parameters that differ because the runs do: where a run is, what it is called, what it is part of.
 NAMES, TAGS = ("name", "output"), "tracking.tags"
-# Settings that cannot change a result.
-WITHOUT_EFFECT = (*NAMES, "tracking", "launch", "checkpoint", "deepspeed", "evaluate")
+# Settings that change where and how fast a run is made, not its result.
+WITHOUT_EFFECT = (
+    *(*NAMES, "tracking", "launch", "checkpoint"),
+    *("data.num_workers", "data.remote", "data.planned_num_samples"),
+    *("engine.num_threads", "engine.timeout_min", "engine.max_micro_batch", "engine.profile_steps"),
+    # Of a data preparation.
+    *("num_workers", "source.path"),
+)
 # The place of a run in a chain: its stage, and the keys of its sweeps and of its inputs' sweeps.
 CHAIN_TAGS = "tracking.tags.chain."
 # Of a path such as runs/pretrain_seed0, in which repetitions differ, too.
@@ -64,7 +70,6 @@ class Spread:
 
     mean: float
     deviation: float | None
-    count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,7 +252,7 @@ def settings_of(run: ComparedRun) -> dict[str, str]:
 
 def has_effect(key: str) -> bool:
     """Whether a parameter can change a result."""
-    return key.split(".")[0] not in WITHOUT_EFFECT
+    return not any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
 
 
 def seed_groups(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, ...]]:
@@ -269,7 +274,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     if not known:
         return None
     deviation = statistics.stdev(known) if len(known) > 1 else None
-    return Spread(mean=statistics.fmean(known), deviation=deviation, count=len(known))
+    return Spread(mean=statistics.fmean(known), deviation=deviation)
 
 
 def dependences(comparison: Comparison) -> list[Dependence]:

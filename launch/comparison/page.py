@@ -31,10 +31,6 @@ from launch.comparison.differences import (
 from launch.comparison.report import format_spread, metric_place, printable, tables
 from launch.comparison.runs import RUNS_FOLDER, ComparedRun
 
-COLORS = (
-    *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00"),
-    *("#56b4e9", "#7f3c8d", "#5d6b78", "#b03060", "#3b7d23"),
-)
 MAX_REASONS = 8
 # Of a longer curve, the lowest and the highest point of each of half as many intervals are drawn.
 MAX_POINTS = 1000
@@ -45,7 +41,6 @@ for (const chart of document.querySelectorAll("[data-figure]")) {
   Plotly.newPlot(chart, data, layout, {responsive: true, displaylogo: false, modeBarButtons});
 }
 """
-PNG_START = b"\x89PNG\r\n\x1a\n"
 MAX_PICTURE_BYTES = 2 << 20
 MAX_PICTURES = 100
 
@@ -160,17 +155,16 @@ def _curves(comparison: Comparison, key: str) -> str:
     """One metric of all runs over the axis of the budget, as a figure of plotly in JSON."""
     axis = "steps" if comparison.budget is None else comparison.budget.axis
     traces = []
-    for number, run in enumerate(comparison.runs):
+    for run in comparison.runs:
         steps, values = run.series(key)
         x, y = np.interp(steps, run.steps, run.totals[axis]), np.array(values)
         places = np.flatnonzero(np.isfinite(y))
         places = places[_drawn(y[places])]
-        dash = "solid" if number < len(COLORS) else "dash"
         traces.append(
             {
                 "name": _text(run.label),
                 "mode": "lines+markers" if len(places) < 30 else "lines",
-                "line": {"color": COLORS[number % len(COLORS)], "width": 1.6, "dash": dash},
+                "line": {"width": 1.6},
                 "x": _rounded(x[places]),
                 "y": _rounded(y[places]),
             }
@@ -188,13 +182,12 @@ def _drawn(y: Any) -> Any:
 
 def _dependence(found: Dependence) -> str:
     traces = []
-    for number, (name, points) in enumerate(found.series.items()):
+    for name, points in found.series.items():
         deviations = [over.deviation or 0.0 for _, over in points]
         traces.append(
             {
                 "name": _text(name),
                 "mode": "lines+markers",
-                "line": {"color": COLORS[number % len(COLORS)]},
                 "x": [value for value, _ in points],
                 "y": [over.mean for _, over in points],
                 "error_y": {"type": "data", "array": deviations},
@@ -248,8 +241,6 @@ def _pictures(runs: Sequence[ComparedRun]) -> dict[str, list[tuple[str, str]]]:
     ]
     found: dict[str, list[tuple[str, str]]] = {}
     for label, path in paths[:MAX_PICTURES]:
-        data = path.read_bytes()
-        if data.startswith(PNG_START):
-            name = path.stem.replace("_", " ")
-            found.setdefault(name, []).append((label, base64.b64encode(data).decode()))
+        data = base64.b64encode(path.read_bytes()).decode()
+        found.setdefault(path.stem.replace("_", " "), []).append((label, data))
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
 
-from launch.comparison.differences import Comparison, Dependence, Spread, dependences, spread
+from launch.comparison.differences import Comparison, Spread, spread
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_text
 
@@ -54,8 +54,7 @@ def tables(comparison: Comparison) -> list[Table]:
         header=("run", "made"),
         rows=tuple((run.label, run.origin) for run in comparison.runs if run.origin),
     )
-    varied = map(_dependence_table, dependences(comparison))
-    found = [_runs_table(comparison), metrics, _seeds_table(comparison), *varied, params, origins]
+    found = [_runs_table(comparison), metrics, _seeds_table(comparison), params, origins]
     return [table for table in found if table.rows]
 
 
@@ -100,27 +99,11 @@ def _seeds_table(comparison: Comparison) -> Table:
     for line in comparison.metrics:
         groups = [spread(line.final[i] for i in each) for each in comparison.seeds.values()]
         if line.better is not None and any(groups):
-            cells = (
-                ABSENT if over is None else f"{format_spread(over)} ({over.count})"
-                for over in groups
-            )
+            cells = (ABSENT if over is None else format_spread(over) for over in groups)
             rows.append((line.key, *cells))
     return Table(
         title="Over seeds: final, mean and standard deviation",
         header=("metric", *comparison.seeds),
-        rows=tuple(rows),
-    )
-
-
-def _dependence_table(found: Dependence) -> Table:
-    numbers = sorted({number for points in found.series.values() for number, _ in points})
-    rows = []
-    for name, points in found.series.items():
-        cells = {number: format_spread(over) for number, over in points}
-        rows.append((name or found.metric, *(cells.get(number, ABSENT) for number in numbers)))
-    return Table(
-        title=f"Final {found.metric} over {found.key}, mean and standard deviation over seeds",
-        header=(found.key, *(f"{number:g}" for number in numbers)),
         rows=tuple(rows),
     )
 

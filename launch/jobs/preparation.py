@@ -115,10 +115,8 @@ def _problems(run: LaunchableRun, *, num_tasks: int, cluster: str) -> Iterator[U
         )
 
 
-def prepare_job(
-    run: LaunchableRun, *, cluster: str, code: Path | None = None
-) -> tuple[StageJob, Path]:
-    """Create the job folder with the resolved configuration. Return (job, folder).
+def prepare_job(run: LaunchableRun, *, cluster: str, code: Path | None = None) -> StageJob:
+    """Create the job folder with the resolved configuration.
 
     code: the snapshot that contains the stage; None: the code that runs now.
     """
@@ -128,16 +126,14 @@ def prepare_job(
     # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     write_text(config, text)
-    # Tasks that share work have no folder of their own, and none waits for another.
-    shares = isinstance(run, DataPrepRun)
+    is_shared = isinstance(run, DataPrepRun)
     script = f"data_prep/{run.script}.py" if isinstance(run, DataPrepRun) else SCRIPTS[run.stage]
-    job = StageJob(
+    return StageJob(
         script=str((code or PROJECT_ROOT) / script),
         config=str(config.resolve()),
-        run_folder=None if shares else str(folder.parent),
-        independent=shares,
+        # Tasks that share work do not wait for one another.
+        run_folder=None if is_shared else str(folder.parent),
     )
-    return job, folder
 
 
 def submit_run(
@@ -160,7 +156,7 @@ def submit_run(
             ids = _earlier_jobs(run, folder.parent, wait=earlier == "wait")
             launch = depending_on(launch, "afterany", ids)
         code = kept_code(launch, folder)
-        job, _ = prepare_job(run, cluster="slurm", code=code)
+        job = prepare_job(run, cluster="slurm", code=code)
         name, where = run_name(run), job.run_folder
         return submit_to_slurm(
             job, launch=launch, name=name, folder=folder, run_folder=where, code=code
@@ -224,19 +220,14 @@ def submitting(folder: Path) -> Iterator[None]:
 
 
 def make_private(folder: Path) -> None:
-    """Create the folder for this user alone. Raises UserError if another user owns it."""
+    """Create the folder for this user alone. Raises UserError if that is not possible."""
     try:
         # `mode` is that of the last folder alone.
         for each in (folder.parent, folder):
             each.mkdir(parents=True, mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise UserError(
-                f"{folder} belongs to another user, who could change what the job runs",
-                next_step="choose another output",
-            )
-        folder.chmod(0o700)
+        folder.chmod(0o700)  # refused where it belongs to another user, who could change the job
     except OSError as error:
         raise UserError(
-            f"cannot create the job folder {folder}: {error.strerror}",
+            f"cannot create the private job folder {folder}: {error.strerror}",
             next_step="choose a writable output, on a file system that the nodes share",
         ) from error

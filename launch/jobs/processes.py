@@ -95,18 +95,16 @@ class Rank:
             self.process.wait()
 
 
-def run_here(
-    job: StageJob, *, python: str | None, num_procs: int, folder: Path, stop: StopFlag
-) -> int:
+def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFlag) -> int:
     """Run the job to its end and return its exit code. SIGTERM stops it with a checkpoint.
 
-    python: interpreter command; None: this interpreter. folder: gets a folder with the logs.
+    python: interpreter command; None: this interpreter. Logs are in a folder beside the config.
     num_procs: its ranks; a data preparation is one process, which uses all cores.
     Ctrl-C ends it at once. No process is left, however this ends.
     """
-    num_procs = 1 if job.independent else num_procs
+    num_procs = num_procs if job.run_folder else 1
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
-    folder = folder / name
+    folder = Path(job.config).parent / name
     folder.mkdir(mode=0o700)
     run_folder = job.run_folder or folder
     ranks: list[Rank] = []

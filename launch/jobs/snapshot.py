@@ -1,6 +1,6 @@
 """Copy the submitted code into the job folder, so that later edits do not reach the job.
 
-Owns: which files, the limit of their size, and the folder code-HASH, named by its content.
+Owns: which files, and the folder code-HASH, named by its content.
 Leaves out: making a job import from it (`submission`), and git (`source_version`).
 
 Equal submissions share a snapshot. It contains the files of the code folders as they are on disk,
@@ -9,7 +9,6 @@ and a record of the version.
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from dataclasses import asdict
@@ -27,11 +26,8 @@ from vitscale.tracking.source_version import (
     source_version,
 )
 
-MAX_BYTES = 64_000_000
-
-
-Code = dict[str, tuple[bytes, int]]
-"""Path below the root -> content and mode, with the record of the version."""
+Code = dict[str, bytes]
+"""Path below the root -> content, with the record of the version."""
 
 
 def kept_code(launch: LaunchSettings, folder: Path, *, root: Path = PROJECT_ROOT) -> Path | None:
@@ -48,12 +44,12 @@ def kept_code(launch: LaunchSettings, folder: Path, *, root: Path = PROJECT_ROOT
     try:
         if not final.exists():
             temporary.mkdir(mode=0o700)
-            for name, (content, mode) in code.items():
+            for name, content in code.items():
                 path = temporary / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # Without fsync, which would take seconds.
                 path.write_bytes(content)
-                path.chmod(mode)
+                path.chmod(0o444)
             commit_folder(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -73,35 +69,23 @@ def planned_folder(launch: LaunchSettings, folder: Path) -> Path | None:
 
 
 def read_code(root: Path = PROJECT_ROOT) -> Code:
-    """Read the code that jobs run. Raises UserError if it is larger than MAX_BYTES."""
+    """Read the code that jobs run."""
     files = (path for name in CODE_FOLDERS for path in (root / name).rglob("*") if path.is_file())
-    paths = {
-        str(path.relative_to(root)): path for path in files if path.parent.name != "__pycache__"
-    }
-    sizes = {name: path.stat().st_size for name, path in paths.items()}
-    total, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__, default="")
-    if total > MAX_BYTES:
-        raise UserError(
-            f"the code to copy for the job has {total / 1e6:.0f} MB; its largest file is {largest}",
-            where="launch.snapshot",
-            allowed=f"at most {MAX_BYTES / 1e6:.0f} MB",
-            next_step="move data out of the code folders, or set launch.snapshot=false to run "
-            "the code on disk",
-        )
     code = {
-        name: (path.read_bytes(), 0o555 if os.access(path, os.X_OK) else 0o444)
-        for name, path in paths.items()
+        str(path.relative_to(root)): path.read_bytes()
+        for path in files
+        if path.parent.name != "__pycache__"
     }
     version = source_version(root)
     # Without a version an empty record: git may know another project around the job folder.
     record = {} if version is None else asdict(version)
-    return code | {RECORD_NAME: (json_text(record).encode(), 0o444)}
+    return code | {RECORD_NAME: json_text(record).encode()}
 
 
 def folder_name(code: Code) -> str:
-    """Name of the snapshot's folder, from all paths, modes and contents."""
+    """Name of the snapshot's folder, from all paths and contents."""
     digest = blake3.blake3()
-    for path, (content, mode) in sorted(code.items()):
-        digest.update(f"{path}\0{mode}\0{len(content)}\0".encode())
+    for path, content in sorted(code.items()):
+        digest.update(f"{path}\0{len(content)}\0".encode())
         digest.update(content)
     return f"code-{digest.hexdigest()[:12]}"

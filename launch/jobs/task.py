@@ -37,9 +37,8 @@ class StageJob:
     config: str
     """Absolute path of the resolved configuration."""
     run_folder: str | None = None
-    """Has its checkpoints and the record of its attempts; None: the job's folder."""
-    independent: bool = False
-    """Each task is a job of its own instead of a rank of one job."""
+    """Has its checkpoints and the record of its attempts; None: each task is a job of its own
+    instead of a rank of one job, and has its record in the job's folder."""
 
     @property
     def arguments(self) -> list[str]:
@@ -50,11 +49,11 @@ class StageJob:
         return f"{Path(self.script).parent.name}: {tasks}, config {self.config}"
 
     def __call__(self) -> int:
-        task = enter_task()
+        task, is_rank = enter_task(), self.run_folder is not None
 
         def stop_early(number: int, _: object) -> None:
             # Nothing to save: the script has no handlers, or has not set them yet.
-            state = "; finished work is kept" if self.independent else " before training started"
+            state = " before training started" if is_rank else "; finished work is kept"
             print(f"stopped by {signal.Signals(number).name}{state}", flush=True)
             os._exit(EXIT_STOPPED_RESUMABLE)
 
@@ -72,7 +71,7 @@ class StageJob:
             where = f"job {task.job_id} on {', '.join(task.hostnames)}"
             print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
             tasks = f"{task.num_tasks} task(s)"
-            if self.independent:
+            if not is_rank:
                 # Both are unset for an array of one task, which is submitted as a plain job.
                 index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
                 tasks = f"task {index} ({os.environ.get('SLURM_ARRAY_TASK_COUNT', '1')} in total)"

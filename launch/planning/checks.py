@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from finetune.run import FinetuneRun
-from launch.jobs.preparation import LaunchableRun, check_job
+from finetune.settings import EvaluateRun
+from launch.jobs.preparation import LaunchableRun
 from launch.jobs.queue import NoAnswerError
 from launch.jobs.submission import try_start
 from launch.planning.dry_run import GIB, DataFacts, check_data, data_facts, planned_classes
@@ -42,11 +43,11 @@ class Check:
     """What is raised if the run is submitted; only of errors."""
 
 
-def caught(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
+def caught(name: str, check: Iterable[Check]) -> list[Check]:
     """The rows of a check, and one for each error that it raises."""
     rows: list[Check] = []
     try:
-        rows += check()
+        rows.extend(check)
     except UserError as error:
         for each in error.errors if isinstance(error, UserErrors) else (error,):
             detail = f"{each.where}: {each.what}" if each.where else each.what
@@ -104,44 +105,41 @@ def slurm_check(script: str) -> list[Check]:
 
 
 def run_checks(run: LaunchableRun) -> list[Check]:
-    """Rows about the configuration, data, loader and files of a run, none of them heavy."""
-    num_tasks = run.launch.nodes * run.launch.tasks_per_node
-    facts: DataFacts | None = None
-
-    def data() -> Iterator[Check]:
-        nonlocal facts
-        if isinstance(run, DataPrepRun):
-            return
-        # Sizes of thousands of remote files would take minutes; the job asks for them.
-        is_local = isinstance(location_of(run.data.path), Path)
-        if isinstance(run, PretrainRun | FinetuneRun):
-            facts = data_facts(run, check_files=is_local)
-            yield _training_data(run, facts)
-        else:
-            index = read_split(
-                run.data.path,
-                split=run.data.val_split,
-                remote_settings=run.data.remote,
-                check_files=is_local,
-            )
-            yield Check("data", "ok", f"{run.data.val_split}: {index.num_samples:,} samples")
-
-    def configuration() -> Iterator[Check]:
-        check_job(run, num_tasks=num_tasks, cluster="slurm")
-        if isinstance(run, PretrainRun | FinetuneRun) and facts and facts.num_samples:
-            check_data(run, facts)
-        tasks = run.launch.num_tasks if isinstance(run, DataPrepRun) else num_tasks
-        yield Check("configuration", "ok", f"{run.stage}, {tasks} task(s)")
-
-    data_rows = caught("data", data)
-    rows = [*caught("configuration", configuration), *data_rows]
+    """Rows about the data, weights, loader and files of a valid run, none of them heavy."""
+    launch = run.launch
+    if isinstance(run, DataPrepRun):
+        return [Check("configuration", "ok", f"{run.stage}, {launch.num_tasks} task(s)")]
+    num_tasks = launch.nodes * launch.tasks_per_node
+    rows = [Check("configuration", "ok", f"{run.stage}, {num_tasks} task(s)")]
+    if isinstance(run, EvaluateRun):
+        return rows + caught("data", _evaluation_data(run))
     if isinstance(run, FinetuneRun) and run.init is not None:
         rows.append(_weights(run.init))
-    if isinstance(run, PretrainRun | FinetuneRun) and facts and facts.num_samples:
-        known = facts
-        rows += caught("loader", lambda: _loader(run, known))
-        rows += caught("disk", lambda: _disk(run, known))
-    return rows
+    return rows + caught("data", _training_checks(run))
+
+
+def _is_local(path: str) -> bool:
+    """Whether sizes of files are compared: of thousands of remote ones it would take minutes."""
+    return isinstance(location_of(path), Path)
+
+
+def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
+    data = run.data
+    index = read_split(
+        data.path,
+        split=data.val_split,
+        remote_settings=data.remote,
+        check_files=_is_local(data.path),
+    )
+    yield Check("data", "ok", f"{data.val_split}: {index.num_samples:,} samples")
+
+
+def _training_checks(run: PretrainRun | FinetuneRun) -> Iterator[Check]:
+    facts = data_facts(run, check_files=_is_local(run.data.path))
+    check_data(run, facts)
+    yield _training_data(run, facts)
+    yield from _loader(run, facts)
+    yield from caught("disk", _disk(run, facts))
 
 
 def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
@@ -153,8 +151,6 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
             "data", "ok", f"{data.train_split}: {len(tars):,} tars; no index: inexact resume"
         )
     if facts.opened is None:
-        if facts.num_samples is None:
-            check_data(run, facts)
         return Check(
             "data",
             "warning",
@@ -165,8 +161,8 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
         check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
     num_shards = _num_shards(facts.opened)
     found = f"{data.train_split}: {facts.num_samples:,} samples in {num_shards:,} shards"
-    is_local = isinstance(location_of(data.path), Path)
-    evaluated = None if data.dev_percent else open_val_split(data, check_files=is_local)
+    check_files = _is_local(data.path)
+    evaluated = None if data.dev_percent else open_val_split(data, check_files=check_files)
     if evaluated is not None:
         found += f"; {data.val_split}: {evaluated.num_samples:,} samples"
     return Check("data", "ok", f"{found}; as in the manifest")
@@ -195,29 +191,22 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
     each = f"{num_ranks} rank(s) x {max(1, workers)} loader process(es)"
     num_shards = None if facts.opened is None else _num_shards(facts.opened)
     if samples < run.data.global_batch:
-        yield Check(
-            "loader",
-            "warning",
-            f"{samples:,} samples are less than one batch of {run.data.global_batch:,}",
-            next_step="lower data.global_batch, or use more samples",
-        )
+        text = f"{samples:,} samples are less than one batch of {run.data.global_batch:,}"
+        next_step = "lower data.global_batch, or use more samples"
+        yield Check("loader", "warning", text, next_step)
     elif num_shards is not None and num_shards < processes:
-        yield Check(
-            "loader",
-            "warning",
-            f"{num_shards:,} shards for {each}: several processes read one file at a time",
-            next_step="make more shards (shards.min_shards) if the storage is slow at this",
-        )
+        text = f"{num_shards:,} shards for {each}: several processes read one file at a time"
+        next_step = "make more shards (shards.min_shards) if the storage is slow at this"
+        yield Check("loader", "warning", text, next_step)
     else:
         shards = "" if num_shards is None else f"{num_shards / processes:,.1f} shards and "
-        yield Check(
-            "loader", "ok", f"{shards}{samples / processes:,.0f} samples for each of {each}"
-        )
+        text = f"{shards}{samples / processes:,.0f} samples for each of {each}"
+        yield Check("loader", "ok", text)
     needed, cpus = 1 + workers, run.launch.cpus_per_task
     text = f"for 1 training and {workers} loader process(es)"
     if cpus < needed:
         next_step = f"launch.cpus_per_task={needed}, or fewer data.num_workers"
-        yield Check("cores", "warning", f"{cpus} core(s) per task {text}", next_step=next_step)
+        yield Check("cores", "warning", f"{cpus} core(s) per task {text}", next_step)
     else:
         yield Check("cores", "ok", f"{cpus} per task {text}")
 

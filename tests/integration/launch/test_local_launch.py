@@ -28,14 +28,9 @@ from launch.jobs.task import StageJob
 processes.GRACE_SECONDS = 1.0
 stop = processes.StopFlag()
 {before}
-folder = Path("jobs").absolute()
-folder.mkdir()
-job = StageJob(
-    script=str(Path("stage.py").absolute()),
-    config="c",
-    run_folder=str(Path.cwd()),
-)
-sys.exit(processes.run_here(job, python=None, num_procs=2, folder=folder, stop=stop))
+here = Path.cwd()
+job = StageJob(script=str(here / "stage.py"), config=str(here / "c"), run_folder=str(here))
+sys.exit(processes.run_here(job, python=None, num_procs=2, stop=stop))
 """
 ROOT = Path(__file__).resolve().parents[3]
 

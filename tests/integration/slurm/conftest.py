@@ -270,9 +270,7 @@ def submit(
         script.write_text(textwrap.dedent(text))
         config.touch()
         run_folder = None if independent else str(run)
-        job = StageJob(
-            script=str(script), config=str(config), run_folder=run_folder, independent=independent
-        )
+        job = StageJob(script=str(script), config=str(config), run_folder=run_folder)
         launch = request.module.LAUNCH.model_copy(update=changes)
         with submitting(folder):
             return submit_to_slurm(

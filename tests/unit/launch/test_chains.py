@@ -246,7 +246,6 @@ PROGRAMS = {
 number=$(ls script-* 2>/dev/null | wc -l); cp "$1" "script-$number"; job=$((71 + number))
 echo "$job $1" >> jobs; echo "Submitted batch job $job\"""",
     "srun": "true",
-    "scancel": 'echo "$@" >> cancelled',
     "squeue": "cat queue 2>/dev/null || true",
 }
 
@@ -263,7 +262,7 @@ def slurm(chain: Chain, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def submit(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     submit_chain(chain_of(path, "overrides=[launch.snapshot=false]", cluster="slurm"))
-    words = ("skipped", "kept", "cancelled", "submitted")
+    words = ("skipped", "kept", "submitted")
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith(words)]
 
 
@@ -281,20 +280,14 @@ def test_jobs_wait_for_those_they_need(
     script = (folder / "script-1").read_text()
     assert "--dependency=afterok:71\n" in script and "--kill-on-invalid-dep=yes" in script
 
-    # The fine-tunings are left in the queue, and the pre-training is submitted again.
-    scripts = dict(line.split(" ", 1) for line in (folder / "jobs").read_text().splitlines())
-    rows = [
-        f"{job}|{job}|{state}|Dependency|N/A||1|{scripts[job]}\n"
-        for job, state in (("72", "PENDING"), ("73", "RUNNING"))
-    ]
-    (folder / "queue").write_text("".join(rows))
-    assert submit(path, capsys)[1:5] == [
+    # The first fine-tuning is in the queue.
+    script = dict(line.split(" ", 1) for line in (folder / "jobs").read_text().splitlines())["72"]
+    (folder / "queue").write_text(f"72|72|RUNNING|None|N/A||1|{script}\n")
+    assert submit(path, capsys)[1:4] == [
         "submitted pretrain: job 76",
-        "cancelled finetune/lr-0.01: job 72 waited for jobs that have failed",
-        "submitted finetune/lr-0.01: job 77, after 76",
-        "kept      finetune/lr-0.001: job 73 is running",
+        "kept      finetune/lr-0.01: job 72 is running",
+        "submitted finetune/lr-0.001: job 77, after 76",
     ]
-    assert (folder / "cancelled").read_text() == "72\n"
 
 
 def test_a_finished_chain_submits_nothing(
@@ -309,6 +302,6 @@ def test_a_finished_chain_submits_nothing(
 
 def test_a_dry_run_writes_nothing(slurm: None, folder: Path) -> None:
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
-    assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  1 tasks x 1 cores" in text
+    assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
     assert text.count("#!/bin/bash") == 3 and "# Batch script of evaluate/lr-0.01_seed-3" in text
     assert not (folder / "runs").exists()

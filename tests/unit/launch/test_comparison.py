@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from launch.comparison.differences import compare, dependences, parse_budget
-from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, PNG_START, render
+from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, render
 from launch.comparison.report import Table, plain_text, tables, write_csv, write_json
 from launch.comparison.runs import ComparedRun
 from launch.jobs.attempts import ATTEMPT
@@ -152,7 +152,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
     compared = compare(runs)
     assert list(compared.seeds.values()) == [(0, 2, 3), (5, 6)]
     (table,) = (table for table in tables(compared) if table.title.startswith("Over seeds"))
-    assert table.rows == (("val/top1", "0.6 ± 0.1 (3)", "0.5 ± 0 (2)"),)
+    assert table.rows == (("val/top1", "0.6 ± 0.1", "0.5 ± 0"),)
     assert compare([runs[2], runs[3]]).seeds == {}
 
 
@@ -166,8 +166,6 @@ def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
     assert (found.key, found.metric) == ("lr", "val/top1")
     means = {name: [(x, over.mean) for x, over in each] for name, each in found.series.items()}
     assert means["size=s"] == [(0.001, pytest.approx(0.51)), (0.01, pytest.approx(0.61))]
-    (table,) = (each for each in tables(compare(runs)) if each.title.startswith("Final"))
-    assert table.rows[1] == ("size=l", "-", "0.71 ± 0.014")
     assert dependences(compare(runs[:2])) == []
 
 
@@ -275,12 +273,11 @@ def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
     for name in ("a", "b"):
         folder = tmp_path / name / "pictures"
         folder.mkdir(parents=True)
-        (folder / "worst_classes.png").write_bytes(PNG_START + name.encode())
+        (folder / "worst_classes.png").write_bytes(name.encode())
         runs.append(run(name, [0.5], folder=folder.parent))
-    (tmp_path / "b/pictures/a_first.png").write_bytes(PNG_START)
-    (tmp_path / "b/pictures/large.png").write_bytes(PNG_START + bytes(MAX_PICTURE_BYTES))
-    (tmp_path / "b/pictures/no_png.png").write_bytes(b"<svg/>")
+    (tmp_path / "b/pictures/a_first.png").write_bytes(b"c")
+    (tmp_path / "b/pictures/large.png").write_bytes(bytes(MAX_PICTURE_BYTES + 1))
     page = render(compare(runs))
     assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
     found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
-    assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"\n"]
+    assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"c"]

@@ -10,17 +10,12 @@ from launch.demo import link_some
 from vitscale.config.errors import UserError
 
 
-@pytest.mark.parametrize("top", ["", "train/"])
-def test_at_most_200_images_of_each_class_are_taken(top: str, tmp_path: Path) -> None:
+def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
     for name, num in (("cat", 450), ("dog", 3), (".cache", 2)):
+        (tmp_path / "in" / name / "sub").mkdir(parents=True)
         for number in range(num):
-            path = tmp_path / "in" / top / name / f"sub/{number}.JPEG"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-    (tmp_path / "in" / top / "cat/notes.txt").touch()
-    if top:
-        (tmp_path / "in/val").mkdir()
-        (tmp_path / "in/val/flat.JPEG").touch()
+            (tmp_path / "in" / name / f"sub/{number}.JPEG").touch()
+    (tmp_path / "in/cat/notes.txt").touch()
     for _ in range(2):  # started, resumed
         link_some(tmp_path / "in", tmp_path / "out")
         taken = {path.name: len(list(path.iterdir())) for path in (tmp_path / "out").iterdir()}
@@ -30,7 +25,6 @@ def test_at_most_200_images_of_each_class_are_taken(top: str, tmp_path: Path) ->
 def test_a_folder_without_classes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/1.png").touch()
-    with pytest.raises(UserError, match="no class folders with images"):
-        link_some(tmp_path / "in", tmp_path / "out")
-    with pytest.raises(UserError, match="no such folder"):
-        link_some(tmp_path / "none", tmp_path / "out")
+    for name in ("in", "none"):
+        with pytest.raises(UserError, match="no class folders with images"):
+            link_some(tmp_path / name, tmp_path / "out")

@@ -1,16 +1,20 @@
-"""Copies of the code that a job runs, taken from a git checkout."""
+"""What a submission leaves in the job folder: a copy of the code, the configuration, no rests."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from launch.jobs import snapshot
-from launch.jobs.snapshot import kept_code, read_code
+from launch.jobs.preparation import prepare_job, submitting
+from launch.jobs.snapshot import kept_code
+from launch.jobs.submission import sbatch_text
 from vitscale.config.errors import UserError
+from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
 from vitscale.tracking.source_version import RECORD_NAME, source_version
 
@@ -34,7 +38,6 @@ def root(tmp_path: Path) -> Path:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    (root / "launch/job.sh").chmod(0o755)
     git(root, "init", "--quiet")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "--message", "all")
@@ -61,7 +64,6 @@ def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path: Path) -> 
         "vitscale/new é.py",
     ]  # fmt: skip
     assert (copy / "vitscale/model.py").read_text() == "width = 2\n"
-    assert (copy / "launch/job.sh").stat().st_mode & 0o777 == 0o555
     record = json.loads((copy / RECORD_NAME).read_text())
     assert record["patch"].startswith("# untracked: vitscale/new é.py\n")
     assert "-width = 1\n+width = 2\n" in record["patch"]
@@ -81,7 +83,7 @@ def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path: Path) -
 def test_equal_code_shares_one_folder_and_other_code_does_not(root: Path, tmp_path: Path) -> None:
     first = copy_of(root, tmp_path)
     assert copy_of(root, tmp_path) == first
-    (root / "launch/job.sh").chmod(0o644)
+    (root / "launch/job.sh").rename(root / "launch/job")
     second = copy_of(root, tmp_path)
     (root / ".git").rename(tmp_path / "elsewhere")  # as in an installed package
     third = copy_of(root, tmp_path)
@@ -90,10 +92,54 @@ def test_equal_code_shares_one_folder_and_other_code_does_not(root: Path, tmp_pa
     assert kept_code(LaunchSettings(snapshot=False), tmp_path, root=root) is None
 
 
-def test_large_code_is_refused_with_its_largest_file(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+# ---- the job folder ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"gpu_request": "gpus_per_node", "gpu_type": "h200"}, "--gpus-per-node=h200:8"),
+        ({"gpu_request": "gres"}, "--gres=gpu:8"),
+        ({"gpu_request": "none"}, None),  # they come with the partition
+    ],
+)
+def test_gpus_are_requested_in_the_sites_way(fields: dict[str, Any], option: str | None) -> None:
+    launch = LaunchSettings(gpus_per_node=8, tasks_per_node=8, **fields)
+    text = sbatch_text(launch, name="run", folder=Path("/jobs"))
+    found = [line for line in text.splitlines() if "--gpus" in line or "--gres" in line]
+    assert found == ([] if option is None else [f"#SBATCH {option}"])
+
+
+def test_a_refusal_removes_no_files_of_other_submissions(tmp_path: Path) -> None:
+    folder = tmp_path / "run/slurm"
+
+    def submit() -> None:
+        with submitting(folder):
+            (folder / "12").mkdir()
+            (folder / "config-2.yaml").touch()
+
+    other = threading.Thread(target=submit)
+    with pytest.raises(UserError), submitting(folder):
+        (folder / "config-1.yaml").touch()
+        other.start()
+        other.join(0.2)
+        raise UserError("refused")
+    other.join()
+    assert {path.name for path in folder.iterdir()} == {"12", "config-2.yaml"}
+
+
+def test_a_job_runs_the_script_of_its_preparation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "MAX_BYTES", 100_000)
-    (root / "vitscale/weights.bin").write_bytes(bytes(200_000))
-    with pytest.raises(UserError, match="largest file is vitscale/weights.bin"):
-        read_code(root)
+    monkeypatch.chdir(tmp_path)
+    for script in ("make_shards", "index_shards"):
+        source = {"path": "tars", "kind": "webdataset"}
+        values = {"output": "shards", "source": source, "script": script}
+        job = prepare_job(DataPrepRun.model_validate(values), cluster="slurm")
+        folder = Path(job.config).parent
+        assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
+        assert Path(job.script).name == f"{script}.py" and Path(job.script).is_file()
+        assert job.run_folder is None and f"script: {script}" in Path(job.config).read_text()
+    source["kind"] = "image_folder"
+    problems = dict(DataPrepRun.model_validate(values | {"source": source}).problems())
+    assert problems["source.kind"] == "must be webdataset for script=index_shards"
