@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,10 +28,8 @@ from data_prep.steps.list_inputs import InputReader, left_out, list_units, read_
 from data_prep.steps.rows import (
     commit_file,
     commit_table,
-    equal_neighbours,
     hashed_key,
     read_table,
-    shard_order,
 )
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
@@ -70,31 +67,6 @@ class Plan:
         return [f"tars/{split}-{number:06d}.arrow" for split, number, _ in self.shards]
 
 
-class Codes:
-    """A column of few different values as numbers; -1 stands for null."""
-
-    def __init__(self, column: pa.ChunkedArray) -> None:
-        encoded = column.dictionary_encode().unify_dictionaries()
-        parts = [chunk.indices.fill_null(-1).to_numpy() for chunk in encoded.chunks]
-        self.codes = np.concatenate([np.zeros(0, np.int32), *parts])
-        self.values: list[Any] = encoded.chunk(0).dictionary.to_pylist() if parts else []
-
-    def code_of(self, value: str) -> int:
-        if value not in self.values:
-            self.values.append(value)
-        return self.values.index(value)
-
-    def counts(self, rows: np.ndarray) -> dict[str, int]:
-        """Rows of each value among those of a mask, without values that have none."""
-        codes = self.codes[rows]
-        counts = np.bincount(codes[codes >= 0], minlength=len(self.values)).tolist()
-        return {value: num for value, num in zip(self.values, counts, strict=True) if num}
-
-    def array(self, type_: pa.DataType) -> pa.Array:
-        indices = pa.array(self.codes, mask=self.codes < 0)
-        return pa.DictionaryArray.from_arrays(indices, pa.array(self.values, type_))
-
-
 def plan_units(work: WorkFolder) -> list[str]:
     return [ROWS]
 
@@ -103,46 +75,38 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     """Write rows.arrow with one batch per shard, and what is rejected already beside it."""
     source = work.run.source
     rows = pa.concat_tables([read_table(work.path / name) for name in list_units(work)])
-    reason, split, class_name, file = (
-        Codes(rows.column(name)) for name in ("reason", "split", "class", "file")
-    )
-    order, keys = _ordered(rows, reason)
-    found = class_name.counts(reason.codes < 0)
-    unknown = class_name.counts(reason.codes == reason.code_of("unknown_class"))
-    small = sorted(name for name, num in found.items() if num < source.min_images_per_class)
-    is_small = np.isin(class_name.codes, [class_name.code_of(name) for name in small])
-    reason.codes[is_small & (reason.codes < 0)] = reason.code_of("small_class")
-    kept = reason.codes < 0
-    rejected = _rejected_table(rows, order[~kept[order]], reason, split, class_name)
-    listed = Outcomes()
+    rows, order = _ordered(rows)
+    is_usable = pc.is_null(rows["reason"])
+    found = _counts(rows["class"].filter(is_usable))
+    unknown = _counts(rows["class"].filter(pc.equal(rows["reason"], "unknown_class")))
+    present = {name: num for name, num in found.items() if num >= source.min_images_per_class}
+    is_large = pc.is_in(rows["class"], value_set=pa.array(present, pa.string()))
+    is_small = pc.and_(is_usable, pc.invert(is_large))
+    rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
+    kept = pc.is_null(rows["reason"]).to_numpy()
+    listed, rejected = Outcomes(), _rejected(rows, order[~kept[order]])
     listed.add(rejected)
-    present = {name: num for name, num in found.items() if name not in set(small)}
     _check_classes(work, found, present, unknown=unknown, listed=listed)
     classes = load_labels(work.run.labels).label_map(
         present, keep_numbers=open_source(source, work.run.labels).has_label_values
     )
-    train = np.flatnonzero(kept & (split.codes == split.code_of(TRAIN)))
-    num_train = np.bincount(class_name.codes[train], minlength=len(class_name.values))
+    taken = np.zeros(len(rows), bool)
+    train = np.flatnonzero(kept & pc.equal(rows["split"], TRAIN).to_numpy())
     has_splits = any(box.split != TRAIN for box in read_containers(work))
-    fraction = 0 if has_splits else source.holdout_fraction
-    wanted = source.val_per_class or np.floor(fraction * num_train + 0.5)
-    taken = held_out(
-        class_name.codes[train],
-        rows.column("holdout").to_numpy()[train],
-        num_per_class=np.minimum(wanted, num_train - 1),  # never a whole class
+    taken[train] = held_out(
+        rows["class"].dictionary_encode().combine_chunks().indices.fill_null(0).to_numpy()[train],
+        rows["holdout"].to_numpy()[train],
+        fraction=0 if has_splits else source.holdout_fraction,
+        num=source.val_per_class,
     )
-    split.codes[train[taken]] = split.code_of(source.holdout_split)
-    label_of = {name: label for label, name in reversed(list(enumerate(classes)))}
-    labels = np.array([label_of.get(name, NO_LABEL) for name in class_name.values], np.int32)
-    made = {
-        "class": class_name.array(pa.string()),
-        "file": file.array(pa.binary()),
-        "key": keys,
-        "label": pa.array(labels[class_name.codes] if len(labels) else class_name.codes),
-    }
-    columns = [made.get(name) or rows.column(name) for name in PLANNED]
-    planned = pa.table(columns, names=PLANNED).combine_chunks()
-    shards, positions = _divided(work, planned, order[kept[order]], split, listed)
+    rows = _with(rows, "split", pc.if_else(pa.array(taken), source.holdout_split, rows["split"]))
+    labels = pc.index_in(rows["class"], value_set=pa.array(classes, pa.string()))
+    rows = _with(rows, "label", labels.fill_null(NO_LABEL))
+    planned = rows.select(PLANNED)
+    for name in ("class", "file"):  # few values, whose bytes in one column could exceed 2 GiB
+        planned = _with(planned, name, planned[name].dictionary_encode())
+    planned = planned.combine_chunks()
+    shards, positions = _divided(work, planned, order[kept[order]], rows["split"], listed)
     plan = Plan(
         num_images=len(rows) - listed.num_rows + listed.num_images,
         num_bad=listed.num_bad,
@@ -160,6 +124,17 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     commit_file(temporary, work.path / unit)
 
 
+def _with(rows: pa.Table, name: str, column: pa.ChunkedArray) -> pa.Table:
+    """Replace or add a column."""
+    if name not in rows.column_names:
+        return rows.append_column(name, column)
+    return rows.set_column(rows.column_names.index(name), name, column)
+
+
+def _counts(column: pa.ChunkedArray) -> dict[str, int]:
+    return {row["values"]: row["counts"] for row in column.value_counts().to_pylist()}
+
+
 @lru_cache(maxsize=1)
 def read_plan(work: WorkFolder) -> Plan:
     with pa.memory_map(str(work.path / ROWS)) as source:
@@ -168,40 +143,42 @@ def read_plan(work: WorkFolder) -> Plan:
     return Plan(**{**stored, **tuples, "shards": tuple(map(tuple, stored["shards"]))})
 
 
-def _ordered(rows: pa.Table, reason: Codes) -> tuple[np.ndarray, pa.Array]:
-    """(rows in stored order, their keys, made unique). Rejects inputs listed twice."""
-    order, keys = shard_order(rows), rows.column("key").combine_chunks()
-    equal = order[equal_neighbours(rows, order)]
+def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
+    """Return (rows, their stored order): unique keys, and inputs listed twice rejected.
+
+    The order is that of the hashes, then of the paths.
+    """
+    by = [(name, "ascending") for name in ("order_high", "order_low", "path")]
+    order = pc.sort_indices(rows, by).to_numpy()
+    high, low = (rows[name].to_numpy()[order] for name in ("order_high", "order_low"))
+    same = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
+    # Few. Keys equal in lower case come from equal order hashes, or end in a hash already.
+    equal = order[np.union1d(same, same + 1)]
     if not len(equal):
-        return order, keys
-    found = rows.take(equal).select(["path", "split", "key"]).to_pylist()
-    for position, before, row in zip(equal[1:], found, found[1:], strict=False):
-        if row["path"] == before["path"] and reason.codes[position] < 0:
-            reason.codes[position] = reason.code_of("duplicate_path")
-    # Keys equal in lower case come from equal order hashes, or end in a hash already.
+        return rows, order
+    found = rows.take(equal).select(["path", "split", "key", "reason"]).to_pylist()
     names = [f"{row['split']}-{row['key'].lower()}" for row in found]
-    counts = Counter(names)
-    changed = {
-        position: hashed_key(row["key"], row["path"])
-        for position, row, name in zip(equal.tolist(), found, names, strict=True)
-        if counts[name] > 1
-    }
-    mask = np.zeros(len(rows), bool)
-    mask[list(changed)] = True
-    new = pa.array([changed[i] for i in sorted(changed)], keys.type)
-    return order, pc.replace_with_mask(keys, mask, new)
+    counts, before = Counter(names), None
+    for row, name in zip(found, names, strict=True):
+        if row["path"] == before:
+            row["reason"] = row["reason"] or "duplicate_path"
+        if counts[name] > 1:
+            row["key"] = hashed_key(row["key"], row["path"])
+        before = row["path"]
+    mask, found = np.zeros(len(rows), bool), [found[i] for i in np.argsort(equal)]
+    mask[equal] = True
+    for name in ("key", "reason"):
+        column = rows[name].combine_chunks()
+        new = pa.array([row[name] for row in found], column.type)
+        rows = _with(rows, name, pc.replace_with_mask(column, mask, new))
+    return rows, order
 
 
-def _rejected_table(
-    rows: pa.Table, positions: np.ndarray, reason: Codes, split: Codes, class_name: Codes
-) -> pa.Table:
-    """The ledger's rows of inputs that are rejected unread."""
-    paths = [printable(path) for path in rows.column("path").take(positions).to_pylist()]
-    columns = {
-        name: codes.array(pa.string()).take(positions)
-        for name, codes in (("split", split), ("class", class_name), ("reason", reason))
-    }
-    return pa.table({"path": pa.array(paths, pa.string()), **columns})
+def _rejected(rows: pa.Table, positions: np.ndarray) -> pa.Table:
+    """Make the ledger's rows of inputs that are rejected unread."""
+    chosen = rows.select(["path", "split", "class", "reason"]).take(positions)
+    paths = [printable(path) for path in chosen["path"].to_pylist()]
+    return _with(chosen, "path", pa.array(paths, pa.string()))
 
 
 def _check_classes(
@@ -240,22 +217,30 @@ def _check_classes(
         raise UserError(what, where=where, next_step=advice)
 
 
-def held_out(class_of: np.ndarray, hashes: np.ndarray, *, num_per_class: np.ndarray) -> np.ndarray:
-    """Whether each row is among the `num_per_class` of its class with the smallest hashes."""
+def held_out(
+    class_of: np.ndarray, hashes: np.ndarray, *, fraction: float, num: int | None
+) -> np.ndarray:
+    """Choose the rows of each class with the smallest hashes: `num`, or a fraction.
+
+    Never a whole class.
+    """
     order = np.lexsort((hashes, class_of))
-    starts = np.searchsorted(class_of[order], np.arange(len(num_per_class)))
+    sizes = np.bincount(class_of)
     place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order)) - starts[class_of[order]]
-    taken: np.ndarray = place < num_per_class[class_of]
+    place[order] = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[class_of[order]]
+    wanted = np.minimum(num or np.floor(fraction * sizes + 0.5), sizes - 1)
+    taken: np.ndarray = place < wanted[class_of]
     return taken
 
 
 def _divided(
-    work: WorkFolder, planned: pa.Table, order: np.ndarray, split: Codes, listed: Outcomes
+    work: WorkFolder, planned: pa.Table, order: np.ndarray, split: pa.ChunkedArray, listed: Outcomes
 ) -> tuple[list[tuple[str, int, int]], Iterator[np.ndarray]]:
     """The shards as (split, number, images), and the rows of each. Raises UserError."""
     run = work.run
-    of_split = {name: order[split.codes[order] == code] for code, name in enumerate(split.values)}
+    of_split = {
+        name: order[pc.equal(split, name).to_numpy()[order]] for name in split.unique().to_pylist()
+    }
     for name in run.source.splits:
         if not len(of_split.get(name, ())):
             raise UserError(

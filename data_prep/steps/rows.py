@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from data_prep.sources.protocol import NO_CLASS, Input
 from vitscale.distributed.atomic_files import fsync_folder
@@ -89,22 +88,6 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
     columns["key"] = [make_key(i.class_name, i.name, path=i.path) for i in inputs]
     arrays = [pa.array(columns[field.name], field.type) for field in ROW_SCHEMA]
     return pa.Table.from_arrays(arrays, schema=ROW_SCHEMA)
-
-
-def shard_order(rows: pa.Table) -> np.ndarray:
-    """Return the positions of rows in stored order: that of their hashes, then of their paths."""
-    keys = [(name, "ascending") for name in ("order_high", "order_low", "path")]
-    return pc.sort_indices(rows, keys).to_numpy()
-
-
-def equal_neighbours(rows: pa.Table, order: np.ndarray) -> np.ndarray:
-    """Return the positions in `order`, few, of rows whose hash equals that of a neighbour.
-
-    Equal hashes mean equal split, class and name, so keys that must be told apart are among them.
-    """
-    high, low = (rows[name].to_numpy()[order] for name in ("order_high", "order_low"))
-    same = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
-    return np.union1d(same, same + 1)
 
 
 def commit_table(temporary: Path, final: Path, table: pa.Table) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.sources.protocol import Input
-from data_prep.steps.plan_shards import Codes, _ordered, held_out
+from data_prep.steps.plan_shards import _ordered, held_out
 from data_prep.steps.rows import make_key, rows_table
 
 NAMES = st.text(
@@ -33,10 +33,8 @@ def ordered(inputs: list[Input], *, batch: int, seed: int = 0) -> list[tuple[byt
         for start in range(0, len(inputs), batch)
     ]
     rows = pa.concat_tables([*parts, rows_table([], seed=0)])
-    order, keys = _ordered(rows, Codes(rows.column("reason")))
-    paths = rows.column("path").to_pylist()
-    keys = keys.to_pylist()
-    return [(paths[i], keys[i]) for i in order.tolist()]
+    rows, order = _ordered(rows)
+    return [(row["path"], row["key"]) for row in rows.take(order).to_pylist()]
 
 
 @settings(deadline=None, max_examples=60)
@@ -76,8 +74,7 @@ def test_each_class_holds_out_the_rows_with_its_smallest_hashes() -> None:
     random_numbers = np.random.default_rng(0)
     class_of = random_numbers.integers(0, 5, 300)
     hashes = random_numbers.integers(0, 1 << 63, 300).astype(np.uint64)
-    wanted = np.array([0, 1, 7, 1000, 3])
-    taken = held_out(class_of, hashes, num_per_class=wanted)
-    for number, num in enumerate(wanted.tolist()):
+    taken = held_out(class_of, hashes, fraction=0, num=7)
+    for number in range(5):
         own = sorted(hashes[class_of == number].tolist())
-        assert sorted(hashes[taken & (class_of == number)].tolist()) == own[:num]
+        assert sorted(hashes[taken & (class_of == number)].tolist()) == own[:7]
