@@ -164,22 +164,22 @@ class ShardCache:
     folder: Path
     max_bytes: int
 
-    def fetch(self, file: RemoteFile, *, wait: bool = True, idle_s: float = 0.0) -> Path:
+    def fetch(self, file: RemoteFile, *, ahead: bool = False) -> Path:
         """Local path of a file. Raises OSError if the disk is full.
 
-        wait: if another process is fetching it; False: BlockingIOError then. idle_s: evict only
-        files that were not used for so long.
+        ahead: evict nothing in use; BlockingIOError if another process is fetching the file.
         """
         assert _OURS.fullmatch(file.blake3_hex), file.blake3_hex
         final = self.folder / file.blake3_hex
         partial = final.with_suffix(".part")
         if final.exists():
             return final
-        with self._locked(file.blake3_hex, wait=wait):
+        with self._locked(file.blake3_hex, wait=not ahead):
             if final.exists():  # fetched meanwhile
                 return final
             try:
                 with open(partial, "wb", buffering=0) as out:
+                    idle_s = IDLE_S if ahead else 0.0
                     self._reserve(out, num_bytes=file.num_bytes, idle_s=idle_s)
                     _copy(file, out)
                 with self._locked("space"):  # a process that counts the files would miss this one
@@ -200,17 +200,15 @@ class ShardCache:
                 with suppress(FileNotFoundError):  # just removed as damaged
                     stat = entry.stat()
                     used += stat.st_size
-                    if not ours["part"]:
+                    if not ours["part"] and time.time() - stat.st_mtime >= idle_s:
                         complete.append((stat.st_mtime, stat.st_size, entry.path))
-            leaving = []
-            for last_use, size, path in sorted(complete):
-                if used + num_bytes <= self.max_bytes or time.time() - last_use < idle_s:
-                    break
-                leaving.append(path)
-                used -= size
-            if used + num_bytes > self.max_bytes:
+            complete.sort(reverse=True)
+            excess = used + num_bytes - self.max_bytes
+            if excess > sum(size for _, size, _ in complete):
                 raise OSError(errno.ENOSPC, f"no space for {num_bytes} bytes")
-            for path in leaving:
+            while excess > 0:
+                _, size, path = complete.pop()
+                excess -= size
                 Path(path).unlink(missing_ok=True)
             out.truncate(num_bytes)
 
@@ -296,4 +294,4 @@ def _fetch_all(files: Sequence[RemoteFile]) -> None:
         # Another process fetches it, all shards are in use, or the storage gives no answer:
         # whoever reads the shard fetches it, and names what is wrong.
         with suppress(OSError, UserError):
-            file.cache.fetch(file, wait=False, idle_s=IDLE_S)
+            file.cache.fetch(file, ahead=True)

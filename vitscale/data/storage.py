@@ -99,8 +99,7 @@ def read_range(url: Url, *, offset: int, num_bytes: int) -> bytes:
     """Bytes of one range. Raises StorageError."""
 
     def attempt() -> bytes:
-        span = {"start": offset, "end": offset + num_bytes}
-        data = bytes(_call(url, "cat_file", **span)) if num_bytes else b""
+        data = bytes(_call(url, "cat_file", start=offset, end=offset + num_bytes))
         if len(data) != num_bytes:
             raise OSError(
                 f"sends {len(data)} instead of {num_bytes} bytes from {offset} on; a server must "
@@ -108,7 +107,7 @@ def read_range(url: Url, *, offset: int, num_bytes: int) -> bytes:
             )
         return data
 
-    return _retried(attempt, url)
+    return _retried(attempt, url) if num_bytes else b""
 
 
 def size_of(url: Url) -> int | None:
@@ -117,10 +116,7 @@ def size_of(url: Url) -> int | None:
     def attempt() -> int | None:
         try:
             found = _call(url, "info")["size"]
-        except FileNotFoundError as error:
-            # fsspec raises it for any HTTP failure; the cause has the status.
-            if error.__cause__ is not None and _status(error.__cause__) not in (404, 410):
-                raise error.__cause__ from None
+        except FileNotFoundError:
             return None
         if found is None:
             raise OSError("the server does not send the size of the file")
@@ -131,12 +127,8 @@ def size_of(url: Url) -> int | None:
 
 def names_below(folder: Url) -> list[str]:
     """Names of the files directly below a URL. Raises StorageError."""
-
-    def attempt() -> list[str]:
-        found = _call(folder, "ls", detail=True)
-        return [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
-
-    return _retried(attempt, folder)
+    found = _retried(lambda: _call(folder, "ls", detail=True), folder)
+    return [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
 
 
 def _retried(attempt: Callable[[], T], url: Url) -> T:
@@ -153,7 +145,8 @@ def _retried(attempt: Callable[[], T], url: Url) -> T:
             if str(error):
                 text = redact_queries(f"{type(error).__name__}: {error}")
             spent_s = time.monotonic() - start
-            if _is_final(error) or spent_s + pause_s > PATIENCE_S:
+            is_final = isinstance(error, FileNotFoundError | PermissionError)
+            if is_final or _status(error) in (401, 403) or spent_s + pause_s > PATIENCE_S:
                 raise StorageError(
                     f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
                     where=str(url),
@@ -165,13 +158,6 @@ def _retried(attempt: Callable[[], T], url: Url) -> T:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _is_final(error: BaseException) -> bool:
-    """Whether the file is refused or missing."""
-    if isinstance(error, FileNotFoundError):
-        return error.__cause__ is None or _status(error.__cause__) in (404, 410)
-    return isinstance(error, PermissionError) or _status(error) in (401, 403)
-
-
 def _status(error: BaseException) -> object:
     """The HTTP status of an error, if it has one."""
     return getattr(error, "status", None)
@@ -181,7 +167,13 @@ def _call(url: Url, method: str, **arguments: Any) -> Any:
     """The result of a method of the URL's file system."""
     if url.scheme != "memory":
         arguments["timeout"] = REQUEST_S  # of fsspec's event loop
-    return getattr(_filesystem(url.scheme, os.getpid()), method)(url.text, **arguments)
+    try:
+        return getattr(_filesystem(url.scheme, os.getpid()), method)(url.text, **arguments)
+    except FileNotFoundError as error:
+        # fsspec raises it for any HTTP failure; the cause has the status.
+        if (cause := error.__cause__) is not None and _status(cause) not in (404, 410):
+            raise cause from None
+        raise
 
 
 @cache
