@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex
-from vitscale.data.index_keys import sample_keys
+from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, sample_keys
 from vitscale.data.samples import EvaluationResize, EvaluationSamples, Samples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.data.storage import is_url

@@ -1,7 +1,7 @@
-"""Read shard indexes and manifests.
+"""Read shard indexes and manifests, and choose samples by their keys.
 
 Owns: file names, columns and checks of a shard folder.
-Leaves out: keys of samples (`index_keys`), image bytes (`samples`), writing (data_prep).
+Leaves out: image bytes (`samples`), writing (data_prep).
 Imports no torch, and pyarrow only to read an index, so that `read_manifest` stays light.
 See docs/data_format.md.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,14 +178,13 @@ def index_schema() -> pa.Schema:
 def read_manifest(folder: Location | str) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
     path = location_of(folder) / MANIFEST_NAME
-    if isinstance(path, Url):
-        num_bytes = size_of(path)
-        if num_bytes is None:
-            next_step = "correct data.path; upload the whole shard folder, with index and manifest"
-            raise UserError("no such file", where=str(path), next_step=next_step)
+    if isinstance(path, Path):
+        text = _local_manifest(path)
+    elif (num_bytes := size_of(path)) is not None:
         text = read_range(path, offset=0, num_bytes=min(num_bytes, MAX_MANIFEST_BYTES))
     else:
-        text = _local_manifest(path)
+        next_step = "correct data.path; upload the whole shard folder, with index and manifest"
+        raise UserError("no such file", where=str(path), next_step=next_step)
     try:
         raw = json.loads(text)
         if raw["format_version"] == FORMAT_VERSION:
@@ -214,12 +214,14 @@ def _local_manifest(path: Path) -> bytes:
 
 
 def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
-    splits = {}
-    for name, entry in raw["splits"].items():
-        shards = tuple(ShardEntry(**shard) for shard in entry["shards"])
-        splits[name] = SplitEntry(**{**entry, "shards": shards})
+    splits = {
+        name: SplitEntry(
+            **entry | {"shards": tuple(ShardEntry(**each) for each in entry["shards"])}
+        )
+        for name, entry in raw["splits"].items()
+    }
     known = {field.name: raw[field.name] for field in fields(Manifest) if field.name in raw}
-    return Manifest(**{**known, "classes": tuple(raw["classes"]), "splits": splits})
+    return Manifest(**known | {"classes": tuple(raw["classes"]), "splits": splits})
 
 
 def read_split(
@@ -285,6 +287,8 @@ def read_split(
             where=str(folder / INDEX_NAME),
             next_step="make the shards again",
         )
+    hashes = table.column("blake3").combine_chunks()
+    words = np.frombuffer(hashes.buffers()[1], "<u8")[4 * hashes.offset :]
     points: tuple[Path, ...] = ()
     if isinstance(folder, Path) and (folder / FOLDER_NAME).is_dir():
         points = tuple(entry_points_file(folder, shard.name) for shard in entry.shards)
@@ -300,7 +304,7 @@ def read_split(
         classes=manifest.classes,
         fingerprint=entry.fingerprint,
         label_map_sha256=manifest.label_map_sha256,
-        hash_prefix=_hash_prefixes(table.column("blake3")),
+        hash_prefix=words[: 4 * len(hashes) : 4].copy(),
         index_path=index_path,
         entry_points=points,
     )
@@ -339,11 +343,107 @@ def read_columns(path: Path, split: str, columns: list[str]) -> pa.Table:
         ) from None
 
 
-def _hash_prefixes(hashes: pa.ChunkedArray) -> np.ndarray:
-    """uint64 [samples]: the first 8 bytes of each 32-byte hash, little-endian."""
-    parts = [
-        np.frombuffer(chunk.buffers()[1], "<u8")[4 * chunk.offset :][: 4 * len(chunk) : 4]
-        for chunk in hashes.chunks
-        if len(chunk)
-    ]
-    return np.concatenate(parts) if parts else np.empty(0, np.uint64)
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenByKey:
+    """The samples of a split that a list of keys leaves."""
+
+    index: SplitIndex
+    sha256: str
+    """Hash of the chosen rows of the stored split; the same for every file that lists them."""
+    text: str
+    """How many, for people."""
+
+
+def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
+    """The samples of an index whose keys a text file lists, one per line.
+
+    Keys stay Arrow strings, about 30 bytes each: as Python's 14 million would take 2 GB.
+
+    Raises UserError if the file cannot be read, or no sample has one of its keys.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    try:
+        text = pa.array([Path(path).expanduser().read_text("utf-8")], pa.large_string())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error})",
+            where="data.only_keys",
+            allowed="UTF-8 text with one key per line",
+        ) from None
+    lines = pc.split_pattern(text, "\n").flatten()
+    wanted = pc.unique(lines.filter(pc.not_equal(lines, "")))
+    assert index.index_path is not None
+    keys = read_columns(index.index_path, index.split, ["key"]).column("key").cast(wanted.type)
+    is_listed = pc.is_in(keys, value_set=wanted)
+    stored = np.arange(len(keys)) if index.stored is None else index.stored
+    rows = np.flatnonzero(is_listed.to_numpy()[stored])
+    if not len(rows):
+        raise UserError(
+            f"none of the {index.num_samples:,} samples has one of the {len(wanted):,} keys of "
+            f"{path}" + (f", such as {wanted[0].as_py()!r}" if len(wanted) else ""),
+            where="data.only_keys",
+            allowed=f"keys of {index.split!r} of {index.folder}, such as {keys[0].as_py()!r}",
+            next_step="correct the file",
+        )
+    digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
+    num_missing = len(wanted) - len(pc.unique(keys.filter(is_listed)))
+    text = f"{len(rows):,} of {index.num_samples:,} samples by {len(wanted):,} keys"
+    text += f"; {num_missing:,} keys are not in {index.split!r}" if num_missing else ""
+    return ChosenByKey(index.subset(rows, name=f"keys {digest}"), digest, text)
+
+
+def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
+    """Keys of some samples of a split, in the order given.
+
+    Decodes only their row groups, each of which has rows of one split.
+    Raises UserError if the index cannot be read or lacks them.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = index.index_path
+    if path is None:
+        raise UserError("has no keys", where=str(index.folder))
+    rows = np.asarray(samples, np.int64)
+    rows = rows if index.stored is None else index.stored[rows].astype(np.int64)
+    found: dict[int, str] = {}
+    try:
+        with pq.ParquetFile(path) as file:
+            split, start = file.schema_arrow.get_field_index("split"), 0
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                if group.column(split).statistics.min != index.split:
+                    continue
+                here = np.unique(rows[(rows >= start) & (rows < start + group.num_rows)])
+                if len(here):
+                    keys = file.read_row_group(number, columns=["key"]).column(0).take(here - start)
+                    found |= zip(here.tolist(), keys.to_pylist(), strict=True)
+                start += group.num_rows
+        return [found[row] for row in rows.tolist()]
+    except (OSError, KeyError, AttributeError, pa.ArrowException) as error:
+        raise UserError(
+            f"the keys of samples cannot be read ({error})",
+            where=str(path),
+            next_step="make the shards again",
+        ) from None
+
+
+def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]) -> list[str]:
+    """Quoted keys; or numbers if the keys cannot be read, which must not end a run.
+
+    samples: (position in `parts`, sample).
+    """
+    names: dict[tuple[int, int], str] = {}
+    for part in {part for part, _ in samples}:
+        numbers = [number for of, number in samples if of == part]
+        try:
+            found = [repr(key) for key in sample_keys(parts[part], numbers)]
+        except UserError:
+            found = [f"number {number} of {parts[part].split!r}" for number in numbers]
+        names |= {(part, number): name for number, name in zip(numbers, found, strict=True)}
+    return [names[sample] for sample in samples]

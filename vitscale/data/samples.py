@@ -15,8 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.data.index import SplitIndex
-from vitscale.data.index_keys import sample_names
+from vitscale.data.index import SplitIndex, sample_names
 from vitscale.data.order import Draw
 from vitscale.data.settings import DataSettings
 from vitscale.data.shards import RemoteFile, prefetch, prefix_of_hash, read_shard

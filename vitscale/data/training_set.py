@@ -15,8 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.data.index import MANIFEST_NAME, SplitIndex, read_manifest, read_split
-from vitscale.data.index_keys import ChosenByKey, choose_by_key
+from vitscale.data.index import (
+    MANIFEST_NAME,
+    ChosenByKey,
+    SplitIndex,
+    choose_by_key,
+    read_manifest,
+    read_split,
+)
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.data.shards import RemoteFile

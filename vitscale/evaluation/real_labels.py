@@ -83,7 +83,7 @@ def image_numbers(index: SplitIndex) -> np.ndarray:
     """
     import numpy as np
 
-    from vitscale.data.index_keys import sample_keys
+    from vitscale.data.index import sample_keys
 
     found = []
     for key in sample_keys(index, range(index.num_samples)):

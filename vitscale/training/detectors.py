@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vitscale.config.errors import DivergedError, UserError
-from vitscale.data.index_keys import sample_names
+from vitscale.data.index import sample_names
 from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import gather_objects, sum_over_ranks

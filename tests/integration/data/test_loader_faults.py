@@ -19,8 +19,7 @@ from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError, WorkerError
 from vitscale.data import loader as loader_module
-from vitscale.data.index import read_split
-from vitscale.data.index_keys import sample_keys
+from vitscale.data.index import read_split, sample_keys
 from vitscale.data.loader import Batch, evaluation_batches, open_batches, training_batches
 from vitscale.data.samples import Samples, Unreadable
 from vitscale.data.settings import DataSettings

@@ -15,8 +15,7 @@ from PIL import Image, ImageOps
 
 from tests.support.corpora.image_corpus import REPOSITORY, ledger, make_shards
 from tests.support.corpora.shard_folders import photo
-from vitscale.data.index import read_manifest
-from vitscale.data.index_keys import sample_keys
+from vitscale.data.index import read_manifest, sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.support.ranks.rank_processes import ROOT
-from vitscale.data.index import read_split
-from vitscale.data.index_keys import sample_keys
+from vitscale.data.index import read_split, sample_keys
 
 SCRIPT = ROOT / "data_prep/index_shards.py"
 VERIFY = ROOT / "data_prep/verify_shards.py"

@@ -25,8 +25,7 @@ from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run
-from vitscale.data.index import read_split
-from vitscale.data.index_keys import sample_keys
+from vitscale.data.index import read_split, sample_keys
 
 SECTIONS: dict[str, Any] = {
     "name": "x",

@@ -24,8 +24,7 @@ from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import corpus, encoded, ledger
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
-from vitscale.data.index import read_manifest, read_split
-from vitscale.data.index_keys import sample_keys
+from vitscale.data.index import read_manifest, read_split, sample_keys
 
 NUM_PICTURES = 8
 

@@ -15,8 +15,15 @@ import pytest
 from data_prep.formats.index_files import write_index
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
-from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, SplitIndex, narrowed, read_split
-from vitscale.data.index_keys import sample_keys, sample_names
+from vitscale.data.index import (
+    INDEX_NAME,
+    MANIFEST_NAME,
+    SplitIndex,
+    narrowed,
+    read_split,
+    sample_keys,
+    sample_names,
+)
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
 
