@@ -27,7 +27,7 @@ class PredictionsDrawn(Objective):
         import torch
 
         from vitscale.data.samples import EvaluationSamples
-        from vitscale.images.sheet import captioned_sheet, save_figure, short_names
+        from vitscale.images.sheet import caption, captioned_sheet, save_figure
 
         index, engine, size = session.val_index, session.engine, session.arch.image_size
         if index is None:
@@ -45,7 +45,10 @@ class PredictionsDrawn(Objective):
         if not engine.world.is_first:
             return
         labels = [int(index.label[sample]) for sample in chosen]
-        names, note = short_names(index.classes, [*predicted, *labels])
+        names = {
+            label: caption(index.classes[label], width=18, num_lines=2)
+            for label in {*predicted, *labels}
+        }
         cells = [
             (
                 names[guess] if guess == label else f"{names[guess]}\nis: {names[label]}",
@@ -55,7 +58,7 @@ class PredictionsDrawn(Objective):
             for guess, label, image in zip(predicted, labels, images, strict=True)
         ]
         right = sum(not is_wrong for _, is_wrong, _ in cells)
-        title = f"Test images with the predicted class: {right} of {count} right, in black{note}"
+        title = f"Test images with the predicted class: {right} of {count} right, in black"
         rows = [cells[at : at + SHEET_COLUMNS] for at in range(0, count, SHEET_COLUMNS)]
         path = session.folder / "pictures" / "test_predictions.png"
         save_figure(captioned_sheet(title, rows, height=2.0), path)

@@ -292,12 +292,11 @@ class EvaluationResize:
         """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
         if self.settings.eval_interpolation == "area":
             self.of_pixels(self.decoder.whole(data), out)
-            return
-        request, window = self._plan(*self.decoder.size(data))
-        if self.is_center:
+        elif self.is_center:
+            request, window = self._plan(*self.decoder.size(data))
             out.copy_(self.decoder.crop(data, request)[window])
         else:
-            self.decoder.crop(data, request, out=out)
+            self.decoder.crop(data, self._plan(*self.decoder.size(data))[0], out=out)
 
     def of_pixels(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
         """The same for a decoded image, uint8 [H, W, 3]."""
@@ -316,19 +315,18 @@ class EvaluationResize:
     def _plan(self, width: int, height: int) -> tuple[crops.CropRequest, tuple[slice, ...]]:
         """What is resized, and the part of the result that is kept."""
         settings, side = self.settings, self.image_size
-        plan = crops.CenterCrop(crops.CropBox(0, 0, width, height), (side, side), 0, 0)
+        box, resized, starts = crops.CropBox(0, 0, width, height), (side, side), (0, 0)
         if self.is_center:
             fraction = settings.eval_crop_fraction
-            plan = crops.center_crop(width, height, size=side, fraction=fraction)
+            box, resized, starts = crops.center_crop(width, height, size=side, fraction=fraction)
         request = crops.CropRequest(
-            box=plan.box,
-            size=plan.resized,
+            box=box,
+            size=resized,
             interpolation=settings.eval_interpolation or settings.interpolation,
             antialias=settings.eval_antialias,
             flip=False,
         )
-        rows, columns = (slice(start, start + side) for start in (plan.top, plan.left))
-        return request, (slice(None), rows, columns)
+        return request, (slice(None), *(slice(start, start + side) for start in starts))
 
 
 class EvaluationSamples(Samples):

@@ -67,22 +67,23 @@ class Confusion(PassEvaluation):
         import torch
 
         from vitscale.data.samples import EvaluationSamples
-        from vitscale.images.sheet import captioned_sheet, save_figure, short_names
+        from vitscale.images.sheet import caption, captioned_sheet, save_figure
 
         subject, size = self._subject, self._subject.image_size
-        guesses = [guess for _, _, wrong in chosen for guess, _ in wrong]
-        labels = [label for label, _, _ in chosen]
-        names, note = short_names(subject.val.classes, [*labels, *guesses])
+
+        def name(label: int) -> str:
+            return caption(subject.val.classes[label], width=18, num_lines=2)
+
         samples = EvaluationSamples(subject.val, settings=subject.data, image_size=size)
         rows = []
         for label, share, wrong in chosen:
-            row: list[Any] = [(f"{names[label]}\n{share:.0%} right", False, None)]
+            row: list[Any] = [(f"{name(label)}\n{share:.0%} right", False, None)]
             for guess, sample in wrong:
                 pixels = torch.empty(3, size, size, dtype=torch.uint8)
                 samples.fill(sample, pixels)
-                row.append((names[guess], True, pixels))
+                row.append((name(guess), True, pixels))
             rows.append(row)
-        title = f"Worst classes: images that were taken for the class above them{note}"
+        title = "Worst classes: images that were taken for the class above them"
         save_figure(captioned_sheet(title, rows, height=1.6), path)
 
 

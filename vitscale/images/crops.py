@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,18 +59,6 @@ class CropRequest:
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the result."""
         return self.size if isinstance(self.size, tuple) else (self.size, self.size)
-
-
-class CenterCrop(NamedTuple):
-    """The centre of a resized image."""
-
-    box: CropBox
-    """What is resized: the whole image, unless it is very long."""
-    resized: tuple[int, int]
-    """Rows and columns of the resized box."""
-    top: int
-    left: int
-    """Where the crop starts in the resized box."""
 
 
 @contextmanager
@@ -217,18 +204,20 @@ def reflected(image_3RC: torch.Tensor, *, right: int, down: int) -> torch.Tensor
     return image_3RC[:, sources(rows, down)][:, :, sources(columns, right)]
 
 
-def center_crop(width: int, height: int, *, size: int, fraction: float) -> CenterCrop:
+def center_crop(
+    width: int, height: int, *, size: int, fraction: float
+) -> tuple[CropBox, tuple[int, int], tuple[int, int]]:
     """Resize the short side to `size` / `fraction`, then cut the centre; rounded as by timm's
     `create_transform` and torchvision, so that both see the same pixels.
 
     The ends of an image that is longer than `MAX_ASPECT` times its short side are left out.
+    Returns the box, rows and columns of the resized box, and the first row and column of the crop.
     """
     w, h = min(width, MAX_ASPECT * height), min(height, MAX_ASPECT * width)
     box = CropBox((width - w) // 2, (height - h) // 2, w, h)
     short = math.floor(size / fraction)
     resized = (int(short * h / w), short) if w <= h else (short, int(short * w / h))
-    top, left = round((resized[0] - size) / 2), round((resized[1] - size) / 2)
-    return CenterCrop(box, resized, top, left)
+    return box, resized, (round((resized[0] - size) / 2), round((resized[1] - size) / 2))
 
 
 def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int) -> torch.Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,26 +59,6 @@ def captioned_sheet(
             color = "#c0392b" if is_red else "black"
             axes.set_title(text, fontsize=8, color=color, parse_math=False)
     return figure
-
-
-def short_names(classes: Sequence[str], labels: Iterable[int]) -> tuple[dict[int, str], str]:
-    """Captions of classes by label, without the words that all begin with, and a note on these."""
-    labels = set(labels)
-    start = common_start(classes[label] for label in labels)
-    names = {
-        label: caption(classes[label].removeprefix(start), width=18, num_lines=2)
-        for label in labels
-    }
-    return names, f'; "{start}" is left out' if start else ""
-
-
-def common_start(names: Iterable[str]) -> str:
-    """The words with which all names begin: `latin_` of `latin_a` and `latin_e`; "" for one."""
-    known = sorted(set(names))
-    if len(known) < 2:
-        return ""
-    start = os.path.commonprefix([known[0], known[-1]])
-    return re.sub(r"[^_\W]+$", "", start)
 
 
 def caption(name: str, *, width: int, num_lines: int = 1) -> str:

@@ -119,9 +119,8 @@ def test_evaluation_resamples_as_its_settings_say(
     resized, inside, means = (SIZE, SIZE), (slice(None), slice(None)), (SIZE, SIZE)
     if fraction is not None:
         more |= {"eval_resize": "center_crop", "eval_crop_fraction": fraction}
-        plan = crops.center_crop(width, height, size=SIZE, fraction=fraction)
-        resized = plan.resized
-        inside = slice(plan.top, plan.top + SIZE), slice(plan.left, plan.left + SIZE)
+        _, resized, (top, left) = crops.center_crop(width, height, size=SIZE, fraction=fraction)
+        inside = slice(top, top + SIZE), slice(left, left + SIZE)
         # The short side becomes 16 / 0.8 = 20 pixels.
         means = tuple(round(side * 20 / min(height, width)) for side in (height, width))
     found = set()
