@@ -15,7 +15,7 @@ from pathlib import Path
 
 try:
     from launch.comparison.differences import compare, parse_budget
-    from launch.comparison.page import default_output, render
+    from launch.comparison.page import render
     from launch.comparison.report import plain_text, tables, write_csv, write_file, write_json
     from launch.comparison.runs import load_runs, search_runs
     from launch.comparison.sync import sync
@@ -38,7 +38,8 @@ def parse_arguments() -> argparse.Namespace:
     text = "compare at equal steps, samples, hours or flops: TOTAL, or the most that all runs have "
     text += "reached"
     parser.add_argument("--at", metavar="AXIS[=TOTAL]", help=text)
-    parser.add_argument("--output", metavar="FILE.html", help="report to write")
+    text = "report to write; default: runs/compare.html"
+    parser.add_argument("--output", metavar="FILE.html", default="runs/compare.html", help=text)
     parser.add_argument("--csv", metavar="FILE", help="write one row per run and metric")
     parser.add_argument("--json", metavar="FILE", help="write the whole comparison")
     text = "MLflow store to search first; default: that of the site file, else runs/mlflow.db, "
@@ -52,7 +53,7 @@ def parse_arguments() -> argparse.Namespace:
             allowed="one or more run folders, names under runs/, or MLflow runs; or --filter",
             next_step="python launch/compare.py runs/FIRST runs/SECOND",
         )
-    if Path(arguments.output or "x.html").suffix not in (".html", ".htm"):
+    if Path(arguments.output).suffix not in (".html", ".htm"):
         raise UserError(
             f"{arguments.output!r} is no HTML file",
             where="--output",
@@ -78,9 +79,8 @@ def main() -> None:
         if path is not None:
             write(comparison, Path(path))
             print(f"wrote {path}")
-    output = Path(arguments.output) if arguments.output else default_output(runs)
-    write_file(output, render(comparison))
-    print(f"report: {output}")
+    write_file(Path(arguments.output), render(comparison))
+    print(f"report: {arguments.output}")
 
 
 if __name__ == "__main__":

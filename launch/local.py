@@ -12,16 +12,10 @@ import argparse
 import sys
 
 try:
+    from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
-    from launch.chains.sweeps import sweep_command
-    from launch.jobs.preparation import (
-        RUN_TYPES,
-        check_job,
-        launchable,
-        prepare_job,
-    )
+    from launch.jobs.preparation import check_job, launchable, prepare_job
     from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
-    from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -34,12 +28,10 @@ def main() -> None:
     # First of all: a signal that comes while a chain is read must not be missed.
     stop = StopFlag()
     num_procs, argv = parse_num_procs()
-    script = "launch/local.py"
-    command = sweep_command(argv, script=script, switches=SWITCHES) or load_command(
-        RUN_TYPES | {"chain": ChainRun},
-        script=script,
+    command = launch_command(
+        argv,
+        script="launch/local.py",
         description="Run a stage on this machine. --num-procs N (default 1) sets the processes.",
-        argv=argv,
         examples=("python launch/local.py --config configs/demo/pretrain.yaml --num-procs 2",),
         switches=SWITCHES,
     )
@@ -61,7 +53,6 @@ def main() -> None:
 def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool) -> int:
     """Run what a chain lacks, or show it. Returns the exit code."""
     from launch.chains.executors import overview, run_chain
-    from launch.chains.load import load_chain
     from launch.chains.states import chain_states
 
     chain = load_chain(settings, cluster="local", num_tasks=num_procs)

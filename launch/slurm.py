@@ -12,11 +12,10 @@ from __future__ import annotations
 import sys
 
 try:
+    from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
-    from launch.chains.sweeps import sweep_command
     from launch.jobs.display import follow_run, shown_folder
     from launch.jobs.preparation import (
-        RUN_TYPES,
         LaunchableRun,
         check_job,
         job_folder,
@@ -28,7 +27,6 @@ try:
     from launch.jobs.submission import Submission, require_slurm
     from launch.planning.checks import as_table, refuse_or_warn, run_checks, slurm_check
     from launch.planning.dry_run import batch_script, describe
-    from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -43,10 +41,9 @@ SWITCHES = {
 
 
 def main() -> None:
-    script = "launch/slurm.py"
-    command = sweep_command(sys.argv[1:], script=script, switches=SWITCHES) or load_command(
-        RUN_TYPES | {"chain": ChainRun},
-        script=script,
+    command = launch_command(
+        sys.argv[1:],
+        script="launch/slurm.py",
         description="Submit a stage to SLURM. The job requeues itself and resumes.",
         examples=(
             "python launch/slurm.py --config configs/vit_h14.yaml --dry-run",
@@ -89,7 +86,6 @@ def main() -> None:
 def start_chain(settings: ChainRun, *, is_dry_run: bool) -> None:
     """Submit what a chain lacks, or show it."""
     from launch.chains.executors import describe_chain, submit_chain
-    from launch.chains.load import load_chain
 
     chain = load_chain(settings, cluster="slurm")
     if is_dry_run:

@@ -11,7 +11,6 @@ fails, SLURM cancels all that follows. The same command does what is missing.
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Container, Iterator
 from functools import partial
 
@@ -87,12 +86,14 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
             failures.append(f"{step.name}: {state.error.text()}")
         else:
             say(title)
-            code, command = _run(step, num_procs=num_procs, stop=stop)
+            job = prepare_job(step.run, cluster="local")
+            code = run_here(job, python=step.run.launch.python, num_procs=num_procs, stop=stop)
             if code == EXIT_STOPPED_RESUMABLE:
                 say("stopped; the same command resumes the chain")
                 return code
             if code:
-                failures.append(f"{step.name}: ended with code {code}\n    alone: {command}")
+                alone = f"python launch/local.py --config {os.path.relpath(job.config)}"
+                failures.append(f"{step.name}: ended with code {code}\n    alone: {alone}")
             states[step.name] = step_state(step, states)
     if failures:
         say(f"{len(failures)} run(s) of the chain are not done:")
@@ -101,15 +102,6 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
         return 1
     say(_compare_line(chain))
     return 0
-
-
-def _run(step: ChainStep, *, num_procs: int, stop: StopFlag) -> tuple[int, str]:
-    """(exit code, the command that runs this step alone)."""
-    job = prepare_job(step.run, cluster="local")
-    config = shlex.quote(os.path.relpath(job.config))
-    command = f"python launch/local.py --config {config} --num-procs {num_procs}"
-    code = run_here(job, python=step.run.launch.python, num_procs=num_procs, stop=stop)
-    return code, command
 
 
 # ---- on SLURM ---------------------------------------------------------------------------------

@@ -1,27 +1,35 @@
 """Load a chain: every run of every stage validated, in the order in which they can run.
 
-Owns: which runs a stage has, their names, folders and tags, what they take from earlier stages, and
-one report of errors.
+Owns: which runs a stage has, their names, folders and tags, what they take from earlier stages, one
+report of errors, and sweeps on the command line, which are chains of one stage.
 Leaves out: what is done (`states`), running and submitting (`executors`).
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
+from finetune.run import FinetuneRun
 from launch.chains.settings import ChainRun, ChainStage
 from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job, launchable
+from pretrain.run import PretrainRun
+from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, read_values
-from vitscale.config.source import COMMAND_LINE, yaml_flow
+from vitscale.config.schema import find, groups_of, is_list
+from vitscale.config.section import Run
+from vitscale.config.source import COMMAND_LINE, read_yaml, yaml_flow
 from vitscale.runs.data_prep import DataPrepRun
 
 TRAININGS = ("pretrain", "finetune")
+TRAINABLE = {name: RUN_TYPES[name] for name in TRAININGS}
 # Key -> kinds of stages that it can be the folder of.
 SOURCES = {"data.path": ("data_prep",), "init": TRAININGS}
 
@@ -221,3 +229,71 @@ def _name(stage: ChainStage, sources: Sequence[ChainStep], own: dict[str, str]) 
             continue
         parts.append(re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-."))
     return "/".join(filter(None, [stage.name, "_".join(parts)]))
+
+
+# ---- from the command line --------------------------------------------------------------------
+
+
+def launch_command(
+    argv: Sequence[str], *, script: str, switches: Mapping[str, str], **texts: Any
+) -> Command[Run]:
+    """The command with its run, or with the chain that a file or a sweep is.
+
+    A sweep is a list for a key that takes one value: optim.lr=[0.003,0.03] seed=[0,1].
+    texts: description and examples of `load_command`.
+    Raises UserErrors for all but the values that are swept, which `load_chain` validates.
+    """
+    values = _sweeps(argv)
+    others = [word for word in argv if word.partition("=")[0].strip() not in values]
+    first = [f"{key}={yaml_flow(each[0])}" for key, each in values.items()]
+    types = TRAINABLE if values else RUN_TYPES | {"chain": ChainRun}
+    argv = [*others, *first]
+    command = load_command(types, script=script, argv=argv, switches=switches, **texts)
+    if not values:
+        return command
+    run = command.run
+    assert isinstance(run, PretrainRun | FinetuneRun) and command.config_path is not None
+    overrides = [word for word in others if "=" in word and not word.startswith("-")]
+    stage = ChainStage(
+        name=run.stage,
+        config=command.config_path,
+        overrides=tuple(w for w in overrides if w.partition("=")[0] not in ("name", "output")),
+        sweep={key: tuple(each) for key, each in values.items()},
+    )
+    return replace(command, run=ChainRun(name=run.name, output=run.folder, stages=(stage,)))
+
+
+def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
+    """Key -> values: lists that are no value of their key."""
+    lists = [word for word in argv if "=[" in word and not word.startswith("-")]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    file = parser.parse_known_args(argv)[0].config
+    values: dict[str, list[Any]] = {}
+    if not lists or not file:
+        return values
+    try:
+        known = read_values(file)
+        # A name chooses a group, and thereby the keys that there are.
+        for word in argv:
+            group, _, name = word.partition(".name=")
+            if name and not name.startswith("["):
+                known[group] = {**(known.get(group) or {}), "name": name}
+        for word in lists:
+            key, _, text = word.partition("=")
+            value = read_yaml(text, name=key)
+            run_type = TRAINABLE.get(str(known.get("stage")))
+            if run_type and value and _is_sweep(run_type, key, value, known):
+                values[key] = value
+    except UserErrors:
+        return {}  # `load_command` reports them
+    return values
+
+
+def _is_sweep(run_type: type[Run], key: str, value: Any, known: dict[str, Any]) -> bool:
+    """True if there is such a key, and the list is no value of it."""
+    path = tuple(key.split("."))
+    node, group = find(run_type, path, known)
+    if not isinstance(value, list) or "properties" in node or groups_of(node) or group is not None:
+        return False
+    return not is_list(node) or all(isinstance(each, list) for each in value)

@@ -29,7 +29,7 @@ from launch.comparison.differences import (
     spread,
 )
 from launch.comparison.report import format_spread, metric_place, printable, tables
-from launch.comparison.runs import RUNS_FOLDER, ComparedRun
+from launch.comparison.runs import ComparedRun
 
 MAX_REASONS = 8
 # Of a longer curve, the lowest and the highest point of each of half as many intervals are drawn.
@@ -43,14 +43,6 @@ for (const chart of document.querySelectorAll("[data-figure]")) {
 """
 MAX_PICTURE_BYTES = 2 << 20
 MAX_PICTURES = 100
-
-
-def default_output(runs: Sequence[ComparedRun]) -> Path:
-    """runs/compare.html if there is a runs/ folder here, else beside the first run."""
-    first = runs[0].folder
-    if RUNS_FOLDER.is_dir() or first is None:
-        return RUNS_FOLDER / "compare.html"
-    return first.resolve().parent / "compare.html"
 
 
 def render(comparison: Comparison) -> str:

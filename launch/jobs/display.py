@@ -21,8 +21,8 @@ MAX_RESULTS = 4
 # A run that has logged nothing for this long may hang.
 QUIET_S = 60.0
 ORDER = list(RunState)
-# squeue loads the controller of the whole site: it is asked at every fifth look at the log.
-LOG_SECONDS, LOOKS = 1.0, 5
+# squeue loads the controller of the whole site.
+FOLLOW_SECONDS = 4.0
 # Of a log that exists when following begins.
 LAST_LINES = 20
 # JOB REASON CODES of `man squeue`, SLURM 22.05 to 24.11, by how they begin; the first one counts.
@@ -154,21 +154,28 @@ def follow_run(folder: Path, *, output: TextIO) -> int:
     """
     run: RunStatus | None = None
     tail: LogTail | None = None
+    shown: object = None
     try:
         while run is None or run.state in ACTIVE:
-            before, run = run, _look(folder, run)
-            tail = _copy_log(folder, tail, is_first=before is None, output=output)
-            if before is None or _key(before) != _key(run):
-                output.write(line_of(run, now=time.time()) + "\n")
-                output.flush()
-            for _ in range(LOOKS if run.state in ACTIVE else 0):
-                time.sleep(LOG_SECONDS)
-                tail = _copy_log(folder, tail, is_first=False, output=output)
+            if run is not None:
+                time.sleep(FOLLOW_SECONDS)
+            run = _look(folder, run)
+            path = newest_log(folder)
+            if path is not None and (tail is None or tail.path != path):
+                tail = LogTail(
+                    path, output=output, last_lines=LAST_LINES if shown is None else None
+                )
+            if tail is not None:
+                tail.copy()
+            # SLURM's estimate of the start changes all the time.
+            reason = run.job.reason if run.job and run.state is not RunState.RUNNING else None
+            if shown != (shown := (run.state, reason, run.job and run.job.job_id)):
+                print(line_of(run, now=time.time()), file=output, flush=True)
     except KeyboardInterrupt:
         job = None if run is None else run.job
         what = f"job {job.job_id} continues; scancel {job.job_id} ends it" if job else "it goes on"
         again = f"python launch/status.py {shown_folder(folder)} --follow"
-        output.write(f"\n{what}\nfollow it again: {again}\n")
+        print(f"\n{what}\nfollow it again: {again}", file=output)
         return EXIT_INTERRUPTED
     if run.failure is not None:
         return run.failure.kind.exit_code
@@ -188,24 +195,3 @@ def _look(folder: Path, before: RunStatus | None) -> RunStatus:
             next_step=f"python launch/status.py {shown_folder(folder)}",
         )
     return run
-
-
-def _key(run: RunStatus) -> tuple[object, ...]:
-    """What is shown when it changes; SLURM's estimate of the start changes all the time."""
-    reason = run.job.reason if run.job and run.state is not RunState.RUNNING else None
-    return run.state, reason, run.job and run.job.job_id
-
-
-def _copy_log(
-    folder: Path, tail: LogTail | None, *, is_first: bool, output: TextIO
-) -> LogTail | None:
-    """Show what was added to the newest log of rank 0; of the first one its last lines."""
-    path = newest_log(folder)
-    if path is not None and (tail is None or tail.path != path):
-        tail = LogTail(path, output=output)
-        if is_first:
-            content = path.read_bytes()
-            tail.position = len(content) - len(b"".join(content.splitlines(True)[-LAST_LINES:]))
-    if tail is not None:
-        tail.copy()
-    return tail

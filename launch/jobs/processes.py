@@ -56,10 +56,14 @@ class StopFlag:
 
 
 class LogTail:
-    """Copies new content of a log on every call of `copy`."""
+    """Copies new content of a log on every call of `copy`, and of what is there at most
+    `last_lines`."""
 
-    def __init__(self, path: Path, *, output: TextIO) -> None:
+    def __init__(self, path: Path, *, output: TextIO, last_lines: int | None = None) -> None:
         self.path, self.output, self.position = path, output, 0
+        if last_lines is not None:
+            content = path.read_bytes()
+            self.position = len(content) - len(b"".join(content.splitlines(True)[-last_lines:]))
 
     def copy(self) -> None:
         try:
@@ -161,7 +165,7 @@ def _start(
     path = folder / f"rank_{rank}_log.out"
     with open(path, "ab", buffering=0) as log:
         if rank == 0:
-            log.write(f"{job.heading(environment['WORLD_SIZE'] + ' task(s)')}\n".encode())
+            log.write(f"{job.heading(int(environment['WORLD_SIZE']))}\n".encode())
         process = subprocess.Popen(
             command,
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},

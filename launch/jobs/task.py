@@ -44,16 +44,16 @@ class StageJob:
     def arguments(self) -> list[str]:
         return [self.script, "--config", self.config]
 
-    def heading(self, tasks: str) -> str:
-        """The line of a log that says what runs; tasks: in words."""
-        return f"{Path(self.script).parent.name}: {tasks}, config {self.config}"
+    def heading(self, num_tasks: int) -> str:
+        """The line of a log that says what runs."""
+        return f"{Path(self.script).parent.name}: {num_tasks} task(s), config {self.config}"
 
     def __call__(self) -> int:
-        task, is_rank = enter_task(), self.run_folder is not None
+        task = enter_task()
 
         def stop_early(number: int, _: object) -> None:
             # Nothing to save: the script has no handlers, or has not set them yet.
-            state = " before training started" if is_rank else "; finished work is kept"
+            state = " before training started" if self.run_folder else "; finished work is kept"
             print(f"stopped by {signal.Signals(number).name}{state}", flush=True)
             os._exit(EXIT_STOPPED_RESUMABLE)
 
@@ -70,12 +70,7 @@ class StageJob:
             now = time.strftime("%Y-%m-%d %H:%M:%S")
             where = f"job {task.job_id} on {', '.join(task.hostnames)}"
             print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
-            tasks = f"{task.num_tasks} task(s)"
-            if not is_rank:
-                # Both are unset for an array of one task, which is submitted as a plain job.
-                index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
-                tasks = f"task {index} ({os.environ.get('SLURM_ARRAY_TASK_COUNT', '1')} in total)"
-            print(self.heading(tasks), flush=True)
+            print(self.heading(task.num_tasks), flush=True)
         code = run_in_process(self.arguments)
         skip_teardown(code)
         if code:

@@ -76,17 +76,13 @@ def as_table(checks: Sequence[Check]) -> str:
     rows = [("check", "result", "detail")]
     previous = ""
     for check in checks:
-        rows.append(("" if check.name == previous else check.name, check.result, check.detail))
+        name = "" if check.name == previous else check.name
+        rows.append((name, check.result, check.detail.replace("\n", " ")))
         if check.next_step:
             rows.append(("", "", f"next: {check.next_step}"))
         previous = check.name
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    # Details of several lines stay in their column.
-    indent = "\n" + " " * (first + second + 4)
-    return "\n".join(
-        f"{name:<{first}}  {result:<{second}}  {detail}".rstrip().replace("\n", indent)
-        for name, result, detail in rows
-    )
+    return "\n".join(f"{row[0]:<{first}}  {row[1]:<{second}}  {row[2]}".rstrip() for row in rows)
 
 
 # ---- the checks -------------------------------------------------------------------------------
@@ -147,16 +143,12 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
     data = run.data
     if data.is_streamed:
         tars = tars_of_split(Path(data.path), data.train_split, where="data.train_split")
-        return Check(
-            "data", "ok", f"{data.train_split}: {len(tars):,} tars; no index: inexact resume"
-        )
+        found = f"{data.train_split}: {len(tars):,} tars; no index: inexact resume"
+        return Check("data", "ok", found)
     if facts.opened is None:
-        return Check(
-            "data",
-            "warning",
-            f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples",
-            next_step="none if only the nodes see the folder: the job checks it",
-        )
+        found = f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples"
+        next_step = "none if only the nodes see the folder: the job checks it"
+        return Check("data", "warning", found, next_step)
     for part in facts.opened.parts:
         check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
     num_shards = _num_shards(facts.opened)
@@ -175,12 +167,8 @@ def _num_shards(opened: TrainingSet) -> int:
 def _weights(init: str) -> Check:
     if Path(init).exists():
         return Check("weights", "ok", init)
-    return Check(
-        "weights",
-        "warning",
-        f"{init} does not exist here",
-        next_step="correct init=, unless another job writes it before this one starts",
-    )
+    next_step = "correct init=, unless another job writes it before this one starts"
+    return Check("weights", "warning", f"{init} does not exist here", next_step)
 
 
 def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:

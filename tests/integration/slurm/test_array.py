@@ -62,5 +62,5 @@ def test_a_stopped_task_is_requeued_alone(slurm, submit, tmp_path) -> None:
     # SLURM requeues one and cancels the other.
     for task in (2, 3):
         assert f"SLURM is ending job {job.job_id}_{task}" in logs[task]
-    assert "slurm: task 3 (4 in total), config " in logs[3]
+    assert "slurm: 1 task(s), config " in logs[3]
     assert not [log for log in logs if "Traceback" in log]

@@ -12,10 +12,9 @@ import pytest
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.chains.executors import describe_chain, submit_chain
-from launch.chains.load import Chain, ChainStep, load_chain
+from launch.chains.load import Chain, ChainStep, _sweeps, launch_command, load_chain
 from launch.chains.settings import ChainRun
 from launch.chains.states import chain_states, check_unchanged
-from launch.chains.sweeps import _sweeps, sweep_command
 from launch.jobs.preparation import prepare_job
 from tests.contract.tree import ROOT
 from tests.support.chain_runs import CHAIN, chain_of, steps_of, write_chain, write_training
@@ -128,8 +127,8 @@ def test_chains_of_the_repository_load(path: Path, monkeypatch: pytest.MonkeyPat
 def sweep_of(stage: str, *words: str) -> dict[str, Any]:
     """Name -> run."""
     argv = ["--config", f"{stage}.yaml", *words]
-    command = sweep_command(argv, script="launch/local.py", switches={})
-    assert command is not None and isinstance(command.run, ChainRun)
+    command = launch_command(argv, script="launch/local.py", switches={}, description="")
+    assert isinstance(command.run, ChainRun)
     return {step.name: step.run for step in load_chain(command.run, cluster="local").steps}
 
 
@@ -163,7 +162,7 @@ def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
     with pytest.raises(UserError, match="(?s)optim.lr.*in: pretrain/lr-fast"):
         sweep_of("pretrain", "optim.lr=[0.1,fast]")
     for file in ("data.yaml", "lost.yaml"):
-        assert sweep_command(["--config", file, "seed=[0,1]"], script="x", switches={}) is None
+        assert _sweeps(["--config", file, "seed=[0,1]"]) == {}
 
 
 # ---- what is done -----------------------------------------------------------------------------

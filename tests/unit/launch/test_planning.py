@@ -217,8 +217,7 @@ def test_the_table_names_each_check_once(capsys: pytest.CaptureFixture[str]) -> 
         "data           ok       read\n"
         "               error    a.tar: missing; allowed: x\n"
         "                        next: copy it\n"
-        "               error    two\n"
-        "                        lines\n"
+        "               error    two lines\n"
         "cores          warning  too few\n"
         "                        next: ask for more"
     )
