@@ -52,17 +52,21 @@ def main() -> None:
         switches=SWITCHES,
     )
     is_dry_run = "--dry-run" in command.switches
-    one = None if isinstance(command.run, ChainRun) else launchable(command.run)
-    if command.switches - {"--dry-run"} and (one is None or one.launch.num_tasks > 1):
+    run = command.run
+    is_one_job = not isinstance(run, ChainRun) and launchable(run).launch.num_tasks == 1
+    if command.switches - {"--dry-run"} and not is_one_job:
         raise UserError(
             "--follow and --after are for one job, not for a chain, a sweep or an array",
             where="command line",
             next_step="submit without them; then python launch/status.py",
         )
-    if isinstance(command.run, ChainRun):
-        start_chain(command.run, is_dry_run=is_dry_run)
+    if isinstance(run, ChainRun):
+        from launch.chains.executors import describe_chain, submit_chain
+
+        chain = load_chain(run, cluster="slurm")
+        print(describe_chain(chain)) if is_dry_run else submit_chain(chain)
         return
-    run = with_num_workers(launchable(command.run))
+    run = with_num_workers(launchable(run))
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
     text = batch_script(run)
     checks = [*run_checks(run), *slurm_check(text)]
@@ -81,17 +85,6 @@ def main() -> None:
     if "--follow" in command.switches:
         print(flush=True)
         raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent, output=sys.stdout))
-
-
-def start_chain(settings: ChainRun, *, is_dry_run: bool) -> None:
-    """Submit what a chain lacks, or show it."""
-    from launch.chains.executors import describe_chain, submit_chain
-
-    chain = load_chain(settings, cluster="slurm")
-    if is_dry_run:
-        print(describe_chain(chain))
-    else:
-        submit_chain(chain)
 
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:

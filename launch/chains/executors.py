@@ -11,10 +11,10 @@ fails, SLURM cancels all that follows. The same command does what is missing.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from functools import partial
 
-from launch.chains.load import Chain, ChainStep
+from launch.chains.load import Chain
 from launch.chains.states import States, StepState, chain_states, check_unchanged, step_state
 from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import job_folder, prepare_job, submit_run
@@ -49,19 +49,15 @@ def _start(chain: Chain, *, leave_out: Container[str]) -> dict[str, StepState]:
     states = chain_states(chain)
     say(overview(chain, states))
     check_unchanged(states)
-    rows = [row for step in _unprepared(chain, states) for row in run_checks(step.run)]
+    kinds, rows = {step.name: step.kind for step in chain.steps}, []
+    for step in chain.steps:
+        missing = [kinds[name] for name in step.needs if not states[name].is_done]
+        # Shards that the chain is still to make cannot be checked.
+        if not states[step.name].is_done and "data_prep" not in missing:
+            rows += run_checks(step.run)
     each_once = {(row.name, row.detail): row for row in rows}
     refuse_or_warn(list(each_once.values()), leave_out=leave_out)
     return states
-
-
-def _unprepared(chain: Chain, states: States) -> Iterator[ChainStep]:
-    """Runs to do, but those whose shards the chain is still to make."""
-    kinds = {step.name: step.kind for step in chain.steps}
-    for step in chain.steps:
-        missing = (name for name in step.needs if not states[name].is_done)
-        if not states[step.name].is_done and "data_prep" not in map(kinds.get, missing):
-            yield step
 
 
 def _compare_line(chain: Chain) -> str:

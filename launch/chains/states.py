@@ -24,8 +24,6 @@ from vitscale.distributed.events import read_start
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.run_facts import flatten_params
 
-MAX_CHANGES = 5
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepState:
@@ -81,9 +79,8 @@ def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     finished = _time_of(folder / MANIFEST_NAME)
     if finished is None:
         return StepState(text="missing")
-    made, now = _settings(read_manifest(folder).config), _settings(run.model_dump(mode="json"))
-    changes = _changes(made, {key: value for key, value in now.items() if key in made})
-    if changes:
+    made, now = read_manifest(folder).config, run.model_dump(mode="json")
+    if changes := _changes(made, {key: now[key] for key in made.keys() & now.keys()}):
         return _changed("exists already, made with other settings", changes, folder)
     return StepState(text="done", finished=finished)
 
@@ -107,9 +104,8 @@ def _training_state(step: ChainStep, *, complete: bool) -> StepState:
 
 
 def _changed(what: str, changes: list[str], folder: Path) -> StepState:
-    more = [f"... {len(changes) - MAX_CHANGES} more"] if len(changes) > MAX_CHANGES else []
     error = UserError(
-        "\n    ".join([what, *changes[:MAX_CHANGES], *more]),
+        "\n    ".join([what, *changes]),
         where=str(folder),
         next_step="undo the change, remove this folder to make it again, or rename the chain",
     )
@@ -122,20 +118,17 @@ def _changes_since(run: Run, path: Path) -> list[str]:
         made = load_run_file(RUN_TYPES, path).model_dump(mode="json")
     except UserError:
         return [f"{path} cannot be read by this version"]
-    return _changes(_settings(made), _settings(run.model_dump(mode="json")))
+    return _changes(made, run.model_dump(mode="json"))
 
 
-def _changes(made: dict[str, str], now: dict[str, str]) -> list[str]:
+def _changes(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Settings with an effect that differ."""
+    before, after = flatten_params(made), flatten_params(now)
     return [
-        f"{key}: made with {made.get(key, 'nothing')}, now {now.get(key, 'nothing')}"
-        for key in sorted(made.keys() | now.keys())
-        if made.get(key) != now.get(key)
+        f"{key}: made with {before.get(key, 'nothing')}, now {after.get(key, 'nothing')}"
+        for key in sorted(before.keys() | after.keys())
+        if has_effect(key) and before.get(key) != after.get(key)
     ]
-
-
-def _settings(values: Mapping[str, Any]) -> dict[str, str]:
-    """Dotted key -> value, of settings with an effect."""
-    return {key: text for key, text in flatten_params(values).items() if has_effect(key)}
 
 
 def _time_of(path: Path) -> float | None:

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from launch.comparison.differences import (
-    LAST_RESORT,
     Comparison,
     Dependence,
     Spread,
@@ -65,7 +64,6 @@ def render(comparison: Comparison) -> str:
         key=lambda key: (deciding is None or key != deciding.key, metric_place(key)),
     )
     varied = {key for key in keys if any(any(run.series(key)[1]) for run in comparison.runs)}
-    first = {key for key in varied if key.startswith("val/") or key == LAST_RESORT}
     runs_table, *other_tables = tables(comparison)
     return environment.get_template("page.html.j2").render(
         labels=[run.label for run in comparison.runs],
@@ -73,8 +71,7 @@ def render(comparison: Comparison) -> str:
         allowed=Markup(" ".join(map(_script_hash, scripts))),
         verdict=list(_verdict(comparison)),
         runs=runs_table,
-        charts=[(key, _curves(comparison, key)) for key in keys if key in first],
-        other_charts=[(key, _curves(comparison, key)) for key in keys if key in varied - first],
+        charts=[(key, _curves(comparison, key)) for key in keys if key in varied],
         constant=[key for key in keys if key not in varied],
         dependences=[
             (f"{each.metric} over {each.key}", _dependence(each))

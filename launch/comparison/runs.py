@@ -149,12 +149,11 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
 
 def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
     seen: Counter[str] = Counter()
-    distinct = []
-    for run in runs:
+    for place, run in enumerate(runs):
         seen[run.label] += 1
-        again = f" ({seen[run.label]})" if seen[run.label] > 1 else ""
-        distinct.append(replace(run, label=f"{run.label}{again}"))
-    return distinct
+        if seen[run.label] > 1:
+            runs[place] = replace(run, label=f"{run.label} ({seen[run.label]})")
+    return runs
 
 
 def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[ComparedRun]:

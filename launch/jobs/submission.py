@@ -25,7 +25,7 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from launch.jobs.queue import ask_slurm, reachable_address
+from launch.jobs.queue import reachable_address
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.distributed.events import ATTEMPT_VARIABLE
 from vitscale.runs.launching import LaunchSettings
@@ -204,15 +204,6 @@ def require_slurm() -> None:
         )
 
 
-def try_start(script: str) -> None:
-    """Ask SLURM whether a job with this batch script could start. Submits nothing.
-
-    Raises NoAnswerError with its reason if not: a limit, or that nodes are down at present.
-    """
-    with _outside_any_job():
-        ask_slurm("sbatch", "--test-only", stdin=script)
-
-
 def submit_to_slurm(
     job: Callable[[], int],
     *,
@@ -231,7 +222,7 @@ def submit_to_slurm(
     executor = _executor(launch, name, folder, run_folder, code)
     try:
         # submitit prints sbatch's message, which the error contains as well.
-        with _outside_any_job(), redirect_stderr(io.StringIO()):
+        with outside_any_job(), redirect_stderr(io.StringIO()):
             # An array of one is submitted as a plain job.
             submitted = executor.submit_array([job] * launch.num_tasks)
     except (FailedJobError, FailedSubmissionError) as error:
@@ -251,7 +242,7 @@ def submit_to_slurm(
 
 
 @contextmanager
-def _outside_any_job() -> Iterator[None]:
+def outside_any_job() -> Iterator[None]:
     """Hide the variables of the surrounding job: sbatch would inherit its size and GPUs."""
     if "SLURM_JOB_ID" not in os.environ:
         yield

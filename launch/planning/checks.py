@@ -16,8 +16,8 @@ from typing import Literal
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.jobs.preparation import LaunchableRun
-from launch.jobs.queue import NoAnswerError
-from launch.jobs.submission import try_start
+from launch.jobs.queue import NoAnswerError, ask_slurm
+from launch.jobs.submission import outside_any_job
 from launch.planning.dry_run import GIB, DataFacts, check_data, data_facts, planned_classes
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
@@ -93,7 +93,8 @@ def slurm_check(script: str) -> list[Check]:
     if shutil.which("sbatch") is None:
         return []
     try:
-        try_start(script)
+        with outside_any_job():
+            ask_slurm("sbatch", "--test-only", stdin=script)
     except NoAnswerError as error:
         next_step = "compare the launch section with what sinfo shows"
         return [Check("SLURM", "warning", f"sbatch --test-only: {error}", next_step=next_step)]

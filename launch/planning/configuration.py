@@ -45,13 +45,9 @@ def main() -> None:
     argparse.ArgumentParser(
         usage=COMMAND, description="Print the reference of all settings as Markdown."
     ).parse_args()
-    others: dict[str, type[Run]] = {
-        "predict": PredictRun,
-        "export": ExportRun,
-        "visualize": VisualizeRun,
-    }
-    others |= {"chain": ChainRun}
-    print(INTRODUCTION + as_markdown(settings_reference(RUN_TYPES | others)), end="")
+    own: dict[str, type[Run]] = {"predict": PredictRun, "export": ExportRun}
+    own |= {"visualize": VisualizeRun, "chain": ChainRun}
+    print(INTRODUCTION + as_markdown(settings_reference({**RUN_TYPES, **own})), end="")
 
 
 if __name__ == "__main__":
