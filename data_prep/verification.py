@@ -20,12 +20,7 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 
 from data_prep.duplicates.reading import read_image
-from data_prep.formats.index_files import (
-    folder_of_tars,
-    info_of,
-    sample_bytes,
-    split_fingerprint,
-)
+from data_prep.formats.index_files import folder_of_tars, info_of, sample_bytes, split_fingerprint
 from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
@@ -40,19 +35,10 @@ from vitscale.data.index import (
 )
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.processes import ordered_results, workers_for
-from vitscale.images.jpeg.entry_points import (
-    entry_points_file,
-    find_entry_points,
-    read_entry_points,
-)
-from vitscale.images.jpeg.entry_points import (
-    write_entry_points as store_entry_points,
-)
+from vitscale.images.jpeg import entry_points
 
-STATUSES = ("kept", "repaired", "rejected")
 # Of the sheet: at most this many classes, and images of each.
 MAX_CLASSES, PER_CLASS = 40, 10
-
 
 Task = tuple[ShardEntry, pa.Table]
 """A tar, and its rows of the index; none if that cannot be read."""
@@ -71,9 +57,7 @@ def check_folder(
     write_entry_points: of the images of each tar without a finding.
     """
     index, found = _read_index(folder, manifest)
-    found += _check_info(folder, manifest)
     num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
-    num_workers = workers_for(num_bytes, num_workers=num_workers)
     check = partial(
         check_tar,
         folder=folder,
@@ -81,13 +65,19 @@ def check_folder(
         ours=manifest.shards_root == "." and index is not None,
         write_entry_points=write_entry_points,
     )
+    num_workers = workers_for(num_bytes, num_workers=num_workers)
     tasks = tar_tasks(index, manifest)
     for (shard, _), findings in ordered_results(check, tasks, num_workers=num_workers):
         found += [f"{shard.name}: {finding}" for finding in findings]
         advance(shard.samples)
-    if index is not None:
-        found += [f"{INDEX_NAME}: {finding}" for finding in _check_index(index, manifest)]
-    return found + [f"{LEDGER_NAME}: {one}" for one in _check_ledger(folder, manifest, index)]
+    found += [f"{LEDGER_NAME}: {one}" for one in _check_ledger(folder, manifest, index)]
+    info = info_of(manifest.splits, shards_root=manifest.shards_root)
+    try:
+        if json.loads((folder / INFO_NAME).read_text()) != json.loads(json.dumps(info)):
+            found.append(f"{INFO_NAME}: is not what the manifest says")
+    except (OSError, ValueError) as error:
+        found.append(f"{INFO_NAME}: cannot be read ({error})")
+    return found
 
 
 def tar_tasks(index: pa.Table | None, manifest: Manifest) -> Iterator[Task]:
@@ -98,17 +88,9 @@ def tar_tasks(index: pa.Table | None, manifest: Manifest) -> Iterator[Task]:
         start += shard.samples
 
 
-def _check_info(folder: Path, manifest: Manifest) -> list[str]:
-    expected = json.loads(json.dumps(info_of(manifest.splits, shards_root=manifest.shards_root)))
-    try:
-        stored = json.loads((folder / INFO_NAME).read_text())
-    except (OSError, ValueError) as error:
-        return [f"{INFO_NAME}: cannot be read ({error})"]
-    return [] if stored == expected else [f"{INFO_NAME}: is not what the manifest says"]
-
-
 def _read_index(folder: Path, manifest: Manifest) -> tuple[pa.Table | None, list[str]]:
-    path, found = folder / INDEX_NAME, []
+    """(the index, if it can be used, and what is wrong with it)."""
+    path, found = folder / INDEX_NAME, list[str]()
     try:
         if blake3_of_file(path) != manifest.index_blake3:
             found.append(f"{INDEX_NAME}: content differs from the manifest (BLAKE3)")
@@ -116,9 +98,26 @@ def _read_index(folder: Path, manifest: Manifest) -> tuple[pa.Table | None, list
     except (OSError, pa.ArrowException) as error:
         return None, [*found, f"{INDEX_NAME}: cannot be read ({error})"]
     if not table.schema.equals(index_schema()):
-        found.append(f"{INDEX_NAME}: has other columns than this version writes")
-        return None, found
-    return table.drop_null().unify_dictionaries().combine_chunks(), found
+        return None, [*found, f"{INDEX_NAME}: has other columns than this version writes"]
+    index = table.drop_null().unify_dictionaries().combine_chunks()
+    return index, [*found, *(f"{INDEX_NAME}: {one}" for one in _check_index(index, manifest))]
+
+
+def _check_index(index: pa.Table, manifest: Manifest) -> Iterator[str]:
+    """Compare labels with the classes, and the samples with each split's fingerprint."""
+    labels = index.column("label").to_numpy()
+    low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
+    if wrong := int(np.count_nonzero((labels < low) | (labels >= high))):
+        yield f"{wrong:,} labels are outside {low} to {high - 1:,}"
+    shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
+    names = [shard.name for shard in shards for _ in range(shard.samples)]
+    if index["shard"].to_pylist() != names:
+        yield "does not have the samples of the manifest's tars, in their order"
+    splits = index.column("split").cast(pa.string())
+    for split, entry in manifest.splits.items():
+        content = [sample_bytes(index.filter(pc.equal(splits, split)))]
+        if split_fingerprint(content, shard_lengths=entry.shard_lengths) != entry.fingerprint:
+            yield f"samples of split {split!r} do not have the manifest's fingerprint"
 
 
 def check_tar(
@@ -129,36 +128,35 @@ def check_tar(
     ours: written by make_shards: an image and its label, if any, per sample; no other members.
     """
     shard, rows = task
-    path, found, points = root / shard.name, list[str](), dict[int, bytes]()
-    points_file = entry_points_file(folder, shard.name)
+    found, points = list[str](), dict[int, bytes]()
+    points_file = entry_points.entry_points_file(folder, shard.name)
     wants_points = write_entry_points or points_file.exists()
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes != shard.bytes:
-            found.append(f"{num_bytes:,} bytes, but the manifest says {shard.bytes:,}")
-        if blake3_of_file(path) != shard.blake3:
+        if blake3_of_file(root / shard.name) != shard.blake3:
             found.append("content differs from the manifest (BLAKE3)")
-        with open(path, "rb") as file:
+        with open(root / shard.name, "rb") as file:
             for row in rows.to_pylist():
                 problem, image = _check_sample(file, row, shard.bytes, ours=ours)
                 if problem:
                     found.append(f"sample {row['key']!r}: {problem}")
                 elif wants_points:
                     key = int.from_bytes(row["blake3"][:8], "little")
-                    points[key] = find_entry_points(image)
+                    points[key] = entry_points.find_entry_points(image)
             if ours and file.read(len(END_MARK) + 1) != END_MARK:
                 found.append("holds more than the samples of the index, or no end mark")
     except OSError as error:
         return [*found, f"cannot be read ({error.strerror})"]
-    if wants_points and not found and write_entry_points:
-        store_entry_points(points_file, points)
-    elif wants_points and not found:
-        stored = {key: read_entry_points(points_file, key=key) for key in points}
-        if wrong := sum(bool(known) and known != stored[key] for key, known in points.items()):
-            found.append(
-                f"the entry points of {wrong:,} images are missing or wrong; remove "
-                f"{points_file}, or write it again with --entry-points"
-            )
+    if found or not wants_points:
+        return found
+    if write_entry_points:
+        entry_points.write_entry_points(points_file, points)
+        return []
+    stored = {key: entry_points.read_entry_points(points_file, key=key) for key in points}
+    if wrong := sum(bool(known) and known != stored[key] for key, known in points.items()):
+        found.append(
+            f"the entry points of {wrong:,} images are missing or wrong; remove "
+            f"{points_file}, or write it again with --entry-points"
+        )
     return found
 
 
@@ -192,50 +190,24 @@ def _check_sample(
     return (None if stored == expected else f"is {stored}, but the index says {expected}"), image
 
 
-def _check_index(index: pa.Table, manifest: Manifest) -> Iterator[str]:
-    """Compare labels with the classes, and the samples with each split's fingerprint."""
-    num = sum(entry.num_samples for entry in manifest.splits.values())
-    if len(index) != num:
-        yield f"has {len(index):,} samples, the manifest {num:,}"
-    labels = index.column("label").to_numpy()
-    low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
-    if wrong := int(np.count_nonzero((labels < low) | (labels >= high))):
-        yield f"{wrong:,} labels are outside {low} to {high - 1:,}"
-    shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
-    names = np.repeat([shard.name for shard in shards], [shard.samples for shard in shards])
-    if len(index) == num and index["shard"].to_pylist() != names.tolist():
-        yield "does not have the tars in the order of the manifest"
-    splits = index.column("split").cast(pa.string())
-    for split, entry in manifest.splits.items():
-        rows = index.filter(pc.equal(splits, split))
-        lengths = entry.shard_lengths
-        if split_fingerprint([sample_bytes(rows)], shard_lengths=lengths) != entry.fingerprint:
-            yield f"samples of split {split!r} do not have the manifest's fingerprint"
-
-
 def _check_ledger(folder: Path, manifest: Manifest, index: pa.Table | None) -> Iterator[str]:
-    """inputs = kept + repaired + rejected, and the inputs kept or repaired are the samples."""
+    """Check that it has all inputs, and that those not rejected are the samples."""
     try:
-        ledger = pq.read_table(folder / LEDGER_NAME, columns=["split", "key", "status", "reason"])
+        ledger = pq.read_table(folder / LEDGER_NAME, columns=["split", "key", "status"])
     except (OSError, pa.ArrowException) as error:
         yield f"cannot be read ({error})"
         return
-    status = ledger["status"].cast(pa.string())
-    if unknown := len(ledger) - (pc.sum(pc.is_in(status, pa.array(STATUSES))).as_py() or 0):
-        yield f"{unknown:,} rows have another status than {STATUSES}"
-    is_rejected = pc.equal(status, "rejected")
-    if unexplained := pc.sum(pc.and_(is_rejected, pc.is_null(ledger["reason"]))).as_py():
-        yield f"{unexplained:,} rejected inputs without a reason"
     if len(ledger) != manifest.inputs.get("num_rows"):
         yield "has other sums than the manifest"
-    if index is not None and _names(ledger.filter(pc.invert(is_rejected))) != _names(index):
+    kept = ledger.filter(pc.not_equal(ledger["status"].cast(pa.string()), "rejected"))
+    if index is not None and _names(kept) != _names(index):
         yield "the inputs kept or repaired are not the samples of the index"
 
 
-def _names(rows: pa.Table) -> list[str]:
+def _names(rows: pa.Table) -> list[tuple[str, str]]:
     """Split and key of each row, sorted."""
     parts = (rows[name].cast(pa.string()).to_pylist() for name in ("split", "key"))
-    return sorted(f"{split}-{key}" for split, key in zip(*parts, strict=True))
+    return sorted(zip(*parts, strict=True))
 
 
 def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:

@@ -45,7 +45,7 @@ SOURCE_FAULTS = {
     "duplicate_name": "a second member of this name in one tar",
     "duplicate_key": "a second image or sample of this key in one tar",
     "no_image": "sample without an image",
-    "no_label": "sample without a usable label",
+    "no_label": "no usable label where source.label says: cls or json:FIELD in tars, else a column",
     "unreadable": "cannot be read (permission, read error, missing, path too long)",
     "packed": "packed with gzip inside its tar: only make_shards can repack it (index_shards)",
 }

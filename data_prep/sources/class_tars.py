@@ -23,7 +23,7 @@ COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst", ".tar.b
 
 
 class ClassTars(Source):
-    """Containers: the tar of each class; for a tar of tars also that tar itself."""
+    """Containers: the tar of each class. Other files beside them, or in a tar of them, are not."""
 
     has_label_values = False
 
@@ -35,48 +35,37 @@ class ClassTars(Source):
         places = {place.path for place in split_places(self.settings, kind="file or folder")}
         found: list[Container] = []
         for tar in file_containers(self.settings, _is_tar_name, kind="tar files"):
-            found.append(tar)
             if tar.path in places:
                 found += self._inner_tars(tar)
             else:
-                name = stem_and_suffix(os.path.basename(tar.path))[0]
-                found[-1] = replace(tar, class_name=printable(name))
+                found.append(replace(tar, class_name=_class_of(tar.path)))
         return found
 
     def _inner_tars(self, outer: Container) -> list[Container]:
-        """Class tars in a tar. Raises UserError if there are none."""
+        """Class tars in a tar. Raises UserError if there are none, or if it is damaged."""
+        path, split = outer.path, outer.split
         found: dict[str, Container] = {}
-        with open(self.root / outer.path, "rb") as file:
+        problem = "contains no tar files"
+        with open(self.root / path, "rb") as file:
             try:
-                for member in members(file):
-                    name = _normalized(member.name)
-                    if member.is_file and is_tar_name(name) and name not in found:
-                        class_name = printable(stem_and_suffix(os.path.basename(name))[0])
-                        found[name] = replace(
-                            outer,
-                            path=f"{outer.path}/{member.name}",
-                            class_name=class_name,
-                            file=outer.path,
-                            offset=member.offset,
-                            num_bytes=member.num_bytes,
-                        )
+                for tar in members(file):
+                    name = _normalized(tar.name)
+                    if tar.is_file and is_tar_name(name):
+                        place = (f"{path}/{tar.name}", split, _class_of(name))
+                        found.setdefault(name, Container(*place, path, tar.offset, tar.num_bytes))
             except CompressedTarError as error:
-                raise compressed_tar_error(outer.path, error.method) from None
+                raise compressed_tar_error(path, error.method) from None
             except TarDefect as defect:
-                if not found:
-                    what = f"{printable(outer.path)!r} cannot be read as a tar file ({defect})"
-                    raise UserError(what, where="source.path") from None
+                problem = f"cannot be read as a tar file to its end ({defect})"
+                found = {}
         if not found:
-            raise UserError(
-                f"{printable(outer.path)!r} contains no tar files",
-                where="source.path",
-                allowed="one tar of images per class",
-            )
+            what, allowed = f"{printable(path)!r} {problem}", "one tar of images per class"
+            raise UserError(what, where="source.path", allowed=allowed)
         return sorted(found.values(), key=lambda tar: os.fsencode(tar.path))
 
     def inputs(self, container: Container) -> Iterator[Input]:
-        """Members of a class tar; of a tar of tars those that are no class tars."""
-        path, class_name = container.file or container.path, container.class_name
+        """Every member of a class tar, without folders."""
+        path = container.file or container.path
         end = container.offset + container.num_bytes if container.file else None
         seen: set[int] = set()
         with open(self.root / path, "rb") as file:
@@ -84,34 +73,25 @@ class ClassTars(Source):
             for member in members(file, start=container.offset, end=end):
                 if member.is_folder:
                     continue
-                name = _normalized(member.name)
-                is_repeated = hash(name) in seen
-                seen.add(hash(name))
-                is_class_tar = member.is_file and is_tar_name(name)
-                if class_name is None and is_class_tar and not is_repeated:
-                    continue
+                name, full = _normalized(member.name), f"{container.path}/{member.name}"
                 mode = stat.S_IFREG if member.is_file else 0
                 reason = name_reason(name, mode, hidden=is_hidden(name))
-                if is_repeated and reason in (None, "other_name"):
-                    reason = "duplicate_name"
-                if reason is None and class_name is None:
-                    reason = "no_class"
+                if hash(name) in seen:
+                    full += f" (byte {member.offset})"
+                    reason = reason or "duplicate_name"
+                seen.add(hash(name))
                 stem = stem_and_suffix(name)[0]
-                if self.labels.values == "none" and class_name is not None:
+                if self.labels.values == "none":
                     # Without classes, nothing but the tar tells its images apart.
-                    stem = f"{class_name}/{stem}"
-                full = f"{container.path}/{member.name}"
-                yield Input(
-                    f"{full} (byte {member.offset})" if is_repeated else full,
-                    container.split,
-                    class_name,
-                    stem,
-                    member.num_bytes,
-                    reason,
-                    path,
-                    member.offset,
-                    modified_ns,
-                )
+                    stem = f"{container.class_name}/{stem}"
+                item = Input(full, container.split, container.class_name, stem, member.num_bytes)
+                item.reason, item.file, item.offset = reason, path, member.offset
+                item.modified_ns = modified_ns
+                yield item
+
+
+def _class_of(tar: str) -> str:
+    return printable(stem_and_suffix(os.path.basename(tar))[0])
 
 
 def _is_tar_name(name: str) -> bool:

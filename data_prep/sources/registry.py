@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from data_prep.sources.class_tars import ClassTars
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.parquet import ParquetImages
-from data_prep.sources.path_table import PathTable
 from data_prep.sources.protocol import Source
+from data_prep.sources.tables import ParquetImages, PathTable
 from data_prep.sources.webdataset import WebDataset
 from vitscale.runs.data_prep import LabelSettings, SourceKind, SourceSettings
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from data_prep.formats.members import Member, TarDefect, members
@@ -17,18 +16,9 @@ from data_prep.sources.protocol import MAX_CLASS_LENGTH, Container, Input, Sourc
 from vitscale.config.errors import UserError
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+# Stands for the suffix of whichever image a sample has; suffixes have no slash.
+IMAGE = "/"
 MAX_JSON_BYTES = 1 << 20
-
-
-@dataclass(slots=True)
-class _Sample:
-    """Consecutive members with the same key."""
-
-    key: str
-    first: Member
-    image: Member | None = None
-    label: str | None = None
-    suffixes: set[str] = field(default_factory=set)
 
 
 class WebDataset(Source):
@@ -59,38 +49,28 @@ class WebDataset(Source):
         seen: set[int] = set()
         with open(self.root / container.path, "rb") as file:
             modified_ns = os.fstat(file.fileno()).st_mtime_ns
-            for member, reason, name, sample in self._samples(file):
-                is_unique = sample is not None and hash(name) not in seen
-                if sample is not None:
+            for member, name, label, reason in self._rows(file):
+                path, is_sample = f"{container.path}/{member.name}", reason in (None, "no_image")
+                if is_sample and hash(name) in seen:
+                    is_sample, label, reason = False, None, "duplicate_key"
+                if is_sample:
                     seen.add(hash(name))
-                    reason = None if is_unique else "duplicate_key"
-                path = f"{container.path}/{member.name}"
-                item = Input(
-                    path if is_unique else f"{path} (byte {member.offset})",
-                    container.split,
-                    None,
-                    name,
-                    member.num_bytes,
-                    reason,
-                    container.path,
-                    member.offset,
-                    modified_ns,
-                )
-                if sample is not None and is_unique:
-                    item.class_name = class_from_cell(sample.label, None, self.labels)
-                    if sample.image is None:
-                        item.reason = "no_image"
-                    elif item.class_name is None and self.labels.values != "none":
-                        item.reason = "no_label"
+                else:
+                    path += f" (byte {member.offset})"
+                class_name = class_from_cell(label, None, self.labels)
+                if reason is None and class_name is None and self.labels.values != "none":
+                    reason = "no_label"
+                item = Input(path, container.split, class_name, name, member.num_bytes, reason)
+                item.file, item.offset = container.path, member.offset
+                item.modified_ns = modified_ns
                 yield item
 
-    def _samples(self, file: BinaryIO) -> Iterator[tuple[Member, str | None, str, _Sample | None]]:
-        """Yield (member, reason, name, sample) of samples, and of members outside them.
+    def _rows(self, file: BinaryIO) -> Iterator[tuple[Member, str, str | None, str | None]]:
+        """Yield (member, name, label, reason) of samples, and of members outside them.
 
         Raises TarDefect after what is before the damage.
         """
-        suffix, json_field = self.label
-        sample: _Sample | None = None
+        key, sample = "", dict[str, Member]()  # suffix -> consecutive member with the same key
         defect = None
         try:
             for member in members(file):
@@ -99,29 +79,32 @@ class WebDataset(Source):
                 parts = split_member_name(member.name) if member.is_file else None
                 if parts is None or is_hidden(member.name):
                     reason = "hidden" if is_hidden(member.name) else "other_name"
-                    reason = reason if member.is_file else "not_a_file"
-                    yield member, reason, member.name, None
+                    yield member, member.name, None, reason if member.is_file else "not_a_file"
                     continue
-                key, end = parts
-                if sample is not None and key != sample.key:
-                    yield sample.image or sample.first, None, sample.key, sample
-                    sample = None
-                sample = sample or _Sample(key, member)
-                is_image = end in IMAGE_SUFFIXES
-                if end in sample.suffixes or (is_image and sample.image is not None):
-                    yield member, "duplicate_key", key, None
-                    continue
-                sample.suffixes.add(end)
-                if is_image:
-                    sample.image = member
-                elif end == suffix:
-                    sample.label = read_label(file, member, json_field)
+                if sample and parts[0] != key:
+                    yield self._sample(file, key, sample)
+                    sample = {}
+                key, suffix = parts
+                kind = IMAGE if suffix in IMAGE_SUFFIXES else suffix
+                if kind in sample:
+                    yield member, key, None, "duplicate_key"
+                else:
+                    sample[kind] = member
         except TarDefect as error:
             defect = error
-        if sample is not None:
-            yield sample.image or sample.first, None, sample.key, sample
+        if sample:
+            yield self._sample(file, key, sample)
         if defect is not None:
             raise defect
+
+    def _sample(
+        self, file: BinaryIO, key: str, sample: dict[str, Member]
+    ) -> tuple[Member, str, str | None, str | None]:
+        suffix, json_field = self.label
+        label = read_label(file, sample[suffix], json_field) if suffix in sample else None
+        if IMAGE in sample:
+            return sample[IMAGE], key, label, None
+        return next(iter(sample.values())), key, label, "no_image"
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:

@@ -148,6 +148,7 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
     (tmp_path / "tars/b.tar").write_bytes(data[: 3 * 2048 + 100])
     refused = run_index(tmp_path / "tars", tmp_path / "index")
     assert refused.returncode == 2 and "images are bad" in refused.stderr
+    assert "label where source.label says: cls or json:FIELD in tars" in refused.stderr
     assert not (tmp_path / "index").exists()
     index(tmp_path / "tars", tmp_path / "index", "images.max_bad_fraction=0.3")
     rows = ledger(tmp_path / "index")

@@ -15,11 +15,7 @@ from data_prep.formats.index_files import write_manifest
 from data_prep.verification import check_folder, check_tar, tar_tasks
 from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.errors import UserError
-from vitscale.data.index import (
-    INDEX_NAME,
-    index_schema,
-    read_manifest,
-)
+from vitscale.data.index import INDEX_NAME, index_schema, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
 
 TRAIN = "train-000000.tar"
@@ -70,10 +66,9 @@ def test_a_cut_at_every_offset_is_found(shards: Path) -> None:
         for size in reversed(range(num_bytes)):
             file.truncate(size)
             found = check()
-            assert f"{size:,} bytes, but the manifest says {num_bytes:,}" in found
             assert "content differs from the manifest (BLAKE3)" in found
-            # Without the manifest's size and hash, the index alone would have found it too.
-            assert len(found) > 2
+            # Without the manifest's hash, the index alone would have found it too.
+            assert len(found) > 1
 
 
 def test_a_changed_byte_at_every_offset_is_found(shards: Path) -> None:
@@ -113,11 +108,13 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
         (lambda rows: rows[2].update(offset=1 << 40), "lies outside the tar"),
         (lambda rows: rows[3].update(offset=rows[2]["offset"]), "has another name, size or place"),
         (lambda rows: rows.pop(2), "holds more than the samples of the index"),
-        (lambda rows: rows.pop(2), "has 6 samples, the manifest 7"),
-        (lambda rows: rows[2].update(shard="other.tar"), "the tars in the order of the manifest"),
-        (lambda rows: rows.clear(), "has 0 samples, the manifest 7"),
+        (
+            lambda rows: rows[2].update(shard="other.tar"),
+            "samples of the manifest's tars, in their",
+        ),
+        (lambda rows: rows.clear(), "not have the samples of the manifest's tars"),
         (lambda rows: rows.insert(2, rows.pop(3)), "do not have the manifest's fingerprint"),
-        (lambda rows: rows[2].update(blake3=None), "has 6 samples, the manifest 7"),
+        (lambda rows: rows[2].update(blake3=None), "not have the samples of the manifest's tars"),
     ],
 )
 def test_an_index_that_was_written_wrongly_is_found(

@@ -182,7 +182,7 @@ def other_names(folder: Path) -> Path:
     "make, kind, message",
     [
         (gone, "path_table", "2 unreadable .*missing.*: '1.jpg', '2.jpg'"),
-        (listed_label, "path_table", "1 no_label .sample without a usable label.: '1.jpg'"),
+        (listed_label, "path_table", r"1 no_label .no .* source.label says: .*: '1.jpg'"),
         (truncated, "path_table", "1 damaged_table .*: 't.parquet'"),
         (truncated, "parquet", "1 damaged_table .*: 't.parquet'"),
         (other_names, "image_folder", "1 other_name .*: 'cat/1.txt'"),

@@ -1,0 +1,246 @@
+"""List the images of tables: bytes in Parquet files, or files that a CSV, TSV or Parquet names."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+
+from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
+from data_prep.sources.protocol import (
+    Container,
+    Input,
+    Source,
+    class_from_cell,
+    printable,
+    raise_if_outage,
+)
+from vitscale.config.errors import UserError
+from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
+
+# Rows with images that are decoded at a time, and rows with paths.
+IMAGE_ROWS, PATH_ROWS = 64, 4096
+# Limits on an untrusted footer.
+FOOTER_LIMITS = {"thrift_string_size_limit": 64 << 20, "thrift_container_size_limit": 10_000_000}
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+SPLIT_COLUMN = "split"
+# Network file systems answer many requests at a time.
+STAT_THREADS = 16
+
+
+class ParquetImages(Source):
+    """Containers: every file with image bytes and labels, as in Hugging Face data sets."""
+
+    def containers(self) -> list[Container]:
+        """Raises UserError for missing files, and for columns missing in the first file."""
+        found = file_containers(self.settings, _is_parquet, kind=".parquet files")
+        for container in found:
+            try:
+                with pq.ParquetFile(self.root / container.path, **FOOTER_LIMITS) as table:
+                    self._columns(table.schema_arrow, container.path)
+                break
+            except (pa.ArrowException, UnicodeDecodeError, OSError):
+                continue  # it gets a row in the ledger
+        return found
+
+    def inputs(self, container: Container) -> Iterator[Input]:
+        """Every row of a file, with its image's bytes."""
+        number, label = count(), self.settings.label
+        with pq.ParquetFile(self.root / container.path, **FOOTER_LIMITS) as table:
+            columns = self._columns(table.schema_arrow, container.path)
+            names = None
+            if self.labels.values != "index":
+                names = class_label_names(table.schema_arrow, label)
+            for batch in table.iter_batches(IMAGE_ROWS, columns=columns, use_threads=False):
+                for i in range(batch.num_rows):
+                    image = value_of(batch[self.settings.image_column], i)
+                    image = image if isinstance(image, dict) else {"bytes": image}
+                    cell = value_of(batch[label], i) if label in columns else None
+                    class_name = class_from_cell(cell, names, self.labels)
+                    yield self._input(container, next(number), image, class_name)
+
+    def _columns(self, schema: pa.Schema, path: str) -> list[str]:
+        """Columns to read. Raises UserError for missing columns and wrong types."""
+        image, label = self.settings.image_column, self.settings.label
+        image_type = column_type(schema, image, path=path, key="source.image_column")
+        columns = [image]
+        if pa.types.is_struct(image_type):
+            fields = {field.name: field.type for field in image_type}
+            columns = [f"{image}.{name}" for name in ("bytes", "path") if name in fields]
+            image_type = fields.get("bytes", pa.null())
+        if image_type not in (pa.binary(), pa.large_binary()):
+            raise UserError(
+                f"column {image!r} of {printable(path)!r} contains no bytes",
+                where="source.image_column",
+                allowed="binary, or a struct of bytes and path",
+            )
+        if self.labels.values == "none":
+            return columns
+        label_type = column_type(schema, label, path=path, key="source.label")
+        if pa.types.is_dictionary(label_type):
+            label_type = label_type.value_type
+        if not pa.types.is_integer(label_type) and label_type not in (
+            pa.string(),
+            pa.large_string(),
+        ):
+            raise UserError(
+                f"column {label!r} of {printable(path)!r} has type {label_type}",
+                where="source.label",
+                allowed="a column of whole numbers or text",
+            )
+        return [*columns, label]
+
+    def _input(
+        self, container: Container, number: int, image: Mapping[str, Any], class_name: str | None
+    ) -> Input:
+        parts = [part for part in (image.get("path") or "").split("/") if part not in ("", ".")]
+        name = stem_and_suffix("/".join(parts))[0]
+        if not name.strip("./"):
+            name = f"{stem_and_suffix(os.path.basename(container.path))[0]}-{number}"
+        item = Input(f"{container.path}/{number}", container.split, class_name, name, 0)
+        item.file, data = container.path, image.get("bytes")
+        item.num_bytes = len(data or b"")
+        if data is None:
+            item.reason = "no_image"
+        elif class_name is None and self.labels.values != "none":
+            item.reason = "no_label"
+        else:
+            item.data = data
+        return item
+
+
+class PathTable(Source):
+    """Containers: every table. Paths are relative to its folder, and may lead out of it."""
+
+    def containers(self) -> list[Container]:
+        """Raises UserError for missing tables."""
+        if not self.settings.splits and Path(self.settings.path).expanduser().is_dir():
+            raise UserError(
+                f"{self.settings.path!r} is not a table",
+                where="source.path",
+                allowed="a .csv, .tsv or .parquet file; or a folder, with a table per split in "
+                "source.splits",
+            )
+        return file_containers(self.settings, _is_table, kind="tables (.csv, .tsv, .parquet)")
+
+    def inputs(self, container: Container) -> Iterator[Input]:
+        """Every row, with size and modification time of its file. Raises UserError."""
+        try:
+            table = self._read(container.path)
+        except pa.ArrowInvalid as error:
+            if _is_parquet(container.path):
+                raise
+            what = f"{printable(container.path)!r} cannot be read: {error}"
+            raise UserError(what, where="source.path") from None
+        number = count()
+        with ThreadPoolExecutor(STAT_THREADS) as pool:
+            for batch in table.to_batches(max_chunksize=PATH_ROWS):
+                rows = [
+                    {name: _text(value_of(batch[name], i)) for name in batch.schema.names}
+                    for i in range(len(batch))
+                ]
+                yield from pool.map(partial(self._input, container), rows, number)
+
+    def _read(self, path: str) -> pa.Table:
+        """The columns needed, of the whole table."""
+        full, is_parquet, table = self.root / path, _is_parquet(path), None
+        keys = {"source.image_column": self.settings.image_column}
+        if self.labels.values != "none":
+            keys["source.label"] = self.settings.label
+        columns = list(dict.fromkeys(keys.values()))
+        if not is_parquet:
+            # Text, so that 007 stays what it is; bytes, since file names may not be UTF-8.
+            types = dict.fromkeys((*columns, SPLIT_COLUMN), pa.binary())
+            parsing = pa.csv.ParseOptions(delimiter=DELIMITERS[_suffix(path)])
+            parsing.newlines_in_values = True
+            converting = pa.csv.ConvertOptions(column_types=types)
+            table = pa.csv.read_csv(full, parse_options=parsing, convert_options=converting)
+        schema = pq.read_schema(full) if table is None else table.schema
+        for key, name in keys.items():
+            column_type(schema, name, path=path, key=key)
+        if not self.settings.splits and SPLIT_COLUMN in schema.names:
+            columns.append(SPLIT_COLUMN)
+        return pq.read_table(full, columns=columns) if table is None else table.select(columns)
+
+    def _input(self, container: Container, cells: dict[str, Any], row: int) -> Input:
+        name, path = f"{container.path}/{row}", cells[self.settings.image_column]
+        split = container.split
+        if SPLIT_COLUMN in cells and not self.settings.splits:
+            split = str(cells[SPLIT_COLUMN] or "").strip()
+        if not can_name_split(split):
+            raise UserError(
+                f"{printable(name)}: {split!r} cannot name a split",
+                where="source.path",
+                allowed=SPLIT_NAMES,
+            )
+        class_name = class_from_cell(cells.get(self.settings.label), None, self.labels)
+        item = Input(name, split, class_name, "", 0, "unreadable")
+        if not isinstance(path, str) or not path or "\0" in path:
+            return item
+        item.path = os.path.join(os.path.dirname(container.path), os.path.normpath(path))
+        item.name = stem_and_suffix(item.path)[0]
+        try:
+            status = os.stat(self.root / item.path)
+        except OSError as error:
+            raise_if_outage(error, item.path)
+            return item
+        item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
+        item.reason = None if stat.S_ISREG(status.st_mode) else "not_a_file"
+        if item.reason is None and class_name is None and self.labels.values != "none":
+            item.reason = "no_label"
+        return item
+
+
+def _is_parquet(name: str) -> bool:
+    return _suffix(name) == "parquet" and not is_hidden(name)
+
+
+def _is_table(name: str) -> bool:
+    return _suffix(name) in (*DELIMITERS, "parquet") and not is_hidden(name)
+
+
+def _suffix(name: str) -> str:
+    return stem_and_suffix(name)[1].lower()
+
+
+def column_type(schema: pa.Schema, name: str, *, path: str, key: str) -> pa.DataType:
+    """Return the type of a column. Raises UserError if it is missing."""
+    if schema.names.count(name) != 1:
+        raise UserError(
+            f"{printable(path)!r} has no column {name!r}",
+            where=key,
+            allowed=", ".join(map(repr, schema.names[:20])),
+        )
+    return schema.field(name).type
+
+
+def value_of(values: Any, row: int) -> Any:
+    """A cell as a Python value; None for null and for text that is not UTF-8."""
+    try:
+        return values[row].as_py()
+    except UnicodeDecodeError:
+        return None
+
+
+def _text(value: Any) -> Any:
+    return os.fsdecode(value) if isinstance(value, bytes) else value
+
+
+def class_label_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
+    """Class names by label from the metadata of the `datasets` package, or None."""
+    try:
+        feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
+        names = tuple(feature["names"]) if feature["_type"] == "ClassLabel" else ()
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    return names if names and all(isinstance(name, str) and name for name in names) else None
