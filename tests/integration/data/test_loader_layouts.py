@@ -7,7 +7,6 @@ each half runs once per layout, and every pair of a first and a second half is c
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, GRID, SEED, Run
-from vitscale.data.order import Draw, rank_batches
 from vitscale.data.samples import augmentation_key
-from vitscale.data.training_set import TrainingSet, open_training_set
+from vitscale.data.training_set import open_training_set
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 STEPS = 6
@@ -53,66 +51,17 @@ def run_of(folders: Folders, which: str) -> Run:
     return Run(path=folders[0], mixture=[second], more=more)
 
 
-def training_set(folders: Folders, which: str) -> TrainingSet:
-    return open_training_set(run_of(folders, which).settings(0), seed=SEED)
-
-
-def drawn(
-    whole: TrainingSet, *, ranks: int, workers: int, start: int, stop: int
-) -> list[list[tuple[Draw, int]]]:
-    """Per step the draws of the global batch, with the keys of their augmentation.
-
-    Batches are assigned to workers in turn, as in the loader, but without processes. Each rank has
-    its own order, with empty caches.
-    """
-    per_rank = []
-    for rank in range(ranks):
-        order = replace(whole.order, parts=tuple(replace(part) for part in whole.order.parts))
-        batches = list(
-            rank_batches(
-                start=start * GLOBAL_BATCH,
-                stop=stop * GLOBAL_BATCH,
-                rank=rank,
-                world_size=ranks,
-                micro_batch=GLOBAL_BATCH // ranks,
-            )
-        )
-        own: dict[int, list[tuple[Draw, int]]] = {}
-        for worker in range(max(workers, 1)):
-            for number in range(worker, len(batches), max(workers, 1)):
-                draws = [order.at(position) for position in batches[number]]
-                own[number] = [(draw, augmentation_key(SEED, draw)) for draw in draws]
-        assert sorted(own) == list(range(stop - start))
-        per_rank.append(own)
-    return [[place for own in per_rank for place in own[step]] for step in range(stop - start)]
-
-
-@pytest.mark.parametrize("which", SETS)
-def test_the_order_does_not_depend_on_layouts_or_stops(folders: Folders, which: str) -> None:
-    whole = training_set(folders, which)
-    undisturbed = drawn(whole, ranks=1, workers=0, start=0, stop=STEPS)
-    heads = {
-        (ranks, workers): drawn(whole, ranks=ranks, workers=workers, start=0, stop=STEPS)
-        for ranks, workers in GRID
-    }
-    for after, stop in product(GRID, range(1, STEPS)):
-        tail = drawn(whole, ranks=after[0], workers=after[1], start=stop, stop=STEPS)
-        for before in GRID:
-            assert heads[before][:stop] + tail == undisturbed, (before, after, stop)
-
-
 @pytest.mark.parametrize("which", SETS)
 def test_every_sample_is_read_once_per_epoch_and_view(folders: Folders, which: str) -> None:
-    whole = training_set(folders, which)
+    run = run_of(folders, which)
+    whole = open_training_set(run.settings(0), seed=SEED)
     views = whole.order.views
     # Two epochs of the set that is passed through slowest.
-    steps = 2 * views * 4 * max(part.num_samples for part in whole.parts) // GLOBAL_BATCH
-    places = [
-        place for step in drawn(whole, ranks=8, workers=3, start=0, stop=steps) for place in step
-    ]
-    times = Counter(draw for draw, _ in places)
+    num_draws = 2 * views * 4 * max(part.num_samples for part in whole.parts)
+    draws = [whole.order.at(position) for position in range(num_draws)]
+    times = Counter(draws)
     assert set(times.values()) == {1}
-    assert len({key for _, key in places}) == len(places)
+    assert len({augmentation_key(SEED, draw) for draw in draws}) == num_draws
     for number, part in enumerate(whole.parts):
         epochs = Counter(draw.epoch for draw in times if draw.part == number)
         complete = [epoch for epoch in epochs if epoch < max(epochs)]

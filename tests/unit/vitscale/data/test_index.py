@@ -85,9 +85,7 @@ def test_columns_are_as_narrow_as_their_values(values: list[int], dtype: str) ->
     assert (found.tolist(), found.dtype) == (values, dtype)
 
 
-def test_a_few_keys_are_read_without_the_others(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_are_found_in_any_row_group(copy: Path) -> None:
     table = pq.read_table(copy / INDEX_NAME)
     pq.write_table(table, copy / INDEX_NAME, row_group_size=2)
     edit_manifest(copy, index_bytes=(copy / INDEX_NAME).stat().st_size)
@@ -95,16 +93,6 @@ def test_a_few_keys_are_read_without_the_others(
     assert index.subset(np.array([0, 2]), name="first").shard_lengths == (2, 0, 0)
     some = index.subset(np.array([1, 4, 6]), name="some")
     assert sample_keys(some, [2, 0, 2]) == [NAMES[6], NAMES[1], NAMES[6]]
-    read = []
-    real = pq.ParquetFile.read_row_group
-
-    def noted(file: pq.ParquetFile, group: int, columns: list[str]) -> pa.Table:
-        read.append((group, *columns))
-        return real(file, group, columns=columns)
-
-    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
-    assert sample_keys(index, [5]) == [NAMES[5]]
-    assert read == [(4, "key")]
 
 
 def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path) -> None:
@@ -157,8 +145,6 @@ def test_a_manifest_that_does_not_fit_is_refused(
     [
         ((-1, -1), (), True),
         ((-1, 0), (), False),
-        ((0, 0), (), False),
-        ((-2, -1), (), False),
         ((-1, 0), ("cat", "dog"), False),
         ((0, 2), ("cat", "dog"), False),
         ((0, 1), ("cat", "dog"), True),

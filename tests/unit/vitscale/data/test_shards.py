@@ -137,15 +137,6 @@ def test_sizes_are_known_or_missing(folder: Path) -> None:
             size_of(url / "a.bin")
 
 
-def test_a_bucket_is_listed() -> None:
-    import fsspec
-
-    bucket = fsspec.filesystem("memory")
-    bucket.pipe("/listed/a.tar", b"1")
-    bucket.pipe("/listed/more/b.tar", b"2")
-    assert names_below(Url("memory://listed")) == ["a.tar"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_buckets_answer_with_what_was_asked_for(

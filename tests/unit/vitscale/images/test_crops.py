@@ -1,24 +1,28 @@
-"""Crop boxes and resampling against plain reference versions."""
+"""Crop boxes and resampling against plain reference versions; images that were not prepared."""
 
 from __future__ import annotations
 
 import io
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
+from tests.support.corpora.image_samples import encoded
+from tests.support.corpora.photographs import jpeg, photograph
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.crops import (
     CropBox,
     CropRequest,
     area_resized,
     center_crop,
+    converted_pixels,
     crop_and_resize,
     decode,
     open_image,
@@ -28,6 +32,13 @@ from vitscale.images.crops import (
     squash_crop_box,
     tf_crop_box,
 )
+
+PHOTO = photograph(40, 30)
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (240, 240, 3), np.uint8))
+
+
+def png(image: Image.Image, **options: Any) -> bytes:
+    return encoded(image, "PNG", **options)
 
 
 @pytest.mark.parametrize("draw_box", [random_crop_box, tf_crop_box])
@@ -64,90 +75,36 @@ def test_without_a_fitting_draw_the_crop_is_centred(
 SIZES = [(500, 375)] * 5 + [(500, 333)] * 3 + [(375, 500)] * 2 + [(500, 500), (2048, 1536)]
 
 
-def slow_tf_crop(
-    width: int, height: int, draw: np.random.Generator
-) -> tuple[int, int, int, int] | None:
-    """(left, top, width, height) of one attempt, in single precision as TensorFlow computes it."""
-    f32 = np.float32
-    aspect = f32(0.75) + f32(draw.random()) * f32(1.33 - 0.75)
-    least, most = f32(0.05) * f32(width) * f32(height), f32(width) * f32(height)
-    smallest, tallest = (int(np.rint(np.sqrt(a / aspect))) for a in (least, most))
-    fits = np.rint(np.arange(height + 1, dtype=f32) * aspect) <= width
-    tallest = min(tallest, int(np.flatnonzero(fits)[-1]))
-    crop_height = int(draw.integers(min(smallest, tallest), tallest + 1))
-    for correction in (0, 1, -1):
-        crop_width = int(np.rint(f32(crop_height + correction) * aspect))
-        if least <= crop_width * (crop_height + correction) <= most:
-            crop_height += correction
-            break
-    else:
-        return None
-    if crop_width > width or crop_height > height:
-        return None
-    # The last place of each axis is never drawn, unless it is the only one.
-    left, top = (
-        int(draw.integers(max(1, room))) for room in (width - crop_width, height - crop_height)
-    )
-    return left, top, crop_width, crop_height
-
-
 def test_tf_crops_are_distributed_as_tensorflows() -> None:
-    """Area, aspect and place, by their quantiles; 0.332 of the area on average."""
-    draw, ours, theirs = np.random.default_rng(0), [], []
+    """Statistics of 12,000 boxes by a copy of TensorFlow's kernel in single precision."""
+    boxes = []
     for key in range(12_000):
         width, height = SIZES[key % len(SIZES)]
-        box = tf_crop_box(
-            width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=CounterRandom(key << 20)
-        )
-        attempts = (slow_tf_crop(width, height, draw) for _ in range(100))
-        slow = next((found for found in attempts if found), (0, 0, width, height))
-        for boxes, (x, y, w, h) in (
-            (ours, (box.left, box.top, box.width, box.height)),
-            (theirs, slow),
-        ):
-            boxes.append((w * h / width / height, w / h, x / width, y / height))
-    own, other = np.array(ours), np.array(theirs)
-    for column in range(4):
-        places = np.sort(np.concatenate([own[:, column], other[:, column]]))
-        shares = [
-            np.searchsorted(np.sort(a[:, column]), places, side="right") for a in (own, other)
-        ]
-        # Kolmogorov-Smirnov at 1e-6: sqrt(ln(2e6) / n).
-        assert np.abs(shares[0] - shares[1]).max() / len(own) < np.sqrt(np.log(2e6) / len(own))
-    area = own[:, 0]
-    assert area.mean() == pytest.approx(other[:, 0].mean(), abs=0.012)
-    assert area.mean() == pytest.approx(0.332, abs=0.01)
+        random = CounterRandom(key << 20)
+        box = tf_crop_box(width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random)
+        area, aspect = box.width * box.height / width / height, box.width / box.height
+        boxes.append((area, aspect, box.left / width, box.top / height))
+    found = np.array(boxes)
+    assert found.mean(axis=0) == pytest.approx([0.332, 1.039, 0.245, 0.2], abs=0.01)
+    quantiles = np.quantile(found, [0.25, 0.75], axis=0)
+    assert quantiles[0] == pytest.approx([0.149, 0.897, 0.092, 0.057], abs=0.015)
+    assert quantiles[1] == pytest.approx([0.489, 1.184, 0.370, 0.306], abs=0.015)
     for limit, share in ((0.10, 0.13), (0.25, 0.44), (0.50, 0.77)):
-        assert (area < limit).mean() == pytest.approx((other[:, 0] < limit).mean(), abs=0.02)
-        assert (area < limit).mean() == pytest.approx(share, abs=0.02)
-
-
-def slow_area_mean(pixels_HW3: np.ndarray, y: tuple[float, float], x: tuple[float, float]) -> float:
-    """The mean red of a rectangle with fractional edges, pixel by pixel."""
-    total = 0.0
-    for row in range(int(y[0]), min(len(pixels_HW3), int(np.ceil(y[1])))):
-        for column in range(int(x[0]), min(len(pixels_HW3[0]), int(np.ceil(x[1])))):
-            covered_y = min(row + 1, y[1]) - max(row, y[0])
-            covered_x = min(column + 1, x[1]) - max(column, x[0])
-            total += covered_y * covered_x * float(pixels_HW3[row, column, 0])
-    return total / (y[1] - y[0]) / (x[1] - x[0])
+        assert (found[:, 0] < limit).mean() == pytest.approx(share, abs=0.02)
 
 
 @pytest.mark.parametrize("resized, size", [((7, 7), 7), ((9, 12), 7), ((40, 54), 40)])
-def test_area_resize_equals_the_slow_formula(resized: tuple[int, int], size: int) -> None:
+def test_area_resize_averages_areas(resized: tuple[int, int], size: int) -> None:
+    """Each pixel as many times as there are rows and columns of the result: areas become whole."""
     pixels = np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8)
     own = area_resized(torch.from_numpy(pixels), resized=resized, size=size)
-    assert own.shape == (3, size, size) and own.dtype == torch.uint8
-    (rows, columns), scale = resized, (23 / resized[0], 31 / resized[1])
-    for row in range(size):
-        for column in range(size):
-            top, left = row + (rows - size) // 2, column + (columns - size) // 2
-            expected = slow_area_mean(
-                pixels,
-                (top * scale[0], (top + 1) * scale[0]),
-                (left * scale[1], (left + 1) * scale[1]),
-            )
-            assert abs(int(own[0, row, column]) - expected) <= 0.5 + 1e-3
+    rows, columns = resized
+    fine = pixels.repeat(rows, axis=0).repeat(columns, axis=1)
+    means = fine.reshape(rows, 23, columns, 31, 3).mean(axis=(1, 3)).transpose(2, 0, 1)
+    top, left = (rows - size) // 2, (columns - size) // 2
+    expected = means[:, top : top + size, left : left + size]
+    assert own.dtype == torch.uint8 and own.shape == expected.shape
+    assert np.abs(own.numpy() - expected).max() <= 0.5 + 1e-3
 
 
 def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor:
@@ -196,22 +153,13 @@ def test_the_centre_of_a_very_long_image_is_cut_first() -> None:
 
 
 def test_decode_refuses_other_formats() -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(file, "BMP")
     with pytest.raises(OSError):
-        decode(file.getvalue())
-
-
-def png() -> bytes:
-    file = io.BytesIO()
-    pixels = np.random.default_rng(0).integers(0, 255, (240, 240, 3), np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
+        decode(encoded(PHOTO, "BMP"))
 
 
 def test_damage_raises_only_oserror_or_valueerror() -> None:
     """For a broken chunk Pillow raises SyntaxError, which is neither OSError nor ValueError."""
-    data = png()
+    data = png(NOISE)
     kinds = set()
     for start in range(0, len(data), 512):
         damaged = data[:start] + bytes(512) + data[start + 512 :]
@@ -223,5 +171,53 @@ def test_damage_raises_only_oserror_or_valueerror() -> None:
 
 
 def test_a_memory_error_is_not_an_unreadable_image() -> None:
-    with pytest.raises(MemoryError), open_image(png()):
+    with pytest.raises(MemoryError), open_image(png(NOISE)):
         raise MemoryError
+
+
+# ---- images that were not prepared ---------------------------------------------------------------
+
+
+def found(data: bytes) -> np.ndarray:
+    pixels = converted_pixels(data)
+    assert pixels is not None
+    return pixels.numpy()
+
+
+def test_upright_jpegs_are_left_to_the_decoders() -> None:
+    assert converted_pixels(jpeg(PHOTO)) is None
+    assert np.array_equal(found(png(PHOTO)), np.asarray(PHOTO))
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_exif_rotation_is_applied(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[274] = orientation
+    data = jpeg(PHOTO, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.array_equal(found(data), np.asarray(expected))
+    assert (found(data).shape[0] > found(data).shape[1]) == (orientation >= 5)
+
+
+def test_transparent_pixels_are_white() -> None:
+    image = PHOTO.convert("RGBA")
+    image.putalpha(Image.new("L", PHOTO.size, 0))
+    assert (found(png(image)) == 255).all()
+    palette = PHOTO.convert("P")
+    assert (found(png(palette, transparency=palette.getpixel((0, 0)))) == 255).any()
+
+
+def test_grey_of_16_bits_is_rounded() -> None:
+    levels = np.linspace(0, 65535, 1200).reshape(30, 40).astype(np.uint16)
+    pixels = found(png(Image.fromarray(levels)))
+    assert np.array_equal(pixels[..., 0], np.rint(levels / 257).astype(np.uint8))
+
+
+def test_broken_metadata_does_not_matter() -> None:
+    assert converted_pixels(jpeg(PHOTO, exif=b"Exif\0\0" + b"II*\0\xff\xff\xff\xff")) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"no image", png(PHOTO)[:200]])
+def test_unreadable_images_raise(data: bytes) -> None:
+    with pytest.raises((OSError, ValueError)):
+        converted_pixels(data)
