@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from data_prep.steps.rows import seeded_hash
+from data_prep.steps.list_inputs import seeded_hash
 from vitscale.config.errors import UserError
 
 NUM_TEST = 360

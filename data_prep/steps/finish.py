@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,9 +36,8 @@ from data_prep.formats.ledger import Outcomes, write_ledger
 from data_prep.sources.protocol import ChangedSource, Outage
 from data_prep.steps.index_tar import root_of, tar_units
 from data_prep.steps.labels import load_labels
-from data_prep.steps.list_inputs import left_out, read_containers
+from data_prep.steps.list_inputs import read_containers
 from data_prep.steps.plan_shards import CLASSES_SHOWN, REJECTED, TRAIN, read_plan
-from data_prep.steps.rows import read_table
 from data_prep.steps.settings import tool_version, unchanged_config
 from data_prep.steps.work import WorkFolder
 from data_prep.steps.write_shard import facts_of
@@ -63,35 +61,29 @@ FINAL = "final"
 
 @dataclass(frozen=True)
 class Tar:
-    """One tar, by the table of its outcomes."""
+    """One tar and its samples, in its order."""
 
-    file: Path
+    outcomes: str
     split: str
-    name: str
-    facts: Mapping[str, str]
+    entry: ShardEntry
+    samples: pa.Table
 
-    @property
-    def samples(self) -> pa.Table:
-        """Its samples in its order."""
-        table = read_table(self.file)
-        return table.filter(pc.is_null(table["reason"])).sort_by("offset")
-
-    @property
-    def entry(self) -> ShardEntry:
-        samples, num_bytes = int(self.facts["samples"]), int(self.facts["bytes"])
-        digest = self.facts["blake3"]
-        return ShardEntry(name=self.name, samples=samples, bytes=num_bytes, blake3=digest)
+    @classmethod
+    def of(cls, work: WorkFolder, outcomes: str, *, split: str, name: str) -> Tar:
+        facts, table = facts_of(work, outcomes), work.table(outcomes)
+        num, num_bytes = int(facts["samples"]), int(facts["bytes"])
+        entry = ShardEntry(name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"])
+        samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
+        return cls(outcomes, split, entry, samples.drop(["path", "input_hash"]))
 
     def rows(self, classes: Sequence[str]) -> pa.Table:
-        """Its samples as rows of the index."""
-        table, num = self.samples, len(self.samples)
-        labels = pa.array(np.full(num, NO_LABEL, np.int32))
-        if classes:
-            labels = pc.index_in(table["class"], value_set=pa.array(classes, pa.string()))
+        """Return its samples as rows of the index."""
+        table = self.samples
+        labels = pc.index_in(table["class"], value_set=pa.array(classes, pa.string()))
         made = {
-            "split": pa.array([self.split] * num, pa.string()),
-            "shard": pa.array([self.name] * num, pa.string()),
-            "label": labels,
+            "split": pa.array([self.split] * len(table), pa.string()),
+            "shard": pa.array([self.entry.name] * len(table), pa.string()),
+            "label": labels.fill_null(NO_LABEL),
         }
         names = index_schema().names
         columns = [made[name] if name in made else table[name] for name in names]
@@ -105,18 +97,16 @@ def finish_units(work: WorkFolder) -> list[str]:
 def finish_shards(work: WorkFolder, unit: str) -> None:
     """Commit the folder of new shards."""
     plan, tars, numbers = read_plan(work), [], Counter[str]()
-    for (split, _, _), outcomes in zip(plan.shards, plan.units, strict=True):
-        facts = facts_of(work, outcomes)
-        if int(facts["samples"]):
-            name = f"{split}-{numbers[split]:06d}.tar"
-            numbers[split] += 1
-            tars.append(Tar(work.path / outcomes, split, name, facts))
     sums, fingerprint = _write_ledger(work, [*plan.units, REJECTED])
-    tables = [tar.rows(plan.classes) for tar in tars]
-    labels = np.concatenate([np.zeros(0, np.int32), *(table["label"] for table in tables)])
-    kept = {plan.classes[label] for label in np.unique(labels[labels != NO_LABEL])}
+    kept, final = Counter[str](), work.path / FINAL
+    for (split, _, _), outcomes in zip(plan.shards, plan.units, strict=True):
+        tar = Tar.of(work, outcomes, split=split, name=f"{split}-{numbers[split]:06d}.tar")
+        if tar.entry.samples:
+            tars.append(tar)
+            numbers[split] += 1
+            kept += _classes(tar.samples)
     lost = [name for name in plan.present if plan.classes and name not in kept]
-    if not tables or (lost and load_labels(work.run.labels).space is None):
+    if not tars or (lost and load_labels(work.run.labels).space is None):
         shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
         raise UserError(
             f"no usable image is left{shown}\n{sums.describe()}",
@@ -124,29 +114,29 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
             next_step="fix these files" + (" or remove the classes" if lost else ""),
         )
     for tar in tars:
-        path = work.path / FINAL / tar.name
+        path = final / tar.entry.name
         with suppress(FileNotFoundError):  # of a process that died here
-            os.rename(tar.file.with_suffix(".tar"), path)
+            os.rename((work.path / tar.outcomes).with_suffix(".tar"), path)
         if not path.exists() or path.stat().st_size != tar.entry.bytes:
             raise Outage(
                 f"{path.name}, written before, is missing or has another size",
                 where=str(work.path),
                 next_step="remove this folder and run the same command again",
             )
-    _commit(work, tars, tables, plan.classes, inputs=sums.as_json(), source_fingerprint=fingerprint)
+    _commit(work, tars, plan.classes, inputs=sums, source_fingerprint=fingerprint)
 
 
 def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
     root, tars, found, unknown = root_of(work), [], Counter[str](), Counter[str]()
     for container, outcomes in zip(read_containers(work), tar_units(work), strict=True):
-        facts = facts_of(work, outcomes)
-        _check_unchanged(root, container.path, facts)
-        table = read_table(work.path / outcomes)
+        _check_unchanged(root, container.path, facts_of(work, outcomes))
+        table = work.table(outcomes)
         unknown += _classes(table.filter(pc.equal(table["reason"], "unknown_class")))
-        if int(facts["samples"]):
-            tars.append(Tar(work.path / outcomes, container.split, container.path, facts))
-            found += _classes(tars[-1].samples)
+        tar = Tar.of(work, outcomes, split=container.split, name=container.path)
+        if tar.entry.samples:
+            tars.append(tar)
+            found += _classes(tar.samples)
     labels = load_labels(work.run.labels)
     labels.check(unknown, found=found)
     sums, fingerprint = _write_ledger(work, tar_units(work))
@@ -154,19 +144,11 @@ def finish_index(work: WorkFolder, unit: str) -> None:
         raise UserError("contains no usable samples", where=f"source.path={root}")
     tars.sort(key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
-    tables = [tar.rows(classes) for tar in tars]
-    train = [table["label"] for tar, table in zip(tars, tables, strict=True) if tar.split == TRAIN]
+    train = [tar.rows(classes)["label"] for tar in tars if tar.split == TRAIN]
     labels_of_train = np.concatenate([np.zeros(0, np.int32), *train])
     check_mixed(labels_of_train, shard_lengths=list(map(len, train)), where="source.path")
-    _commit(
-        work,
-        tars,
-        tables,
-        classes,
-        inputs=sums.as_json(),
-        source_fingerprint=fingerprint,
-        shards_root=root_of_tars(root, output=work.output),
-    )
+    place = root_of_tars(root, output=work.output)
+    _commit(work, tars, classes, inputs=sums, source_fingerprint=fingerprint, shards_root=place)
 
 
 def root_of_tars(tars: Location, *, output: Path) -> str:
@@ -204,24 +186,18 @@ def _write_ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Outcomes, str
 
     Raises UserError for too many bad images.
     """
-    digest, copy_of = blake3(), left_out(work.run.source.leave_out)
+    digest = blake3()
 
     def tables() -> Iterator[pa.Table]:
         for unit in units:
-            table = read_table(work.path / unit)
-            rows, num = dict(zip(table.column_names, table.columns, strict=True)), len(table)
-            for name in ("changes", "key"):
-                rows.setdefault(name, pa.nulls(num, pa.string()))
-            hashes = rows.get("input_hash", pa.nulls(num, pa.binary(32)))
-            paths, reasons = rows["path"].to_pylist(), rows["reason"].to_pylist()
-            details = [
-                copy_of.get(path) if reason == "left_out" else None
-                for path, reason in zip(paths, reasons, strict=True)
-            ]
+            table = work.table(unit)
+            paths, hashes, reasons = (
+                table[name].to_pylist() for name in ("path", "input_hash", "reason")
+            )
             digest.update("\0".join(paths).encode())
-            digest.update(b"".join(each or b"-" for each in hashes.to_pylist()))
+            digest.update(b"".join(each or b"-" for each in hashes))
             digest.update("\0".join(each or "" for each in reasons).encode())
-            yield pa.table(rows | {"blake3": hashes, "detail": pa.array(details, pa.string())})
+            yield table.drop("blake3").rename_columns({"input_hash": "blake3"})
 
     final = work.path / FINAL
     final.mkdir(exist_ok=True)
@@ -233,15 +209,15 @@ def _write_ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Outcomes, str
 def _commit(
     work: WorkFolder,
     tars: Sequence[Tar],
-    tables: Sequence[pa.Table],
     classes: tuple[str, ...],
     *,
-    inputs: dict[str, Any],
+    inputs: Outcomes,
     source_fingerprint: str,
     shards_root: str = ".",
 ) -> None:
     """Write all files but the tars and the ledger, then give the folder its name."""
     final, splits = work.path / FINAL, {}
+    tables = [tar.rows(classes) for tar in tars]
     write_index(final, tables=tables)
     for split in sorted({tar.split for tar in tars}):
         own = [pair for pair in zip(tars, tables, strict=True) if pair[0].split == split]
@@ -270,7 +246,7 @@ def _commit(
             index_bytes=(final / INDEX_NAME).stat().st_size,
             index_blake3=blake3_of_file(final / INDEX_NAME),
             splits=splits,
-            inputs=inputs,
+            inputs=inputs.as_json(),
             config=unchanged_config(work),
             shards_root=shards_root,
         ),

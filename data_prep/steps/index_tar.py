@@ -17,7 +17,7 @@ from data_prep.sources.protocol import (
 )
 from data_prep.sources.webdataset import WebDataset
 from data_prep.steps.labels import load_labels
-from data_prep.steps.list_inputs import InputReader, read_containers, set_class
+from data_prep.steps.list_inputs import check_input, read_containers, set_class
 from data_prep.steps.work import WorkFolder
 from data_prep.steps.write_shard import commit_outcomes, outcome
 from vitscale.config.errors import StorageError
@@ -94,12 +94,11 @@ def _index_local(work: WorkFolder, unit: str, root: Path) -> None:
         raise source_read_error(error, container.path) from None
     settings = run.source.model_copy(update={"path": str(root), "splits": {}})
     source, labels = WebDataset(settings, run.labels), load_labels(run.labels)
-    reader = InputReader(images=run.images, source=root, convert=False)
     rows = []
     for item in with_damage(container, source.inputs(container)):
         image = CheckedImage(item.reason, b"")
         if item.reason in (None, "no_label"):
-            image = reader.check(asdict(item))
+            image = check_input(work, asdict(item), source=root, convert=False)
             if image.reason is None and image.content_hash != image.input_hash:
                 image.reason = PACKED
             image.content = b""  # all samples of the tar are kept

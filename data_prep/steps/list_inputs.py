@@ -1,41 +1,45 @@
 """List the inputs of the source: containers, then the rows of each, one Arrow file per unit.
 
-Also reads and checks an input that was listed.
+Owns: the columns of a row, its seeded order, its key. Also reads and checks an input that was
+listed.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.images.check import MAX_FILE_BYTES, CheckedImage, check_image
 from data_prep.sources.protocol import (
+    NO_CLASS,
     ChangedSource,
     Container,
     Input,
     printable,
     raise_if_outage,
-    source_root,
     with_damage,
 )
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import Labels, load_labels
-from data_prep.steps.rows import ROW_SCHEMA, commit_file, rows_table
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_json
-from vitscale.runs.data_prep import ImageSettings
+from vitscale.runs.data_prep import MAX_SPLIT_LENGTH
 
 CONTAINERS = "containers.json"
 # Containers per unit: class folders and tars of hundreds of images each. Fewer where there would
@@ -43,6 +47,32 @@ CONTAINERS = "containers.json"
 MAX_CONTAINERS_PER_UNIT = 64
 MIN_UNITS = 8
 BATCH_ROWS = 1 << 15
+# Encoding of file names, as of os.fsencode, which takes ten times as long.
+FILE_NAMES = (sys.getfilesystemencoding(), sys.getfilesystemencodeerrors())
+# A tar header has 100 bytes for a name: split (up to 24), a dash, class and name, suffix (5).
+MAX_KEY_LENGTH = 100 - MAX_SPLIT_LENGTH - 1 - len(".webp")
+KEY_HASH_LENGTH = 16
+_HASHED = re.compile(rf"-[0-9a-f]{{{KEY_HASH_LENGTH}}}$")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+
+ROW_SCHEMA = pa.schema(
+    [
+        ("order_high", pa.uint64()),
+        ("order_low", pa.uint64()),
+        ("holdout", pa.uint64()),
+        # The offsets of binary columns overflow at 2 GiB.
+        ("path", pa.large_binary()),
+        ("split", pa.string()),
+        ("class", pa.string()),
+        ("key", pa.large_string()),
+        ("num_bytes", pa.int64()),
+        ("reason", pa.string()),
+        ("file", pa.binary()),
+        ("offset", pa.int64()),
+        ("modified_ns", pa.int64()),
+        ("spooled", pa.bool_()),
+    ]
+)
 
 
 def containers_units(work: WorkFolder) -> list[str]:
@@ -88,8 +118,8 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
             writer.write_table(rows_table(batch, seed=run.seed))
         num_spooled = spooled.tell()
     if num_spooled:
-        commit_file(spool, work.path / "spool" / f"{number:06d}.bin")
-    commit_file(temporary, work.path / unit)
+        work.commit(spool, f"spool/{number:06d}.bin")
+    work.commit(temporary, unit)
 
 
 def _inputs(work: WorkFolder, containers: Sequence[Container]) -> Iterator[Input]:
@@ -114,56 +144,85 @@ def set_class(item: Input, labels: Labels) -> None:
             item.class_name = class_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class InputReader:
-    """Reads and checks listed inputs, from the source or from the spool."""
+def seeded_hash(text: str, *, seed: int, purpose: str) -> bytes:
+    """32 bytes that look random, the same on every machine and in every version."""
+    return hashlib.sha256(f"{purpose}\0{seed}\0{text}".encode(*FILE_NAMES)).digest()
 
-    images: ImageSettings
-    source: Path
-    spool: Path | None = None
-    convert: bool = True
 
-    @classmethod
-    def of(cls, work: WorkFolder) -> InputReader:
-        source = source_root(work.run.source)
-        return cls(images=work.run.images, source=source, spool=work.path / "spool")
+def make_key(class_name: str | None, name: str, *, path: str) -> str:
+    """CLASS-NAME in A-Z a-z 0-9 _ -; names that this would change get a hash of their path.
 
-    def check(self, row: Mapping[str, Any]) -> CheckedImage:
-        """Check one input. Its hash is empty if its bytes were not read.
+    Without classes: NAME.
+    """
+    raw = name if class_name == NO_CLASS else f"{class_name or ''}-{name}"
+    key = _UNSAFE.sub("_", raw)
+    if key != raw or len(key) > MAX_KEY_LENGTH or _HASHED.search(key):
+        return hashed_key(key, path)
+    return key
 
-        row: `path`, `file`, `offset`, `num_bytes`, `modified_ns` and `spooled`. Raises
-        ChangedSource if the source has changed since it was listed, Outage.
-        """
-        if row["num_bytes"] > MAX_FILE_BYTES:
-            return CheckedImage("too_large", b"")
-        name = os.fsencode(row["file"] or row["path"])
-        try:
-            data = self._read(name, row)
-        except OSError as error:
-            if row["spooled"]:
-                raise
-            if isinstance(error, FileNotFoundError):
-                raise ChangedSource(os.fsdecode(name)) from None
-            raise_if_outage(error, os.fsdecode(row["path"]))
-            return CheckedImage("unreadable", b"")
-        return check_image(data, settings=self.images, convert=self.convert)
 
-    def _read(self, name: bytes, row: Mapping[str, Any]) -> bytes:
-        folder = self.spool if row["spooled"] else self.source
+def hashed_key(key: str, path: str | bytes) -> str:
+    suffix = hashlib.sha256(os.fsencode(path)).hexdigest()[:KEY_HASH_LENGTH]
+    return f"{key[: MAX_KEY_LENGTH - KEY_HASH_LENGTH - 1]}-{suffix}"
+
+
+def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
+    """Make rows of inputs with their final class names."""
+    order = b"".join(
+        # Lower case: names that differ only in case are neighbours, where keys are made unique.
+        seeded_hash(f"{i.split}-{i.class_name}-{i.name}".lower(), seed=seed, purpose="order")[:16]
+        for i in inputs
+    )
+    halves = np.frombuffer(order, ">u8").reshape(-1, 2).astype(np.uint64)
+    hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
+    holdout = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
+    plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled")
+    columns: dict[str, object] = {name: [getattr(i, name) for i in inputs] for name in plain}
+    columns |= {"order_high": halves[:, 0], "order_low": halves[:, 1], "holdout": holdout}
+    columns["path"] = [i.path.encode(*FILE_NAMES) for i in inputs]
+    columns["file"] = [i.file.encode(*FILE_NAMES) for i in inputs]
+    columns["class"] = [i.class_name for i in inputs]
+    columns["key"] = [make_key(i.class_name, i.name, path=i.path) for i in inputs]
+    arrays = [pa.array(columns[field.name], field.type) for field in ROW_SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=ROW_SCHEMA)
+
+
+def check_input(
+    work: WorkFolder, row: Mapping[str, Any], *, source: Path | None = None, convert: bool = True
+) -> CheckedImage:
+    """Read and check one input. Its hash is empty if its bytes were not read.
+
+    row: `path`, `file`, `offset`, `num_bytes`, `modified_ns` and `spooled`. source: folder, instead
+    of that of the run. Raises ChangedSource if the source has changed since it was listed, Outage.
+    """
+    if row["num_bytes"] > MAX_FILE_BYTES:
+        return CheckedImage("too_large", b"")
+    name = os.fsencode(row["file"] or row["path"])
+    folder = work.path / "spool" if row["spooled"] else source or work.source
+    try:
         # Joined as bytes: pathlib would take as long as the reading.
-        with open(os.path.join(os.fsencode(str(folder)), name), "rb") as file:
+        with open(os.path.join(os.fsencode(folder), name), "rb") as file:
             status = os.fstat(file.fileno())
-            is_same = status.st_mtime_ns == row["modified_ns"] and (
-                bool(row["file"]) or status.st_size == row["num_bytes"]
-            )
-            if is_same or row["spooled"]:
-                file.seek(row["offset"])
-                data = file.read(row["num_bytes"])
-                if len(data) == row["num_bytes"]:
-                    return data
+            file.seek(row["offset"])
+            data = file.read(row["num_bytes"])
+    except OSError as error:
         if row["spooled"]:
+            raise
+        if isinstance(error, FileNotFoundError):
+            raise ChangedSource(os.fsdecode(name)) from None
+        raise_if_outage(error, os.fsdecode(row["path"]))
+        return CheckedImage("unreadable", b"")
+    is_whole = len(data) == row["num_bytes"]
+    if row["spooled"]:
+        if not is_whole:
             raise OSError(errno.EIO, "the spool is too short")
+    elif (
+        not is_whole
+        or status.st_mtime_ns != row["modified_ns"]
+        or (not row["file"] and status.st_size != row["num_bytes"])
+    ):
         raise ChangedSource(os.fsdecode(name))
+    return check_image(data, settings=work.run.images, convert=convert)
 
 
 @lru_cache(maxsize=1)

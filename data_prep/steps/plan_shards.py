@@ -2,7 +2,7 @@
 
 Owns: classes and labels, hold-out, the stored order, unique keys, the division into shards, the
 space needed.
-Leaves out: columns and hashes of rows (`rows`), writing shards (`write_shard`).
+Leaves out: columns and hashes of rows (`list_inputs`), writing shards (`write_shard`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from data_prep.images.check import MAX_FILE_BYTES
 from data_prep.sources.protocol import Outage, printable
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import load_labels
-from data_prep.steps.list_inputs import InputReader, left_out, list_units, read_containers
-from data_prep.steps.rows import (
-    commit_file,
-    commit_table,
+from data_prep.steps.list_inputs import (
+    check_input,
     hashed_key,
-    read_table,
+    left_out,
+    list_units,
+    read_containers,
 )
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
@@ -45,6 +45,26 @@ SIDE_FILE_BYTES = 256
 RATIO_IMAGES = 256
 # What writing a shard needs of its rows.
 PLANNED = ("path", "class", "key", "label", "num_bytes", "file", "offset", "modified_ns", "spooled")
+
+# Rows of the ledger; those without a reason are also rows of the index.
+OUTCOMES = pa.schema(
+    [
+        ("path", pa.string()),
+        ("split", pa.string()),
+        ("class", pa.string()),
+        ("reason", pa.string()),
+        ("changes", pa.string()),
+        ("detail", pa.string()),
+        ("input_hash", pa.binary(32)),
+        ("key", pa.string()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("format", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("blake3", pa.binary(32)),
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +94,7 @@ def plan_units(work: WorkFolder) -> list[str]:
 def plan_shards(work: WorkFolder, unit: str) -> None:
     """Write rows.arrow with one batch per shard, and what is rejected already beside it."""
     source = work.run.source
-    rows = pa.concat_tables([read_table(work.path / name) for name in list_units(work)])
+    rows = pa.concat_tables([work.table(name) for name in list_units(work)])
     rows, order = _ordered(rows)
     is_usable = pc.is_null(rows["reason"])
     found = _counts(rows["class"].filter(is_usable))
@@ -84,7 +104,7 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     is_small = pc.and_(is_usable, pc.invert(is_large))
     rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
     kept = pc.is_null(rows["reason"]).to_numpy()
-    listed, rejected = Outcomes(), _rejected(rows, order[~kept[order]])
+    listed, rejected = Outcomes(), _rejected(work, rows, order[~kept[order]])
     listed.add(rejected)
     _check_classes(work, found, present, unknown=unknown, listed=listed)
     classes = load_labels(work.run.labels).label_map(
@@ -114,14 +134,14 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
         present=tuple(sorted(present)),
         shards=tuple(shards),
     )
-    commit_table(work.temporary("rejected"), work.path / REJECTED, rejected)
+    work.commit_table(REJECTED, rejected)
     temporary = work.temporary("rows")
     schema = planned.schema.with_metadata({"plan": json.dumps(asdict(plan))})
     with open(temporary, "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for chosen in positions:
             (batch,) = planned.take(chosen).combine_chunks().to_batches()
             writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-    commit_file(temporary, work.path / unit)
+    work.commit(temporary, unit)
 
 
 def _with(rows: pa.Table, name: str, column: pa.ChunkedArray) -> pa.Table:
@@ -137,8 +157,7 @@ def _counts(column: pa.ChunkedArray) -> dict[str, int]:
 
 @lru_cache(maxsize=1)
 def read_plan(work: WorkFolder) -> Plan:
-    with pa.memory_map(str(work.path / ROWS)) as source:
-        stored = json.loads(pa.ipc.open_file(source).schema.metadata[b"plan"])
+    stored = json.loads(work.table(ROWS).schema.metadata[b"plan"])
     tuples = {name: tuple(stored[name]) for name in ("classes", "present")}
     return Plan(**{**stored, **tuples, "shards": tuple(map(tuple, stored["shards"]))})
 
@@ -174,11 +193,15 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
     return rows, order
 
 
-def _rejected(rows: pa.Table, positions: np.ndarray) -> pa.Table:
-    """Make the ledger's rows of inputs that are rejected unread."""
+def _rejected(work: WorkFolder, rows: pa.Table, positions: np.ndarray) -> pa.Table:
+    """Make the outcomes of inputs that are rejected unread."""
     chosen = rows.select(["path", "split", "class", "reason"]).take(positions)
     paths = [printable(path) for path in chosen["path"].to_pylist()]
-    return _with(chosen, "path", pa.array(paths, pa.string()))
+    copy_of = left_out(work.run.source.leave_out)
+    copies = pa.array(map(copy_of.get, paths), pa.string())
+    detail = pc.if_else(pc.equal(chosen["reason"], "left_out"), copies, None)
+    chosen = _with(_with(chosen, "path", pa.array(paths, pa.string())), "detail", detail)
+    return pa.concat_tables([OUTCOMES.empty_table(), chosen], promote_options="default")
 
 
 def _check_classes(
@@ -294,7 +317,6 @@ def shard_lengths(
 
 def _size_ratio(work: WorkFolder, rows: pa.Table) -> float:
     """Bytes stored per byte read."""
-    reader = InputReader.of(work)
-    pairs = [(row["num_bytes"], reader.check(row)) for row in rows.to_pylist()]
+    pairs = [(row["num_bytes"], check_input(work, row)) for row in rows.to_pylist()]
     before = sum(num_bytes for num_bytes, image in pairs if image.reason is None)
     return sum(len(image.content) for _, image in pairs) / before if before else 1.0

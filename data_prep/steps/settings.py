@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -24,9 +24,11 @@ from data_prep.sources.protocol import Outage, read_named
 from data_prep.steps.labels import load_labels
 from data_prep.steps.work import (
     FAILED_NAME,
+    STOP_SIGNALS,
     Step,
     WorkFolder,
     run_steps,
+    stop,
     storage_error,
     this_process,
 )
@@ -38,8 +40,6 @@ from vitscale.distributed.processes import num_cores, num_gpus
 from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
-# Format of the files in a work folder: raised when a release cannot resume another's work.
-WORK_FORMAT = 7
 # Settings that do not change the bytes of the result.
 EXECUTION_KEYS = ("output", "launch", "num_workers", "script")
 
@@ -48,10 +48,12 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     """Make the output together with other tasks, or find it made already; print what it holds.
 
     After an interruption the work is kept; an error of the corpus is noted in it for other tasks,
-    and the next command starts over.
+    and the next command starts over. Raises SystemExit(75) after a stop signal.
     """
     start = time.monotonic()
-    work = WorkFolder(at_real_output(run))
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+    work = WorkFolder(run)
     made = find_existing(work)
     if made is None:
         open_work_folder(work)
@@ -80,24 +82,16 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
 
 
-def at_real_output(run: DataPrepRun) -> DataPrepRun:
-    """The run with `output` resolved if it is a symbolic link: the work folder is its neighbour.
-
-    The finished folder gets its name by a rename, which cannot replace a link or cross file
-    systems. Raises UserError for a mount point.
-    """
-    output = Path(run.output).expanduser()
-    real = output.resolve() if output.is_symlink() else output
-    if os.path.ismount(real):
-        what = f"{str(real)!r} is a mount point: the work folder beside it would be on another disk"
-        advice = f"choose a folder in it, such as {real / 'shards'}"
-        raise UserError(what, where="output", next_step=advice)
-    return run.model_copy(update={"output": str(real)})
-
-
 def find_existing(work: WorkFolder) -> Manifest | None:
-    """The manifest of an output made with the same settings; None if there is no output."""
+    """Return the manifest of an output made with the same settings; None if there is no output.
+
+    Raises UserError for another output, and for a mount point.
+    """
     output = work.output
+    if os.path.ismount(output):
+        what = f"{str(output)!r} is a mount point: the work folder beside it would be on another"
+        advice = f"choose a folder in it, such as {output / 'shards'}"
+        raise UserError(f"{what} disk", where="output", next_step=advice)
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return None
     advice = "choose another output, or remove this folder first"
@@ -175,7 +169,6 @@ def open_work_folder(work: WorkFolder) -> None:
     settings = content_config(work.run) | {
         "path": work.run.source.path,
         "tool_version": tool_version(),
-        "work_format": WORK_FORMAT,
     }
     aside = work.path.with_name(f"{work.path.name}-{this_process()}")
     try:

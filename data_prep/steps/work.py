@@ -27,7 +27,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ import pyarrow as pa
 from data_prep.sources.protocol import ChangedSource, Outage, check_is_mounted, source_root
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.data.index import MANIFEST_NAME
+from vitscale.distributed.atomic_files import fsync_folder
 from vitscale.distributed.fork_server import end_with_server, worker_context
 from vitscale.distributed.processes import is_alive
 from vitscale.runs.data_prep import DataPrepRun
@@ -71,10 +72,16 @@ class WorkFolder:
 
     def __init__(self, run: DataPrepRun) -> None:
         self.run = run
-        self.output = Path(run.output).expanduser()
+        output = Path(run.output).expanduser()
+        # The finished folder gets its name by a rename, which cannot replace a link.
+        self.output = output.resolve() if output.is_symlink() else output
         self.path = self.output.with_name(f".{self.output.name}.preparing")
         self.scratch = self.path / "tmp" / this_process()
         """Unfinished files of this process; renamed to their place when whole."""
+
+    @cached_property
+    def source(self) -> Path:
+        return source_root(self.run.source)
 
     @property
     def is_finished(self) -> bool:
@@ -99,6 +106,24 @@ class WorkFolder:
     def temporary(self, name: str) -> Path:
         """A new name for an unfinished file or folder."""
         return self.scratch / f"{name}.{uuid.uuid4().hex[:8]}"
+
+    def commit(self, temporary: Path, name: str) -> None:
+        """Give a file its name when it is on disk."""
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path / name)
+        fsync_folder((self.path / name).parent)
+
+    def commit_table(self, name: str, table: pa.Table) -> None:
+        temporary = self.temporary("table")
+        with open(temporary, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        self.commit(temporary, name)
+
+    def table(self, name: str) -> pa.Table:
+        """Return a memory-mapped table: only the parts read take memory."""
+        with pa.memory_map(str(self.path / name)) as source:
+            return pa.ipc.open_file(source).read_all()
 
     def is_done(self, unit: str) -> bool:
         return (self.path / unit).exists() or self.is_finished
@@ -187,11 +212,10 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
     """Work through the steps; return when any tasks have finished them.
 
     num_workers: 1 works in this process. Raises Outage where a rerun resumes, UserError for a
-    corpus that cannot be used, SystemExit(75) after a stop signal.
+    corpus that cannot be used.
     """
     task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
     others, pool = active_children(), None
-    previous = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}
     try:
         work.open()
         if num_workers > 1:
@@ -216,12 +240,9 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
             for worker in set(active_children()) - set(others):
                 worker.kill()
             pool.shutdown(wait=False, cancel_futures=True)
-        for number, handler in previous.items():
-            if signal.getsignal(number) is _stop:
-                signal.signal(number, handler)
 
 
-def _stop(*_: object) -> None:
+def stop(*_: object) -> None:
     for number in STOP_SIGNALS:
         # A second signal must not kill a process that is stopping.
         signal.signal(number, signal.SIG_IGN)
@@ -297,7 +318,7 @@ def attempt(work: WorkFolder, do: Callable[[WorkFolder, str], None], unit: str) 
             return True
         if isinstance(error, ChangedSource):
             # It discards all work; a file system that is not mounted must not.
-            check_is_mounted(source_root(work.run.source), error.path, work=work.path)
+            check_is_mounted(work.source, error.path, work=work.path)
         raise
     return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,31 +13,10 @@ from data_prep.formats.ledger import BAD, Outcomes
 from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
 from data_prep.sources.protocol import printable
-from data_prep.steps.list_inputs import InputReader
-from data_prep.steps.plan_shards import REJECTED, ROWS, read_plan
-from data_prep.steps.rows import commit_table, read_table
+from data_prep.steps.list_inputs import check_input
+from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
 from vitscale.data.index import NO_LABEL
-from vitscale.distributed.atomic_files import fsync_folder
-
-# Rows of the ledger; those without a reason are also rows of the index.
-OUTCOMES = pa.schema(
-    [
-        ("path", pa.string()),
-        ("split", pa.string()),
-        ("class", pa.string()),
-        ("reason", pa.string()),
-        ("changes", pa.string()),
-        ("input_hash", pa.binary(32)),
-        ("key", pa.string()),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-        ("format", pa.string()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("blake3", pa.binary(32)),
-    ]
-)
 
 
 def shard_units(work: WorkFolder) -> list[str]:
@@ -56,19 +34,17 @@ def write_shard(work: WorkFolder, unit: str) -> None:
     split = plan.shards[number][0]
     with pa.memory_map(str(work.path / ROWS)) as file:
         rows = pa.ipc.open_file(file).get_batch(number).to_pylist()
-    reader, outcomes = InputReader.of(work), []
-    temporary = work.temporary("tar")
+    outcomes, temporary = [], work.temporary("tar")
     with TarShard(temporary) as tar:
         for row in rows:
-            image = reader.check(row)
+            image = check_input(work, row)
             key, offset = f"{split}-{row['key']}", 0
             if image.reason is None:
                 label = None if row["label"] == NO_LABEL else row["label"]
                 offset = tar.add(key, extension=image.extension, image=image.content, label=label)
             outcomes.append(outcome(row, split, image, key=key, offset=offset))
         digest = tar.finish()
-    os.replace(temporary, work.path / Path(unit).with_suffix(".tar"))
-    fsync_folder(work.path / "tars")
+    work.commit(temporary, str(Path(unit).with_suffix(".tar")))
     commit_outcomes(work, unit, outcomes, bytes=tar.num_bytes, blake3=digest)
 
 
@@ -93,19 +69,14 @@ def commit_outcomes(
     reasons = [row["reason"] for row in outcomes]
     facts |= {"samples": reasons.count(None), "num_bad": sum(reason in BAD for reason in reasons)}
     text = {name: str(value) for name, value in facts.items()}
-    commit_table(work.temporary("outcomes"), work.path / unit, table.replace_schema_metadata(text))
-
-
-def facts_of(work: WorkFolder, unit: str) -> dict[str, str]:
-    """What `commit_outcomes` stored."""
-    with pa.memory_map(str(work.path / unit)) as file:
-        stored = pa.ipc.open_file(file).schema.metadata
-    return {name.decode(): value.decode() for name, value in stored.items()}
+    work.commit_table(unit, table.replace_schema_metadata(text))
 
 
 @cache
-def _num_bad(work: WorkFolder, unit: str) -> int:
-    return int(facts_of(work, unit)["num_bad"])
+def facts_of(work: WorkFolder, unit: str) -> dict[str, str]:
+    """Return what `commit_outcomes` stored."""
+    stored = work.table(unit).schema.metadata
+    return {name.decode(): value.decode() for name, value in stored.items()}
 
 
 def check_bad(work: WorkFolder, done: Sequence[str]) -> None:
@@ -114,10 +85,10 @@ def check_bad(work: WorkFolder, done: Sequence[str]) -> None:
     Never stricter than the check at the end: it compares them with all images.
     """
     plan, limit = read_plan(work), work.run.images.max_bad_fraction
-    num_bad = plan.num_bad + sum(_num_bad(work, unit) for unit in done)
+    num_bad = plan.num_bad + sum(int(facts_of(work, unit)["num_bad"]) for unit in done)
     if num_bad <= limit * plan.num_images:
         return
     so_far = Outcomes()
     for unit in (REJECTED, *done):
-        so_far.add(read_table(work.path / unit))
+        so_far.add(work.table(unit))
     so_far.check(max_bad_fraction=limit, num_images=plan.num_images)

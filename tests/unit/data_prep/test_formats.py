@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from data_prep.formats.index_files import CARD_NAME, training_command, write_card
 from data_prep.formats.tar_writer import MAX_MEMBER_BYTES, TarShard, ustar_header
-from data_prep.steps.rows import hashed_key, make_key
+from data_prep.steps.list_inputs import hashed_key, make_key
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import make_shard_folder

@@ -15,7 +15,7 @@ import pytest
 
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Outage
-from data_prep.steps.list_inputs import InputReader
+from data_prep.steps.list_inputs import check_input
 from data_prep.steps.work import WorkFolder
 from tests.support.corpora.image_corpus import corpus, encoded
 from tests.support.corpora.preparing import prepare_here, run_of
@@ -78,10 +78,9 @@ def test_outages_while_reading_reject_no_file(
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    reader = InputReader.of(WorkFolder(run))
     monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
     try:
-        assert reader.check(row).reason == "unreadable" and code in FAULTS
+        assert check_input(WorkFolder(run), row).reason == "unreadable" and code in FAULTS
     except Outage as error:
         assert code in OUTAGES and "the source cannot be read" in error.text()
         assert "same command again" in error.text()

@@ -15,11 +15,8 @@ import pytest
 from data_prep.formats.ledger import Outcomes, write_ledger
 from data_prep.sources.protocol import Outage
 from data_prep.steps import write_shard
-from data_prep.steps.settings import (
-    at_real_output,
-    changed_settings,
-    content_config,
-)
+from data_prep.steps.settings import changed_settings, content_config, find_existing
+from data_prep.steps.work import WorkFolder
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import corpus, encoded, ledger
 from tests.support.corpora.preparing import prepare_here, run_of
@@ -93,7 +90,7 @@ def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "shards").symlink_to("/proc")
     for output in (tmp_path / "shards", Path("/proc")):
         with pytest.raises(UserError, match=r"mount point(.|\n)*next: .*/proc/shards"):
-            at_real_output(run_of(tmp_path, output))
+            find_existing(WorkFolder(run_of(tmp_path, output)))
 
 
 @pytest.mark.parametrize("fault", ["gone", "cut"])

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.sources.protocol import Input
+from data_prep.steps.list_inputs import make_key, rows_table
 from data_prep.steps.plan_shards import _ordered, held_out
-from data_prep.steps.rows import make_key, rows_table
 
 NAMES = st.text(
     st.characters(codec="utf-8") | st.sampled_from("\udcff\udc80/.-_aA"), min_size=1, max_size=120
