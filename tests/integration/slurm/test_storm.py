@@ -186,11 +186,11 @@ class Storm:
         at_step = self.step() + after_steps
         self.wait(lambda: self.step() >= at_step, f"step {at_step}")
         before, restarts, began = self.step(), self.restarts(), time.time()
-        at_least = getattr(self, fault)()
-        if at_least is None:
+        if getattr(self, fault)() is None:
             self.wait(lambda: self.restarts() > restarts, f"restart after {fault}")
-        happened = time.time()
-        self.wait(lambda: self.step(since=happened) > before, f"new step after {fault}")
+        self.wait(self.is_running, f"start after {fault}")
+        since = max(began, self.started())
+        self.wait(lambda: self.step(since=since) > before, f"new step after {fault}")
         self.seconds[fault].append(time.time() - began)
         print(f"{fault} at step {before}: {self.seconds[fault][-1]:.0f} s", flush=True)
 
