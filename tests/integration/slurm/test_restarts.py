@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 
-import psutil
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
@@ -130,21 +127,6 @@ def test_slurm_requeues_after_a_node_has_died(slurm, submit, tmp_path) -> None:
     assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "1", "2"), log
     first, second = read_attempts(tmp_path)
     assert second.ending is Ending.DONE, first
-
-
-def test_a_job_goes_on_when_srun_is_killed(slurm, submit, tmp_path) -> None:
-    job = submit(WAITING)
-    wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
-    pids = [each.pid for each in psutil.process_iter(["environ"]) if is_srun_of(job.job_id, each)]
-    os.kill(min(pids), signal.SIGKILL)
-    ended = slurm.wait(job.job_id, states=FINAL_STATES)
-    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), job.log(0).read_text()
-    assert read_attempts(tmp_path)[0].reason == "srun was ended by SIGKILL"
-
-
-def is_srun_of(job_id: str, process: psutil.Process) -> bool:
-    environ = process.info["environ"] or {}
-    return environ.get("SLURM_JOB_ID") == job_id and process.name() == "srun"
 
 
 def test_an_outage_of_storage_is_waited_for(slurm, submit, tmp_path, small_disk) -> None:

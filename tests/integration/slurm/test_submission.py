@@ -7,19 +7,17 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.conftest import SlurmCluster
-from tests.support.corpora.small_shards import make_shard_folder
+from tests.integration.slurm.conftest import ROOT, SlurmCluster
+from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.waiting import PATIENCE_S
 from vitscale.tracking.source_version import CODE_FOLDERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[3]
 RUN = """\
 stage: pretrain
 name: tiny
@@ -31,44 +29,12 @@ engine: {device: cpu, zero_stage: 0, num_threads: 1}
 tracking: {uri: "sqlite:///runs/mlflow.db"}
 launch: {timeout_min: 10}
 """
-HOLD = "launch.sbatch={hold: true}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkout:
-    """A copy of this project with a commit of its own, which a test can edit."""
-
-    slurm: SlurmCluster
-    folder: Path
-
-    def submit(self, *arguments: str) -> tuple[str, str]:
-        """Job id, or '' if refused, and what launch/slurm.py prints."""
-        environment = self.slurm.environment | {"PYTHONPATH": str(self.folder)}
-        done = subprocess.run(
-            [sys.executable, "launch/slurm.py", "--config", "run.yaml", *arguments],
-            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
-        )  # fmt: skip
-        output = done.stdout + done.stderr
-        assert done.returncode in (0, 2), output
-        found = re.search(r"^submitted job (\d+)", output, re.M)
-        is_submitted = done.returncode == 0 and "--dry-run" not in arguments
-        assert (found is not None) == is_submitted, output
-        return found[1] if found else "", output
-
-    def edit(self, name: str, line: str) -> None:
-        path = self.folder / name
-        path.write_text(f"{path.read_text()}{line}\n")
-
-    def names(self, pattern: str) -> list[str]:
-        """Names in the job folder of the run."""
-        return sorted(path.name for path in (self.folder / "runs/tiny/slurm").glob(pattern))
-
-    def log(self, job_id: str) -> str:
-        return (self.folder / f"runs/tiny/slurm/{job_id}/{job_id}_0_log.out").read_text()
+ENDED = ("COMPLETED", "FAILED")
 
 
 @pytest.fixture
-def checkout(slurm: SlurmCluster, tmp_path: Path) -> Checkout:
+def checkout(tmp_path: Path) -> Path:
+    """A copy of this project with a commit of its own, which a test can edit."""
     folder = tmp_path / "checkout"
     for name in CODE_FOLDERS:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -80,44 +46,57 @@ def checkout(slurm: SlurmCluster, tmp_path: Path) -> Checkout:
         subprocess.run(["git", "-C", folder, *identity, *arguments], check=True)
     make_shard_folder(folder / "shards")
     (folder / "run.yaml").write_text(RUN)
-    return Checkout(slurm=slurm, folder=folder)
+    return folder
 
 
-def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: Checkout) -> None:
-    checkout.edit("pretrain/main.py", "# edited before the submission")
-    first, _ = checkout.submit(HOLD)
+def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: Path) -> None:
+    jobs = checkout / "runs/tiny/slurm"
+
+    def submit(*arguments: str) -> tuple[str, str]:
+        """Job id, or '' without one, and what launch/slurm.py prints."""
+        done = subprocess.run(
+            [sys.executable, "launch/slurm.py", "--config", "run.yaml", *arguments],
+            cwd=checkout, env=slurm.environment | {"PYTHONPATH": str(checkout)},
+            capture_output=True, text=True, timeout=PATIENCE_S,
+        )  # fmt: skip
+        output = done.stdout + done.stderr
+        assert done.returncode in (0, 2), output
+        found = re.search(r"^submitted job (\d+)", output, re.M)
+        return found[1] if found else "", output
+
+    def edit(name: str, line: str) -> None:
+        path = checkout / name
+        path.write_text(f"{path.read_text()}{line}\n")
+
+    def log(job_id: str) -> str:
+        return (jobs / f"{job_id}/{job_id}_0_log.out").read_text()
+
+    # The nodes have 4 cores.
+    _, output = submit("--dry-run", "launch.cpus_per_task=5")
+    assert "warning  sbatch --test-only: allocation failure: Requested node" in output
+    assert "SLURM          ok " in submit("--dry-run", "launch.cpus_per_task=4")[1]
+    assert not jobs.exists()
+
+    edit("pretrain/main.py", "# edited before the submission")
+    first, _ = submit("launch.sbatch={hold: true}")
     # The job imports it, the submission does not.
-    checkout.edit("vitscale/training/loop.py", "raise SystemExit('edited while queued')")
-    refused, output = checkout.submit()
+    edit("vitscale/training/loop.py", "raise SystemExit('edited while queued')")
+    refused, output = submit()
     assert not refused and f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
-    second, output = checkout.submit("--after")
+    second, output = submit("--after")
     assert second, output
     assert slurm.job(second)["Dependency"].startswith(f"afterany:{first}")
     slurm.run(["scontrol", "release", first])
-    assert slurm.wait(first, states=["COMPLETED", "FAILED"])["JobState"] == "COMPLETED", (
-        checkout.log(first)
-    )
-    assert slurm.wait(second, states=["COMPLETED", "FAILED"])["JobState"] == "FAILED"
-    assert "edited while queued" in checkout.log(second)
-    assert len(checkout.names("code-*")) == 2
+    assert slurm.wait(first, states=ENDED)["JobState"] == "COMPLETED", log(first)
+    assert slurm.wait(second, states=ENDED)["JobState"] == "FAILED"
+    assert "edited while queued" in log(second)
+    assert len([*jobs.glob("code-*")]) == 2
 
-    with sqlite3.connect(checkout.folder / "runs/mlflow.db") as connection:
+    with sqlite3.connect(checkout / "runs/mlflow.db") as connection:
         tags = dict(connection.execute("select key, value from tags"))
-    head = slurm.run(["git", "rev-parse", "HEAD"], cwd=checkout.folder).strip()
+    head = slurm.run(["git", "rev-parse", "HEAD"], cwd=checkout).strip()
     assert tags["mlflow.source.git.commit"] == head
     assert tags["mlflow.source.git.dirty"] == "true"
-    (diff,) = (checkout.folder / "runs/mlflow-artifacts").rglob("source-*.diff")
+    (diff,) = (checkout / "runs/mlflow-artifacts").rglob("source-*.diff")
     assert "+# edited before the submission" in diff.read_text()
     assert "while queued" not in diff.read_text()
-
-
-def test_what_slurm_cannot_start_is_said_before(slurm: SlurmCluster, checkout: Checkout) -> None:
-    # The cluster has nodes of 4 cores.
-    _, output = checkout.submit("--dry-run", "launch.cpus_per_task=5")
-    refusal = (
-        "sbatch --test-only: allocation failure: Requested node configuration is not available"
-    )
-    assert f"SLURM          warning  {refusal}" in output
-    _, output = checkout.submit("--dry-run", "launch.cpus_per_task=4")
-    assert "SLURM          ok " in output
-    assert not (checkout.folder / "runs").exists()

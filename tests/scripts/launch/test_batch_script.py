@@ -17,6 +17,7 @@ ENDINGS = {  # what the ranks do, exit code of the job (None: any failure), requ
     "success": ("exit 0", 0, False, ""),
     "failure": (FAILED.format(code=1), 1, True, "rank 1 on n2 ended with code 1"),
     "killed": (KILLED, None, True, "rank 1 on n2 was ended by SIGKILL"),
+    "srun killed": ("kill -9 $$", None, True, "srun was ended by SIGKILL"),
     "recorded": (RECORDED + KILLED.replace("n2", "n[1-2]"), None, True, "ended: no bus (device)"),
     "stop": (FAILED.format(code=75), 75, True, "stopped by a signal"),
     "storage": (FAILED.format(code=74), 74, True, "rank 1 on n2 ended with code 74"),

@@ -1,4 +1,4 @@
-"""Comparing runs: equal budgets, seeds, varied settings, tables, files and the page."""
+"""Comparing runs: budgets, seeds, varied settings, tables, files, the page; sending them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ from launch.comparison.differences import compare, dependences, parse_budget
 from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, render
 from launch.comparison.report import Table, plain_text, tables, write_csv, write_json
 from launch.comparison.runs import ComparedRun
-from launch.jobs.attempts import ATTEMPT
+from launch.comparison.sync import final_status, sync
+from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
+from launch.jobs.states import read_state
 from pretrain.run import PretrainRun
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import append_event
 from vitscale.models.costs import train_flops_per_image
 from vitscale.tracking.journal import Row
+from vitscale.tracking.run_facts import RunRecord
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker
 
 HOUR = 3600.0
 EVIL = "</script><!--<script>alert(1)</script>&<img src=x onerror=alert(1)> $\\x$ \x07"
@@ -281,3 +286,54 @@ def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
     assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
     found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
     assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"c"]
+
+
+# ---- copied into MLflow -----------------------------------------------------------------------
+
+
+def test_a_run_ended_as_it_says_or_as_its_last_attempt_shows(tmp_path: Path) -> None:
+    def status(said: str | None) -> str:
+        times = {} if said == "RUNNING" else {"ended": 10.0}
+        record = RunRecord(tracking_id="x", name="a", status=said, **times)  # type: ignore[arg-type]
+        return final_status(read_state(tmp_path, []), record if said else None)
+
+    said = {"PAUSED": "PAUSED", "FAILED": "FAILED", "RUNNING": "KILLED", None: "KILLED"}
+    assert {each: status(each) for each in said} == said
+    for ending, then in ((Ending.STOPPED, "PAUSED"), (Ending.FAILED, "FAILED")):
+        attempt = begin_attempt(tmp_path, cluster="local", job_id="1")
+        end_attempt(attempt, tmp_path, Outcome(ending=ending, reason="", exit_code=1))
+        assert status("PAUSED") == then
+
+
+def trained(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
+    with Tracker(
+        folder, settings=TrackingSettings(uri=None), name="a", stage="pretrain", tags={},
+        resume_step=0, is_writer=True,
+    ) as tracker:  # fmt: skip
+        tracker.log({"train/loss": 1.0}, step=1)
+    return folder
+
+
+def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
+    good = trained(tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/config.yaml").write_text("stage: pretrain\n")
+    (trained(tmp_path / "odd") / "config.yaml").write_text("- 1\n")
+    store = tmp_path / "store.db"
+    names = [str(good), str(tmp_path / "bad"), str(tmp_path / "odd")]
+    with pytest.raises(UserErrors) as caught:
+        sync([*names, "--uri", f"sqlite:///{store}"])
+    text = caught.value.text()
+    assert "bad/journal.jsonl" in text and "odd/config.yaml" in text
+    assert not store.exists()
+
+
+@pytest.mark.slow
+def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "run")
+    before = {path.name for path in folder.iterdir()}
+    with pytest.raises(UserError, match="(?s)did not take .*same command again"):
+        sync([str(folder), "--uri", "http://127.0.0.1:1"])
+    assert {path.name for path in folder.iterdir()} == before
