@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
-from tests.support.corpora.small_shards import image_bytes
+from tests.support.corpora.shard_folders import image_bytes
 from tests.support.golden import Golden
 
 pytestmark = pytest.mark.distributed
