@@ -13,9 +13,8 @@ from __future__ import annotations
 import sys
 
 try:
-    from data_prep.steps import finish, index_tar, list_inputs
-    from data_prep.steps.settings import make_output
-    from data_prep.steps.work import Step
+    from data_prep.steps import finish, list_inputs, tars
+    from data_prep.steps.work import Step, make_output
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, UserErrors, run_script
     from vitscale.runs.data_prep import DataPrepRun
@@ -24,8 +23,8 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 STEPS = (
-    Step("list tars", list_inputs.containers_units, index_tar.list_tars),
-    Step("index tars", index_tar.tar_units, index_tar.index_tar),
+    Step("list tars", list_inputs.containers_units, tars.list_tars),
+    Step("index tars", tars.tar_units, tars.index_tar),
     Step("finish", finish.finish_units, finish.finish_index),
 )
 

@@ -14,9 +14,8 @@ import sys
 try:
     from pathlib import Path
 
-    from data_prep.steps import finish, list_inputs, plan_shards, write_shard
-    from data_prep.steps.settings import make_output
-    from data_prep.steps.work import Step
+    from data_prep.steps import finish, list_inputs, plan_shards, tars
+    from data_prep.steps.work import Step, make_output
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
     from vitscale.runs.data_prep import DataPrepRun
@@ -30,10 +29,10 @@ STEPS = (
     Step("plan shards", plan_shards.plan_units, plan_shards.plan_shards),
     Step(
         "write shards",
-        write_shard.shard_units,
-        write_shard.write_shard,
-        images=write_shard.num_images,
-        check=write_shard.check_bad,
+        tars.shard_units,
+        tars.write_shard,
+        images=tars.num_images,
+        check=tars.check_bad,
     ),
     Step("finish", finish.finish_units, finish.finish_shards),
 )

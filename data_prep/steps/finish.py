@@ -34,13 +34,11 @@ from data_prep.formats.index_files import (
 )
 from data_prep.formats.ledger import Outcomes, write_ledger
 from data_prep.sources.protocol import ChangedSource, Outage
-from data_prep.steps.index_tar import root_of, tar_units
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
 from data_prep.steps.plan_shards import CLASSES_SHOWN, REJECTED, TRAIN, read_plan
-from data_prep.steps.settings import tool_version, unchanged_config
-from data_prep.steps.work import WorkFolder
-from data_prep.steps.write_shard import facts_of
+from data_prep.steps.tars import facts_of, root_of, tar_units
+from data_prep.steps.work import WorkFolder, tool_version, unchanged_config
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
     FORMAT_VERSION,

@@ -20,8 +20,7 @@ import pytest
 from PIL import Image
 
 from data_prep.index_shards import STEPS
-from data_prep.steps.settings import open_work_folder
-from data_prep.steps.work import WorkFolder, run_steps
+from data_prep.steps.work import WorkFolder, open_work_folder, run_steps
 from tests.support.corpora.external_tars import (
     hugging_face_layout,
     imagenet_22k_layout,

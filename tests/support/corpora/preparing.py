@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.make_shards import STEPS
-from data_prep.steps.settings import open_work_folder
-from data_prep.steps.work import WorkFolder, run_steps
+from data_prep.steps.work import WorkFolder, open_work_folder, run_steps
 from vitscale.runs.data_prep import DataPrepRun
 
 

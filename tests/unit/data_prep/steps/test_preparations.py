@@ -1,11 +1,13 @@
-"""Small corpora prepared in the test process: classes, settings, rejected inputs."""
+"""Small corpora prepared in the test process: classes, settings, rejected inputs, outages."""
 
 from __future__ import annotations
 
+import errno
 import os
 import tarfile
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,17 +15,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.formats.ledger import Outcomes, write_ledger
+from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Outage
-from data_prep.steps import write_shard
-from data_prep.steps.settings import changed_settings, content_config, find_existing
-from data_prep.steps.work import WorkFolder
+from data_prep.steps import tars
+from data_prep.steps.list_inputs import check_input
+from data_prep.steps.work import WorkFolder, changed_settings, content_config, find_existing
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import corpus, encoded, ledger
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
-from vitscale.data.index import read_manifest, read_split, sample_keys
+from vitscale.data.index import read_manifest, read_split
 
 NUM_PICTURES = 8
+OUTAGES = [errno.ESTALE, errno.EMFILE, errno.EREMOTEIO]
+FAULTS = [errno.EIO, errno.EACCES]
 
 
 def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
@@ -53,20 +58,15 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
     prepare_here(run)
     manifest = read_manifest(tmp_path / "s")
     assert manifest.classes == ()
-    sizes = {name: entry.num_samples for name, entry in manifest.splits.items()}
-    assert sizes == {"train": 16, "test": 4}
-    keys, members = set(), set()
-    for split in sizes:
-        index = read_split(tmp_path / "s", split=split)
-        assert set(index.label.tolist()) == {-1}
-        keys |= {
-            key.removeprefix(f"{split}-") for key in sample_keys(index, range(len(index.label)))
-        }
-        for path in index.shards:
-            with tarfile.open(path) as tar:
-                members.update(tar.getnames())
-    assert {name.rpartition(".")[2] for name in members} == {"png"} and len(members) == 20
+    rows = pq.read_table(tmp_path / "s/index.parquet").to_pylist()
+    assert Counter((row["split"], row["label"]) for row in rows) == {
+        ("train", -1): 16,
+        ("test", -1): 4,
+    }
+    keys = {row["key"].partition("-")[2] for row in rows}
     assert {key for key in keys if "sub" not in key} == {str(n) for n in range(20) if n % 4}
+    with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
+        assert {Path(name).suffix for name in tar.getnames()} == {".png"}
     assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
     found = check_folder(tmp_path / "s", manifest=manifest, num_workers=1, advance=lambda num: None)
     assert found == []
@@ -107,34 +107,21 @@ def test_no_output_gets_its_name_without_all_its_tars(fault: str, tmp_path: Path
     assert not (tmp_path / "shards").exists() and work.path.exists()
 
 
-LABEL_FILES = {"map": "map.csv", "space": "space.txt"}
+FILES = {"map": "cat,animal\n", "space": "animal\nplant\n", "leave_out": "a", "val_labels": "a"}
 
 
-@pytest.mark.parametrize("key", LABEL_FILES)
-def test_changed_label_files_change_the_settings(key: str, tmp_path: Path) -> None:
-    (tmp_path / "map.csv").write_text("cat,animal\ndog,animal\n")
-    (tmp_path / "space.txt").write_text("animal\nplant\n")
-    labels = {key: str(tmp_path / name) for key, name in LABEL_FILES.items()}
-    run = run_of(tmp_path / "images", tmp_path / "shards", labels=labels)
+@pytest.mark.parametrize("key", FILES)
+def test_a_changed_file_changes_the_settings(key: str, tmp_path: Path) -> None:
+    section = "labels" if key in ("map", "space") else "source"
+    listed = tmp_path / "list.csv"
+    run = run_of(tmp_path, tmp_path / "out", **{section: {key: str(listed)}})
+    with pytest.raises(UserError, match=f"{section}.{key}"):
+        content_config(run)
+    listed.write_text(FILES[key])
     before = content_config(run)
     assert changed_settings(before, content_config(run)) == []
-    (tmp_path / LABEL_FILES[key]).write_text("plant\nanimal\n" if key == "space" else "cat,plant\n")
-    assert changed_settings(before, content_config(run)) == [f"labels.{key}_blake3"]
-    (tmp_path / LABEL_FILES[key]).unlink()
-    with pytest.raises(UserError, match=f"labels.{key}"):
-        content_config(run)
-
-
-@pytest.mark.parametrize("key", ["leave_out", "val_labels"])
-def test_a_changed_list_changes_the_settings(key: str, tmp_path: Path) -> None:
-    listed = tmp_path / "list"
-    run = run_of(tmp_path, tmp_path / "out", source={key: str(listed)})
-    with pytest.raises(UserError, match=f"source.{key}"):
-        content_config(run)
-    listed.write_bytes(b"one")
-    before = content_config(run)
-    listed.write_bytes(b"other")
-    assert changed_settings(before, content_config(run)) == [f"source.{key}_blake3"]
+    listed.write_text(FILES[key].replace("a", "b"))
+    assert changed_settings(before, content_config(run)) == [f"{section}.{key}_blake3"]
 
 
 def test_a_rotten_corpus_is_refused_before_all_of_it_is_read(tmp_path: Path) -> None:
@@ -145,51 +132,30 @@ def test_a_rotten_corpus_is_refused_before_all_of_it_is_read(tmp_path: Path) -> 
     sections = {"shards": {"min_shards": 8}, "images": {"max_bad_fraction": 0.2}}
     run = run_of(tmp_path / "images", tmp_path / "shards", **sections)
     work = prepare_here(run, until="write shards")
-    units = write_shard.shard_units(work)
-    write_shard.write_shard(work, units[0])
-    write_shard.check_bad(work, units[:1])
-    write_shard.write_shard(work, units[1])
+    units = tars.shard_units(work)
+    tars.write_shard(work, units[0])
+    tars.check_bad(work, units[:1])
+    tars.write_shard(work, units[1])
     with pytest.raises(UserError, match="at least 10 of 40 images are bad.*\n.*10 not_an_image"):
-        write_shard.check_bad(work, units[:2])
-
-
-def gone(folder: Path) -> Path:
-    (folder / "t.csv").write_text("image,label\n1.jpg,a\n2.jpg,a\n")
-    return folder / "t.csv"
-
-
-def listed_label(folder: Path) -> Path:
-    (folder / "1.jpg").write_bytes(b"")
-    pq.write_table(pa.table({"image": ["1.jpg"], "label": [["a"]]}), folder / "t.parquet")
-    return folder / "t.parquet"
-
-
-def truncated(folder: Path) -> Path:
-    (folder / "t.parquet").write_bytes(b"PAR1 cut")
-    return folder / "t.parquet"
-
-
-def other_names(folder: Path) -> Path:
-    (folder / "cat").mkdir()
-    (folder / "cat" / "1.txt").write_bytes(b"")
-    return folder
+        tars.check_bad(work, units[:2])
 
 
 @pytest.mark.parametrize(
-    "make, kind, message",
+    "name, kind, message",
     [
-        (gone, "path_table", "2 unreadable .*missing.*: '1.jpg', '2.jpg'"),
-        (listed_label, "path_table", r"1 no_label .no .* source.label says: .*: '1.jpg'"),
-        (truncated, "path_table", "1 damaged_table .*: 't.parquet'"),
-        (truncated, "parquet", "1 damaged_table .*: 't.parquet'"),
-        (other_names, "image_folder", "1 other_name .*: 'cat/1.txt'"),
+        ("t.parquet", "path_table", "1 damaged_table .*: 't.parquet'"),
+        ("t.parquet", "parquet", "1 damaged_table .*: 't.parquet'"),
+        ("cat/1.txt", "image_folder", "1 other_name .*: 'cat/1.txt'"),
     ],
 )
 def test_when_every_input_is_rejected_the_error_says_why(
-    make: Any, kind: str, message: str, tmp_path: Path
+    name: str, kind: str, message: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "source").mkdir()
-    run = run_of(make(tmp_path / "source"), tmp_path / "shards", source={"kind": kind})
+    file = tmp_path / "source" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"PAR1 cut")
+    path = file if kind == "path_table" else tmp_path / "source"
+    run = run_of(path, tmp_path / "shards", source={"kind": kind})
     with pytest.raises(UserError, match=rf"all \d inputs are rejected\n  {message}\n  next:"):
         prepare_here(run)
 
@@ -233,3 +199,79 @@ def test_files_of_other_names_do_not_dilute_the_limit(tmp_path: Path) -> None:
 def test_images_left_out_by_the_settings_are_not_bad(tmp_path: Path) -> None:
     ledger = sums_of(tmp_path, ["small_class", "left_out", None])
     ledger.check(max_bad_fraction=0.0)
+
+
+def test_an_unreadable_spool_stops_and_keeps_the_work(tmp_path: Path) -> None:
+    table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    run = run_of(tmp_path, tmp_path / "shards", source={"kind": "parquet"})
+    work = prepare_here(run, until="write shards")
+    (spool,) = (work.path / "spool").iterdir()
+    os.truncate(spool, 100)
+    with pytest.raises(Outage, match="the spool is too short"):
+        prepare_here(run)
+    assert work.path.exists()
+
+
+@pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
+def test_outages_while_reading_reject_no_file(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
+    status = (tmp_path / "images" / "cat" / "000.jpg").stat()
+    row = {
+        **{"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False},
+        **{"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns},
+    }
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
+    try:
+        assert check_input(WorkFolder(run), row).reason == "unreadable" and code in FAULTS
+    except Outage as error:
+        assert code in OUTAGES and "the source cannot be read" in error.text()
+        assert "same command again" in error.text()
+    finally:
+        monkeypatch.undo()
+
+
+def test_outages_while_listing_keep_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+
+    def lost(*arguments: object, **options: object) -> Iterator[None]:
+        yield from ()
+        raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFolder, "inputs", lost)
+        with pytest.raises(Outage, match="the source cannot be read"):
+            prepare_here(run)
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+@pytest.mark.parametrize("mount", ["images", "images/cat"])
+@pytest.mark.parametrize("leaves_a_folder", [False, True])
+def test_an_unmounted_source_keeps_the_work_and_resumes(
+    mount: str, leaves_a_folder: bool, tmp_path: Path
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    p = prepare_here(run, until="write shards")
+    times = (tmp_path / "images").stat()
+    (tmp_path / mount).rename(tmp_path / "aside")
+    if leaves_a_folder:
+        (tmp_path / mount).mkdir()
+    with pytest.raises(Outage, match="missing or empty") as stopped:
+        prepare_here(run)
+    assert ".shards.preparing" in stopped.value.text() and "mount it" in stopped.value.text()
+    if leaves_a_folder:
+        (tmp_path / mount).rmdir()
+    (tmp_path / "aside").rename(tmp_path / mount)
+    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))  # as after a mount
+    assert (p.path / "rows.arrow").exists()
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
