@@ -260,16 +260,6 @@ def samples(folder: Path, split: str = "train") -> set[tuple[bytes, str]]:
     return {(tars[s][o : o + n], index.classes[label]) for s, o, n, label in rows}
 
 
-def test_a_path_that_a_table_repeats_is_one_sample(tmp_path: Path) -> None:
-    corpus(tmp_path / "source", num=2)
-    lines = ["image,label", "cat/000.jpg,cat", "dog/000.jpg,dog", "cat/000.jpg,cat"]
-    (tmp_path / "source/table.csv").write_text("\n".join(lines))
-    options = ("source.kind=path_table", "images.max_bad_fraction=0.5")
-    make(tmp_path / "source/table.csv", tmp_path / "shards", *options)
-    rows = pq.read_table(tmp_path / "shards/ledger.parquet").to_pylist()
-    assert sorted(row["reason"] or "" for row in rows) == ["", "", "duplicate_path"]
-
-
 def save(image: Image.Image, path: Path, **options: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, **options)  # type: ignore[arg-type]  # Pillow takes any encoder option

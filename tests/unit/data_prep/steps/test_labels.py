@@ -36,12 +36,6 @@ def test_known_spaces_have_their_published_sizes(name: str) -> None:
     assert len(set(classes)) == len(classes)
 
 
-def test_without_a_space_labels_are_the_sorted_classes() -> None:
-    plain = labels()
-    assert plain.class_of("dog") == "dog" and plain.class_of(None) is None
-    assert plain.label_map({"dog": 1, "Eel": 2, "cat": 3}) == ("Eel", "cat", "dog")
-
-
 def test_numeric_labels_keep_their_numbers() -> None:
     found = {"10": 1, "2": 5, "0": 1}
     assert labels().label_map(found, keep_numbers=True) == tuple(map(str, range(11)))
@@ -54,7 +48,9 @@ def test_numeric_labels_keep_their_numbers() -> None:
     assert labels().label_map({}, keep_numbers=True) == ()
 
 
-def test_all_classes_of_a_space_are_labels() -> None:
+def test_labels_are_the_sorted_classes_or_all_of_a_space() -> None:
+    assert labels().class_of("dog") == "dog" and labels().class_of(None) is None
+    assert labels().label_map({"dog": 1, "Eel": 2, "cat": 3}) == ("Eel", "cat", "dog")
     known = labels(space="imagenet_1k")
     assert known.class_of("n01440764") == "n01440764"
     assert known.class_of("n00004475") is None
@@ -85,38 +81,28 @@ def test_maps_apply_before_the_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, text, message",
+    "key, name, text, message",
     [
-        ("a.csv", "a,b\nc\n", r"a.csv:2: 1 values instead of 2.*\n.*source class, class"),
-        ("a.csv", "a,b\n\na,c\n", r"a.csv:3: 'a' is there already"),
-        ("a.csv", 'a,"b\nc', r"a.csv:.*unexpected end of data"),
-        ("a.tsv", "a,b\n", r"a.tsv:1: 1 values instead of 2"),
-        ("a.csv", "", r"is empty"),
-        ("a.xls", "a,b\n", r"neither .csv nor .tsv"),
+        ("map", "a.csv", b"a,b\nc\n", r"a.csv:2: 1 values instead of 2.*\n.*source class, class"),
+        ("map", "a.csv", b"a,b\n\na,c\n", r"a.csv:3: 'a' is there already"),
+        ("map", "a.csv", b'a,"b\nc', r"a.csv:.*unexpected end of data"),
+        ("map", "a.tsv", b"a,b\n", r"a.tsv:1: 1 values instead of 2"),
+        ("map", "a.csv", b"", r"is empty"),
+        ("map", "a.csv", b"caf\xe9,x\n", r"not UTF-8 \(byte 3\)"),
+        ("map", "a.csv", None, r"No such file"),
+        ("map", "a.xls", b"a,b\n", r"neither .csv nor .tsv"),
+        ("space", "a.txt", b"a\n\nb\n", ":2: is empty"),
+        ("space", "a.txt", b"a\nb\na\n", ":3: 'a' is already in line 1"),
+        ("space", "a.txt", b"", "is empty"),
     ],
 )
-def test_malformed_maps_are_refused_with_their_line(
-    name: str, text: str, message: str, tmp_path: Path
+def test_malformed_files_are_refused_with_their_line(
+    key: str, name: str, text: bytes | None, message: str, tmp_path: Path
 ) -> None:
+    if text is not None:
+        (tmp_path / name).write_bytes(text)
     with pytest.raises(UserError, match=message):
-        labels(map=written(tmp_path / name, text))
-
-
-def test_unreadable_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="No such file"):
-        labels(map=str(tmp_path / "gone.csv"))
-    (tmp_path / "latin.csv").write_bytes(b"caf\xe9,x\n")
-    with pytest.raises(UserError, match=r"not UTF-8 \(byte 3\)"):
-        labels(map=str(tmp_path / "latin.csv"))
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [("a\n\nb\n", ":2: is empty"), ("a\nb\na\n", ":3: 'a' is already in line 1"), ("", "is empty")],
-)
-def test_malformed_spaces_are_refused(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        labels(space=written(tmp_path / "space.txt", text))
+        labels(**{key: str(tmp_path / name)})
 
 
 def test_unknown_classes_are_counted_and_a_space_suggested() -> None:
@@ -132,12 +118,7 @@ def test_unknown_classes_are_counted_and_a_space_suggested() -> None:
     known.check({}, found={})
 
 
-def test_positions_beyond_the_space_suggest_a_larger_one() -> None:
-    with pytest.raises(UserError, match=r"not positions in (.|\n)*space=imagenet_21k_p contains"):
-        labels(space="imagenet_1k", values="index").check({"11000": 2}, found={})
-
-
-def test_unknown_classes_may_be_rejected_but_not_all(tmp_path: Path) -> None:
+def test_unknown_classes_may_be_rejected_but_not_all() -> None:
     known = labels(space="imagenet_1k", unknown="reject")
     known.check({"cat": 3}, found={"n01440764": 5})
     with pytest.raises(UserError, match="1 class of the source .3 images.*0 match") as caught:
@@ -145,7 +126,9 @@ def test_unknown_classes_may_be_rejected_but_not_all(tmp_path: Path) -> None:
     assert "labels.unknown=reject" not in str(caught.value)
 
 
-def test_errors_distinguish_map_and_space(tmp_path: Path) -> None:
+def test_errors_distinguish_positions_map_and_space(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"not positions in (.|\n)*space=imagenet_21k_p contains"):
+        labels(space="imagenet_1k", values="index").check({"11000": 2}, found={})
     path = written(tmp_path / "a.csv", "tench,n01440764\ncat,pussy\n")
     known = labels(space="imagenet_1k", map=path)
     with pytest.raises(UserError, match=r"labels.map: .* have no class in .*a.csv' \(2 rows\)"):

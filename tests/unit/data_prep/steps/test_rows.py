@@ -61,6 +61,12 @@ def test_order_is_that_of_sha256_written_out() -> None:
     assert other != rows and sorted(other) == sorted(rows)
 
 
+def test_a_repeated_path_is_one_sample() -> None:
+    listed = rows_table([make_input("a.jpg"), make_input("b.jpg"), make_input("a.jpg")], seed=0)
+    rows, _ = _ordered(listed)
+    assert rows["reason"].to_pylist() == [None, None, "duplicate_path"]
+
+
 def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
     assert make_key("n01440764", "n01440764_10026", path="p") == "n01440764-n01440764_10026"
     assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", make_key("cat", "a b", path="p"))
