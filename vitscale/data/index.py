@@ -19,7 +19,7 @@ import numpy as np
 
 from vitscale.config.errors import UserError
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.shards import RemoteFile, check_sizes, open_cache
+from vitscale.data.shards import RemoteFile, open_cache
 from vitscale.data.storage import Location, Url, is_url, location_of, read_range, size_of
 from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # About 300,000 tars.
 MAX_MANIFEST_BYTES = 1 << 26
+MAX_SHOWN = 10
 FORMAT_VERSION = 2
 INDEX_NAME = "index.parquet"
 INFO_NAME = "_info.json"
@@ -261,8 +262,13 @@ def read_split(
         else:
             shards.append(tar)
             sizes[tar] = shard.bytes
-    if check_files:
-        check_sizes(sizes, folder=folder, split=split)
+    if check_files and (wrong := [text for each in sizes.items() if (text := _wrong_size(*each))]):
+        raise UserError(
+            f"{len(wrong)} of {len(sizes)} files of split {split!r} cannot be used, such as\n"
+            + "\n".join(f"    {each}" for each in wrong[:MAX_SHOWN]),
+            where=str(folder),
+            next_step="copy the folder again, or make the shards again",
+        )
     table = read_columns(index_path, split, list(COLUMNS))
     names = table.column("shard").combine_chunks()
     numbers = {shard.name: number for number, shard in enumerate(entry.shards)}
@@ -308,6 +314,16 @@ def read_split(
         index_path=index_path,
         entry_points=points,
     )
+
+
+def _wrong_size(path: Path, num_bytes: int) -> str | None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        return f"{path}: missing ({error.strerror})"
+    if found == num_bytes:
+        return None
+    return f"{path}: {found} bytes, but the manifest says {num_bytes}"
 
 
 def narrowed(values: np.ndarray) -> np.ndarray:

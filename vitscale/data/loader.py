@@ -64,6 +64,11 @@ PROGRESS_S = 0.02
 EXIT_WAIT_S = 5.0
 
 
+# Labels, and the samples that were unreadable; with the images, in a slot until the next is taken.
+Labels = tuple[list[int], list[Unreadable]]
+Filled = tuple[torch.Tensor, list[int], list[Unreadable]]
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """B images of one rank."""
@@ -191,54 +196,39 @@ def open_batches(
     Raises WorkerError, naming the worker, if one dies or hangs, and RankError for what a worker
     cannot read. The end of the block waits for no worker.
     """
-    if settings.num_workers == 0:
-        yield (_copied(each, pinned=pin_memory) for each in _filled_here(samples, positions, batch))
-        return
-    workers = Workers(
-        samples,
-        positions,
-        batch=batch,
-        num_workers=settings.num_workers,
-        timeout_s=TIMEOUT_S,
-    )
-    with closing(workers):
-        yield (_copied(each, pinned=pin_memory) for each in workers)
-
-
-class Filled(NamedTuple):
-    """A batch in its slot, valid until the next one is taken."""
-
-    images: torch.Tensor
-    """uint8 [B, 3, rows, columns]"""
-    labels: list[int]
-    unreadable: list[Unreadable]
+    source: Workers | Generator[Filled, None, None]
+    if settings.num_workers:
+        source = Workers(samples, positions, batch=batch, num_workers=settings.num_workers)
+    else:
+        source = _filled_here(samples, positions, batch)
+    with closing(source):
+        yield (_copied(each, pinned=pin_memory) for each in source)
 
 
 def _filled_here(
     samples: Samples, positions: Iterable[Sequence[int]], batch: int
-) -> Iterator[Filled]:
+) -> Generator[Filled, None, None]:
     size = samples.image_size
     images = torch.empty(batch, 3, size, size, dtype=torch.uint8)
     samples.start(worker=0, num_workers=1)
     for each in positions:
-        yield Filled(images[: len(each)], *_fill(samples, each, images))
+        yield (images[: len(each)], *_fill(samples, each, images))
 
 
 def _copied(filled: Filled, *, pinned: bool) -> Batch:
     """Copy a batch out of its slot. From pinned memory copies to the GPU are asynchronous."""
-    labels, weights = torch.tensor(filled.labels), torch.ones(len(filled.labels))
-    unreadable = tuple(filled.unreadable)
+    slot, numbers, unreadable = filled
+    labels, weights = torch.tensor(numbers), torch.ones(len(numbers))
     if pinned:
-        images = filled.images.pin_memory()
-        return Batch(images, labels.pin_memory(), weights.pin_memory(), unreadable)
-    # By numpy: torch's threads would wait for cores that decode, and its memory has small pages.
-    images = torch.from_numpy(filled.images.numpy().copy())
-    return Batch(images, labels, weights, unreadable)
+        labels, weights = labels.pin_memory(), weights.pin_memory()
+        images = slot.pin_memory()
+    else:
+        # By numpy: torch's threads would wait for cores that decode; its memory has small pages.
+        images = torch.from_numpy(slot.numpy().copy())
+    return Batch(images, labels, weights, tuple(unreadable))
 
 
-def _fill(
-    samples: Samples, positions: Sequence[int], images: torch.Tensor
-) -> tuple[list[int], list[Unreadable]]:
+def _fill(samples: Samples, positions: Sequence[int], images: torch.Tensor) -> Labels:
     """Write the images at some positions; their labels, and the samples that were unreadable.
 
     images: uint8 [at least as many, 3, rows, columns].
@@ -293,10 +283,9 @@ class Workers:
         *,
         batch: int,
         num_workers: int,
-        timeout_s: float,
     ) -> None:
         """Start to fill batches. positions: of each batch, at most `batch` each."""
-        self.timeout_s, self._positions = timeout_s, iter(positions)
+        self._positions = iter(positions)
         self._sizes: deque[int] = deque()
         self._num_assigned = 0
         self._workers: list[_Worker] = []
@@ -363,24 +352,22 @@ class Workers:
         for number in count():
             if number == self._num_assigned:
                 return
-            labels, unreadable = self._reply(self._worker(number))
+            reply = self._reply(self._worker(number))
             self._assign()
-            images = self._slots[number % len(self._slots), : self._sizes.popleft()]
-            yield Filled(images, labels, unreadable)
+            yield (self._slots[number % len(self._slots), : self._sizes.popleft()], *reply)
 
-    def _reply(self, worker: _Worker) -> tuple[list[int], list[Unreadable]]:
+    def _reply(self, worker: _Worker) -> Labels:
         """Raises WorkerError if none comes or any worker dies, and the errors of the worker."""
         sentinels = [each.process.sentinel for each in self._workers]
         num_idle, spent_s = 0, 0.0
         while num_idle < NUM_WAITS:
-            ready = wait([worker.connection, *sentinels], self.timeout_s / NUM_WAITS)
+            ready = wait([worker.connection, *sentinels], TIMEOUT_S / NUM_WAITS)
             if worker.connection in ready:
                 with suppress(EOFError, OSError):
                     reply = worker.connection.recv()
                     if isinstance(reply, Exception):
                         raise reply
-                    labels, unreadable = reply
-                    return labels, unreadable
+                    return reply
             if ready:
                 raise self._dead()
             now_s = sum(each.spent_s() for each in self._workers)
@@ -393,7 +380,7 @@ class Workers:
             if each is worker or state == "stopped"
         )
         raise WorkerError(
-            f"{slow} gave no batch and did nothing for {self.timeout_s:g} s",
+            f"{slow} gave no batch and did nothing for {TIMEOUT_S:g} s",
             next_step="check the storage of the shards; py-spy dump --pid PID shows what it does",
         )
 
@@ -439,7 +426,7 @@ def _run(
 
 def _filled_or_error(
     samples: Samples, positions: Sequence[int], images: torch.Tensor
-) -> tuple[list[int], list[Unreadable]] | Exception:
+) -> Labels | Exception:
     try:
         return _fill(samples, positions, images)
     except UserError as error:

@@ -11,7 +11,7 @@ from pydantic import Field
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.data.storage import is_url, url_problem
-from vitscale.images.settings import AugmentSettings, RandAugmentSettings
+from vitscale.images.settings import AugmentSettings
 
 
 class MixingSettings(Section):
@@ -170,65 +170,60 @@ class DataSettings(Section):
         return None if self.val_split is None else repr(self.val_split)
 
 
-def remote_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
-    """URLs that are not allowed."""
-    paths = [("data.path", data.path), *(("data.mixture", part.path) for part in data.mixture)]
-    for key, path in paths:
-        problem = url_problem(path) if is_url(path) else None
-        if problem is not None:
-            yield (key, problem)
-        elif is_url(path) and data.remote.cache_path is None and not path.startswith("file:"):
+def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+    """Settings that are not allowed, exclude each other or have no effect."""
+    needs_cache = data.remote.cache_path is None and not data.is_streamed
+    for key, path in [("path", data.path), *(("mixture", part.path) for part in data.mixture)]:
+        if is_url(path) and (problem := url_problem(path)) is not None:
+            yield (f"data.{key}", problem)
+        elif is_url(path) and needs_cache and not path.startswith("file:"):
             where = "data.remote.cache_path"
             yield (where, f"missing; {path} is fetched to a folder on a local disk")
-
-
-def reader_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
-    """What only one of the readers can do."""
-    tars = data.webdataset
-    if data.reader == "index":
-        if tars != WebdatasetSettings():
-            yield ("data.webdataset", "has no effect on data.reader=index; remove it")
+    if data.is_streamed:
+        yield from _stream_problems(data)
+    elif data.webdataset != WebdatasetSettings():
+        yield ("data.webdataset", "has no effect on data.reader=index; remove it")
+    without_effect = {
+        "plain": ("crop_area", "crop_aspect", "crop_share"),
+        "squash": ("crop_area", "crop_aspect"),
+    }
+    for name in _changed(data, *without_effect.get(data.crop, ("crop_share",))):
+        yield (f"data.{name}", f"has no effect on data.crop={data.crop}; remove it")
+    if data.eval_interpolation == "area" and not data.eval_antialias:
+        yield ("data.eval_antialias", "has no effect on data.eval_interpolation=area; remove it")
+    mixing, key, policy = data.mixing, "data.augment", data.augment.randaugment
+    if mixing is not None and mixing.mixup_alpha is None and mixing.cutmix_alpha is None:
+        yield ("data.mixing", "mixes nothing; set mixup_alpha or cutmix_alpha, or set it to null")
+    if policy is None:
         return
-    if tars.num_samples is None:
+    if data.augment.three_augment:
+        yield (f"{key}.three_augment", "replaces RandAugment; remove one of the two")
+    if policy.policy == "augreg":
+        for name in _changed(policy, "magnitude_std", "fill", "interpolation"):
+            default = type(policy).model_fields[name].default
+            text = f"has no effect with policy augreg; set it to {default}"
+            yield (f"{key}.randaugment.{name}", text)
+    elif policy.magnitude > 10:
+        yield (f"{key}.randaugment.magnitude", f"{policy.magnitude}: policy timm allows at most 10")
+
+
+def _stream_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+    """What needs an index."""
+    if data.webdataset.num_samples is None:
         yield ("data.webdataset.num_samples", "missing; data.reader=webdataset cannot count them")
     if is_url(data.path):
-        yield (
-            "data.path",
-            "needs an index (data.reader=index), or a local copy of the tars",
-        )
+        yield ("data.path", "needs an index (data.reader=index), or a local copy of the tars")
     needs_index = "needs an index (data.reader=index); data_prep/index_shards.py makes one"
     names = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent", "views")
-    for name in (*names, "planned_num_samples"):
-        if getattr(data, name) != DataSettings.model_fields[name].default:
-            yield (f"data.{name}", needs_index)
+    for name in _changed(data, *names, "planned_num_samples"):
+        yield (f"data.{name}", needs_index)
     if data.val_split is not None:
         yield ("data.val_split", f"{needs_index}; or set it to null")
     if data.remote.cache_path is not None:
         yield ("data.remote.cache_path", "has no effect on data.reader=webdataset; remove it")
 
 
-def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
-    """Augmentation settings that exclude each other or have no effect."""
-    augment, mixing = data.augment, data.mixing
-    without_effect = {
-        "plain": ("crop_area", "crop_aspect", "crop_share"),
-        "squash": ("crop_area", "crop_aspect"),
-    }
-    for name in without_effect.get(data.crop, ("crop_share",)):
-        if getattr(data, name) != DataSettings.model_fields[name].default:
-            yield (f"data.{name}", f"has no effect on data.crop={data.crop}; remove it")
-    if data.eval_interpolation == "area" and not data.eval_antialias:
-        yield ("data.eval_antialias", "has no effect on data.eval_interpolation=area; remove it")
-    if mixing is not None and mixing.mixup_alpha is None and mixing.cutmix_alpha is None:
-        yield ("data.mixing", "mixes nothing; set mixup_alpha or cutmix_alpha, or set it to null")
-    key, policy = "data.augment", augment.randaugment
-    if augment.three_augment and policy is not None:
-        yield (f"{key}.three_augment", "replaces RandAugment; remove one of the two")
-    for name in ("magnitude_std", "fill", "interpolation"):
-        default = RandAugmentSettings.model_fields[name].default
-        if policy is None or policy.policy != "augreg" or getattr(policy, name) == default:
-            continue
-        text = f"has no effect with policy augreg; set it to {default}"
-        yield (f"{key}.randaugment.{name}", text)
-    if policy is not None and policy.policy == "timm" and policy.magnitude > 10:
-        yield (f"{key}.randaugment.magnitude", f"{policy.magnitude}: policy timm allows at most 10")
+def _changed(section: Section, *names: str) -> list[str]:
+    """Those settings that are not at their defaults."""
+    fields = type(section).model_fields
+    return [name for name in names if getattr(section, name) != fields[name].default]

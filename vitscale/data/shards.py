@@ -1,7 +1,7 @@
 """Read byte ranges of shards: of local ones, and of those at a URL through a cache of whole files.
 
-Owns: open files; which errors mean lost data; sizes of files; the files of the cache folder and
-their total size. A file is in the cache whole and verified, or not at all.
+Owns: open files; which errors mean lost data; the files of the cache folder and their total size.
+A file is in the cache whole and verified, or not at all.
 Leaves out: the ranges of samples (`index`), requests (`storage`), the order of reading (`order`).
 
 A cached file is named by its BLAKE3, so several sets and jobs can share a folder, and no name from
@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,11 +29,10 @@ import blake3
 
 from vitscale.config.errors import UserError, not_written
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.storage import Location, Url, read_range
+from vitscale.data.storage import Url, read_range
 from vitscale.distributed.atomic_files import blake3_of_file
 
 MAX_OPEN_SHARDS = 64
-MAX_SHOWN = 10
 # Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
 # errors (stale handle, no memory, too many open files, ...) are transient.
 DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
@@ -71,29 +70,6 @@ def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
 def _opened(path: Path) -> FileIO:
     """A file is closed when the cache forgets it."""
     return open(path, "rb", buffering=0)
-
-
-def check_sizes(expected: Mapping[Path, int], *, folder: Location, split: str) -> None:
-    """Raise UserError for missing and wrongly sized files.
-
-    expected: bytes of each file of a split. folder: of the index.
-    """
-    wrong = []
-    for path, num_bytes in expected.items():
-        try:
-            found = path.stat().st_size
-        except OSError as error:
-            wrong.append(f"{path}: missing ({error.strerror})")
-            continue
-        if found != num_bytes:
-            wrong.append(f"{path}: {found} bytes, but the manifest says {num_bytes}")
-    if wrong:
-        raise UserError(
-            f"{len(wrong)} of {len(expected)} files of split {split!r} cannot be used, such as\n"
-            + "".join(f"    {each}\n" for each in wrong[:MAX_SHOWN]).rstrip(),
-            where=str(folder),
-            next_step="copy the folder again, or make the shards again",
-        )
 
 
 def prefix_of_hash(data: bytes) -> int:

@@ -158,21 +158,15 @@ def select(index: SplitIndex, settings: DataSettings) -> tuple[SplitIndex, Chose
         num = settings.num_first(index.num_samples)
         index = index.subset(np.arange(num), name=f"first {num}")
     if settings.only_classes:
-        if not index.classes:
+        unknown = [name for name in settings.only_classes if name not in index.classes]
+        if unknown:
+            like = nearest(unknown[0], index.classes)
+            known = f", such as {index.classes[0]!r}" if index.classes else "; it has none"
             raise UserError(
-                f"the shards of {settings.path} have no labels",
+                f"no class {unknown[0]!r}" + (f"; did you mean {like!r}?" if like else ""),
                 where="data.only_classes",
-                next_step="remove it, or set the path to labelled shards",
+                allowed=f"class names in {index.folder / MANIFEST_NAME}{known}",
             )
-        for name in settings.only_classes:
-            if name not in index.classes:
-                like = nearest(name, index.classes)
-                raise UserError(
-                    f"no class {name!r}" + (f"; did you mean {like!r}?" if like else ""),
-                    where="data.only_classes",
-                    allowed=f"class names in {index.folder / MANIFEST_NAME}, such as "
-                    f"{index.classes[0]!r}",
-                )
         labels = [index.classes.index(name) for name in settings.only_classes]
         rows = np.flatnonzero(np.isin(index.label, labels))
         if not len(rows):

@@ -38,14 +38,13 @@ MAX_TARS = 1_000_000
 
 
 class TarSample(NamedTuple):
-    """One sample as stored, or a part of a tar that cannot be used."""
+    """One sample as stored, or a part of a tar that cannot be used, and why."""
 
     tar: str
     key: str
     image: bytes = b""
     label: int = NO_LABEL
     error: str | None = None
-    """Why it cannot be used."""
 
 
 def tar_samples(
@@ -145,11 +144,8 @@ def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
     split: `train` for `train-*.tar`, or names with `{0000..0146}`, `{a,b}`, `*` or `?`.
     """
     if not folder.is_dir():
-        raise UserError(
-            f"no such folder: {folder}",
-            where="data.path",
-            next_step="set it to the folder of the tars",
-        )
+        next_step = "set it to the folder of the tars"
+        raise UserError(f"no such folder: {folder}", where="data.path", next_step=next_step)
     names = matching(split, (path.name for path in folder.iterdir()), where=where)
     tars = [folder / name for name in names]
     missing = [tar for tar in tars if not tar.is_file()]
@@ -178,8 +174,7 @@ def matching(split: str, listed: Iterable[str] | None, *, where: str) -> list[st
         raise UserError(
             f"no tars {split!r}",
             where=where,
-            allowed="names such as train-{000000..000146}.tar, train-*.tar, or train for the "
-            "latter",
+            allowed="names such as train-{000000..000146}.tar or train-*.tar (in short: train)",
             next_step="correct it, or the folder",
         )
     return sorted(set(names))
@@ -193,8 +188,5 @@ def expanded(text: str, *, where: str) -> list[str]:
             return list(braceexpand(text))
     except ValueError:  # unbalanced
         pass
-    raise UserError(
-        f"{text!r} is not a pattern of at most {MAX_TARS:,} names",
-        where=where,
-        allowed="{000000..000146} and {a,b}",
-    )
+    what = f"{text!r} is not a pattern of at most {MAX_TARS:,} names"
+    raise UserError(what, where=where, allowed="{000000..000146} and {a,b}")

@@ -3,7 +3,7 @@
 Owns: the decoders by name, which images each supports, and the only use of the C extension.
 Leaves out: crop boxes, and resampling with torch (`crops`).
 
-All decoders give the same pixels (docs/loader.md, "Decoding"). Pillow is the reference: an
+All decoders give the same pixels (docs/loader.md, "Decoding"): those of Pillow. An
 image that a fast decoder does not support (CMYK, 12 bit, ...) or finds damaged goes to Pillow,
 which gives the pixels or the error. So a sample that one decoder can read, all can read.
 """
@@ -36,8 +36,9 @@ def _is_whole_jpeg(data: bytes) -> bool:
 
 
 class Decoder:
-    """Whole images of every format with Pillow; the reference for the other decoders.
+    """Whole images: ordinary WebP with torchvision, all else with Pillow.
 
+    PNG, too: an error of libpng ends the process inside torchvision 0.29.
     Stateless, so it can be copied into worker processes and called from several threads. Methods
     raise OSError or ValueError if the image is unreadable.
     """
@@ -59,18 +60,8 @@ class Decoder:
 
     def whole(self, data: bytes) -> torch.Tensor:
         """All pixels, uint8 [H, W, 3]."""
-        return crops.decode(data)
-
-
-class FastFormatsDecoder(Decoder):
-    """WebP with torchvision, other formats with Pillow.
-
-    PNG, too: an error of libpng ends the process inside torchvision 0.29.
-    """
-
-    def whole(self, data: bytes) -> torch.Tensor:
         pixels = decode_webp(data)
-        return super().whole(data) if pixels is None else pixels
+        return crops.decode(data) if pixels is None else pixels
 
 
 def decode_webp(data: bytes) -> torch.Tensor | None:
@@ -97,7 +88,7 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
     return pixels if pixels.shape == (height, width, 3) else None
 
 
-class SimpleJpegDecoder(FastFormatsDecoder):
+class SimpleJpegDecoder(Decoder):
     """Whole JPEGs with libjpeg-turbo from a wheel: needs pip only."""
 
     def size(self, data: bytes) -> tuple[int, int]:
@@ -128,7 +119,7 @@ class SimpleJpegDecoder(FastFormatsDecoder):
         return (width, height) if taken else None
 
 
-class RegionDecoder(FastFormatsDecoder):
+class RegionDecoder(Decoder):
     """Only the box of a JPEG, decoded and resampled row by row by the C extension."""
 
     def __init__(self, *, allow_avx2: bool = True) -> None:

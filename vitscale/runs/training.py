@@ -18,9 +18,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.section import Run
 from vitscale.data.settings import (
     DataSettings,
-    augment_problems,
-    reader_problems,
-    remote_problems,
+    data_problems,
 )
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EvaluationSettings
@@ -73,9 +71,7 @@ class TrainingRun(Run):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.model.problems()
-        yield from remote_problems(self.data)
-        yield from reader_problems(self.data)
-        yield from augment_problems(self.data)
+        yield from data_problems(self.data)
         yield from _section_problems(self)
         yield from schedule_problems(self.schedule)
         yield from optim_problems(self.optim, zero_stage=self.engine.zero_stage)

@@ -166,11 +166,3 @@ def test_every_sample_comes_once_in_each_view(views: int) -> None:
         assert len(set(stretch)) == VIEW_BLOCK
     # ... and neighbours are different samples, which mixing relies on.
     assert all(a.sample != b.sample for a, b in zip(draws[::2], draws[1::2], strict=True))
-
-
-def test_mixture_is_pinned_for_all_time() -> None:
-    order = mixture(600_000, 400_000, nums=(9, 4), views=2)
-    samples = [(0, 4), (0, 3), (1, 3), (0, 6), (1, 1), (0, 2)]
-    for view in (0, 1):
-        found = [order.at(view * VIEW_BLOCK + i) for i in range(6)]
-        assert [(d.part, d.sample, d.view) for d in found] == [(*each, view) for each in samples]

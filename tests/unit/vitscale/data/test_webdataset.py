@@ -17,7 +17,7 @@ from tests.support.loader_runs import GLOBAL_BATCH, SEED
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.data.loader import training_batches
-from vitscale.data.settings import DataSettings, reader_problems
+from vitscale.data.settings import DataSettings, data_problems
 from vitscale.data.training_set import open_training_set
 from vitscale.data.webdataset import MAX_TARS, TarSample, expanded, tar_samples, tars_of_split
 
@@ -182,7 +182,7 @@ def test_wrong_patterns_are_one_error(folder: Path) -> None:
 
 
 def test_what_needs_an_index_is_refused() -> None:
-    assert not list(reader_problems(settings("x")))
+    assert not list(data_problems(settings("x")))
     for key, more in (
         ("data.first_percent", {"first_percent": 10}),
         ("data.only_keys", {"only_keys": "a"}),
@@ -192,4 +192,4 @@ def test_what_needs_an_index_is_refused() -> None:
         ("data.webdataset", {"reader": "index"}),
     ):
         data = settings(**({"path": "x"} | more))
-        assert [each for each, _ in reader_problems(data)] == [key]
+        assert [each for each, _ in data_problems(data)] == [key]

@@ -1,17 +1,23 @@
-"""Augmentation as a whole, 3-Augment and erasing."""
+"""Augmentation as a whole, erasing, and RandAugment as timm and as big_vision define it."""
 
 from __future__ import annotations
+
+from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
+from timm.data import auto_augment as timm_augment
 
 from tests.support.corpora.scripted_images import HALF, MEAN, STD, Scripted, photo
-from vitscale.data.settings import DataSettings, augment_problems
+from vitscale.data.settings import DataSettings, data_problems
 from vitscale.distributed.random_numbers import CounterRandom
-from vitscale.images.augment import augment
+from vitscale.images import augment as augment_module
+from vitscale.images.augment import AUGREG, TIMM, augment, rand_augment
 from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
 
 EVERYTHING = AugmentSettings(
@@ -102,20 +108,183 @@ def data_with(augment: AugmentSettings) -> DataSettings:
 def test_conflicts_are_named() -> None:
     timm_15 = RandAugmentSettings(magnitude=15, policy="timm")
     wrong = AugmentSettings(randaugment=timm_15, three_augment=True)
-    assert {key for key, _ in augment_problems(data_with(wrong))} == {
+    assert {key for key, _ in data_problems(data_with(wrong))} == {
         "data.augment.three_augment",
         "data.augment.randaugment.magnitude",
     }
     for name, value in (("magnitude_std", 0.5), ("fill", "mean"), ("interpolation", "bicubic")):
         ignored = RandAugmentSettings.model_validate({name: value})
         assert [
-            key for key, _ in augment_problems(data_with(AugmentSettings(randaugment=ignored)))
+            key for key, _ in data_problems(data_with(AugmentSettings(randaugment=ignored)))
         ] == [f"data.augment.randaugment.{name}"]
     plain = DataSettings(path="shards", global_batch=8, crop="plain", crop_area=(0.5, 1.0))
-    assert [key for key, _ in augment_problems(plain)] == ["data.crop_area"]
+    assert [key for key, _ in data_problems(plain)] == ["data.crop_area"]
     area = DataSettings(
         path="shards", global_batch=8, eval_interpolation="area", eval_antialias=False
     )
-    assert [key for key, _ in augment_problems(area)] == ["data.eval_antialias"]
+    assert [key for key, _ in data_problems(area)] == ["data.eval_antialias"]
     for fine in (EVERYTHING, AugmentSettings()):
-        assert not list(augment_problems(data_with(fine)))
+        assert not list(data_problems(data_with(fine)))
+
+
+# ---- RandAugment: strengths, and probabilities by counting ---------------------------------------
+
+TIMM_NAMES = {
+    "posterize": "PosterizeIncreasing",
+    "solarize": "SolarizeIncreasing",
+    "color": "ColorIncreasing",
+    "contrast": "ContrastIncreasing",
+    "brightness": "BrightnessIncreasing",
+    "sharpness": "SharpnessIncreasing",
+    "translate_x": "TranslateXRel",
+    "translate_y": "TranslateYRel",
+}
+
+GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
+
+
+def timm_name(name: str) -> str:
+    return TIMM_NAMES.get(name, "".join(part.title() for part in name.split("_")))
+
+
+def test_timm_policy_has_timms_operations() -> None:
+    assert {timm_name(name) for name in TIMM} == set(timm_augment._RAND_INCREASING_TRANSFORMS)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("magnitude", [0.0, 3.3, 9.0, 9.9])
+@pytest.mark.parametrize("name", TIMM)
+def test_timm_policy_equals_timm(
+    name: str, magnitude: float, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
+    image = photo(61, seed=3)[:, :45]  # not square
+    for kind, share in (("BILINEAR", 0.2), ("BICUBIC", 0.7)):
+        reference = timm_augment.AugmentOp(
+            timm_name(name),
+            prob=1.0,
+            magnitude=magnitude,
+            hparams={"img_mean": (128, 128, 128), "interpolation": Image.Resampling[kind]},
+        )
+        expected = reference(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
+        own = TIMM[name](image, magnitude, Scripted(0.2 if sign == 1 else 0.7, share))
+        difference = own.permute(1, 2, 0).int() - torch.from_numpy(np.array(expected)).int()
+        assert difference.abs().max() <= 1
+        if name not in GEOMETRIC:
+            break
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", GEOMETRIC)
+def test_fill_and_resampling_are_those_of_timms_training(
+    name: str, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeiT: `create_transform` passes its bicubic resize and the mean's colour to RandAugment."""
+    monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
+    image = photo(61, seed=3)[:, :45]  # not square
+    hparams = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+    reference = timm_augment.AugmentOp(timm_name(name), prob=1.0, magnitude=9, hparams=hparams)
+    expected = reference(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
+    wanted = RandAugmentSettings(
+        num_ops=1, magnitude=9, policy="timm", fill="mean", interpolation="bicubic"
+    )
+    # Which operation, whether it is applied, its magnitude, its sign; no draw for the resampling.
+    drawn = Scripted((list(TIMM).index(name) + 0.5) / len(TIMM), 0.1, 0.5, 0.5 - sign * 0.3)
+    own = rand_augment(image, wanted, drawn, mean=MEAN)
+    difference = own.permute(1, 2, 0).int() - torch.from_numpy(np.array(expected)).int()
+    assert difference.abs().max() <= 1
+    uncovered = (own == torch.tensor([124, 116, 104]).view(3, 1, 1)).all(dim=0)
+    assert uncovered.float().mean() > 0.05 and not drawn.shares
+
+
+def _blend(gray: np.ndarray | float, image: np.ndarray, factor: float) -> np.ndarray:
+    return np.trunc(np.clip(gray + factor * (image - gray), 0, 255))
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 2.0, 10.0, 15.0, 20.0])
+def test_augreg_levels(magnitude: float) -> None:
+    image = photo(224, seed=5)
+    x = image.numpy().astype(np.float64)
+    factor = 0.1 + 0.18 * magnitude
+    threshold = {0: 0, 2: 51, 10: 0, 15: 128, 20: 0}[int(magnitude)]
+    bits = {0: 1, 2: 1, 10: 4, 15: 6, 20: 8}[int(magnitude)]
+    luma = np.round(0.2989 * x[0] + 0.587 * x[1] + 0.114 * x[2])
+    expected = {
+        "invert": 255 - x,
+        "posterize": x // 2 ** (8 - bits) * 2 ** (8 - bits),
+        "solarize": np.where(x < threshold, x, 255 - x),
+        "solarize_add": np.where(x < 128, np.minimum(x + int(11 * magnitude), 255), x),
+        "brightness": _blend(0.0, x, factor),
+        "contrast": _blend(196.0, x, factor),
+        "color": _blend(luma, x, factor),
+    }
+    smooth = x.copy()
+    window = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(1, 2))
+    smooth[:, 1:-1, 1:-1] = (window.sum(axis=(3, 4)) + 4 * x[:, 1:-1, 1:-1]) // 13
+    expected["sharpness"] = _blend(smooth, x, factor)
+    for name, levels in expected.items():
+        own = AUGREG[name](image, magnitude, Scripted()).numpy()
+        # Luma and smoothing may round the other way; what is blended past it grows that by |1 - f|.
+        allowed = 1 + abs(1 - factor) if name in ("color", "sharpness") else 1
+        assert np.abs(own - levels).max() <= allowed, name
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_augreg_geometry_is_nearest_neighbour(sign: int) -> None:
+    """Pixel by pixel: centres at whole numbers, sheared about the first, turned about the middle;
+    100 pixels and 30 degrees at magnitude 10 (9.7 here: 10 puts every tenth row half way)."""
+    image = photo(130, seed=2).numpy()
+    last = 129
+    radians = np.deg2rad(29.1 * sign)
+    cos, sin = np.cos(radians), np.sin(radians)
+    x, y = np.meshgrid(np.arange(130.0), np.arange(130.0))
+    u, v = x - last / 2, y - last / 2
+    places = {
+        "shear_x": (x + 0.291 * sign * y, y),
+        "shear_y": (x, y + 0.291 * sign * x),
+        "translate_x": (x + 97 * sign, y),
+        "translate_y": (x, y + 97 * sign),
+        "rotate": (cos * u - sin * v + last / 2, sin * u + cos * v + last / 2),
+    }
+    for name, (column, row) in places.items():
+        column, row = np.floor(column + 0.5), np.floor(row + 0.5)
+        inside = (column >= 0) & (column <= last) & (row >= 0) & (row <= last)
+        expected = np.full_like(image, 128)
+        expected[:, inside] = image[:, row[inside].astype(int), column[inside].astype(int)]
+        own = AUGREG[name](torch.from_numpy(image), 9.7, Scripted(0.2 if sign == 1 else 0.7))
+        # Pillow counts in 1/65536 pixels, so that places half way between two may go either way.
+        assert (own.numpy() != expected).any(axis=0).mean() < 0.01, name
+
+
+def test_augreg_cutout_is_a_gray_square() -> None:
+    image = torch.zeros(3, 224, 224, dtype=torch.uint8)
+    inner = AUGREG["cutout"](image, 10.0, Scripted(0.5, 0.5))
+    assert (inner == 128).sum() == 3 * 80 * 80
+    corner = AUGREG["cutout"](image, 10.0, Scripted(0.0, 0.0))
+    assert (corner == 128).sum() == 3 * 40 * 40 and (corner[:, :40, :40] == 128).all()
+
+
+@pytest.mark.parametrize("policy", ["augreg", "timm"])
+def test_every_operation_is_equally_likely(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
+
+    def note(image: torch.Tensor, magnitude: float, _: CounterRandom, *, name: str) -> torch.Tensor:
+        counts[name] += 1
+        magnitudes.append(magnitude)
+        return image
+
+    magnitudes: list[float] = []
+    names = list(augment_module.POLICIES[policy])
+    noted = {name: partial(note, name=name) for name in names}
+    monkeypatch.setitem(augment_module.POLICIES, policy, noted)
+    spread = 0.5 if policy == "timm" else 0.0
+    wanted = RandAugmentSettings(num_ops=3, magnitude=6, policy=policy, magnitude_std=spread)
+    num = 4000
+    for key in range(num):
+        rand_augment(photo(2), wanted, CounterRandom(key << 20), mean=MEAN)
+    applied = 3 * num * (1.0 if policy == "augreg" else 0.5)
+    assert sum(counts.values()) == pytest.approx(applied, rel=0.0 if policy == "augreg" else 0.04)
+    for name in names:
+        assert counts[name] == pytest.approx(applied / len(names), rel=0.2), name
+    assert np.mean(magnitudes) == pytest.approx(6, abs=0.03)
+    assert np.std(magnitudes) == pytest.approx(spread, abs=0.02)
