@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -233,21 +234,18 @@ class StreamedSamples(Samples):
         world_size: int,
     ) -> None:
         """start: position of training where the streams begin."""
-        self.tars, self.num_classes = training_set.tars, len(training_set.classes)
-        self.num_samples, self.image_size, self.seed = training_set.num_samples, image_size, seed
-        self.first_position, self.rank, self.world_size = start, rank, world_size
+        self.num_samples, self.image_size = training_set.num_samples, image_size
+        self.rank, self.world_size = rank, world_size
         self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
+        num_classes = len(training_set.classes)
+        self._stream = partial(
+            tar_samples, training_set.tars, num_classes=num_classes, seed=seed, start=start
+        )
 
     def start(self, *, worker: int, num_workers: int) -> None:
         """Read the tars of this worker of the rank."""
-        self._samples = tar_samples(
-            self.tars,
-            num_classes=self.num_classes,
-            seed=self.seed,
-            start=self.first_position,
-            process=self.rank * num_workers + worker,
-            num_processes=self.world_size * num_workers,
-        )
+        process, num_processes = self.rank * num_workers + worker, self.world_size * num_workers
+        self._samples = self._stream(process=process, num_processes=num_processes)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the next image of this process into `out`, uint8 [3, rows, columns].
