@@ -63,9 +63,9 @@ class CheckedImage:
 
 
 class Rejected(Exception):  # an outcome, not an error
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    @property
+    def reason(self) -> str:
+        return str(self)
 
 
 def check_image(data: bytes, *, settings: ImageSettings, convert: bool = True) -> CheckedImage:
@@ -73,16 +73,18 @@ def check_image(data: bytes, *, settings: ImageSettings, convert: bool = True) -
 
     convert: False keeps the bytes of every image that decoders can turn into RGB.
     """
-    input_hash = blake3(data).digest()
+    found = CheckedImage(None, blake3(data).digest())
     try:
-        return _checked(data, input_hash, settings, converts=convert)
+        _check(found, data, settings, converts=convert)
     except Rejected as rejected:
-        return CheckedImage(rejected.reason, input_hash)
+        return CheckedImage(rejected.reason, found.input_hash)
+    found.num_bytes = len(found.content)
+    found.content_hash = blake3(found.content).digest() if found.changes else found.input_hash
+    return found
 
 
-def _checked(
-    data: bytes, input_hash: bytes, settings: ImageSettings, *, converts: bool
-) -> CheckedImage:
+def _check(found: CheckedImage, data: bytes, settings: ImageSettings, *, converts: bool) -> None:
+    """Fill in content, format, size and changes. Raises Rejected."""
     if not data:
         raise Rejected("empty")
     if len(data) > MAX_FILE_BYTES:
@@ -93,50 +95,40 @@ def _checked(
     if not is_whole(content, format):
         raise Rejected("bad_pixels")
     image = open_image(content, format)
-    width, height = image.size
-    if width * height > settings.max_pixels:
+    if image.width * image.height > settings.max_pixels:
         raise Rejected("too_many_pixels")
-    if min(width, height) < settings.min_side:
+    if min(image.size) < settings.min_side:
         raise Rejected("too_small")
-    changes, turn = [], UPRIGHT
-    if converts:
-        turn = _orientation(image, content)
-        changes = _changes(image, content, turn, short_side=settings.short_side)
-    elif image.mode.startswith("I"):
+    if not converts and image.mode.startswith("I"):
         raise Rejected("deep_grey")
-    extension = SUFFIXES[format]
+    changes, turn = list[str](), UPRIGHT
+    if converts:
+        if format != "PNG" or any(mark in content for mark in PNG_EXIF):
+            turn = orientation(image)
+        changes = _changes(image, content, turn, short_side=settings.short_side)
+    found.content, found.extension = content, SUFFIXES[format]
+    found.width, found.height = image.size
+    is_strict = settings.check == "strict" and format == "JPEG"
     try:
-        if settings.check == "strict" and format == "JPEG":
+        if is_strict:
             decode_strictly(content)
         if changes:
-            is_lossy = format == "JPEG" or (format == "WEBP" and b"VP8L" not in content[:4096])
             short_side = settings.short_side if "short_side" in changes else None
-            content, extension, width, height = _converted(image, turn, short_side, is_lossy)
-        elif settings.check == "decode" or (settings.check == "strict" and format != "JPEG"):
+            found.content, stored = _converted(image, content, turn, short_side)
+            found.extension = SUFFIXES[format_of(found.content)]
+            found.width, found.height = stored.size
+        elif settings.check != "header" and not is_strict:
             if format == "JPEG" and image.mode in ("L", "RGB"):
                 # This decodes all coded data, where faults appear. The rest is arithmetic that
                 # cannot fail: an eighth of the size, in grey, is enough and saves 40 % of the time.
                 image.draft("L", (1, 1))
             image.load()
-    except (MemoryError, Rejected):
+    except MemoryError:
         raise
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, EOFError ... on broken pixels.
         raise Rejected("bad_pixels") from None
-    if is_packed:
-        changes.insert(0, "gzip")
-    content_hash = blake3(content).digest() if changes else input_hash
-    return CheckedImage(
-        None,
-        input_hash,
-        content=content,
-        num_bytes=len(content),
-        content_hash=content_hash,
-        extension=extension,
-        width=width,
-        height=height,
-        changes=",".join(changes) or None,
-    )
+    found.changes = ",".join(["gzip"] * is_packed + changes) or None
 
 
 def _unpacked(data: bytes) -> bytes:
@@ -190,12 +182,6 @@ def is_whole(data: bytes, format: str) -> bool:
     return 8 + int.from_bytes(data[4:8], "little") <= len(data)
 
 
-def _orientation(image: ImageFile, data: bytes) -> int:
-    if image.format == "PNG" and not any(mark in data for mark in PNG_EXIF):
-        return UPRIGHT
-    return orientation(image)
-
-
 def _changes(image: ImageFile, data: bytes, turn: int, *, short_side: int | None) -> list[str]:
     """What must change for a plain 8-bit image; empty: its bytes stay."""
     is_needed = {
@@ -211,10 +197,11 @@ def _changes(image: ImageFile, data: bytes, turn: int, *, short_side: int | None
 
 
 def _converted(
-    file: ImageFile, turn: int, short_side: int | None, is_lossy: bool
-) -> tuple[bytes, str, int, int]:
-    """(content, extension, width, height). Raises what Pillow raises."""
-    size = file.size
+    file: ImageFile, data: bytes, turn: int, short_side: int | None
+) -> tuple[bytes, Image.Image]:
+    """(content to store, its picture). Raises what Pillow raises."""
+    format, size = format_of(data), file.size
+    is_lossy = format == "JPEG" or (format == "WEBP" and b"VP8L" not in data[:4096])
     if short_side is not None:
         short = min(size)
         width, height = ((side * short_side + short // 2) // short for side in size)
@@ -230,9 +217,9 @@ def _converted(
     encoded = io.BytesIO()
     if (is_lossy or short_side is not None) and max(image.size) <= JPEG_MAX_SIDE:
         image.save(encoded, format="JPEG", quality=JPEG_QUALITY, subsampling=0)
-        return encoded.getvalue(), "jpg", *image.size
-    image.save(encoded, format="PNG")
-    return encoded.getvalue(), "png", *image.size
+    else:
+        image.save(encoded, format="PNG")
+    return encoded.getvalue(), image
 
 
 def decode_strictly(data: bytes) -> None:

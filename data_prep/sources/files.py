@@ -42,10 +42,8 @@ def split_places(settings: SourceSettings, *, kind: str) -> list[SplitPlace]:
     """
     top = Path(settings.path).expanduser()
     may_be_file = kind != "folder"
-    if not top.exists():
-        raise UserError(f"{settings.path!r}: no such {kind}", where="source.path")
     if not (top.is_dir() or (may_be_file and top.is_file())):
-        raise UserError(f"{settings.path!r}: is not a {kind}", where="source.path")
+        raise UserError(f"{settings.path!r}: no such {kind}", where="source.path")
     if top.is_file():
         if settings.splits:
             raise UserError("needs a folder as source.path", where="source.splits")
@@ -83,35 +81,25 @@ def file_containers(
         folder = place.path if full.is_dir() else os.path.dirname(place.path)
         with os.scandir(root / folder) as entries:
             names = {entry.name for entry in entries if is_wanted(entry.name) and entry.is_file()}
-        if full.is_file():
-            names &= {full.name}
-        elif not full.is_dir():
-            names = _matching(names, place)
+        like, missing = "", set[str]()
+        if not full.is_dir():
+            like = f" matching {full.name!r}"
+            wanted = set(expanded(full.name, where=place.where))
+            patterns = {name for name in wanted if "*" in name or "?" in name}
+            missing = wanted - patterns - names
+            names = {n for n in names if n in wanted or any(fnmatchcase(n, p) for p in patterns)}
         if not names:
-            like = "" if full.is_dir() else f" matching {full.name!r}"
             what = f"{printable(str(root / folder))!r} contains no {kind}{like}"
             raise UserError(what, where=place.where)
+        if missing:
+            what = f"has no {min(missing)!r}, which the pattern names"
+            advice = "get the missing files, or correct the pattern"
+            raise UserError(what, where=place.where, next_step=advice)
         paths = sorted((os.path.join(folder, name) for name in names), key=os.fsencode)
         found += [Container(path, place.split) for path in paths]
     if len({box.path for box in found}) != len(found):
         what = "two splits share files"
         raise UserError(what, where="source.splits", allowed="separate files")
-    return found
-
-
-def _matching(names: set[str], place: SplitPlace) -> set[str]:
-    found: set[str] = set()
-    for name in expanded(os.path.basename(place.path), where=place.where):
-        if {"*", "?"} & set(name):
-            found.update(each for each in names if fnmatchcase(each, name))
-        elif name in names:
-            found.add(name)
-        else:
-            raise UserError(
-                f"has no {name!r}, which the pattern names",
-                where=place.where,
-                next_step="get the missing files, or correct the pattern",
-            )
     return found
 
 
@@ -141,7 +129,7 @@ def is_hidden(path: str) -> bool:
 def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
     """Why the type or name of a file rejects it."""
     if not stat.S_ISREG(mode):
-        return "not_a_file"
+        return "linked_folder" if stat.S_ISDIR(mode) else "not_a_file"
     if hidden:
         return "hidden"
     return None if is_image_name(name) else "other_name"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.sources.files import (
-    SplitPlace,
     is_folder,
     is_image_name,
     name_reason,
@@ -63,7 +61,14 @@ class ImageFolder(Source):
             if self.settings.val_labels is not None and not names:
                 _listed_classes(self.settings.val_labels, self.root / place.path)
             elif not names:
-                raise _no_class_error(self.root, place)
+                folder = self.root / place.path
+                raise UserError(
+                    f"{str(folder)!r} has no class folders, but {len(_images(folder))} image files",
+                    where=place.where,
+                    allowed="one sub-folder of images per class",
+                    next_step="set source.val_labels to a list of their classes, or leave the "
+                    "folder out by source.splits; for shards without labels: labels.values=none",
+                )
             found.append(Container(place.path or ".", place.split))
             found += [Container(path, place.split, printable(name)) for path, name in paths]
         return found
@@ -92,9 +97,7 @@ class ImageFolder(Source):
             with os.scandir(self.root / folder) as listed:
                 entries = list(listed)
         except OSError as error:
-            if error.errno not in CLOSED_ERRNOS:
-                raise source_read_error(error, folder) from None
-            yield Input(folder, split, class_name, folder[start:], 0, "unreadable")
+            yield Input(folder, split, class_name, folder[start:], 0, _fault(error, folder))
             return
         for entry in entries:
             path = f"{folder}/{entry.name}" if folder else entry.name
@@ -105,27 +108,27 @@ class ImageFolder(Source):
                 continue
             if class_name is None and not is_hidden and is_folder(entry):
                 continue  # a linked class folder
-            num_bytes, modified_ns, reason = _file_facts(entry, path, hidden=is_hidden)
-            if reason is None and class_name is None:
-                reason = "no_class"
             name = path[start : len(path) - len(entry.name)] + stem_and_suffix(entry.name)[0]
-            yield Input(path, split, class_name, name, num_bytes, reason, modified_ns=modified_ns)
+            item = Input(path, split, class_name, name, 0)
+            try:
+                status = entry.stat()
+            except OSError as error:
+                item.reason = _fault(error, path, is_link=entry.is_symlink())
+            else:
+                item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
+                item.reason = name_reason(entry.name, status.st_mode, hidden=is_hidden)
+            if item.reason is None and class_name is None:
+                item.reason = "no_class"
+            yield item
 
 
-def _file_facts(entry: os.DirEntry[str], path: str, *, hidden: bool) -> tuple[int, int, str | None]:
-    """(size, modification time, why its type or name rejects it)."""
-    try:
-        status = entry.stat()
-    except OSError as error:
-        if error.errno in CLOSED_ERRNOS:
-            return 0, 0, "unreadable"
-        if entry.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
-            return 0, 0, "link_broken"
-        raise source_read_error(error, path) from None
-    if stat.S_ISDIR(status.st_mode):
-        return 0, 0, "linked_folder"
-    reason = name_reason(entry.name, status.st_mode, hidden=hidden)
-    return status.st_size, status.st_mtime_ns, reason
+def _fault(error: OSError, path: str, *, is_link: bool = False) -> str:
+    """Return the reason of a file or folder that cannot be read; raise for all others."""
+    if error.errno in CLOSED_ERRNOS:
+        return "unreadable"
+    if is_link and error.errno in (errno.ENOENT, errno.ELOOP):
+        return "link_broken"
+    raise source_read_error(error, path) from None
 
 
 def _folders(folder: Path) -> list[str]:
@@ -135,18 +138,11 @@ def _folders(folder: Path) -> list[str]:
     return sorted(names, key=os.fsencode)
 
 
-def _no_class_error(root: Path, place: SplitPlace) -> UserError:
-    with os.scandir(root / place.path) as entries:
-        loose = sum(1 for entry in entries if is_image_name(entry.name) and entry.is_file())
-    return UserError(
-        f"{str(root / place.path)!r} has no class folders, but {loose} image files",
-        where=place.where,
-        allowed="one sub-folder of images per class",
-        next_step="set source.val_labels to a list of their classes, or leave the folder out by "
-        "source.splits; for shards without labels: labels.values=none"
-        if loose
-        else None,
-    )
+def _images(folder: Path) -> list[str]:
+    """Names of visible image files, sorted by their bytes."""
+    with os.scandir(folder) as entries:
+        names = [each.name for each in entries if is_image_name(each.name)]
+    return sorted((name for name in names if name[0] != "."), key=os.fsencode)
 
 
 def _found_splits(root: Path) -> dict[str, str]:
@@ -168,9 +164,7 @@ def _listed_classes(file: str, folder: Path) -> dict[str, str]:
     """Name without suffix -> class of the images of a folder, by the list `source.val_labels`."""
     text = read_text(file, where="source.val_labels")
     rows = [re.split(r"[,\s]+", line.strip()) for line in text.splitlines() if line.strip()]
-    with os.scandir(folder) as entries:
-        names = [e.name for e in entries if is_image_name(e.name) and e.name[0] != "."]
-    stems = [stem_and_suffix(name)[0] for name in sorted(names, key=os.fsencode)]
+    stems = [stem_and_suffix(name)[0] for name in _images(folder)]
     if len(rows) == len(stems) and all(len(row) == 1 for row in rows):
         return {stem: row[0] for stem, row in zip(stems, rows, strict=True)}
     listed = {os.path.basename(row[0]): row[1] for row in rows if len(row) > 1}

@@ -13,7 +13,6 @@ import tarfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -323,21 +322,3 @@ def test_tars_at_a_url_are_indexed_in_place(
         printed = index(server.url, tmp_path / "cut", splits, "images.max_bad_fraction=0.1")
         assert "1 truncated_tar" in printed and names[1] in printed
     assert "server cannot list" in run_index("http://127.0.0.1:9/a", tmp_path / "other").stderr
-
-
-@pytest.mark.slow
-def test_tasks_of_an_array_share_the_tars(tmp_path: Path) -> None:
-    hugging_face_layout(tmp_path / "repo", tars=5, samples=6)
-    tars = tmp_path / "repo/data/train"
-    index(tars, tmp_path / "alone")
-    tasks = []
-    for task in range(3):
-        environment = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
-        command = [sys.executable, SCRIPT, *index_command(tars, tmp_path / "index")]
-        options: Any = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | environment}
-        tasks.append(subprocess.Popen([*map(str, command)], **options))
-    printed = [task.communicate() for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0, 0], printed
-    # Every task reports the index, whoever wrote it.
-    assert all("30 kept" in out or "already there" in out for out, _ in printed), printed
-    assert contents(tmp_path / "index") == contents(tmp_path / "alone")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 from PIL import Image
 
 from tests.support.corpora.image_corpus import REPOSITORY
@@ -60,38 +57,3 @@ def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
     assert "exists already and holds other files" in text
     sizes = split_sizes("characters", images, tmp_path / "shards")
     assert sizes == [3 * num_letters, num_letters]
-
-
-def write_idx(path: Path, values: np.ndarray) -> None:
-    header = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(header + values.astype(np.uint8).tobytes())
-
-
-def test_idx_files_become_a_folder_and_damaged_ones_are_refused(tmp_path: Path) -> None:
-    source, images = tmp_path / "idx", tmp_path / "images"
-    for name, num in (("train", 5), ("t10k", 2)):
-        pixels = np.random.default_rng(num).integers(0, 256, (num, 4, 6))
-        write_idx(source / f"{name}-images-idx3-ubyte", pixels)
-        write_idx(source / f"{name}-labels-idx1-ubyte", np.arange(num) % 2)
-    packed = source / "t10k-images-idx3-ubyte"
-    packed.with_name(f"{packed.name}.gz").write_bytes(gzip.compress(packed.read_bytes()))
-    packed.unlink()
-    run("make_corpus", "fashion_mnist", images, "--path", source)
-    assert set(files_of(images)) == {
-        *(f"train/{i % 2}/{i:05d}.png" for i in range(5)),
-        *(f"test/{i % 2}/{i:05d}.png" for i in range(2)),
-    }
-    with Image.open(images / "test/1/00001.png") as image:
-        assert image.mode == "L" and np.array_equal(np.asarray(image), pixels[1])
-    assert split_sizes("digits", images, tmp_path / "shards", "shards.min_shards=1") == [5, 2]
-    labels = source / "train-labels-idx1-ubyte"
-    for damage, message in (
-        (labels.read_bytes()[:-1], "is not a whole idx file"),
-        (b"", "is not a whole idx file"),
-        (labels.read_bytes()[:7] + b"\4" + labels.read_bytes()[8:-1], "5 images, but 4 labels"),
-        (None, "cannot be read"),
-    ):
-        labels.unlink() if damage is None else labels.write_bytes(damage)
-        text = run("make_corpus", "fashion_mnist", tmp_path / "b", "--path", source, rc=2)
-        assert message in text and not (tmp_path / "b").exists()

@@ -1,7 +1,4 @@
-"""External readers on our shards, and our training on external shards.
-
-The index of external tars is tested in test_index_shards.py.
-"""
+"""External readers on our shards and indexes."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from PIL import Image
 from tests.support.corpora.external_tars import imagenet_22k_layout
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import by_level
-from tests.support.ranks.rank_processes import ROOT, run_ranks
+from tests.support.ranks.rank_processes import ROOT
 from vitscale.data.index import read_manifest, read_split
 
 # Key, label and BLAKE3 of the image's bytes, equal for all readers.
@@ -147,46 +144,3 @@ def test_timm_reads_external_tars_through_our_index(tmp_path: Path) -> None:
     folder = index_of(tmp_path / "tars", tmp_path / "index", *settings)
     found = Shards(folder, "jpg")
     assert timm_pixels(folder, "train") == found.pixels("train")
-
-
-def train(shards: Path, folder: Path, *overrides: str) -> list[float]:
-    """A few steps of a tiny model; the losses."""
-    config = ROOT / "configs/digits/pretrain.yaml"
-    settings = [
-        f"data.path={shards}",
-        f"output={folder}",
-        "data.global_batch=8",
-        "data.num_workers=0",
-        "schedule.epochs=null",
-        "schedule.steps=4",
-        "schedule.warmup_steps=1",
-        "engine.max_micro_batch=8",
-        "engine.num_threads=1",
-        "model.width=16",
-        "model.depth=1",
-        "model.num_heads=1",
-        "model.mlp_width=16",
-        "tracking.log_every_steps=1",
-        "evaluate=[{name: classification}]",
-        "tracking.uri=null",
-    ]
-    script: list[str | Path] = [ROOT / "pretrain/main.py", "--config", config]
-    [(code, output)] = run_ranks([*script, *settings, *overrides], num_ranks=1, cwd=folder.parent)
-    assert code == 0, output
-    lines = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
-    return [line["train/loss"] for line in lines if "train/loss" in line]
-
-
-@pytest.mark.distributed
-def test_training_on_indexed_imagenet_22k_tars(tmp_path: Path) -> None:
-    list(imagenet_22k_layout(tmp_path / "tars", splits={"train": 2, "validation": 1}, samples=16))
-    settings = [
-        "labels.space=imagenet_22k",
-        "labels.values=index",
-        'source.splits={train: "imagenet22k-train-*.tar", val: "imagenet22k-validation-*.tar"}',
-    ]
-    folder = index_of(tmp_path / "tars", tmp_path / "index", *settings)
-    losses = train(folder, tmp_path / "run", "data.val_split=val", "model.num_classes=21841")
-    assert len(losses) == 4
-    # The loss of an untrained head over 21,841 classes: ln 21,841 = 9.99.
-    assert losses[0] == pytest.approx(np.log(21_841), abs=0.1)

@@ -20,7 +20,6 @@ from vitscale.data.samples import TrainingSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.images.decoders import RegionDecoder, missing
-from vitscale.images.jpeg import entry_points
 
 
 def verify(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -119,18 +118,3 @@ def test_the_loader_uses_them_and_gives_the_same_pixels(
         num_given.append(sum(map(bool, given)))
     assert torch.equal(*pixels)
     assert num_given[0] == 0 and num_given[1] > 4
-
-
-def test_verification_finds_wrong_ones(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(folders[1], tmp_path / "shards")
-    assert verify(folder).returncode == 0
-    path = sorted((folder / "entry_points").glob("train*"))[0]
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    text = verify(folder).stdout
-    assert "the entry points of 1 images are missing or wrong" in text
-    assert f"remove {path}, or write it again with --entry-points" in text
-    assert verify(folder, "--entry-points").returncode == 0
-    assert points_of(folder) == points_of(folders[1])
-    entry_points._open.cache_clear()

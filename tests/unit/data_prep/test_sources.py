@@ -160,14 +160,8 @@ def test_class_folders_are_sorted_by_bytes(tmp_path: Path) -> None:
     source = opened("image_folder", tmp_path)
     boxes = source.containers()
     assert [box.class_name for box in boxes] == [None, "Eel", "cat", "cat-2", "dog", "é"]
-    assert {(row.path, row.class_name, row.name) for row in listed(source)} == {
-        ("Eel/1.jpg", "Eel", "1"),
-        ("cat/1.jpg", "cat", "1"),
-        ("cat/sub/2.jpg", "cat", "sub/2"),
-        ("cat-2/1.jpg", "cat-2", "1"),
-        ("dog/1.jpg", "dog", "1"),
-        ("é/1.jpg", "é", "1"),
-    }
+    names = {(row.class_name, row.name) for row in source.inputs(boxes[2])}
+    assert names == {("cat", "1"), ("cat", "sub/2")}
     with pytest.raises(UserError, match="'gone': changed while"):
         list(source.inputs(Container("gone", "train", "gone")))
 
