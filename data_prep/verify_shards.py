@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 
 try:
     from pathlib import Path
@@ -51,11 +50,10 @@ def main() -> None:
         raise UserError(what, where="--num-workers", allowed="at least 1")
     if arguments.entry_points:
         require_entry_points(where="--entry-points")
-    folder, start = Path(arguments.shards), time.monotonic()
+    folder = Path(arguments.shards)
     manifest = read_manifest(folder)
-    splits = manifest.splits.values()
-    num_samples = sum(split.num_samples for split in splits)
-    num_bytes = sum(split.num_bytes for split in splits)
+    num_samples = sum(split.num_samples for split in manifest.splits.values())
+    num_tars = sum(len(split.shards) for split in manifest.splits.values())
     with item_progress("verify", total=num_samples) as advance:
         findings = check_folder(
             folder,
@@ -65,13 +63,8 @@ def main() -> None:
             write_entry_points=arguments.entry_points,
         )
     print("".join(f"{finding}\n" for finding in findings), end="")
-    seconds = max(time.monotonic() - start, 1e-9)
-    print(
-        f"{folder}: {f'{len(findings):,} findings' if findings else 'valid'}; "
-        f"{num_samples:,} samples in {sum(len(split.shards) for split in splits):,} tars, "
-        f"{num_bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
-        f"({num_bytes / 2**20 / seconds:,.0f} MiB/s)"
-    )
+    outcome = f"{len(findings):,} findings" if findings else "valid"
+    print(f"{folder}: {outcome}; {num_samples:,} samples in {num_tars:,} tars")
     if arguments.sheet:
         draw_sheet(arguments.sheet, folder, manifest)
         print(f"written: {arguments.sheet}")

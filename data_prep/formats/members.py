@@ -10,6 +10,8 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from vitscale.config.errors import UserError
+
 BLOCK = tarfile.BLOCKSIZE
 COMPRESSED = {
     b"\x1f\x8b": "gzip",
@@ -22,14 +24,6 @@ COMPRESSED = {
 
 class TarDefect(ValueError):
     """The tar is cut or damaged after the members listed so far."""
-
-
-class CompressedTarError(ValueError):
-    """The file is compressed, so that its members cannot be read one by one."""
-
-    def __init__(self, method: str) -> None:
-        super().__init__(f"is compressed with {method}")
-        self.method = method
 
 
 class Member(NamedTuple):
@@ -46,14 +40,15 @@ def members(file: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterat
     """Yield the members of the tar in bytes `start` to `end` of a file.
 
     The file may be read elsewhere between two members. Memory does not grow with their number.
-    Raises TarDefect after the last whole member, CompressedTarError, and OSError of the file.
+    Raises TarDefect after the last whole member, UserError if it is compressed, and OSError.
     """
     end = file.seek(0, io.SEEK_END) if end is None else end
     file.seek(start)
     first = file.read(6)
     for mark, method in COMPRESSED.items():
         if first.startswith(mark):
-            raise CompressedTarError(method)
+            place = f"{file.name} (byte {start})" if start else file.name
+            raise compressed_tar_error(place, method)
     file.seek(start)
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -75,3 +70,12 @@ def members(file: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterat
                 raise TarDefect("no end mark after its last member: cut or damaged")
     except (tarfile.TarError, ArithmeticError, EOFError) as error:
         raise TarDefect(str(error)) from None
+
+
+def compressed_tar_error(path: str, method: str) -> UserError:
+    return UserError(
+        f"{path!r} is compressed with {method}: its images cannot be read one by one",
+        where="source.path",
+        allowed="plain tar files",
+        next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
+    )

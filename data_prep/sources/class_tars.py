@@ -7,7 +7,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import replace
 
-from data_prep.formats.members import CompressedTarError, TarDefect, members
+from data_prep.formats.members import TarDefect, compressed_tar_error, members
 from data_prep.sources.files import (
     file_containers,
     is_hidden,
@@ -16,7 +16,7 @@ from data_prep.sources.files import (
     split_places,
     stem_and_suffix,
 )
-from data_prep.sources.protocol import Container, Input, Source, compressed_tar_error, printable
+from data_prep.sources.protocol import Container, Input, Source, printable
 from vitscale.config.errors import UserError
 
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst", ".tar.bz2", ".tar.lz4")
@@ -53,8 +53,6 @@ class ClassTars(Source):
                     if tar.is_file and is_tar_name(name):
                         place = (f"{path}/{tar.name}", split, _class_of(name))
                         found.setdefault(name, Container(*place, path, tar.offset, tar.num_bytes))
-            except CompressedTarError as error:
-                raise compressed_tar_error(path, error.method) from None
             except TarDefect as defect:
                 problem = f"cannot be read as a tar file to its end ({defect})"
                 found = {}

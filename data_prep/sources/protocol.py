@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from data_prep.formats.members import CompressedTarError, TarDefect
+from data_prep.formats.members import TarDefect
 from vitscale.config.errors import UserError
 from vitscale.data.shards import DATA_LOSS_ERRNOS
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
@@ -116,8 +116,6 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
     try:
         yield from inputs
         return
-    except CompressedTarError as error:
-        raise compressed_tar_error(container.path, error.method) from None
     except TarDefect:
         reason = "truncated_tar"
     except (pa.ArrowException, UnicodeDecodeError):
@@ -130,15 +128,6 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
         reason = "damaged_table" if error.errno is None else "unreadable"
     name = os.path.splitext(os.path.basename(container.path))[0]
     yield Input(container.path, container.split, container.class_name, name, 0, reason)
-
-
-def compressed_tar_error(path: str, method: str) -> UserError:
-    return UserError(
-        f"{printable(path)!r} is compressed with {method}: its images cannot be read one by one",
-        where="source.path",
-        allowed="plain tar files",
-        next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
-    )
 
 
 def class_from_cell(
