@@ -7,6 +7,7 @@ Leaves out: the dry run (`planning`) and the call of sbatch (`submission`).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -225,7 +226,9 @@ def make_private(folder: Path) -> None:
         # `mode` is that of the last folder alone.
         for each in (folder.parent, folder):
             each.mkdir(parents=True, mode=0o700, exist_ok=True)
-        folder.chmod(0o700)  # refused where it belongs to another user, who could change the job
+        folder.chmod(0o700)
+        if folder.stat().st_uid != os.getuid():  # root may change its mode
+            raise PermissionError(errno.EPERM, "another user, who could change the job, owns it")
     except OSError as error:
         raise UserError(
             f"cannot create the private job folder {folder}: {error.strerror}",
