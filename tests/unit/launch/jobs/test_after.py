@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from launch.jobs import after
-from launch.jobs.after import blamed_node, classify, restart_refusal, wait_for_storage
+from launch.jobs.after import (
+    blamed_node,
+    classify,
+    restart_refusal,
+    storage_refusal,
+    wait_for_storage,
+)
 from launch.jobs.attempts import (
     Attempt,
     Ending,
@@ -106,7 +113,11 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
         return classify(75, stopped, tmp_path, attempt="", fields=fields, signal_delay_s=30)
 
     for state in ("COMPLETING", "CANCELLED"):
-        assert of(JobState=state, Reason="None").ending is Ending.ENDED_BY_SLURM
+        fields = {"JobState": state, "Reason": "None"}
+        assert of(**fields).ending is Ending.ENDED_BY_SLURM
+        # srun may end with 0 then.
+        zero = classify(0, [], tmp_path, attempt="", fields=fields, signal_delay_s=30)
+        assert zero.ending is Ending.ENDED_BY_SLURM
     near = str(int(time.time()) + 60)
     limit = of(JobState="COMPLETING", Reason="TimeLimit", EndTime=near)
     assert limit.reason == "stopped by a signal: the time limit is near"
@@ -202,6 +213,17 @@ def test_storage_is_waited_for(
     assert capsys.readouterr().err.count("waiting before the next start") == 1
     wait_for_storage(tmp_path / "gone", until=time.time() - 1)
     assert len(pauses) == 3
+
+
+def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoints/step-00000001"
+    step.mkdir(parents=True)
+    with open(step / "rank-00000.safetensors", "wb") as file:
+        file.truncate(1 << 16)
+        assert storage_refusal(tmp_path) is None
+        file.truncate(2 * shutil.disk_usage(tmp_path).free)  # takes no space itself
+        assert "bytes free, not" in str(storage_refusal(tmp_path))
+    assert [path.name for path in step.parent.iterdir()] == [step.name]
 
 
 # ---- the record --------------------------------------------------------------------------------
