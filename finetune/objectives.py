@@ -27,7 +27,7 @@ class PredictionsDrawn(Objective):
         import torch
 
         from vitscale.data.samples import EvaluationSamples
-        from vitscale.images.sheet import caption, captioned_sheet, save_figure
+        from vitscale.images.sheet import caption, save_figure, sheet
 
         index, engine, size = session.val_index, session.engine, session.arch.image_size
         if index is None:
@@ -61,7 +61,7 @@ class PredictionsDrawn(Objective):
         title = f"Test images with the predicted class: {right} of {count} right, in black"
         rows = [cells[at : at + SHEET_COLUMNS] for at in range(0, count, SHEET_COLUMNS)]
         path = session.folder / "pictures" / "test_predictions.png"
-        save_figure(captioned_sheet(title, rows, height=2.0), path)
+        save_figure(sheet(title, rows, height=2.0), path)
 
 
 class Transfer(PredictionsDrawn, Supervised):

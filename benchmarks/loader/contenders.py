@@ -273,8 +273,7 @@ CONTENDERS = {
     "region_antialias": Contender(
         partial(ours, decoder="region", antialias=True), "ours; antialias"
     ),
-    "simplejpeg": Contender(partial(ours, decoder="simplejpeg"), "ours"),
-    "pillow": Contender(partial(ours, decoder="pillow"), "ours"),
+    "whole": Contender(partial(ours, decoder="whole"), "ours"),
 }
 RIVALS = ("webdataset", "torchvision", "opencv", "simplejpeg_torch", "dali", "spdl")
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from finetune.inspection.visualized import Visualized
 from vitscale.evaluation.trained_model import InferenceModel
-from vitscale.images.sheet import caption, captioned_sheet
+from vitscale.images.sheet import Cell, caption, sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -242,7 +242,7 @@ def draw_rollout(subject: Visualized) -> Figure:
     heat = torch.from_numpy(colormaps["inferno"](weights_B1SS[:, 0].numpy())[..., :3])
     grey_B1SS = images_B3SS.float().mean(dim=1, keepdim=True)
     blended_B3SS = grey_B1SS.lerp(255 * heat.permute(0, 3, 1, 2).float(), OPACITY)
-    rows: list[list[tuple[str, bool, torch.Tensor | None]]] = []
+    rows: list[list[Cell]] = []
     for name, names, pixels in (
         ("image", [caption(title, width=14) for title in titles], images_B3SS),
         ("rollout", [""] * len(titles), blended_B3SS.byte()),
@@ -253,4 +253,4 @@ def draw_rollout(subject: Visualized) -> Figure:
     depth = len(attention_modules(subject.model.network))
     source = "the mean of all patches" if is_pooled else "the class token"
     text = f"Attention rollout: what {source} draws on through all {depth} layers; bright: most"
-    return captioned_sheet(f"{subject.name}\n{text}", rows, height=1.5)
+    return sheet(f"{subject.name}\n{text}", rows, height=1.5)

@@ -35,4 +35,9 @@ def draw_predictions(
     drawn = rows(images_B3SS.to(session.world.device))
     session.engine.train()
     if session.world.is_first:
-        save_figure(sheet(drawn), session.folder / "pictures/reconstructions.png")
+        cells = [
+            [(title, False, None), *(("", False, image) for image in images.cpu())]
+            for title, images in drawn.items()
+        ]
+        path = session.folder / "pictures/reconstructions.png"
+        save_figure(sheet("What the objective sees and predicts", cells, height=1.35), path)

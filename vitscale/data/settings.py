@@ -96,7 +96,7 @@ class DataSettings(Section):
     num_workers: int = Field(default=2, ge=0)
     """Loader processes per rank. The batches do not depend on it."""
     decoder: str = "auto"
-    """region, simplejpeg, pillow, or auto: the first of these that works on this machine."""
+    """region, whole, or auto: the first of these that works on this machine."""
     remote: RemoteSettings = RemoteSettings()
     max_unreadable_fraction: float = Field(default=0.001, ge=0, le=1)
     """Unreadable training samples are replaced by others; the run ends if more than this share of

@@ -67,7 +67,7 @@ class Confusion(PassEvaluation):
         import torch
 
         from vitscale.data.samples import EvaluationSamples
-        from vitscale.images.sheet import caption, captioned_sheet, save_figure
+        from vitscale.images.sheet import caption, save_figure, sheet
 
         subject, size = self._subject, self._subject.image_size
 
@@ -84,7 +84,7 @@ class Confusion(PassEvaluation):
                 row.append((name(guess), True, pixels))
             rows.append(row)
         title = "Worst classes: images that were taken for the class above them"
-        save_figure(captioned_sheet(title, rows, height=1.6), path)
+        save_figure(sheet(title, rows, height=1.6), path)
 
 
 def examples(found_N3: np.ndarray, label: int, *, count: int) -> list[tuple[int, int]]:

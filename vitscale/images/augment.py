@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images import pixel_operations as ops
@@ -75,7 +76,8 @@ def rand_augment(
         if settings.policy == "augreg":
             image = operation(image, settings.magnitude, random)
         elif random.uniform() < TIMM_PROBABILITY:
-            magnitude = settings.magnitude + settings.magnitude_std * _normal(random)
+            normal = NormalDist().inv_cdf(random.uniform(2.0**-54, 1.0))
+            magnitude = settings.magnitude + settings.magnitude_std * normal
             image = operation(image, min(max(magnitude, 0.0), 10.0), random)
     return image
 
@@ -100,7 +102,7 @@ def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
     """
     chosen = _below(3, random)
     if chosen == 0:
-        image = ops.desaturate(image)
+        image = ops.grayscale(image).repeat(3, 1, 1)
     elif chosen == 1:
         image = ops.solarize(image, threshold=128)
     else:
@@ -204,10 +206,6 @@ def _either_sign(value: float, random: CounterRandom) -> float:
     return value if random.uniform() < 0.5 else -value
 
 
-def _normal(random: CounterRandom) -> float:
-    return NormalDist().inv_cdf(random.uniform(2.0**-54, 1.0))
-
-
 def _augreg_contrast(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
     """The "mean" is the mean count of the 256 histogram bins: pixels / 256, 196 at 224 px."""
     gray = min(image.shape[1] * image.shape[2] / 256, 255.0)
@@ -227,35 +225,9 @@ def _augreg_cutout(image: torch.Tensor, m: float, random: CounterRandom) -> torc
     pad = int(m / 10 * 40)
     _, height, width = image.shape
     y, x = _below(height, random), _below(width, random)
-    box = {"top": y - pad, "left": x - pad, "bottom": y + pad, "right": x + pad}
-    return ops.fill_box(image, **box, fill=GRAY)
-
-
-def _augreg_shear(
-    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
-) -> torch.Tensor:
-    """Shear about the centre of the first pixel."""
-    s = _either_sign(m / 10 * 0.3, random)
-    matrix = (1.0, s, -s / 2, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, -s / 2)
-    return ops.affine(image, matrix, interpolation="nearest")
-
-
-def _augreg_translate(
-    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
-) -> torch.Tensor:
-    """Translate by up to 100 pixels (200 at magnitude 20), for any image size."""
-    pixels = math.floor(_either_sign(m / 10 * 100, random) + 0.5)
-    x, y = (pixels, 0) if along_x else (0, pixels)
-    return ops.translate(image, x=x, y=y, fill=GRAY)
-
-
-def _augreg_rotate(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
-    matrix = _rotation(image, _either_sign(m / 10 * 30, random))
-    return ops.affine(image, matrix, interpolation="nearest")
-
-
-def _rotation(image: torch.Tensor, degrees: float) -> ops.Matrix:
-    return ops.rotation(degrees, width=image.shape[2], height=image.shape[1])
+    image = image.clone()
+    image[:, max(y - pad, 0) : y + pad, max(x - pad, 0) : x + pad] = GRAY
+    return image
 
 
 def _enhance(m: float) -> float:
@@ -268,7 +240,7 @@ def _enhance_away(m: float, random: CounterRandom) -> float:
     return max(0.1, 1.0 + _either_sign(m / 10 * 0.9, random))
 
 
-def _timm_affine(
+def _affine(
     image: torch.Tensor,
     matrix: ops.Matrix,
     random: CounterRandom,
@@ -282,36 +254,57 @@ def _timm_affine(
     return ops.affine(image, matrix, interpolation=interpolation, fill=fill)
 
 
-def _timm_rotate(
-    image: torch.Tensor, m: float, random: CounterRandom, **sampling: Any
-) -> torch.Tensor:
-    matrix = _rotation(image, _either_sign(m / 10 * 30, random))
-    return _timm_affine(image, matrix, random, **sampling)
+def _rotate(image: torch.Tensor, m: float, random: CounterRandom, **sampling: Any) -> torch.Tensor:
+    """Rotate about the centre."""
+    angle = -math.radians(_either_sign(m / 10 * 30, random))
+    cos, sin = math.cos(angle), math.sin(angle)
+    y, x = image.shape[1] / 2, image.shape[2] / 2
+    matrix = (cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
+    return _affine(image, matrix, random, **sampling)
 
 
-def _timm_shear(
-    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool, **sampling: Any
+def _shear(
+    image: torch.Tensor,
+    m: float,
+    random: CounterRandom,
+    *,
+    along_x: bool,
+    about: float = 0.0,
+    **sampling: Any,
 ) -> torch.Tensor:
-    """Shear about the corner of the image."""
+    """about: the row or column that stays where it is; 0.5: the centre of the first pixel."""
     s = _either_sign(m / 10 * 0.3, random)
-    matrix = (1.0, s, 0.0, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, 0.0)
-    return _timm_affine(image, matrix, random, **sampling)
+    shift = -s * about
+    matrix = (1.0, s, shift, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, shift)
+    return _affine(image, matrix, random, **sampling)
 
 
-def _timm_translate(
+def _translate(
     image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool, **sampling: Any
 ) -> torch.Tensor:
     """Translate by up to 45 % of the side."""
     share = _either_sign(m / 10 * 0.45, random)
     x, y = (share * image.shape[2], 0.0) if along_x else (0.0, share * image.shape[1])
-    return _timm_affine(image, (1.0, 0.0, x, 0.0, 1.0, y), random, **sampling)
+    return _affine(image, (1.0, 0.0, x, 0.0, 1.0, y), random, **sampling)
 
 
+def _augreg_translate(
+    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
+) -> torch.Tensor:
+    """Translate by up to 100 whole pixels (200 at magnitude 20), for any image size."""
+    side = image.shape[2 if along_x else 1]
+    pixels = math.floor(_either_sign(m / 10 * 100, random) + 0.5)
+    pixels = min(max(pixels, -side), side)
+    cut = (-pixels, pixels) if along_x else (0, 0, -pixels, pixels)
+    return F.pad(image, cut, value=GRAY)
+
+
+NEAREST: dict[str, Any] = {"interpolation": "nearest"}
 AUGREG: dict[str, Operation] = {
     "auto_contrast": lambda image, m, random: ops.auto_contrast(image),
     "equalize": lambda image, m, random: ops.equalize(image),
     "invert": lambda image, m, random: ops.invert(image),
-    "rotate": _augreg_rotate,
+    "rotate": partial(_rotate, **NEAREST),
     # 0 bits keep the highest bit: TensorFlow limits a shift of 8 to 7.
     "posterize": lambda image, m, random: ops.posterize(image, bits=max(1, int(m / 10 * 4))),
     "solarize": _augreg_solarize,
@@ -319,8 +312,8 @@ AUGREG: dict[str, Operation] = {
     "contrast": _augreg_contrast,
     "brightness": lambda image, m, random: ops.brightness(image, factor=_enhance(m)),
     "sharpness": lambda image, m, random: ops.sharpness(image, factor=_enhance(m)),
-    "shear_x": partial(_augreg_shear, along_x=True),
-    "shear_y": partial(_augreg_shear, along_x=False),
+    "shear_x": partial(_shear, along_x=True, about=0.5, **NEAREST),
+    "shear_y": partial(_shear, along_x=False, about=0.5, **NEAREST),
     "translate_x": partial(_augreg_translate, along_x=True),
     "translate_y": partial(_augreg_translate, along_x=False),
     "cutout": _augreg_cutout,
@@ -332,7 +325,7 @@ TIMM: dict[str, Operation] = {
     "auto_contrast": AUGREG["auto_contrast"],
     "equalize": AUGREG["equalize"],
     "invert": AUGREG["invert"],
-    "rotate": _timm_rotate,
+    "rotate": _rotate,
     "posterize": lambda image, m, random: ops.posterize(image, bits=4 - int(m / 10 * 4)),
     "solarize": lambda image, m, random: ops.solarize(image, threshold=256 - int(m / 10 * 256)),
     "solarize_add": AUGREG["solarize_add"],
@@ -340,10 +333,10 @@ TIMM: dict[str, Operation] = {
     "contrast": lambda image, m, r: ops.contrast(image, factor=_enhance_away(m, r)),
     "brightness": lambda image, m, r: ops.brightness(image, factor=_enhance_away(m, r)),
     "sharpness": lambda image, m, r: ops.sharpness(image, factor=_enhance_away(m, r)),
-    "shear_x": partial(_timm_shear, along_x=True),
-    "shear_y": partial(_timm_shear, along_x=False),
-    "translate_x": partial(_timm_translate, along_x=True),
-    "translate_y": partial(_timm_translate, along_x=False),
+    "shear_x": partial(_shear, along_x=True),
+    "shear_y": partial(_shear, along_x=False),
+    "translate_x": partial(_translate, along_x=True),
+    "translate_y": partial(_translate, along_x=False),
 }
 """Ranges: `_RAND_INCREASING_TRANSFORMS` and `LEVEL_TO_ARG` of timm 1.0."""
 TIMM_GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")

@@ -26,7 +26,6 @@ from vitscale.images.crops import MAX_PIXELS, CropBox, CropRequest
 AUTO = "auto"
 # A JPEG without an end marker may be truncated; a decoder of one box would not notice.
 JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
-INTERPOLATIONS = ("bilinear", "bicubic")
 # Colour spaces that simplejpeg converts to RGB like Pillow.
 SIMPLEJPEG_SPACES = ("YCbCr", "RGB", "Gray")
 
@@ -36,7 +35,8 @@ def _is_whole_jpeg(data: bytes) -> bool:
 
 
 class Decoder:
-    """Whole images: ordinary WebP with torchvision, all else with Pillow.
+    """Whole images: ordinary JPEG with simplejpeg, ordinary WebP with torchvision, the rest with
+    Pillow.
 
     PNG, too: an error of libpng ends the process inside torchvision 0.29.
     Stateless, so it can be copied into worker processes and called from several threads. Methods
@@ -60,8 +60,24 @@ class Decoder:
 
     def whole(self, data: bytes) -> torch.Tensor:
         """All pixels, uint8 [H, W, 3]."""
-        pixels = decode_webp(data)
+        pixels = decode_jpeg(data) if data.startswith(JPEG_START) else decode_webp(data)
         return crops.decode(data) if pixels is None else pixels
+
+
+def decode_jpeg(data: bytes) -> torch.Tensor | None:
+    """All pixels of a JPEG, uint8 [H, W, 3]; None for one that only Pillow decodes."""
+    import simplejpeg
+
+    if not _is_whole_jpeg(data):
+        return None
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+        if space not in SIMPLEJPEG_SPACES or width * height > MAX_PIXELS:
+            return None
+        # The settings closest to Pillow's; the fast ones would gain 5 %.
+        return torch.from_numpy(simplejpeg.decode_jpeg(data, colorspace="RGB"))
+    except ValueError:
+        return None
 
 
 def decode_webp(data: bytes) -> torch.Tensor | None:
@@ -86,37 +102,6 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
     except RuntimeError:
         return None
     return pixels if pixels.shape == (height, width, 3) else None
-
-
-class SimpleJpegDecoder(Decoder):
-    """Whole JPEGs with libjpeg-turbo from a wheel: needs pip only."""
-
-    def size(self, data: bytes) -> tuple[int, int]:
-        return self._header(data) or super().size(data)
-
-    def whole(self, data: bytes) -> torch.Tensor:
-        import simplejpeg
-
-        if self._header(data) is None:
-            return super().whole(data)
-        try:
-            # The settings closest to Pillow's; the fast ones would gain 5 %.
-            return torch.from_numpy(simplejpeg.decode_jpeg(data, colorspace="RGB"))
-        except ValueError:
-            return super().whole(data)
-
-    def _header(self, data: bytes) -> tuple[int, int] | None:
-        """Width and height of an image that simplejpeg decodes as Pillow does."""
-        import simplejpeg
-
-        if not _is_whole_jpeg(data):
-            return None
-        try:
-            height, width, space, _ = simplejpeg.decode_jpeg_header(data)
-        except ValueError:
-            return None
-        taken = space in SIMPLEJPEG_SPACES and width * height <= MAX_PIXELS
-        return (width, height) if taken else None
 
 
 class RegionDecoder(Decoder):
@@ -164,7 +149,6 @@ def decode_region(
     Returns whether its own decoder of ordinary JPEGs was used, instead of libjpeg.
     Raises ValueError or OverflowError for an image that it does not support or finds damaged.
     """
-    assert request.interpolation in INTERPOLATIONS
     box, cubic = request.box, request.interpolation == "bicubic"
     corners = (box.left, box.top, box.width, box.height)
     options = (cubic, request.antialias, request.flip, MAX_PIXELS, allow_avx2)
@@ -176,15 +160,14 @@ def decode_region(
 
 DECODERS: dict[str, Callable[[], Decoder]] = {
     "region": RegionDecoder,
-    "simplejpeg": SimpleJpegDecoder,
-    "pillow": Decoder,
+    "whole": Decoder,
 }
 """Fastest first: `auto` takes the first that works on this machine."""
 
 
 @lru_cache
 def missing(name: str) -> str | None:
-    """Why a decoder does not work on this machine; None if it does. All but `region` do."""
+    """Why a decoder does not work on this machine; None if it does. `whole` always does."""
     if name != "region":
         return None
     try:

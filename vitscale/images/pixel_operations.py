@@ -100,11 +100,6 @@ def grayscale(image_3HW: torch.Tensor) -> torch.Tensor:
     return luma_HW.bitwise_right_shift_(16).byte()[None]
 
 
-def desaturate(image_3HW: torch.Tensor) -> torch.Tensor:
-    """Set all three channels to the luma."""
-    return grayscale(image_3HW).repeat(3, 1, 1)
-
-
 def brightness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
     """Blend with black: 0 is black, 1 changes nothing."""
     return map_levels(image_3HW, _blend_table(0.0, factor))
@@ -140,22 +135,6 @@ def gaussian_blur(image_3HW: torch.Tensor, *, sigma: float) -> torch.Tensor:
     return _from_rgb(_to_rgb(image_3HW).filter(ImageFilter.GaussianBlur(sigma)))
 
 
-def fill_box(
-    image_3HW: torch.Tensor, *, top: int, left: int, bottom: int, right: int, fill: int
-) -> torch.Tensor:
-    filled = image_3HW.clone()
-    filled[:, max(top, 0) : bottom, max(left, 0) : right] = fill
-    return filled
-
-
-def rotation(degrees: float, *, width: int, height: int) -> Matrix:
-    """The matrix for `affine` that rotates about the centre."""
-    angle = -math.radians(degrees)
-    cos, sin = math.cos(angle), math.sin(angle)
-    x, y = width / 2, height / 2
-    return (cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
-
-
 def affine(
     image_3HW: torch.Tensor,
     matrix: Matrix,
@@ -167,22 +146,6 @@ def affine(
     image = _to_rgb(image_3HW)
     resample, method = _RESAMPLING[interpolation], Image.Transform.AFFINE
     return _from_rgb(image.transform(image.size, method, matrix, resample, fillcolor=fill))
-
-
-def translate(image_3HW: torch.Tensor, *, x: int, y: int, fill: int = 128) -> torch.Tensor:
-    """Move the content left and up by whole pixels; `fill` the uncovered area."""
-    _, height, width = image_3HW.shape
-    shifted = torch.full_like(image_3HW, fill)
-    to_rows, from_rows = _overlap(y, height)
-    to_columns, from_columns = _overlap(x, width)
-    shifted[:, to_rows, to_columns] = image_3HW[:, from_rows, from_columns]
-    return shifted
-
-
-def _overlap(shift: int, size: int) -> tuple[slice, slice]:
-    """(target, source) slices along one side."""
-    shift = min(max(shift, -size), size)
-    return slice(max(-shift, 0), size - max(shift, 0)), slice(max(shift, 0), size + min(shift, 0))
 
 
 def _to_rgb(image_3HW: torch.Tensor) -> Image.Image:

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from vitscale.distributed.atomic_files import atomic_file
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.figure import Figure
 
 DPI = 110
+Cell = tuple[str, bool, "torch.Tensor | None"]
+"""A caption, whether it is red, and a uint8 image [3, S, S]; None: the caption alone."""
 
 
-def sheet(rows: Mapping[str, torch.Tensor]) -> Figure:
-    """rows: title -> uint8 images [B, 3, S, S], the same B in all; one column for each image."""
-    from matplotlib.figure import Figure
-
-    num_columns = len(next(iter(rows.values())))
-    figure = Figure(figsize=(num_columns * 1.3 + 1.2, len(rows) * 1.35), layout="constrained")
-    for row, (title, images_B3SS) in enumerate(rows.items()):
-        for column, image in enumerate(images_B3SS.cpu()):
-            axes = figure.add_subplot(len(rows), num_columns, row * num_columns + column + 1)
-            axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
-            axes.set_xticks([])
-            axes.set_yticks([])
-            if column == 0:
-                axes.set_ylabel(title, fontsize=9)
-    return figure
-
-
-def captioned_sheet(
-    title: str, rows: Sequence[Sequence[tuple[str, bool, torch.Tensor | None]]], *, height: float
-) -> Figure:
-    """Rows of captions, whether they are red, and uint8 images [3, S, S]; None: the caption alone.
+def sheet(title: str, rows: Sequence[Sequence[Cell]], *, height: float) -> Figure:
+    """Draw rows of images with captions.
 
     height: of a row, in inches.
     """
@@ -76,8 +58,8 @@ def caption(name: str, *, width: int, num_lines: int = 1) -> str:
     return "\n".join(lines)
 
 
-def save_figure(figure: Figure, path: Path, *, dpi: int = DPI) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write a PNG; makes the folder of `path`. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=dpi)
+        figure.savefig(file, format="png", dpi=DPI)
