@@ -29,13 +29,20 @@ from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import StorageError
 from vitscale.data.index import NO_LABEL
-from vitscale.data.storage import Location, Url, location_of, names_below, read_range, size_of
+from vitscale.data.storage import (
+    Location,
+    MissingError,
+    Url,
+    location_of,
+    names_below,
+    read_chunks,
+    size_of,
+)
 from vitscale.data.webdataset import matching
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 
 # Reason for sound images that must be converted to be usable, which would mean rewriting the tar.
 PACKED = "packed"
-CHUNK_BYTES = 8 << 20
 
 
 def shard_units(work: WorkFolder) -> list[str]:
@@ -158,12 +165,10 @@ def _fetch(url: Url, path: Path) -> None:
     path.parent.mkdir(parents=True)
     with open(path, "wb") as file:
         try:
-            num_bytes = size_of(url)
-            if num_bytes is None:
-                raise ChangedSource(path.name)
-            for start in range(0, num_bytes, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, num_bytes - start)
-                file.write(read_range(url, offset=start, num_bytes=size))
+            for data in read_chunks(url, size_of(url)):
+                file.write(data)
+        except MissingError:
+            raise ChangedSource(path.name) from None
         except StorageError as error:
             raise Outage(error.what, where=error.where, next_step=error.next_step) from None
 

@@ -20,9 +20,9 @@ from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import redact
 from vitscale.config.source import yaml_flow
-from vitscale.data.index import MANIFEST_NAME, read_split
+from vitscale.data.index import MANIFEST_NAME
 from vitscale.data.storage import location_of
-from vitscale.data.training_set import TrainingSet, open_training_set, select
+from vitscale.data.training_set import TrainingSet, open_training_set
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
@@ -174,11 +174,8 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     unlabelled = " without labels" if facts.num_classes == 0 else ""
     held_out = f" without {facts.num_dev:,} held out" if facts.num_dev else ""
     yield "data", f"{count} training images{unlabelled}{held_out}, from {facts.source}"
-    if data.only_keys is not None and facts.opened is not None:
-        index = read_split(data.path, split=data.train_split, remote_settings=data.remote)
-        _, chosen = select(index, data)
-        assert chosen is not None
-        yield "keys", f"{chosen.text}, {data.only_keys}"
+    if facts.opened is not None and facts.opened.keys_text is not None:
+        yield "keys", f"{facts.opened.keys_text}, {data.only_keys}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
     plan = known_plan(run, facts)

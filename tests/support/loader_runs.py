@@ -1,15 +1,16 @@
-"""A short run of the loader on any number of ranks and workers, image by image."""
+"""Short runs of the loader on any number of ranks and workers, image by image."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from vitscale.data.loader import training_batches
+from vitscale.data.loader import Batch, training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 
@@ -19,72 +20,69 @@ GRID = [(ranks, workers) for ranks in RANKS for workers in WORKERS]
 SEED = 7
 
 
+def rank_batches_of(
+    data: DataSettings,
+    *,
+    start: int = 0,
+    stop: int,
+    rank: int = 0,
+    ranks: int = 1,
+    accumulation: int = 1,
+    image_size: int = 16,
+) -> Generator[Batch, None, None]:
+    """Training batches of one rank between two positions."""
+    with training_batches(
+        open_training_set(data, seed=SEED),
+        settings=data,
+        image_size=image_size,
+        seed=SEED,
+        start=start,
+        stop=stop,
+        rank=rank,
+        world_size=ranks,
+        micro_batch=data.global_batch // ranks // accumulation,
+        pin_memory=False,
+    ) as batches:
+        yield from batches
+
+
 @dataclass
 class Run:
-    """Settings of `data`, besides the number of workers."""
+    """A training of `GLOBAL_BATCH` images per step; `more`: further settings of `data`."""
 
     path: Path | str
-    image_size: int = 16
-    remote: dict[str, Any] = field(default_factory=dict)
-    mixture: list[dict[str, Any]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
-    unreadable: list[int] = field(default_factory=list)
-    """Numbers of samples substituted so far."""
 
     def settings(self, workers: int) -> DataSettings:
-        values = {
-            "path": str(self.path),
-            "global_batch": GLOBAL_BATCH,
-            "num_workers": workers,
-            "remote": self.remote,
-            "mixture": self.mixture,
-        }
+        values = {"path": str(self.path), "global_batch": GLOBAL_BATCH, "num_workers": workers}
         return DataSettings.model_validate(values | self.more)
 
     def batches(
-        self,
-        *,
-        ranks: int,
-        workers: int,
-        start: int,
-        stop: int,
-        accumulation: int = 1,
-        planned: int = 0,
+        self, *, ranks: int, workers: int, start: int, stop: int, accumulation: int = 1
     ) -> list[list[bytes]]:
         """Per global step the hash of each image with its label, in the order of positions.
 
-        planned: the step that the loader would go to, were it not left at `stop`; 0: `stop`.
-        Asserts that all ranks make equally many steps.
+        The loader is left two steps before its end. Asserts that all ranks make equally many steps.
         """
-        data = self.settings(workers)
+        micro_steps = (stop - start) * accumulation
+        span = {"start": start * GLOBAL_BATCH, "stop": (stop + 2) * GLOBAL_BATCH}
         per_rank = []
         for rank in range(ranks):
-            loader = training_batches(
-                open_training_set(data, seed=SEED),
-                settings=data,
-                image_size=self.image_size,
-                seed=SEED,
-                start=start * GLOBAL_BATCH,
-                stop=(planned or stop) * GLOBAL_BATCH,
-                rank=rank,
-                world_size=ranks,
-                micro_batch=GLOBAL_BATCH // ranks // accumulation,
-                pin_memory=False,
-            )
-            with loader as batches:
-                own = []
-                for batch in islice(batches, (stop - start) * accumulation):
-                    self.unreadable += [each.sample for each in batch.unreadable]
-                    images = zip(batch.images, batch.labels.tolist(), strict=True)
-                    own.append([_digest(image.numpy().tobytes(), label) for image, label in images])
-                per_rank.append(own)
-        micro_steps = (stop - start) * accumulation
+            layout = {"rank": rank, "ranks": ranks, "accumulation": accumulation}
+            micro_batches = rank_batches_of(self.settings(workers), **span, **layout)
+            per_rank.append([_digests(batch) for batch in islice(micro_batches, micro_steps)])
+            micro_batches.close()
         assert {len(own) for own in per_rank} == {micro_steps}
         whole = [[image for own in per_rank for image in own[i]] for i in range(micro_steps)]
         return [
             [image for micro in whole[i : i + accumulation] for image in micro]
             for i in range(0, micro_steps, accumulation)
         ]
+
+
+def _digests(batch: Batch) -> list[bytes]:
+    images = zip(batch.images, batch.labels.tolist(), strict=True)
+    return [hashlib.sha256(image.numpy().tobytes() + bytes([n])).digest() for image, n in images]
 
 
 def server_pid() -> int:
@@ -97,16 +95,3 @@ def worker_pids() -> list[int]:
     """The running loader workers of this process."""
     pid = server_pid()
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _digest(pixels: bytes, label: int) -> bytes:
-    return hashlib.sha256(pixels + bytes([label])).digest()
-
-
-def same_run(
-    run: Run, first: tuple[int, int], second: tuple[int, int], *, stop: int, steps: int
-) -> list[list[bytes]]:
-    """Batches of a run that stops after `stop` steps on one layout (ranks, workers) and resumes
-    on another."""
-    head = run.batches(ranks=first[0], workers=first[1], start=0, stop=stop)
-    return head + run.batches(ranks=second[0], workers=second[1], start=stop, stop=steps)

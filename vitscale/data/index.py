@@ -9,17 +9,17 @@ See docs/data_format.md.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import UserError
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.shards import RemoteFile, open_cache
+from vitscale.data.shards import RemoteFile, local_or_remote
 from vitscale.data.storage import Location, Url, is_url, location_of, read_range, size_of
 from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file
 
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
 # About 300,000 tars.
 MAX_MANIFEST_BYTES = 1 << 26
 MAX_SHOWN = 10
-FORMAT_VERSION = 2
+FORMAT_VERSION: Literal[2] = 2
 INDEX_NAME = "index.parquet"
 INFO_NAME = "_info.json"
 MANIFEST_NAME = "manifest.json"
 NO_LABEL = -1
 # Read by a training.
 COLUMNS = ("shard", "offset", "length", "label", "blake3")
+# Arrays of `SplitIndex` with one entry per sample.
+ARRAYS = ("shard_of", "offset", "length", "label", "hash_prefix")
 MAKE_SHARDS = (
     "python data_prep/make_shards.py --config configs/data/image_folder.yaml "
     "source.path=IMAGES output={folder}"
@@ -74,7 +76,7 @@ class SplitEntry:
 class Manifest:
     """Contents of manifest.json: what a shard folder holds."""
 
-    format_version: int
+    format_version: Literal[2]
     tool_version: str
     fingerprint: str
     """Hash over the fingerprints of all splits and the label map."""
@@ -121,12 +123,12 @@ class SplitIndex:
     fingerprint: str
     """Hash of this split's samples, labels, order and division into tars."""
     label_map_sha256: str
+    hash_prefix: np.ndarray
+    """uint64: first 8 bytes of each image's BLAKE3, little-endian."""
+    index_path: Path
+    """The local index.parquet, which has the keys."""
     stored: np.ndarray | None = None
     """Rows of the samples in the stored split; None: all rows, in order."""
-    hash_prefix: np.ndarray | None = None
-    """uint64: first 8 bytes of each image's BLAKE3, little-endian; None: not known."""
-    index_path: Path | None = None
-    """The local index.parquet, which has the keys; None: there is none."""
     entry_points: tuple[Path, ...] = ()
     """Files of the entry points of the images of each tar, which may be missing; empty: none."""
 
@@ -144,14 +146,10 @@ class SplitIndex:
         digest = hashlib.sha256(f"{self.fingerprint}\0{name}".encode()).hexdigest()
         return replace(
             self,
-            shard_of=self.shard_of[rows],
-            offset=self.offset[rows],
-            length=self.length[rows],
-            label=self.label[rows],
+            **{name: getattr(self, name)[rows] for name in ARRAYS},
             shard_lengths=tuple(lengths.tolist()),
             fingerprint=digest,
             stored=rows if self.stored is None else self.stored[rows],
-            hash_prefix=None if self.hash_prefix is None else self.hash_prefix[rows],
         )
 
 
@@ -181,24 +179,19 @@ def read_manifest(folder: Location | str) -> Manifest:
     path = location_of(folder) / MANIFEST_NAME
     if isinstance(path, Path):
         text = _local_manifest(path)
-    elif (num_bytes := size_of(path)) is not None:
-        text = read_range(path, offset=0, num_bytes=min(num_bytes, MAX_MANIFEST_BYTES))
     else:
-        next_step = "correct data.path; upload the whole shard folder, with index and manifest"
-        raise UserError("no such file", where=str(path), next_step=next_step)
+        text = read_range(path, offset=0, num_bytes=min(size_of(path), MAX_MANIFEST_BYTES))
     try:
-        raw = json.loads(text)
-        if raw["format_version"] == FORMAT_VERSION:
-            return _manifest_from_json(raw)
-        what = f"format version {raw['format_version']!r} is unknown"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"is not a valid manifest ({type(error).__name__}: {error})"
-    raise UserError(
-        what,
-        where=str(path),
-        allowed=f"format version {FORMAT_VERSION}",
-        next_step="install the vitscale version that wrote it, or make the shards again",
-    )
+        return TypeAdapter(Manifest).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"is not a valid manifest ({key}: {first['msg']})",
+            where=str(path),
+            allowed=f"format version {FORMAT_VERSION}",
+            next_step="install the vitscale version that wrote it, or make the shards again",
+        ) from None
 
 
 def _local_manifest(path: Path) -> bytes:
@@ -212,17 +205,6 @@ def _local_manifest(path: Path) -> bytes:
     else:
         what = f"is not a shard folder: it has no {MANIFEST_NAME}"
     raise UserError(what, where=str(folder), next_step=next_step.format(folder=folder))
-
-
-def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
-    splits = {
-        name: SplitEntry(
-            **entry | {"shards": tuple(ShardEntry(**each) for each in entry["shards"])}
-        )
-        for name, entry in raw["splits"].items()
-    }
-    known = {field.name: raw[field.name] for field in fields(Manifest) if field.name in raw}
-    return Manifest(**known | {"classes": tuple(raw["classes"]), "splits": splits})
 
 
 def read_split(
@@ -248,27 +230,18 @@ def read_split(
             next_step=f"set {key}" if key else None,
         )
     entry = manifest.splits[split]
-    root, index_path = location_of_tars(folder, manifest), folder / INDEX_NAME
-    if isinstance(root, Url) or isinstance(index_path, Url):
-        cache = open_cache(remote_settings or RemoteSettings())
-    if isinstance(index_path, Url):
-        remote = RemoteFile(index_path, manifest.index_bytes, manifest.index_blake3, cache)
-        index_path = remote.verified()
-    sizes, shards = {index_path: manifest.index_bytes}, list[Path | RemoteFile]()
-    for shard in entry.shards:
-        tar = root / shard.name
-        if isinstance(tar, Url):
-            shards.append(RemoteFile(tar, shard.bytes, shard.blake3, cache))
-        else:
-            shards.append(tar)
-            sizes[tar] = shard.bytes
-    if check_files and (wrong := [text for each in sizes.items() if (text := _wrong_size(*each))]):
-        raise UserError(
-            f"{len(wrong)} of {len(sizes)} files of split {split!r} cannot be used, such as\n"
-            + "\n".join(f"    {each}" for each in wrong[:MAX_SHOWN]),
+    root = location_of_tars(folder, manifest)
+    files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
+    files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
+    if check_files:
+        _check_sizes(
+            {place: size for place, size, _ in files if isinstance(place, Path)},
+            what=f"split {split!r}",
             where=str(folder),
-            next_step="copy the folder again, or make the shards again",
         )
+    index_path, *shards = local_or_remote(files, remote_settings or RemoteSettings())
+    if isinstance(index_path, RemoteFile):
+        index_path = index_path.verified()
     table = read_columns(index_path, split, list(COLUMNS))
     names = table.column("shard").combine_chunks()
     numbers = {shard.name: number for number, shard in enumerate(entry.shards)}
@@ -276,7 +249,7 @@ def read_split(
     shard_of = narrowed(np.array(found))[names.indices.to_numpy()]
     offset, length, label = (table.column(name).to_numpy() for name in COLUMNS[1:4])
     # Cheap enough for 14 million rows.
-    shard_bytes = np.array([shard.bytes for shard in entry.shards], dtype=np.int64)
+    shard_bytes = np.array([shard.bytes for shard in entry.shards])
     counts = np.bincount(shard_of[shard_of >= 0], minlength=len(entry.shards))
     low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, NO_LABEL + 1)
     agrees = (
@@ -316,14 +289,24 @@ def read_split(
     )
 
 
-def _wrong_size(path: Path, num_bytes: int) -> str | None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        return f"{path}: missing ({error.strerror})"
-    if found == num_bytes:
-        return None
-    return f"{path}: {found} bytes, but the manifest says {num_bytes}"
+def _check_sizes(sizes: dict[Path, int], *, what: str, where: str) -> None:
+    """Raise UserError that names the files that are missing or have another size."""
+    wrong = []
+    for path, num_bytes in sizes.items():
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            wrong.append(f"{path}: missing ({error.strerror})")
+        else:
+            if found != num_bytes:
+                wrong.append(f"{path}: {found} bytes, but the manifest says {num_bytes}")
+    if wrong:
+        raise UserError(
+            f"{len(wrong)} of {len(sizes)} files of {what} cannot be used, such as\n"
+            + "\n".join(f"    {each}" for each in wrong[:MAX_SHOWN]),
+            where=where,
+            next_step="copy the folder again, or make the shards again",
+        )
 
 
 def narrowed(values: np.ndarray) -> np.ndarray:
@@ -362,22 +345,11 @@ def read_columns(path: Path, split: str, columns: list[str]) -> pa.Table:
 # ---- keys ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenByKey:
-    """The samples of a split that a list of keys leaves."""
-
-    index: SplitIndex
-    sha256: str
-    """Hash of the chosen rows of the stored split; the same for every file that lists them."""
-    text: str
-    """How many, for people."""
-
-
-def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
-    """The samples of an index whose keys a text file lists, one per line.
+def choose_by_key(index: SplitIndex, path: str) -> tuple[SplitIndex, str, str]:
+    """The samples of an index whose keys a text file lists, one per line; a hash of their rows in
+    the stored split, the same for every file that lists them; and for people, how many they are.
 
     Keys stay Arrow strings, about 30 bytes each: as Python's 14 million would take 2 GB.
-
     Raises UserError if the file cannot be read, or no sample has one of its keys.
     """
     import pyarrow as pa
@@ -393,7 +365,6 @@ def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
         ) from None
     lines = pc.split_pattern(text, "\n").flatten()
     wanted = pc.unique(lines.filter(pc.not_equal(lines, "")))
-    assert index.index_path is not None
     keys = read_columns(index.index_path, index.split, ["key"]).column("key").cast(wanted.type)
     is_listed = pc.is_in(keys, value_set=wanted)
     stored = np.arange(len(keys)) if index.stored is None else index.stored
@@ -410,7 +381,7 @@ def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
     num_missing = len(wanted) - len(pc.unique(keys.filter(is_listed)))
     text = f"{len(rows):,} of {index.num_samples:,} samples by {len(wanted):,} keys"
     text += f"; {num_missing:,} keys are not in {index.split!r}" if num_missing else ""
-    return ChosenByKey(index.subset(rows, name=f"keys {digest}"), digest, text)
+    return index.subset(rows, name=f"keys {digest}"), digest, text
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
@@ -422,10 +393,7 @@ def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = index.index_path
-    if path is None:
-        raise UserError("has no keys", where=str(index.folder))
-    rows = np.asarray(samples, np.int64)
+    path, rows = index.index_path, np.asarray(samples, np.int64)
     rows = rows if index.stored is None else index.stored[rows].astype(np.int64)
     found: dict[int, str] = {}
     try:

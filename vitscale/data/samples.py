@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -251,20 +252,16 @@ class StreamedSamples(Samples):
         """Write the next image of this process into `out`, uint8 [3, rows, columns].
 
         position: keys the augmentation. Returns the label, and the samples that were skipped.
-        Raises UserError if nothing can be read, or for a label outside the classes.
+        Raises UserError if none of several can be decoded, or for a damaged tar or wrong label.
         """
         epoch, number = divmod(position, self.num_samples)
         unreadable: list[Unreadable] = []
-        while len(unreadable) <= MAX_SUBSTITUTES:
-            sample = next(self._samples)
-            error = sample.error
-            if error is None:
-                try:
-                    self.augmentation.write(sample.image, Draw(0, epoch, number, 0), out)
-                    return sample.label, unreadable
-                except (OSError, ValueError) as caught:
-                    error = str(caught)
-            unreadable.append(Unreadable(0, number, sample.tar, error, sample.key))
+        for tar, key, image, label in islice(self._samples, MAX_SUBSTITUTES + 1):
+            try:
+                self.augmentation.write(image, Draw(0, epoch, number, 0), out)
+                return label, unreadable
+            except (OSError, ValueError) as error:
+                unreadable.append(Unreadable(0, number, tar, str(error), key))
         raise UserError(
             f"{len(unreadable)} samples in a row cannot be read, the last: {unreadable[-1].error}",
             where=unreadable[-1].shard,

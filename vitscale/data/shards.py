@@ -22,25 +22,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
 
 import blake3
 
 from vitscale.config.errors import UserError, not_written
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.storage import Url, read_range
+from vitscale.data.storage import Location, Url, read_chunks
 from vitscale.distributed.atomic_files import blake3_of_file
 
 MAX_OPEN_SHARDS = 64
 # Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
 # errors (stale handle, no memory, too many open files, ...) are transient.
 DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
-CHUNK_BYTES = 8 << 20
 # Bytes that are wrong this often are damaged: where they are stored, or in their index.
 DAMAGED_READS = 3
 # A prefetch evicts no shard that was used this recently: it may be one of the current block.
 IDLE_S = 60.0
+# A part that grew no more for this long has no process that fetches it.
+ABANDONED_S = 600.0
 # Resolution of the last use.
 TOUCH_S = 1.0
 # Other files in the folder are neither counted nor touched.
@@ -95,10 +96,19 @@ class RemoteFile:
     def __str__(self) -> str:
         return self.url.text
 
-    def path(self) -> Path:
-        """Local path; the file is fetched if it is missing, once for all processes."""
+    def path(self, *, ahead: bool = False) -> Path:
+        """Local path; the file is fetched if it is missing, once for all processes.
+
+        ahead: evict nothing in use, and raise UserError if another process is fetching it.
+        """
+        assert _OURS.fullmatch(self.blake3_hex), self.blake3_hex
+        final = self.cache.folder / self.blake3_hex
+        if final.exists():
+            return final
         try:
-            return self.cache.fetch(self)
+            with self.cache.locked(self.blake3_hex[:2], wait=not ahead):
+                if not final.exists():  # not fetched meanwhile
+                    self._fetch(final, idle_s=IDLE_S if ahead else 0.0)
         except OSError as error:
             raise UserError(
                 f"{self.url} cannot be kept there ({error.strerror or error})",
@@ -106,6 +116,7 @@ class RemoteFile:
                 next_step="free space, raise data.remote.cache_gib, or choose another disk with "
                 "data.remote.cache_path",
             ) from None
+        return final
 
     def verified(self) -> Path:
         """Like `path`; a file that was there already is hashed, and fetched again if damaged."""
@@ -132,6 +143,33 @@ class RemoteFile:
             path.unlink(missing_ok=True)
         raise OSError("its bytes do not have the hash in the index")
 
+    def _fetch(self, final: Path, *, idle_s: float) -> None:
+        partial = final.with_suffix(".part")
+        try:
+            with open(partial, "wb") as out:
+                self.cache.reserve(out, num_bytes=self.num_bytes, idle_s=idle_s)
+                self._copy(out)
+            with self.cache.locked("space"):  # a process that counts the files would miss this one
+                os.rename(partial, final)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def _copy(self, out: BufferedWriter) -> None:
+        for _ in range(DAMAGED_READS):
+            digest = blake3.blake3()
+            out.seek(0)
+            for data in read_chunks(self.url, self.num_bytes):
+                digest.update(data)
+                out.write(data)
+            if digest.hexdigest() == self.blake3_hex:
+                return
+        raise UserError(
+            "cannot be read: its bytes do not have the hash of the manifest",
+            where=str(self.url),
+            next_step="upload it again; make the shards again if the local copy is damaged too",
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ShardCache:
@@ -140,68 +178,37 @@ class ShardCache:
     folder: Path
     max_bytes: int
 
-    def fetch(self, file: RemoteFile, *, ahead: bool = False) -> Path:
-        """Local path of a file. Raises OSError if the disk is full.
+    def reserve(self, out: BufferedWriter, *, num_bytes: int, idle_s: float) -> None:
+        """Extend a file to its full length, after evicting as many others as necessary.
 
-        ahead: evict nothing in use; BlockingIOError if another process is fetching the file.
+        idle_s: how long those have not been used. Raises OSError if there is no space.
         """
-        assert _OURS.fullmatch(file.blake3_hex), file.blake3_hex
-        final = self.folder / file.blake3_hex
-        partial = final.with_suffix(".part")
-        if final.exists():
-            return final
-        with self._locked(file.blake3_hex, wait=not ahead):
-            if final.exists():  # fetched meanwhile
-                return final
-            try:
-                with open(partial, "wb", buffering=0) as out:
-                    idle_s = IDLE_S if ahead else 0.0
-                    self._reserve(out, num_bytes=file.num_bytes, idle_s=idle_s)
-                    _copy(file, out)
-                with self._locked("space"):  # a process that counts the files would miss this one
-                    os.rename(partial, final)
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
-        return final
-
-    def _reserve(self, out: FileIO, *, num_bytes: int, idle_s: float) -> None:
-        """Extend a file to its full length, after evicting as many others as necessary."""
-        with self._locked("space"):
-            used, complete = 0, []
+        with self.locked("space"):
+            used, evictable, now = 0, [], time.time()
             for entry in list(os.scandir(self.folder)):
                 ours = _OURS.fullmatch(entry.name)
-                if not ours or (ours["part"] and self._removed_as_abandoned(entry)):
-                    continue
-                with suppress(FileNotFoundError):  # just removed as damaged
-                    stat = entry.stat()
-                    used += stat.st_size
-                    if not ours["part"] and time.time() - stat.st_mtime >= idle_s:
-                        complete.append((stat.st_mtime, stat.st_size, entry.path))
-            complete.sort(reverse=True)
+                if ours:
+                    with suppress(FileNotFoundError):  # just removed as damaged
+                        stat = entry.stat()
+                        used += stat.st_size
+                        if now - stat.st_mtime >= (ABANDONED_S if ours["part"] else idle_s):
+                            evictable.append((stat.st_mtime, stat.st_size, entry.path))
+            evictable.sort(reverse=True)
             excess = used + num_bytes - self.max_bytes
-            if excess > sum(size for _, size, _ in complete):
+            if excess > sum(size for _, size, _ in evictable):
                 raise OSError(errno.ENOSPC, f"no space for {num_bytes} bytes")
             while excess > 0:
-                _, size, path = complete.pop()
+                _, size, path = evictable.pop()
                 excess -= size
                 Path(path).unlink(missing_ok=True)
             out.truncate(num_bytes)
 
-    def _removed_as_abandoned(self, entry: os.DirEntry[str]) -> bool:
-        """Remove a part that no process is fetching; ours is locked by another descriptor."""
-        with suppress(OSError), self._locked(entry.name, wait=False):
-            os.unlink(entry.path)
-            return True
-        return False
-
     @contextmanager
-    def _locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
-        """Lock `space`, or the files whose hash begins alike; else there would be many locks.
+    def locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
+        """Lock `space`, or the files whose hash begins with `name`; a lock each would be many.
 
         Raises BlockingIOError if another process has the lock.
         """
-        name = name if name == "space" else name[:2]
         with open(self.folder / f"{name}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             try:
@@ -211,24 +218,22 @@ class ShardCache:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _copy(file: RemoteFile, out: FileIO) -> None:
-    """Write the bytes of a remote file. Raises UserError if their hash is wrong."""
-    for _ in range(DAMAGED_READS):
-        digest = blake3.blake3()
-        out.seek(0)
-        for offset in range(0, file.num_bytes, CHUNK_BYTES):
-            num_bytes = min(CHUNK_BYTES, file.num_bytes - offset)
-            data = read_range(file.url, offset=offset, num_bytes=num_bytes)
-            digest.update(data)
-            while data:
-                data = data[out.write(data) :]
-        if digest.hexdigest() == file.blake3_hex:
-            return
-    raise UserError(
-        "cannot be read: its bytes do not have the hash of the manifest",
-        where=str(file.url),
-        next_step="upload it again; make the shards again if the local copy is damaged too",
-    )
+def local_or_remote(
+    files: Sequence[tuple[Location, int, str]], settings: RemoteSettings
+) -> list[Path | RemoteFile]:
+    """Paths as they are; URLs with size, BLAKE3 and the cache, which one needs.
+
+    Raises UserError if no folder for it is set, or it cannot be written.
+    """
+    cache: ShardCache | None = None
+    found: list[Path | RemoteFile] = []
+    for place, num_bytes, blake3_hex in files:
+        if isinstance(place, Url):
+            cache = cache or open_cache(settings)
+            found.append(RemoteFile(place, num_bytes, blake3_hex, cache))
+        else:
+            found.append(place)
+    return found
 
 
 def open_cache(settings: RemoteSettings) -> ShardCache:
@@ -244,7 +249,7 @@ def open_cache(settings: RemoteSettings) -> ShardCache:
     made = ShardCache(folder, max_bytes=int(settings.cache_gib * 2**30))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with made._locked("space"):
+        with made.locked("space"):
             return made
     except OSError as error:
         raise not_written(error, key="data.remote.cache_path", path=str(folder)) from None
@@ -269,5 +274,5 @@ def _fetch_all(files: Sequence[RemoteFile]) -> None:
     for file in files:
         # Another process fetches it, all shards are in use, or the storage gives no answer:
         # whoever reads the shard fetches it, and names what is wrong.
-        with suppress(OSError, UserError):
-            file.cache.fetch(file, ahead=True)
+        with suppress(UserError):
+            file.path(ahead=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,13 +25,13 @@ from vitscale.config.redaction import redact_queries
 # Time limit of one read, retries included, after which the run ends; of one request.
 PATIENCE_S, REQUEST_S = 120.0, 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+CHUNK_BYTES = 8 << 20
 # Scheme -> optional package that it needs.
 SCHEMES: dict[str, str | None] = {
     "http": None,
     "https": None,
     "s3": "s3fs",
     "gs": "gcsfs",
-    "memory": None,
 }
 _PLAIN = re.compile(
     rf"((?:{'|'.join(SCHEMES)})://[A-Za-z0-9._~:-]+|file://)(/[A-Za-z0-9._~%+=,@!:/ -]*)?"
@@ -95,59 +95,73 @@ def location_of(place: Location | str, *, where: str = "data.path") -> Location:
 T = TypeVar("T")
 
 
-def read_range(url: Url, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes of one range. Raises StorageError."""
+class MissingError(UserError):
+    """There is no such file, which no retry changes."""
 
-    def attempt() -> bytes:
-        data = bytes(_call(url, "cat_file", start=offset, end=offset + num_bytes))
+
+def read_range(url: Url, *, offset: int, num_bytes: int) -> bytes:
+    """Bytes of one range. Raises StorageError or MissingError, as all that read here."""
+
+    def whole(data: bytes) -> bytes:
         if len(data) != num_bytes:
             raise OSError(
                 f"sends {len(data)} instead of {num_bytes} bytes from {offset} on; a server must "
                 "support range requests"
             )
-        return data
+        return bytes(data)
 
-    return _retried(attempt, url) if num_bytes else b""
+    return _ask(url, "cat_file", whole, start=offset, end=offset + num_bytes) if num_bytes else b""
 
 
-def size_of(url: Url) -> int | None:
-    """Size of a file in bytes; None: no such file. Raises StorageError."""
+def read_chunks(url: Url, num_bytes: int) -> Iterator[bytes]:
+    """The first bytes of a file, in parts that are each tried again."""
+    for offset in range(0, num_bytes, CHUNK_BYTES):
+        yield read_range(url, offset=offset, num_bytes=min(CHUNK_BYTES, num_bytes - offset))
 
-    def attempt() -> int | None:
-        try:
-            found = _call(url, "info")["size"]
-        except FileNotFoundError:
-            return None
-        if found is None:
+
+def size_of(url: Url) -> int:
+    """Size of a file in bytes."""
+
+    def known(info: dict[str, Any]) -> int:
+        if info["size"] is None:
             raise OSError("the server does not send the size of the file")
-        return int(found)
+        return int(info["size"])
 
-    return _retried(attempt, url)
+    return _ask(url, "info", known)
 
 
 def names_below(folder: Url) -> list[str]:
-    """Names of the files directly below a URL. Raises StorageError."""
-    found = _retried(lambda: _call(folder, "ls", detail=True), folder)
+    """Names of the files directly below a URL."""
+    found = _ask(folder, "ls", list, detail=True)
     return [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
 
 
-def _retried(attempt: Callable[[], T], url: Url) -> T:
-    """Raises StorageError after `PATIENCE_S`; at once where the file is refused or missing."""
+def _ask(url: Url, method: str, use: Callable[[Any], T], **arguments: Any) -> T:
+    """What `use` makes of the answer of the URL's file system; both are tried again.
+
+    Raises StorageError after `PATIENCE_S`, or at once if refused; MissingError for no such file.
+    """
     pause_s, tries = FIRST_PAUSE_S, 0
-    _filesystem(url.scheme, os.getpid())  # not counted: the first call imports a lot
+    filesystem = _filesystem(url.scheme, os.getpid())  # not counted: the first imports a lot
     start, text = time.monotonic(), "no answer"
     while True:
         tries += 1
         try:
-            return attempt()
+            # timeout: of fsspec's event loop
+            return use(getattr(filesystem, method)(url.text, timeout=REQUEST_S, **arguments))
         except Exception as error:  # every backend has its own kinds
+            cause: BaseException = error
+            if isinstance(error, FileNotFoundError):  # fsspec's for any HTTP failure
+                cause = error.__cause__ or error
+            status = getattr(cause, "status", None)
             # A timeout has no text: keep the last error that has one.
-            if str(error):
-                text = redact_queries(f"{type(error).__name__}: {error}")
+            if str(cause):
+                text = redact_queries(f"{type(cause).__name__}: {cause}")
             spent_s = time.monotonic() - start
-            is_final = isinstance(error, FileNotFoundError | PermissionError)
-            if is_final or _status(error) in (401, 403) or spent_s + pause_s > PATIENCE_S:
-                raise StorageError(
+            is_missing = isinstance(error, FileNotFoundError) and status in (None, 404, 410)
+            is_refused = isinstance(error, PermissionError) or status in (401, 403)
+            if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
+                raise (MissingError if is_missing else StorageError)(
                     f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
                     where=str(url),
                     next_step="check address, network and credentials, then run the same command "
@@ -156,24 +170,6 @@ def _retried(attempt: Callable[[], T], url: Url) -> T:
         # System randomness: workers are forks of one server and would pause equally long.
         time.sleep(pause_s * SystemRandom().uniform(0.5, 1.5))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
-def _status(error: BaseException) -> object:
-    """The HTTP status of an error, if it has one."""
-    return getattr(error, "status", None)
-
-
-def _call(url: Url, method: str, **arguments: Any) -> Any:
-    """The result of a method of the URL's file system."""
-    if url.scheme != "memory":
-        arguments["timeout"] = REQUEST_S  # of fsspec's event loop
-    try:
-        return getattr(_filesystem(url.scheme, os.getpid()), method)(url.text, **arguments)
-    except FileNotFoundError as error:
-        # fsspec raises it for any HTTP failure; the cause has the status.
-        if (cause := error.__cause__) is not None and _status(cause) not in (404, 410):
-            raise cause from None
-        raise
 
 
 @cache

@@ -17,7 +17,6 @@ import numpy as np
 from vitscale.config.errors import UserError, nearest
 from vitscale.data.index import (
     MANIFEST_NAME,
-    ChosenByKey,
     SplitIndex,
     choose_by_key,
     read_manifest,
@@ -48,6 +47,8 @@ class TrainingSet:
     """The samples that `data.dev_percent` holds out; no part has them."""
     key_hash: str | None = None
     """Hash of the rows that `only_keys` chose; None: not set."""
+    keys_text: str | None = None
+    """How many samples `only_keys` chose, for people."""
     tars: tuple[Path, ...] = ()
     """With `reader: webdataset`."""
 
@@ -71,7 +72,7 @@ def open_training_set(
             check_files=check_files,
         )
 
-    whole, chosen = select(read(settings.path, "data"), settings)
+    whole, key_hash, keys_text = _selected(read(settings.path, "data"), settings)
     first, dev = whole, None
     if num_dev := settings.num_dev(whole.num_samples):
         # The tail is held out, as the ViT paper's code cuts it.
@@ -111,7 +112,8 @@ def open_training_set(
         parts=tuple(parts),
         order=order,
         dev=dev,
-        key_hash=None if chosen is None else chosen.sha256,
+        key_hash=key_hash,
+        keys_text=keys_text,
     )
 
 
@@ -151,9 +153,11 @@ def _streamed_set(settings: DataSettings) -> TrainingSet:
     )
 
 
-def select(index: SplitIndex, settings: DataSettings) -> tuple[SplitIndex, ChosenByKey | None]:
-    """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split, and what
-    `only_keys` did."""
+def _selected(
+    index: SplitIndex, settings: DataSettings
+) -> tuple[SplitIndex, str | None, str | None]:
+    """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split; hash and
+    text of the last."""
     if settings.first_percent < 100:
         num = settings.num_first(index.num_samples)
         index = index.subset(np.arange(num), name=f"first {num}")
@@ -177,9 +181,8 @@ def select(index: SplitIndex, settings: DataSettings) -> tuple[SplitIndex, Chose
             )
         index = index.subset(rows, name=f"labels {sorted(set(labels))}")
     if settings.only_keys is None:
-        return index, None
-    by_key = choose_by_key(index, settings.only_keys)
-    return by_key.index, by_key
+        return index, None, None
+    return choose_by_key(index, settings.only_keys)
 
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:

@@ -24,7 +24,6 @@ from braceexpand import braceexpand
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
-from vitscale.data.shards import DATA_LOSS_ERRNOS
 from vitscale.distributed.random_numbers import permutation, stream_key
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
@@ -38,13 +37,12 @@ MAX_TARS = 1_000_000
 
 
 class TarSample(NamedTuple):
-    """One sample as stored, or a part of a tar that cannot be used, and why."""
+    """One sample as stored."""
 
     tar: str
     key: str
-    image: bytes = b""
-    label: int = NO_LABEL
-    error: str | None = None
+    image: bytes
+    label: int
 
 
 def tar_samples(
@@ -61,7 +59,7 @@ def tar_samples(
 
     num_classes: 0 without labels. start: position of training where the stream begins; the order
     depends on it. process: number of this one among the loader processes of all ranks.
-    Raises UserError for a tar that cannot be read, or a label outside the classes.
+    Raises UserError for a tar that is damaged or has no samples, or a label outside the classes.
     """
     import webdataset as wds
 
@@ -77,62 +75,41 @@ def tar_samples(
 
 
 def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
-    """The samples of a tar, then what is wrong with it."""
     from webdataset.tariterators import group_by_keys, tar_file_expander
 
-    problems = []
-
-    def note_damage(error: Exception) -> bool:
-        """Continue with what can be read; outages and defects are raised."""
-        is_damage = isinstance(error, ValueError | tarfile.TarError)
-        if isinstance(error, OSError):
-            is_damage = error.errno in (None, *DATA_LOSS_ERRNOS)
-        if not is_damage:
-            raise error
-        text = getattr(error, "strerror", None) or str(error.args[0] if error.args else error)
-        problems.append(f"damaged: {text}")
-        return True
-
-    found = False
+    sample = None
     try:
         with open(tar, "rb") as file:
             members = tar_file_expander(
                 [{"url": str(tar), "stream": file}],
-                handler=note_damage,
                 select_files=lambda name: name.lower().endswith(WANTED),
             )
-            for group in group_by_keys(members, handler=note_damage):
-                yield _sample(group, num_classes=num_classes)
-                found = True
-    except OSError as error:
+            for sample in group_by_keys(members):
+                found = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
+                label = _label(sample, num_classes=num_classes) if num_classes else NO_LABEL
+                yield TarSample(str(tar), sample["__key__"], found[0] if found else b"", label)
+        if sample is None:
+            raise ValueError(f"no members {', '.join(WANTED)}")
+    except UserError:
+        raise
+    except (OSError, ValueError, tarfile.TarError) as error:
         raise UserError(
-            f"cannot be read ({error.strerror})",
+            f"cannot be read ({getattr(error, 'strerror', None) or error.args[0]})",
             where=str(tar),
-            next_step="check the storage, then run the same command again",
+            next_step="check data.train_split and the storage; data_prep/index_shards.py makes an "
+            "index of what can be read",
         ) from None
-    if not found and not problems:
-        problems.append(f"no members {', '.join(WANTED)}; check data.train_split")
-    if problems:
-        yield TarSample(str(tar), "after the last", error=problems[0])
 
 
-def _sample(members: dict[str, Any], *, num_classes: int) -> TarSample:
+def _label(sample: dict[str, Any], *, num_classes: int) -> int:
     """Raises UserError for a label outside the classes."""
-    key, tar = members["__key__"], members["__url__"]
-    image = next((members[suffix] for suffix in IMAGE_SUFFIXES if suffix in members), None)
-    if image is None:
-        return TarSample(tar, key, error="no image")
-    if not num_classes:
-        return TarSample(tar, key, image)
-    if LABEL_SUFFIX not in members:
-        return TarSample(tar, key, error=f"no member .{LABEL_SUFFIX}")
-    value = members[LABEL_SUFFIX][:MAX_LABEL_BYTES].decode("utf-8", errors="replace").strip()
+    value = sample.get(LABEL_SUFFIX, b"")[:MAX_LABEL_BYTES].decode(errors="replace").strip()
     if value.isdecimal() and int(value) < num_classes:
-        return TarSample(tar, key, image, int(value))
+        return int(value)
     raise UserError(
-        f"sample {key!r} has label {value[:60]!r}",
-        where=tar,
-        allowed=f"0 to {num_classes - 1}",
+        f"sample {sample['__key__']!r} has label {value[:60]!r}",
+        where=sample["__url__"],
+        allowed=f"0 to {num_classes - 1} in a member .{LABEL_SUFFIX}",
         next_step="correct data.webdataset.num_classes, or make an index with "
         "data_prep/index_shards.py",
     )

@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.loader_runs import worker_pids
+from tests.support.loader_runs import rank_batches_of, worker_pids
 from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError, WorkerError
 from vitscale.data import loader as loader_module
 from vitscale.data.index import read_split, sample_keys
-from vitscale.data.loader import Batch, open_batches, training_batches
+from vitscale.data.loader import Batch, open_batches
 from vitscale.data.samples import Samples, Unreadable
 from vitscale.data.settings import DataSettings
-from vitscale.data.training_set import open_training_set
 from vitscale.distributed.processes import is_alive
 
 NUM = 60
@@ -48,20 +47,7 @@ def batches(shards: Path, *, workers: int, ranks: int = 1, steps: int = 10) -> I
     """All ranks' batches, one rank after the other."""
     data = DataSettings(path=str(shards), global_batch=12, num_workers=workers)
     for rank in range(ranks):
-        loader = training_batches(
-            open_training_set(data, seed=0),
-            settings=data,
-            image_size=16,
-            seed=0,
-            start=0,
-            stop=12 * steps,
-            rank=rank,
-            world_size=ranks,
-            micro_batch=12 // ranks,
-            pin_memory=False,
-        )
-        with loader as found:
-            yield from found
+        yield from rank_batches_of(data, stop=12 * steps, rank=rank, ranks=ranks)
 
 
 def test_the_substitute_is_the_same_on_every_layout(shards: Path) -> None:

@@ -38,17 +38,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 def run_of(folders: Folders, which: str) -> Run:
     if which == "plain":
-        return Run(path=folders[0])
+        return Run(folders[0])
     more: dict[str, Any] = {
         "views": 2,
         "first_percent": 80,
+        "mixture": [{"path": str(folders[1]), "share": 0.3}],
         "augment": {
             "randaugment": {"magnitude": 9, "policy": "timm"},
             "erasing": {"probability": 0.5, "mode": "pixel"},
         },
     }
-    second = {"path": str(folders[1]), "share": 0.3}
-    return Run(path=folders[0], mixture=[second], more=more)
+    return Run(folders[0], more)
 
 
 @pytest.mark.parametrize("which", SETS)
@@ -86,9 +86,7 @@ def test_a_run_resumed_on_another_layout_is_the_same_run(
     random = CounterRandom(stream_key("layouts", which))
     stops = {layout: 1 + int(random.uniform() * (STEPS - 1)) for layout in layouts}
     heads = {
-        (ranks, workers): run.batches(
-            ranks=ranks, workers=workers, start=0, stop=STEPS, planned=STEPS + 2
-        )
+        (ranks, workers): run.batches(ranks=ranks, workers=workers, start=0, stop=STEPS)
         for ranks, workers in layouts
     }
     tails = {
@@ -101,7 +99,7 @@ def test_a_run_resumed_on_another_layout_is_the_same_run(
 
 
 def test_accumulation_does_not_change_the_global_batch(folders: Folders) -> None:
-    run = Run(path=folders[0])
+    run = Run(folders[0])
     whole = run.batches(ranks=2, workers=0, start=0, stop=2)
     for accumulation in (2, 3, 4):
         assert whole == run.batches(ranks=2, workers=1, start=0, stop=2, accumulation=accumulation)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from tests.support.golden import Golden
+from tests.support.loader_runs import SEED, rank_batches_of
 from tests.support.runs import OTHER_SHARDS, SHARDS, TINY, make_shards
-from vitscale.data.loader import Batch, evaluation_batches, training_batches
+from vitscale.data.loader import Batch, evaluation_batches
 from vitscale.data.mixing import mix_batch
 from vitscale.data.settings import DataSettings
-from vitscale.data.training_set import open_training_set, open_val_split
+from vitscale.data.training_set import open_val_split
 
-BATCH, BATCHES, SIZE, SEED = 8, 3, 8, 7
+BATCH, BATCHES, SIZE = 8, 3, 8
 TRAINING: dict[str, dict[str, Any]] = {
     "plain": {"crop": "plain", "interpolation": "bicubic", "antialias": True},
     "augreg": {
@@ -67,30 +68,17 @@ def stored_shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> N
 @pytest.mark.parametrize("name", TRAINING)
 def test_training(golden: Golden, name: str) -> None:
     data = settings(TRAINING[name])
-    loader = training_batches(
-        open_training_set(data, seed=SEED),
-        settings=data,
-        image_size=SIZE,
-        seed=SEED,
-        start=0,
-        stop=BATCHES * BATCH,
-        rank=0,
-        world_size=1,
-        micro_batch=BATCH,
-        pin_memory=False,
-    )
     found: list[dict[str, Any]] = []
-    with loader as batches:
-        for step, batch in enumerate(batches):
-            found.append({"images": rows(batch)})
-            if data.mixing is not None:
-                first = step * BATCH
-                mixed = mix_batch(batch, data.mixing, seed=SEED, step=step, first_position=first)
-                assert mixed.mixed_labels is not None and mixed.mix_lambda is not None
-                found[-1]["mixed_labels"] = mixed.mixed_labels.tolist()
-                found[-1]["mix_lambda"] = mixed.mix_lambda.tolist()
-                # Mixed pixels are not whole numbers, and processors round them differently.
-                found[-1]["mixed_mean"] = mixed.images.mean(dim=(1, 2, 3)).tolist()
+    for step, batch in enumerate(rank_batches_of(data, stop=BATCHES * BATCH, image_size=SIZE)):
+        found.append({"images": rows(batch)})
+        if data.mixing is not None:
+            first = step * BATCH
+            mixed = mix_batch(batch, data.mixing, seed=SEED, step=step, first_position=first)
+            assert mixed.mixed_labels is not None and mixed.mix_lambda is not None
+            found[-1]["mixed_labels"] = mixed.mixed_labels.tolist()
+            found[-1]["mix_lambda"] = mixed.mix_lambda.tolist()
+            # Mixed pixels are not whole numbers, and processors round them differently.
+            found[-1]["mixed_mean"] = mixed.images.mean(dim=(1, 2, 3)).tolist()
     golden.json(f"training/batches/{name}.json", found, rel=1e-5)
 
 
