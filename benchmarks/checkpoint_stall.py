@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -191,7 +192,7 @@ def timed_our_save(store: CheckpointStore, loop: EngineLoop, *, step: int) -> di
     stall, busy = time.perf_counter() - start, time.thread_time() - busy
     first, waited, waited_busy = train_step(loop, store)
     added, meanwhile = slowest(stall + first - quiet), []
-    while not all(gather_objects(store.finished())):
+    while not all(gather_objects(not is_saving())):
         meanwhile.append(train_step(loop, store)[0])
     committed = slowest(time.perf_counter() - start)
     store.wait()
@@ -203,6 +204,10 @@ def timed_our_save(store: CheckpointStore, loop: EngineLoop, *, step: int) -> di
         "committed": committed,
         "step ratio": median(meanwhile) / quiet if meanwhile else float("nan"),
     }
+
+
+def is_saving() -> bool:
+    return any(thread.name == "save" for thread in threading.enumerate())
 
 
 def check_last_save(store: CheckpointStore, loop: EngineLoop, *, step: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.results import Row, as_rows, text_table, write_results
 from finetune.settings import EvaluateRun
-from vitscale.checkpoint.store import run_folder_lock
+from vitscale.checkpoint.run_lock import run_folder_lock
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split

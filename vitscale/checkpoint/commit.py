@@ -26,23 +26,22 @@ from typing import Any, TypeVar
 
 from vitscale.checkpoint.folders import (
     MANIFEST,
+    Gather,
     Listing,
     check_sizes,
     looks_whole,
     manifest_text,
-    read_checkpoint,
+    only_this_rank,
     step_folder,
     step_folders,
     step_of,
-    verify_files,
+    verify_file,
 )
-from vitscale.config.errors import PeerLostError, StorageError, UserError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
 from vitscale.distributed.retry import retried
 
 T = TypeVar("T")
-Gather = Callable[[Any], list[Any]]
-"""The values of all ranks, in their order, on every rank. Raises when a rank is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Save:
     checkpoints: Path
     step: int
     attempt: str
-    """The same on all ranks, and never used before."""
+    """The same on all ranks, and not of an earlier save of this step."""
     rank: int
     keep: int
     progress: Mapping[str, Any]
@@ -66,10 +65,6 @@ class Save:
     def final(self) -> Path:
         return step_folder(self.checkpoints, self.step)
 
-    @property
-    def file_name(self) -> str:
-        return f"rank-{self.rank:05d}.safetensors"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
@@ -82,72 +77,63 @@ class Commit:
 
 
 def commit_save(
-    save: Save,
-    pieces: Iterable[bytes | memoryview],
-    *,
-    gather: Gather = lambda value: [value],
+    save: Save, pieces: Iterable[bytes | memoryview], *, gather: Gather = only_this_rank
 ) -> Commit:
     """Write this rank's tensors and commit the step once all ranks have.
 
-    Every rank gathers twice, also after an error, so no rank waits for one that failed.
-    Raises StorageError, the same on all ranks, when a disk fails.
+    Every rank gathers twice, also after a UserError, so no rank waits for one that failed.
+    Raises StorageError when a disk fails, or what `pieces` raises, the same on all ranks.
     """
-    share, defect = _result_of(save, lambda: _write_share(save, pieces))
-    shares = gather(share)
+    shares = gather(_result_of(save, lambda: _write_share(save, pieces)))
     warnings: list[str] | UserError = []
     if save.rank == 0:
-        warnings, own_defect = _result_of(save, lambda: _finish(save, shares))
-        defect = defect or own_defect
+        warnings = _result_of(save, lambda: _finish(save, shares))
         if isinstance(warnings, UserError):
             _remove([save.temporary])
     warnings = gather(warnings)[0]
-    if defect is not None:
-        raise defect
     if isinstance(warnings, UserError):
         raise warnings
     return Commit(folder=save.final, step=save.step, warnings=tuple(warnings))
 
 
-def _result_of(save: Save, work: Callable[[], T]) -> tuple[T | UserError, Exception | None]:
-    """The result or error for all ranks, and a defect of this code for this rank to raise."""
+def _result_of(save: Save, work: Callable[[], T]) -> T | UserError:
+    """The result, or the error that all ranks raise."""
     try:
-        return work(), None
+        return work()
     except UserError as error:
-        return error, None
+        return error
     except OSError as error:
         return StorageError(
             f"checkpoint cannot be written ({error.strerror})",
             where=str(error.filename or save.checkpoints),
             next_step="free space or set output, then rerun the same command; committed "
             "checkpoints are untouched",
-        ), None
-    except Exception as error:
-        what = f"checkpoint of step {save.step}: {type(error).__name__}: {error}"
-        return PeerLostError(what), error
+        )
 
 
 def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Listing:
     if save.rank == 0:
         # First: the remains of a killed save may fill the disk.
         _remove(_leftovers(save))
-    whole = list(pieces)
+    name = f"rank-{save.rank:05d}.safetensors"
+    written = _write(save, name, list(pieces))
+    # Every rank its own file: one rank would take hours for those of hundreds.
+    verify_file(save.temporary, name, written, from_disk=True)
+    return {name: written}
+
+
+def _write(save: Save, name: str, pieces: list[bytes | memoryview]) -> dict[str, Any]:
+    """Write a file of the temporary folder, several times if storage fails for a moment."""
+    path = save.temporary / name
 
     def write() -> tuple[int, str]:
         make_folders(save.checkpoints)
         save.temporary.mkdir(exist_ok=True)
-        return _write_again(save.temporary / save.file_name, whole)
+        path.unlink(missing_ok=True)  # a part of it, after a failure
+        return write_new_file(path, pieces)
 
     num_bytes, content = retried(write)
-    listing = {save.file_name: {"bytes": num_bytes, "blake3": content}}
-    # Every rank its own file: one rank would take hours for those of hundreds.
-    verify_files(save.temporary, listing, from_disk=True)
-    return listing
-
-
-def _write_again(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """`write_new_file`, in place of what an attempt before has left."""
-    path.unlink(missing_ok=True)
-    return write_new_file(path, pieces)
+    return {"bytes": num_bytes, "blake3": content}
 
 
 def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
@@ -162,23 +148,11 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
     text = manifest_text(
         step=save.step, files=files, progress=save.progress, description=save.description
     )
-    retried(lambda: _write_again(save.temporary / MANIFEST, [text.encode()]))
-    if _is_committed(save):
-        _remove([save.temporary])
-    else:
-        _set_aside(save.final)
-        commit_folder(save.temporary, save.final)
+    _write(save, MANIFEST, [text.encode()])
+    # A step that exists is damaged: the run has resumed from an older one.
+    _set_aside(save.final)
+    commit_folder(save.temporary, save.final)
     return _prune(save)
-
-
-def _is_committed(save: Save) -> bool:
-    """Whether this step exists and is valid; then it stays, since during a replacement neither
-    would exist."""
-    try:
-        read_checkpoint(save.final)
-    except UserError:
-        return False
-    return True
 
 
 def _set_aside(folder: Path) -> None:

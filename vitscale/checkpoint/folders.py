@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import blake3
 
@@ -26,11 +26,19 @@ from vitscale.distributed.retry import retried
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
+Listing = Mapping[str, Mapping[str, Any]]
+"""Files of a checkpoint: name -> {bytes, blake3}."""
+Gather = Callable[[Any], list[Any]]
+"""The values of all ranks, in their order, on every rank. Raises when a rank is gone."""
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 REMEDY = "use another checkpoint of the run"
+
+
+def only_this_rank(value: Any) -> list[Any]:
+    """`Gather` of a process alone."""
+    return [value]
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -64,11 +72,11 @@ class Checkpoint:
 def manifest_text(
     *,
     step: int,
-    files: Mapping[str, Mapping[str, Any]],
+    files: Listing,
     progress: Mapping[str, Any],
     description: Mapping[str, Any],
 ) -> str:
-    """The text of manifest.json. files: name -> {bytes, blake3}."""
+    """The text of manifest.json."""
     body = {
         "format_version": FORMAT_VERSION,
         "step": step,
@@ -85,65 +93,42 @@ def _hash_of(body: Mapping[str, Any]) -> str:
     return blake3.blake3(json_text(body).encode()).hexdigest()
 
 
-Listing = Mapping[str, Mapping[str, Any]]
-"""Files of a checkpoint: name -> {bytes, blake3}."""
+def read_checkpoint(
+    folder: Path, *, rank: int = 0, world_size: int = 1, gather: Gather = only_this_rank
+) -> Checkpoint:
+    """Verify a checkpoint folder, hashes included; the ranks share the files.
 
-
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged."""
-    checkpoint, listing = read_description(folder)
-    damage = verify_share(folder, listing)
-    if damage is not None:
-        raise damage
+    Raises UserError saying what is damaged, or StorageError, the same on all ranks.
+    """
+    error: UserError | None = None
+    try:
+        checkpoint = _read_share(folder, rank=rank, world_size=world_size)
+    except UserError as caught:
+        error = caught
+    for each in gather(error):
+        if each is not None:
+            raise each
     return checkpoint
 
 
-def read_description(folder: Path) -> tuple[Checkpoint, Listing]:
-    """A checkpoint as its manifest describes it; its files are not read.
-
-    Raises UserError saying what is damaged.
-    """
+def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
+    """What the manifest describes. Of the files, only this rank's share is verified."""
     path = folder / MANIFEST
-
-    def read() -> tuple[Checkpoint, Listing]:
-        manifest = read_manifest(path)
+    try:
+        manifest = retried(lambda: read_manifest(path))
         if STEP_FOLDER.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             what = f"belongs to step {manifest['step']}, not to this folder"
             raise UserError(what, where=str(path), next_step=REMEDY)
+        files: Listing = manifest["files"]
+        for name in list(files)[rank::world_size]:
+            retried(partial(verify_file, folder, name, files[name]))
         return Checkpoint(
             folder=folder,
             step=int(manifest["step"]),
-            files=tuple(manifest["files"]),
+            files=tuple(files),
             progress=manifest["progress"],
             description=manifest["description"],
-        ), manifest["files"]
-
-    return _read_or_damage(path, read)
-
-
-def verify_share(
-    folder: Path, listing: Listing, *, rank: int = 0, world_size: int = 1
-) -> UserError | None:
-    """Verify this rank's share of the files; return the error of the first that is damaged.
-
-    The shares of all ranks are all files, each once.
-    """
-    for name in list(listing)[rank::world_size]:
-        verify = partial(verify_files, folder, {name: listing[name]})
-        try:
-            _read_or_damage(folder / MANIFEST, verify)
-        except UserError as error:
-            return error
-    return None
-
-
-def _read_or_damage(path: Path, read: Callable[[], T]) -> T:
-    """Read from a checkpoint, again if storage fails for a moment. path: its manifest.
-
-    Raises StorageError for an outage of storage, another UserError for a damaged checkpoint.
-    """
-    try:
-        return retried(read)
+        )
     except UserError:
         raise
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -174,15 +159,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify_files(folder: Path, files: Listing, *, from_disk: bool = False) -> None:
-    """Compare sizes and hashes of all files. Raises UserError for the first one that differs."""
-    for name, expected in files.items():
-        file = folder / name
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"lists {name!r}, which is not a plain file name", where=str(folder))
-        found = blake3_of_file(file, from_disk=from_disk)
-        if file.stat().st_size != expected["bytes"] or found != expected["blake3"]:
-            raise UserError("does not match its hash", where=str(file), next_step=REMEDY)
+def verify_file(
+    folder: Path, name: str, expected: Mapping[str, Any], *, from_disk: bool = False
+) -> None:
+    """Compare size and hash of a file. Raises OSError, or UserError if they differ."""
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise UserError(f"lists {name!r}, which is not a plain file name", where=str(folder))
+    check_sizes(folder, {name: expected})
+    if blake3_of_file(folder / name, from_disk=from_disk) != expected["blake3"]:
+        raise UserError("does not match its hash", where=str(folder / name), next_step=REMEDY)
 
 
 def looks_whole(folder: Path) -> bool:
@@ -197,8 +182,9 @@ def looks_whole(folder: Path) -> bool:
 def check_sizes(folder: Path, files: Listing) -> None:
     """Raise OSError or UserError unless all files are there and of the right size."""
     for name, expected in files.items():
-        if (folder / name).stat().st_size != expected["bytes"]:
-            what = f"has not the {expected['bytes']} bytes that were written"
+        found = (folder / name).stat().st_size
+        if found != expected["bytes"]:
+            what = f"has {found} bytes, expected {expected['bytes']}"
             raise UserError(what, where=str(folder / name), next_step=REMEDY)
 
 
@@ -218,7 +204,9 @@ def newest_checkpoint(
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint, and a sentence for each newer one that is damaged.
 
-    folders: its step folders, if they are known. Raises StorageError when storage fails.
+    folders: its step folders, if they are known. None only when there is no checkpoint at all.
+    Raises UserError when there are some and none can be read, since starting over would overwrite
+    them, and StorageError when storage fails.
     """
     complaints: list[str] = []
     for path in step_folders(folder) if folders is None else folders:
@@ -229,27 +217,13 @@ def newest_checkpoint(
         except UserError as error:
             shown = UserError(error.what, where=error.where)  # the next step is done here
             complaints.append(f"skipping damaged checkpoint: {shown}")
-    return None, complaints
-
-
-def checkpoint_to_resume(
-    folder: Path,
-    folders: Sequence[Path] | None = None,
-    *,
-    read: Callable[[Path], Checkpoint] = read_checkpoint,
-) -> tuple[Checkpoint | None, list[str]]:
-    """Like `newest_checkpoint`; None only when there is no checkpoint at all.
-
-    Raises UserError when there are some and none can be read: starting over would overwrite them.
-    """
-    checkpoint, complaints = newest_checkpoint(folder, folders, read=read)
-    if checkpoint is None and complaints:
+    if complaints:
         raise UserError(
             "\n".join(["holds checkpoints, but none that can be read", *complaints]),
             where=str(folder),
             next_step="restore their files, or move this folder away to start over",
         )
-    return checkpoint, complaints
+    return None, []
 
 
 def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[str]]:
@@ -264,11 +238,10 @@ def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[s
     checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
     if checkpoint is not None:
         return checkpoint, complaints
-    what = "holds no valid checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
-    others = [each.parent.name for each in folder.parent.glob("*/checkpoints/")]
-    best = nearest(folder.name, others)
+    what = "holds no checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
+    best = nearest(folder.name, [each.parent.name for each in folder.parent.glob("*/checkpoints/")])
     raise UserError(
-        "\n".join([what, *complaints]),
+        what,
         where=f"{key}={path}",
         allowed="a run folder (runs/NAME) or a checkpoint folder (runs/NAME/checkpoints/step-N)",
         next_step=f"did you mean {folder.parent / best}?"

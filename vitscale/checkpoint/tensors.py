@@ -14,8 +14,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,28 +49,32 @@ class HostCopy:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._places: dict[str, torch.Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready: torch.cuda.Event | None = None
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> torch.cuda.Event | None:
-        """Get the memory for these tensors; on a GPU, what `take` must wait for on the device."""
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Get the memory for these tensors, as they are after the kernels queued so far."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        pinned = self._device.type == "cuda"
         self._places.clear()  # they would keep a replaced buffer alive
         if self._buffer.numel() != num_bytes:
+            pinned = self._stream is not None
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        return torch.cuda.current_stream(self._device).record_event() if pinned else None
+        if self._stream is not None:
+            self._ready = torch.cuda.current_stream(self._device).record_event()
 
-    def take(
-        self, tensors: Mapping[str, torch.Tensor], *, after: torch.cuda.Event | None = None
-    ) -> list[bytes | memoryview]:
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
         """Copy the prepared tensors. Returns the file's bytes in pieces, valid until next time.
 
-        On a GPU the copy runs concurrently with the kernels of the training thread, after `after`.
+        On a GPU the copy runs concurrently with the kernels of the training thread.
         """
         # Widest first, as the library does, so that every tensor is aligned.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        with torch.no_grad(), self._beside(after):
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            if self._stream is not None and self._ready is not None:
+                self._stream.wait_event(self._ready)
             header = self._copy(tensors, order)
+            if self._stream is not None:
+                self._stream.synchronize()
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return [len(text).to_bytes(8, "little") + text, self._buffer.numpy().data]
@@ -99,20 +102,6 @@ class HostCopy:
             for name, place in self._places.items()
             if place.is_floating_point() and place.numel() and not _is_finite(place)
         ]
-
-    @contextmanager
-    def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
-        """On a GPU a stream of its own, finished at the end of the block."""
-        if self._device.type != "cuda":
-            yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        if after is not None:
-            self._stream.wait_event(after)
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -223,17 +212,18 @@ class SavedTensors:
             left, offset = left[count:], offset + count
 
     def _descriptor(self, file: str) -> int:
-        descriptor = self._open.pop(file, None)
-        if descriptor is None:
+        if file not in self._open:
             if len(self._open) == MAX_OPEN_FILES:
-                os.close(self._open.pop(next(iter(self._open))))
-            descriptor = os.open(self._folder / file, os.O_RDONLY)
-        self._open[file] = descriptor  # last: most recently used
-        return descriptor
+                self.close()
+            self._open[file] = os.open(self._folder / file, os.O_RDONLY)
+        return self._open[file]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def __enter__(self) -> SavedTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+        self.close()

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
+from vitscale.checkpoint.run_lock import run_folder_lock
+from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex

@@ -7,18 +7,15 @@ The writer needs no torch (tests/support/light_checkpoints.py): a case takes a t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +23,9 @@ import pytest
 
 from tests.conftest import mounted
 from tests.support.light_checkpoints import LENGTH, light_save
-from tests.support.protocol_mutants import MUTANTS
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.required import skip_or_fail
 from tests.support.waiting import PATIENCE_S
-from vitscale.checkpoint import commit
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import UserError
 
@@ -222,112 +217,3 @@ def test_save_survives_a_disk_full_at_any_point(tmp_path: Path, option: str) -> 
         if fits:
             break
     assert fits and refused >= 2
-
-
-def test_read_only_disk_is_one_clear_error(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    light_save(source / "run", step=1)
-    with mounted(tmp_path / "disk", source, "--bind") as disk:
-        subprocess.run(["mount", "-o", "remount,bind,ro", disk], check=True)
-        with pytest.raises(UserError, match="cannot be written .*Read-only file system"):
-            light_save(disk / "run", step=2)
-        subprocess.run(["mount", "-o", "remount,bind,rw", disk], check=True)
-        assert check_recovery(disk / "run", promised=False) == 1
-
-
-# From the kernel's fs/ext4/ext4.h: _IOR('X', 125, __u32). LOG_FLUSH writes the journal out first,
-# so names survive whose content does not; NO_LOG_FLUSH drops everything that was not flushed.
-EXT4_SHUTDOWN = 0x8004587D
-POWER_LOSS = {"names survive": 1, "nothing survives": 2}
-BOUNDARIES = ("open", "write", "fsync", "rename", "mkdir")
-
-
-@pytest.fixture(scope="module")
-def formatted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An image of an ext4 disk that holds step 1."""
-    image = tmp_path_factory.mktemp("ext4") / "image"
-    with open(image, "wb") as file:
-        file.truncate(8 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-F", image], check=True)
-    with mounted(image.with_name("disk"), image, "-o", "loop") as disk:
-        light_save(disk / "run", step=1)
-    return image
-
-
-@contextmanager
-def power_lost_at(disk: Path, number: int, mode: int) -> Iterator[list[str]]:
-    """Make the disk fail after call `number` of the block. Yields the calls so far."""
-    calls: list[str] = []
-    fd = os.open(disk, os.O_RDONLY)
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            result = function(*arguments, **options)
-            calls.append(name)
-            if len(calls) == number:
-                fcntl.ioctl(fd, EXT4_SHUTDOWN, struct.pack("I", mode))
-            return result
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in BOUNDARIES:
-            patch.setattr(os, name, counted(name, getattr(os, name)))
-        try:
-            yield calls
-        finally:
-            if len(calls) < number:
-                fcntl.ioctl(fd, EXT4_SHUTDOWN, struct.pack("I", mode))
-            os.close(fd)
-
-
-def save_and_lose_power(
-    formatted: Path, tmp_path: Path, number: int, mode: int
-) -> tuple[int, bool]:
-    """(step found after the power loss, whether step 2 was committed)."""
-    image = tmp_path / "image"
-    shutil.copy(formatted, image)
-    promised = False
-    with mounted(tmp_path / "disk", image, "-o", "loop") as disk:
-        with power_lost_at(disk, number, mode):
-            try:
-                light_save(disk / "run", step=2, keep=1)
-                promised = True
-            except UserError:
-                pass
-    with mounted(tmp_path / "disk", image, "-o", "loop") as disk:
-        checkpoint, _ = newest_checkpoint(disk / "run")
-        step = checkpoint.step if checkpoint else 0
-        if step >= 1 + promised:
-            check_recovery(disk / "run", promised=promised)
-    return step, promised
-
-
-@pytest.mark.parametrize("stride", some_or_every(5))
-@pytest.mark.parametrize("mode", POWER_LOSS)
-def test_save_survives_power_loss_at_any_call(
-    formatted: Path, tmp_path: Path, mode: str, stride: int
-) -> None:
-    """At call 1, 1 + stride, ... and after the end."""
-    found, number, promised = [], 1, False
-    while not promised:
-        found.append(save_and_lose_power(formatted, tmp_path, number, POWER_LOSS[mode]))
-        promised, number = found[-1][1], number + stride
-    assert all(step == 2 if promised else step in (1, 2) for step, promised in found)
-    assert found[-1] == (2, True)
-
-
-SEEN_ON_EXT4 = ("no fsync of the tensors", "no fsync of the manifest", "no fsync of the parent")
-
-
-@pytest.mark.parametrize("mutant", SEEN_ON_EXT4)
-def test_missing_fsync_loses_a_step_on_a_real_disk(
-    formatted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
-) -> None:
-    """Power is lost after the commit."""
-    name, function = MUTANTS[mutant]
-    monkeypatch.setattr(commit, name, function)
-    # Reading back starts to write what is dropped from the page cache, which is not guaranteed.
-    monkeypatch.setattr(commit, "verify_files", lambda *_, **__: None)
-    found = [save_and_lose_power(formatted, tmp_path, 1000, mode) for mode in POWER_LOSS.values()]
-    assert any(promised and step < 2 for step, promised in found)

@@ -7,10 +7,7 @@ Left out: every system call of a save, and power loss (test_checkpoint_faults).
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,43 +34,12 @@ exhaustive = pytest.mark.exhaustive
 NEWEST, OLDER = "step-00000015", "step-00000010"
 
 
-def overwrite(path: Path, *, at: int, data: bytes) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
-        file.write(data)
-
-
-def _flip_bit(checkpoints: Path) -> None:
-    path = checkpoints / NEWEST / "rank-00000.safetensors"
-    last = path.read_bytes()[-1]
-    overwrite(path, at=-1, data=bytes([last ^ 1]))
-
-
-def _mix_steps(checkpoints: Path) -> None:
-    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
-        shutil.copy(checkpoints / OLDER / name, checkpoints / NEWEST / name)
-
-
-# Damage to the newest checkpoint (step 15); the previous one is of step 10.
-DAMAGES: dict[str, Callable[[Path], object]] = {
-    "one bit of a tensor file": _flip_bit,
-    "tensors of another step": _mix_steps,
-    "manifest missing": lambda c: (c / NEWEST / "manifest.json").unlink(),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    by_level(
-        DAMAGES,
-        fast={"one bit of a tensor file"},
-        slow=DAMAGES.keys() - {"one bit of a tensor file"},
-    ),
-)
 def test_damaged_checkpoint_is_skipped_with_a_message(
-    fault_runs: FaultRuns, killed_copy: Path, case: str
+    fault_runs: FaultRuns, killed_copy: Path
 ) -> None:
-    DAMAGES[case](killed_copy / "run/checkpoints")
+    path = killed_copy / f"run/checkpoints/{NEWEST}/rank-00000.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     said = fault_runs.assert_resumes_exactly(killed_copy)
     assert "skipping damaged checkpoint" in said and NEWEST in said
     assert "at step 10\n" in said

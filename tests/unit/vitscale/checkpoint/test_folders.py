@@ -7,17 +7,21 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.support.light_checkpoints import light_save, tensor_file
+from tests.support.ranks.thread_ranks import run_ranks
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
-    checkpoint_to_resume,
+    Checkpoint,
+    Gather,
     manifest_text,
     newest_checkpoint,
     read_checkpoint,
+    step_folders,
 )
 from vitscale.config.errors import StorageError, UserError
 from vitscale.distributed import retry
@@ -75,9 +79,9 @@ def content(folder: Path) -> dict[str, bytes]:
 def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
     """Without one, the run is refused: starting over would overwrite what may become readable."""
     checkpoints = tmp_path / "checkpoints"
-    assert checkpoint_to_resume(checkpoints) == (None, [])
+    assert newest_checkpoint(checkpoints) == (None, [])
     (checkpoints / ".step-00000001.killed.tmp").mkdir(parents=True)
-    assert checkpoint_to_resume(checkpoints) == (None, [])
+    assert newest_checkpoint(checkpoints) == (None, [])
     save(tmp_path, 1)
     DAMAGE[damage](save(tmp_path, 2))
     checkpoint, complaints = newest_checkpoint(checkpoints)
@@ -87,7 +91,7 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str
     (checkpoints / "step-00000001").rename(tmp_path / "away")
     before = content(checkpoints)
     with pytest.raises(UserError, match="holds checkpoints, but none that can be read") as caught:
-        checkpoint_to_resume(checkpoints)
+        newest_checkpoint(checkpoints)
     assert "step-00000002" in caught.value.what and "start over" in str(caught.value.next_step)
     assert content(checkpoints) == before
     # The run resumes from step 1 and commits step 2 again, over the damaged folder.
@@ -115,7 +119,7 @@ def test_an_outage_of_storage_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
     assert checkpoint is not None and checkpoint.step == 2 and complaints == []
     left[0] = 100
     with pytest.raises(StorageError, match=r"cannot be read \(Stale file handle\)"):
-        checkpoint_to_resume(tmp_path / "checkpoints")
+        newest_checkpoint(tmp_path / "checkpoints")
 
 
 def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
@@ -148,27 +152,65 @@ def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path: Path, name: st
         read_checkpoint(folder)
 
 
-def test_retention_does_not_count_truncated_steps(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step)
-    DAMAGE["truncated"](tmp_path / "checkpoints/step-00000002")
-    light_save(tmp_path / "checkpoints", step=3, keep=2)
-    names = [path.name[-1] for path in sorted((tmp_path / "checkpoints").iterdir())]
-    assert names == ["1", "3"]
+def test_retention_counts_whole_earlier_steps_alone(tmp_path: Path) -> None:
+    """The run resumes from before damaged steps: counting them would drop what it commits."""
+    for step, damage in ((1, None), (2, "truncated"), (4, "bit flipped"), (5, "bit flipped")):
+        folder = save(tmp_path, step)
+        if damage:
+            DAMAGE[damage](folder)
+    light_save(folder.parent, step=3, keep=2)
+    assert [path.name[-1] for path in sorted(folder.parent.iterdir())] == [*"1345"]
+    checkpoint, complaints = newest_checkpoint(folder.parent)
+    assert checkpoint is not None and checkpoint.step == 3 and len(complaints) == 2
 
 
 def test_files_are_verified_from_disk_before_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The page cache would return what was written, not what the disk holds."""
-    dropped: list[str] = []
+    dropped: list[Path] = []
 
     def advise(fd: int, start: int, length: int, advice: int) -> None:
         assert (start, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
-        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        assert path.parent.name.startswith(".step-00000001."), "not committed yet"
-        dropped.append(path.name)
+        dropped.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     save(tmp_path, 1)
-    assert dropped == ["rank-00000.safetensors"]
+    assert [path.name for path in dropped] == [RANK_FILE]
+    assert dropped[0].parent.name.startswith(".step-00000001."), "not committed yet"
+
+
+@pytest.mark.parametrize("num_damaged", [1, 2])
+def test_ranks_share_the_verification_and_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_damaged: int
+) -> None:
+    checkpoints, num_ranks, hashed = tmp_path / "checkpoints", 5, list[Path]()
+    for step in (1, 2):
+        run_ranks(
+            num_ranks,
+            lambda rank, gather, step=step: light_save(
+                checkpoints, step=step, rank=rank, gather=gather
+            ),
+        )
+    for folder in step_folders(checkpoints)[:num_damaged]:
+        os.truncate(folder / "rank-00003.safetensors", 20)
+    blake3_of_file = folders.blake3_of_file
+    monkeypatch.setattr(
+        folders, "blake3_of_file", lambda path, **o: hashed.append(path) or blake3_of_file(path)
+    )
+
+    def read(rank: int, gather: Gather) -> tuple[Checkpoint | None, list[str]] | str:
+        read = partial(read_checkpoint, rank=rank, world_size=num_ranks, gather=gather)
+        try:
+            return newest_checkpoint(checkpoints, read=read)
+        except UserError as error:
+            return str(error)
+
+    found = run_ranks(num_ranks, read)
+    assert all(each == found[0] for each in found)
+    assert len(set(hashed)) == len(hashed) == 2 * num_ranks - num_damaged
+    if num_damaged == 1:
+        checkpoint, complaints = found[0]
+        assert checkpoint.step == 1 and "step-00000002/rank-00003.safetensors" in complaints[0]
+    else:
+        assert "none that can be read" in found[0]

@@ -22,6 +22,7 @@ from vitscale.checkpoint.folders import (
 )
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.errors import DivergedError, StorageError, UserError
+from vitscale.distributed import retry
 from vitscale.distributed.world import World, process_group
 
 
@@ -53,47 +54,34 @@ def refuse(*_: object) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
 
 
-def test_save_returns_before_data_is_on_disk(
+def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk hangs: the save has returned, nothing is committed, later updates are not saved."""
-    released = threading.Event()
-    write = commit.write_new_file
-    monkeypatch.setattr(commit, "write_new_file", lambda *a: released.wait(60) and write(*a))
+    """Copy and disk hang: the save has returned; what changes after the copy is not saved."""
+    copying, writing = threading.Event(), threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
+    take, write = store._host_copy.take, commit.write_new_file
+    monkeypatch.setattr(store._host_copy, "take", lambda *a: copying.wait(60) and take(*a))
+    monkeypatch.setattr(commit, "write_new_file", lambda *a: writing.wait(60) and write(*a))
     weights, progress = torch.zeros(1000), {"n": 1}
     store.save({"model.a": weights}, step=1, progress=progress, description={})
-    store.wait_for_host_copy()
-    weights.fill_(7.0)
     progress["n"] = 7
+    update = threading.Thread(target=store.wait_for_host_copy)
+    update.start()
+    update.join(0.2)
+    assert update.is_alive(), "did not wait for the copy"
+    copying.set()
+    update.join(60)
+    assert not update.is_alive(), "waits for the disk"
+    weights.fill_(7.0)
     assert store.take_committed() is None and newest_checkpoint(store.folder)[0] is None
-    released.set()
+    writing.set()
     committed = store.wait()
     assert committed is not None and committed.step == 1 and committed.warnings == ()
     assert store.wait() is None and store.take_committed() is None, "taken twice"
     checkpoint = read_checkpoint(committed.folder)
     assert torch.equal(checkpoint.tensors()["model.a"], torch.zeros(1000))
     assert checkpoint.progress == {"n": 1}
-
-
-def test_update_waits_only_for_the_host_copy(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the copy is blocked the save has returned; the wait ends with the copy."""
-    released = threading.Event()
-    store = CheckpointStore(tmp_path, keep=2, world=world)
-    take = store._host_copy.take
-    monkeypatch.setattr(
-        store._host_copy, "take", lambda *a, **k: (released.wait(60), take(*a, **k))[1]
-    )
-    store.save({"model.a": torch.zeros(10)}, step=1, progress={}, description={})
-    waiting = threading.Thread(target=store.wait_for_host_copy)
-    waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive(), "did not wait for the copy"
-    released.set()
-    waiting.join(60)
-    assert not waiting.is_alive() and store.wait() is not None
 
 
 def test_next_save_waits_and_raises_the_previous_error(
@@ -121,6 +109,7 @@ def test_storage_may_refuse_saves_for_an_hour(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(commit, "write_new_file", refuse)
+    monkeypatch.setattr(retry, "PAUSES_S", (0.0,))
     with pytest.raises(StorageError), CheckpointStore(tmp_path, keep=3, world=world) as store:
         for step in range(1, 6):
             store.save({"model.a": torch.zeros(3)}, step=step, progress={}, description={})
@@ -181,31 +170,6 @@ def test_state_that_is_not_finite_is_not_committed(
     assert store.wait() is not None
 
 
-def test_resumed_run_keeps_commits_despite_damaged_later_steps(
-    tmp_path: Path, world: World
-) -> None:
-    """All newer steps are damaged: resuming from 10, retention must count none of them."""
-    for step in (10, 20, 30):
-        save(tmp_path, world, step=step)
-    folders = step_folders(tmp_path / "checkpoints")
-    for folder in folders[:2]:
-        flip(folder / "rank-00000.safetensors", -1)
-    for step in (11, 12, 13):
-        save(tmp_path, world, step=step, keep=1)
-        checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-        assert checkpoint is not None and checkpoint.step == step and len(complaints) == 2
-    names = [path.name for path in step_folders(tmp_path / "checkpoints")]
-    assert names == ["step-00000030", "step-00000020", "step-00000013"]
-
-
-def test_valid_step_is_not_written_twice(tmp_path: Path, world: World) -> None:
-    folder = save(tmp_path, world, step=1)
-    before = (folder / "manifest.json").stat().st_ino
-    assert save(tmp_path, world, step=1) == folder
-    assert (folder / "manifest.json").stat().st_ino == before
-    assert not list(folder.parent.glob(".*"))
-
-
 def test_save_that_reads_back_differently_is_refused(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,10 +187,6 @@ def test_save_that_reads_back_differently_is_refused(
         save(tmp_path, world, step=2, keep=1)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
-    # Without reading back, retention would have dropped the last valid step.
-    monkeypatch.setattr(commit, "verify_files", lambda *_, **__: None)
-    save(tmp_path, world, step=2, keep=1)
-    assert newest_checkpoint(tmp_path / "checkpoints")[0] is None
 
 
 def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -> None:
@@ -241,5 +201,5 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -
         resolve_weights(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=f"did you mean {tmp_path}[?]"):
         resolve_weights(f"{tmp_path}x")
-    with pytest.raises(UserError, match="holds no valid checkpoint"):
+    with pytest.raises(UserError, match="holds no checkpoint"):
         resolve_weights(str(folder.parent))
