@@ -30,9 +30,10 @@ try:
     )
     from data_prep.duplicates.similar import NUM_FREQUENCIES, first_equal, first_similar, similarity
     from data_prep.images.sheet import draw_rows
+    from data_prep.worker_processes import ordered_results
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, make_folders, write_text
-    from vitscale.distributed.processes import num_cores, ordered_results
+    from vitscale.distributed.processes import num_cores
     from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)

@@ -25,6 +25,7 @@ from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
 from data_prep.images.sheet import draw_rows
+from data_prep.worker_processes import ordered_results, workers_for
 from vitscale.data.index import (
     INDEX_NAME,
     INFO_NAME,
@@ -34,7 +35,6 @@ from vitscale.data.index import (
     index_schema,
 )
 from vitscale.distributed.atomic_files import blake3_of_file
-from vitscale.distributed.processes import ordered_results, workers_for
 from vitscale.images.jpeg import entry_points
 
 # Of the sheet: at most this many classes, and images of each.

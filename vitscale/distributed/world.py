@@ -7,11 +7,10 @@ Leaves out: gradient traffic (`engine`), which uses the default group.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import socket
-import struct
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -19,14 +18,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import PeerLostError, RankError, StorageError, UserError
-from vitscale.distributed.processes import free_port, node_name, nvidia_driver, threads_per_rank
+from vitscale.distributed.processes import free_port, node_name, threads_per_rank
 
-# Of each major version of CUDA (NVIDIA's CUDA compatibility guide, minor version compatibility).
-OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 # Longest that ranks wait for the others to start: nodes of large jobs differ by minutes.
 INIT_TIMEOUT_MIN = 30.0
 HERE, LEFT = "vitscale/here", "vitscale/left"
@@ -34,8 +32,6 @@ HERE, LEFT = "vitscale/here", "vitscale/left"
 SAVES = "saves"
 # How long rank 0 serves the store for ranks that are still reading it.
 LEAVE_S = 60.0
-# ioctl: the IPv4 address of an interface, see netdevice(7).
-SIOCGIFADDR = 0x8915
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,35 +70,37 @@ def _complete_environment() -> None:
     env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
 
 
-def _check_driver(driver: str | None, *, cuda: str | None) -> None:
-    """Raise UserError for an NVIDIA driver that is too old for the CUDA that torch is built for."""
-    needed = 0 if cuda is None else OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
-    if driver is None or int(driver.partition(".")[0]) >= needed:
-        return
-    raise UserError(
-        f"the NVIDIA driver {driver} is too old for CUDA {cuda} of torch {torch.__version__}, "
-        f"which needs {needed} or newer",
-        where="engine.device",
-        next_step="update the driver; or take a torch for older ones: pip install 'torch>=2.11' "
-        "torchvision --index-url https://download.pytorch.org/whl/cu126 (driver 525 or newer); or "
-        "set engine.device=cpu",
-    )
-
-
 def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
-    if wanted != "cpu" and not torch.cuda.is_available():
-        _check_driver(nvidia_driver(), cuda=torch.version.cuda)
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu":
         return torch.device("cpu")
-    if torch.cuda.device_count() == 1 and _sees_one_gpu_of_its_own():
+    num_gpus = _usable_gpus()
+    if wanted == "auto" and not num_gpus:
+        return torch.device("cpu")
+    if num_gpus == 1 and _sees_one_gpu_of_its_own():
         return torch.device("cuda", 0)
-    if local_rank >= torch.cuda.device_count():
+    if local_rank >= num_gpus:
         raise UserError(
-            f"local rank {local_rank} has no GPU: torch finds {torch.cuda.device_count()} here",
+            f"local rank {local_rank} has no GPU: torch finds {num_gpus} here",
             where="engine.device",
             next_step="start as many processes per node as it has GPUs, or set engine.device=cpu",
         )
     return torch.device("cuda", local_rank)
+
+
+def _usable_gpus() -> int:
+    """GPUs of this node. Raises UserError for a driver too old for torch, which only warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*driver.* too old")
+        try:
+            return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        except UserWarning as warning:
+            raise UserError(
+                f"torch {torch.__version__} cannot use the GPU: {warning}",
+                where="engine.device",
+                next_step="update the driver; or take a torch for older ones: pip install "
+                "'torch>=2.11' torchvision --index-url https://download.pytorch.org/whl/cu126 "
+                "(driver 525 or newer); or set engine.device=cpu",
+            ) from None
 
 
 def _sees_one_gpu_of_its_own() -> bool:
@@ -115,12 +113,10 @@ def _interface_to(address: str) -> str | None:
     """The network interface from which this machine reaches another one; None if unknown."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect((address, 9))  # sends nothing
-        own = socket.inet_aton(probe.getsockname()[0])
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # without an address
-                request = struct.pack("256s", name.encode())
-                if fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24] == own:
-                    return name
+        own = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if own in [each.address for each in addresses]:
+                return name
     return None
 
 

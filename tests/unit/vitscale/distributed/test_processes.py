@@ -1,4 +1,4 @@
-"""Usable cores, liveness of processes, and ordered results from worker processes."""
+"""Usable cores, liveness of processes, and free ports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import wait_until
-from vitscale.config.errors import UserError
 from vitscale.distributed.processes import (
     free_port,
     is_alive,
-    ordered_results,
     process_state,
     threads_per_rank,
 )
@@ -65,14 +63,3 @@ def test_a_free_port_is_none_that_other_sockets_get() -> None:
         assert free_port() != port
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert port < first
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_results_come_in_the_order_of_the_items(num_workers: int) -> None:
-    items = [3, 1, 2, 5, 4, 9]
-    assert list(ordered_results(abs, items, num_workers=num_workers)) == [(i, i) for i in items]
-
-
-def test_a_dead_worker_process_is_reported() -> None:
-    with pytest.raises(UserError, match="a worker process died"):
-        list(ordered_results(os._exit, [1, 1, 1], num_workers=2))

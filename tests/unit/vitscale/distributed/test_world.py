@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+import warnings
 
 import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.distributed.processes import nvidia_driver
 from vitscale.distributed.world import _interface_to, _pick_device
 
 
@@ -33,29 +31,22 @@ def test_a_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _pick_device("auto", 1)
 
 
-PROC = """NVRM version: NVIDIA UNIX {kind}  {version}  Sat Aug 19 01:15:15 UTC 2023
-GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)
-"""
+def test_a_driver_too_old_for_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch only warns, and a training on the CPU would go on for weeks."""
 
+    def is_available() -> bool:
+        warnings.warn(
+            "CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1
+        )
+        return False
 
-@pytest.mark.parametrize(
-    ("wanted", "kind"),
-    [("auto", "x86_64 Kernel Module"), ("cuda", "Open Kernel Module for x86_64")],
-)
-def test_a_driver_too_old_for_cuda_is_named(
-    wanted: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("vitscale.distributed.world.nvidia_driver", lambda: nvidia_driver(tmp_path))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("PATH", "")  # no nvidia-smi
-    assert nvidia_driver(tmp_path) is None and _pick_device("auto", 0).type == "cpu"
-    (tmp_path / "version").write_text(PROC.format(kind=kind, version="535.104.05"))
-    with pytest.raises(UserError, match=r"driver 535.104.05 (.|\n)* CUDA 13.0 (.|\n)*--index-url"):
-        _pick_device(wanted, 0)
-    assert _pick_device("cpu", 0).type == "cpu"
-    (tmp_path / "version").write_text(PROC.format(kind=kind, version="580.65.06"))
     assert _pick_device("auto", 0).type == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(UserError, match=r"driver on your system is too old(.|\n)*--index-url"):
+            _pick_device(wanted, 0)  # type: ignore[arg-type]  # a literal
+    assert _pick_device("cpu", 0).type == "cpu"
 
 
 def test_gloo_takes_the_network_of_the_route_to_the_first_rank() -> None:
