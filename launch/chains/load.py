@@ -23,7 +23,7 @@ from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, read_values
-from vitscale.config.schema import find, groups_of, is_list
+from vitscale.config.schema import groups_of, is_list, settings_of
 from vitscale.config.section import Run
 from vitscale.config.source import COMMAND_LINE, read_yaml, yaml_flow
 from vitscale.runs.data_prep import DataPrepRun
@@ -273,27 +273,20 @@ def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
     if not lists or not file:
         return values
     try:
-        known = read_values(file)
-        # A name chooses a group, and thereby the keys that there are.
-        for word in argv:
-            group, _, name = word.partition(".name=")
-            if name and not name.startswith("["):
-                known[group] = {**(known.get(group) or {}), "name": name}
+        run_type = TRAINABLE.get(str(read_values(file).get("stage")))
         for word in lists:
             key, _, text = word.partition("=")
             value = read_yaml(text, name=key)
-            run_type = TRAINABLE.get(str(known.get("stage")))
-            if run_type and value and _is_sweep(run_type, key, value, known):
+            if run_type and value and _is_sweep(run_type, key, value):
                 values[key] = value
-    except UserErrors:
+    except UserError:
         return {}  # `load_command` reports them
     return values
 
 
-def _is_sweep(run_type: type[Run], key: str, value: Any, known: dict[str, Any]) -> bool:
+def _is_sweep(run_type: type[Run], key: str, value: Any) -> bool:
     """True if there is such a key, and the list is no value of it."""
-    path = tuple(key.split("."))
-    node, group = find(run_type, path, known)
-    if not isinstance(value, list) or "properties" in node or groups_of(node) or group is not None:
+    nodes = [each.node for each in settings_of(run_type).values() if each.key == key]
+    if not isinstance(value, list) or not nodes or any(groups_of(node) for node in nodes):
         return False
-    return not is_list(node) or all(isinstance(each, list) for each in value)
+    return not any(map(is_list, nodes)) or all(isinstance(each, list) for each in value)

@@ -1,6 +1,6 @@
-"""What no import may bring, how processes start, and when ranks may wait for each other.
+"""What no import may bring, and when ranks may wait for each other.
 
-Who may import whom is in pyproject.toml: `[tool.importlinter]`.
+Who may import whom is in pyproject.toml: `[tool.importlinter]`; what would fork: `[tool.ruff]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tests.contract.tree import (
     imports_of,
     module_files,
     parsed,
-    python_files,
     scripts,
     top_level_imports_of,
 )
@@ -78,54 +77,6 @@ def test_no_file_beside_a_script_shadows_a_module() -> None:
         path for folder in folders for path in folder.iterdir() if not path.name.startswith("__")
     ]
     assert not [str(path.relative_to(ROOT)) for path in names if path.stem in taken]
-
-
-# Of multiprocessing: they start processes by the default method, which may be fork.
-OF_DEFAULT_CONTEXT = {
-    *("Process", "Pool", "Manager", "Queue", "JoinableQueue", "SimpleQueue"),
-    *("Lock", "RLock", "Semaphore", "Condition", "Event", "Barrier", "Value", "Array"),
-}
-
-
-def _forks(tree: ast.AST) -> Iterator[int]:
-    """Lines that fork this process, or may do so."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module == "multiprocessing":
-            if OF_DEFAULT_CONTEXT & {alias.name for alias in node.names}:
-                yield node.lineno
-        if not isinstance(node, ast.Call):
-            continue
-        owner, _, name = ast.unparse(node.func).rpartition(".")
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        values = [*node.args, *given.values()]
-        texts = {value.value for value in values if isinstance(value, ast.Constant)}
-        has_workers = "num_workers" in given and ast.unparse(given["num_workers"]) != "0"
-        if (
-            (owner in ("os", "pty") and name in ("fork", "forkpty"))
-            or (name in ("get_context", "set_start_method") and (not values or "fork" in texts))
-            or (owner in ("multiprocessing", "mp") and name in OF_DEFAULT_CONTEXT)
-            or (name == "ProcessPoolExecutor" and len(node.args) < 2 and "mp_context" not in given)
-            or (has_workers and name.endswith("Loader") and "multiprocessing_context" not in given)
-            or ("multiprocessing_context" in given and "fork" in texts)
-            or "preexec_fn" in given
-        ):
-            yield node.lineno
-
-
-def test_no_process_forks() -> None:
-    """The child would wait for ever for a lock that another thread held (`fork_server`).
-
-    The server is forked by a process that has looked that it has one thread. Benchmarks that draw
-    images or copy files have one, too.
-    """
-    found = [
-        f"{path.relative_to(ROOT)}:{line}"
-        for path in python_files()
-        if path.relative_to(ROOT).parts[0] not in ("tests", "benchmarks")
-        and path != ROOT / "vitscale/distributed/fork_server.py"
-        for line in _forks(parsed(path))
-    ]
-    assert not found, "use vitscale.distributed.fork_server.worker_context"
 
 
 # Names of torch's collectives, and of the project's functions that are themselves collective.

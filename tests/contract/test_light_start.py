@@ -104,7 +104,7 @@ def test_help_is_short_and_names_every_group(started: dict[str, Any]) -> None:
         output = started["runs"][f"{script} --help"]["output"]
         assert len(output.splitlines()) <= 45 and "\n  launch  " in output, output
     output = started["runs"]["pretrain.main --help"]["output"]
-    assert "\n  objective      name: masked_patch_prediction, supervised, mae" in output
+    assert "\n  objective      a group with the key name: masked_patch_prediction, " in output
 
 
 def test_configuration_errors_are_reported(started: dict[str, Any]) -> None:

@@ -67,9 +67,3 @@ def scripts() -> frozenset[str]:
             for node in parsed(path).body
         )
     )
-
-
-def python_files() -> list[Path]:
-    """Every Python file of the project, tests and benchmarks too."""
-    folders = (*PACKAGES, "tests", "benchmarks")
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -12,11 +12,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NoReturn
+from typing import Any, Generic, NoReturn
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
-from vitscale.config.reference import WIDTH, as_overview, as_text, groups_named, settings_reference
+from vitscale.config.reference import (
+    WIDTH,
+    as_overview,
+    as_text,
+    settings_named,
+    settings_reference,
+)
 from vitscale.config.schema import is_list, tree_of
 from vitscale.config.source import COMMAND_LINE
 
@@ -63,7 +69,7 @@ def load_command(
     list. None: such words are errors.
     Raises UserErrors with all errors; SystemExit(0) after --help and --print-config.
     """
-    options, by_stage = options or {}, types_by_stage(run_types)
+    options, switches, by_stage = options or {}, switches or {}, types_by_stage(run_types)
     words_usage = f" {words_key.upper()}" if words_key else ""
     parser = _Parser(
         usage=f"python {script} --config FILE [key=value ...]{words_usage}",
@@ -73,44 +79,41 @@ def load_command(
         allow_abbrev=False,
         add_help=False,
     )
+    parser.set_defaults(overrides=[], switches=[])
     parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
     for name, key in options.items():
-        parser.add_argument(name, metavar="VALUE", help=f"the same as {key}=VALUE")
-    for name, text in (switches or {}).items():
-        parser.add_argument(name, dest=name, action="store_true", help=text)
+        repeated: Any = {"action": "append", "dest": "overrides", "metavar": "VALUE"}
+        text, override = f"the same as {key}=VALUE", f"{key}={{}}".format
+        parser.add_argument(name, type=override, help=text, **repeated)
+    for name, text in switches.items():
+        parser.add_argument(name, dest="switches", action="append_const", const=name, help=text)
     text = "print the resolved configuration with the source of every value, and end"
     parser.add_argument("--print-config", action="store_true", help=text)
     text = "print this text, or the settings of these groups and keys, and end"
-    parser.add_argument("--help", nargs="*", metavar="NAME", help=text)
-    parser.add_argument("-h", dest="help", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--help", "-h", nargs="*", metavar="NAME", help=text)
     # Launchers add it; the environment (LOCAL_RANK) is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     found, rest = parser.parse_known_args(argv)
-    given = vars(found)
-    if found.help:
-        print(as_text(groups_named(settings_reference(by_stage), found.help)))
-        raise SystemExit(0)
     if found.help is not None:
-        print(parser.format_help(), as_overview(by_stage), sep="\n")
+        reference = settings_reference(by_stage)
+        if found.help:
+            print(as_text(settings_named(reference, found.help)))
+        else:
+            print(parser.format_help(), as_overview(reference), sep="\n")
         raise SystemExit(0)
     errors = []
     for name in (word.partition("=")[0] for word in rest if word.startswith("-")):
-        known = ["--config", *options, *(switches or {}), "--print-config", "--help"]
+        known = ["--config", *options, *switches, "--print-config", "--help"]
         what, step = f"unknown switch {name}", did_you_mean(name, known)
         allowed = ", ".join(known)
         errors.append(UserError(what, where=COMMAND_LINE, allowed=allowed, next_step=step))
     words = [word for word in rest if not word.startswith("-")]
-    overrides = [word for word in words if words_key is None or "=" in word]
-    overrides += [f"{key}={value}" for name, key in options.items() if (value := given[name[2:]])]
-    plain = [word for word in words if "=" not in word]
-    if words_key is not None and plain:
-        takes_list = all(is_list(tree_of(t)["properties"][words_key]) for t in by_stage.values())
-        if len(plain) > 1 and not takes_list:
-            what = f"takes one {words_key}, but got {len(plain)}: {', '.join(plain)}"
-            errors.append(UserError(what, where=COMMAND_LINE))
+    overrides = [word for word in words if words_key is None or "=" in word] + found.overrides
+    if plain := [word for word in words if words_key is not None and "=" not in word]:
+        takes_list = any(is_list(tree_of(t)["properties"][words_key]) for t in by_stage.values())
         # Quoted, because they are no YAML.
-        quoted = json.dumps(plain if takes_list else plain[0], ensure_ascii=False)
-        overrides.append(f"{words_key}={quoted}")
+        value = plain if takes_list or len(plain) > 1 else plain[0]
+        overrides.append(f"{words_key}={json.dumps(value, ensure_ascii=False)}")
     if found.config is None and needs_config:
         shown = examples or [f"python {script} --config FILE  # see configs/"]
         step = "\n    ".join(["one of", *shown, f"python {script} --help"])
@@ -118,7 +121,7 @@ def load_command(
         raise UserErrors([*errors, error])
     loaded = load_run(run_types, found.config, overrides=overrides, errors=errors)
     if found.print_config:
-        print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
+        print(run_to_yaml(loaded.run, places=loaded.places), end="")
         raise SystemExit(0)
-    asked = frozenset(name for name in switches or {} if given[name])
-    return Command(run=loaded.run, switches=asked, config_path=found.config)
+    switched = frozenset(found.switches)
+    return Command(run=loaded.run, switches=switched, config_path=found.config)

@@ -11,22 +11,21 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path as FilePath
 from typing import Any, Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
 from vitscale.config.schema import (
     NAME,
     Path,
+    chosen,
     describe,
-    find,
     groups_of,
-    known_keys,
+    settings_of,
     tree_of,
-    value_at,
 )
 from vitscale.config.section import Run
 from vitscale.config.source import (
@@ -36,10 +35,10 @@ from vitscale.config.source import (
     merge,
     read_chain,
     read_override,
-    resolve_scalar,
     show_value,
     shown_path,
-    to_yaml,
+    value_at,
+    yaml_flow,
 )
 
 RunT = TypeVar("RunT", bound=Run)
@@ -54,8 +53,8 @@ SITE_GROUPS = ("launch", "tracking")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded(Generic[RunT]):
     run: RunT
-    sources: dict[str, str]
-    """Dotted key of every leaf -> where its value came from."""
+    places: Mapping[Path, str]
+    """Where each value that is no default came from."""
 
 
 def load_run(
@@ -70,42 +69,39 @@ def load_run(
 
     path: None: the overrides alone. with_site: take defaults from the site file.
     Raises UserErrors with all errors, including `errors`; conflicts between values come alone,
-    once each value by itself is valid.
+    once each value by itself is valid, and so do values once their file can be read.
     """
-    found, given = list(errors), []
-    file = COMMAND_LINE if path is None else shown_path(str(path))
-    layers = [Source({}, {})] if path is None else read_chain(str(path), errors=found)
+    found, given, is_readable = list(errors), Source({}, {}), True
+    files = [Source({}, {(): COMMAND_LINE if path is None else shown_path(str(path))})]
+    try:
+        files += [] if path is None else read_chain(str(path))
+    except UserError as error:
+        found, is_readable = [*found, error], False
     for text in overrides:
         try:
-            given.append(read_override(text, errors=found))
+            given = merge(given, read_override(text))
         except UserError as error:
             found.append(error)
-    if not layers:
+    if not is_readable:
         raise UserErrors(_in_order(found))
-    layers += [reduce(merge, given)] if given else []
-    run, places = None, reduce(merge, layers).places | {(): file}
+    merged = reduce(merge, [*files, given])
     try:
-        run_type = _choose_type(run_types, reduce(merge, layers).values, places)
-        if with_site:
-            site = read_site(errors=found)
-            known = {k: site.values[k] for k in site.values.keys() & run_type.model_fields.keys()}
-            layers.insert(0, Source(known, site.places))
-        merged = reduce(lambda under, over: merge(under, over, tree_of(run_type)), layers)
-        places = merged.places | {(): file}
-        run = run_type.model_validate(merged.values)
+        run_type = _choose_type(run_types, merged)
+        site = read_site(errors=found) if with_site else Source({}, {})
+        known = {k: site.values[k] for k in site.values.keys() & run_type.model_fields.keys()}
+        layers = [Source(known, site.places), *files, given]
+        merged = reduce(partial(merge, group=tree_of(run_type)), layers)
+        run = run_type.model_validate({"card": _card(path)} | merged.values)
+        if not found:
+            conflicts = run.problems()
+            found = [UserError(what, where=_where(k.split("."), merged)) for k, what in conflicts]
     except ValidationError as error:
-        reported = {each.where for each in found}
-        explained = explain(error, run_type, merged.values, places)
-        found += [each for each in explained if each.where not in reported]
+        found += explain(error, run_type, merged)
     except UserError as error:
         found.append(error)
-    if run is not None and not found:
-        for key, what in run.problems():
-            found.append(UserError(what, where=_where(tuple(key.split(".")), places)))
-    if run is None or found:
+    if found:
         raise UserErrors(_in_order(found))
-    sources = {".".join(leaf): places.get(leaf, DEFAULT) for leaf, _ in run_leaves(run)}
-    return Loaded(run=run.with_card(_card(path) if path is not None else ""), sources=sources)
+    return Loaded(run=run, places=merged.places)
 
 
 def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
@@ -117,12 +113,9 @@ def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
 
 
 def read_values(path: FilePath | str) -> dict[str, Any]:
-    """The values of a file with its bases, not validated. Raises UserErrors."""
-    errors: list[UserError] = []
-    layers = read_chain(str(path), errors=errors)
-    if errors:
-        raise UserErrors(errors)
-    return reduce(merge, layers).values
+    """The values of a file with its bases, not validated. Raises UserError."""
+    values: dict[str, Any] = reduce(merge, read_chain(str(path))).values
+    return values
 
 
 def read_site(*, errors: list[UserError]) -> Source:
@@ -134,8 +127,11 @@ def read_site(*, errors: list[UserError]) -> Source:
     path = os.path.expanduser(SITE_FILE) if named is None else named
     if not path or (named is None and not os.path.lexists(path)):
         return Source({}, {})
-    where = None if named is None else SITE_VARIABLE
-    site = reduce(merge, read_chain(path, errors=errors, where=where), Source({}, {}))
+    try:
+        site = reduce(merge, read_chain(path, where=None if named is None else SITE_VARIABLE))
+    except UserError as error:
+        errors.append(error)
+        return Source({}, {})
     for key, value in site.values.items():
         if key not in SITE_GROUPS:
             what = f"{key} cannot be set in a site file"
@@ -143,7 +139,7 @@ def read_site(*, errors: list[UserError]) -> Source:
             continue
         else:
             what = f"{key} is {kind_of(value)} instead of keys and values"
-        where, allowed = _where((key,), site.places), ", ".join(SITE_GROUPS)
+        where, allowed = _where([key], site), ", ".join(SITE_GROUPS)
         step = did_you_mean(key, SITE_GROUPS, "set it in the run's file")
         errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
     groups = {key: value for key, value in site.values.items() if isinstance(value, dict)}
@@ -156,109 +152,39 @@ def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
     return {str(run_types.model_fields["stage"].default): run_types}
 
 
-def _choose_type(run_types: RunTypes[RunT], values: Any, places: Mapping[Path, str]) -> type[RunT]:
+def _choose_type(run_types: RunTypes[RunT], source: Source) -> type[RunT]:
     by_stage = types_by_stage(run_types)
-    stage = values.get("stage", None if isinstance(run_types, Mapping) else next(iter(by_stage)))
+    default = None if isinstance(run_types, Mapping) else next(iter(by_stage))
+    stage = source.values.get("stage", default)
     if isinstance(stage, str) and stage in by_stage:
         return by_stage[stage]
-    where, allowed = _where(("stage",), places), ", ".join(by_stage)
+    where, allowed = _where(["stage"], source), ", ".join(by_stage)
     if stage is None:
         raise UserError("stage is missing", where=where, allowed=allowed)
     what, step = "is not a stage of this script", "run the script of that stage, or another file"
     raise UserError(f"{show_value(stage)} {what}", where=where, allowed=allowed, next_step=step)
 
 
-def _card(path: FilePath | str) -> str:
+def _card(path: FilePath | str | None) -> str:
     """The comment that a readable file starts with."""
+    if path is None:
+        return ""
     with open(path, encoding="utf-8-sig") as file:
         lines = itertools.takewhile(lambda line: line.startswith("#"), file)
         return "\n".join(line.removeprefix("#").removeprefix(" ").rstrip() for line in lines)
 
 
-def _where(path: Path, places: Mapping[Path, str]) -> str:
-    """`file:line: key`; a key that no file sets is placed at its group."""
-    known = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in places)
-    return f"{places[known]}: {'.'.join(path)}"
-
-
-def _in_order(errors: Sequence[UserError]) -> list[UserError]:
-    """By file and line, what is missing from a file first; the command line last."""
-    files: dict[str, int] = {}
-
-    def place(error: UserError) -> tuple[int, int]:
-        file, _, rest = (error.where or COMMAND_LINE).partition(":")
-        line = rest.partition(":")[0]
-        if file == COMMAND_LINE:
-            return len(errors), 0
-        return files.setdefault(file, len(files)), int(line) if line.isdecimal() else 0
-
-    return sorted(errors, key=place)
-
-
 # ---- errors of values -------------------------------------------------------------------------
 
 MISSING: Any = object()
-
-
-def explain(
-    error: ValidationError, run_type: type[Run], values: Any, places: Mapping[Path, str]
-) -> list[UserError]:
-    """One error per invalid key."""
-    found: dict[Path, UserError] = {}
-    details = error.errors(include_url=False)
-    for detail in details:
-        kind, loc = detail["type"], detail["loc"]
-        if kind == "too_short" and sum(each["loc"][: len(loc)] == loc for each in details) > 1:
-            continue  # pydantic counts without the items that have errors of their own
-        if kind in ("missing", "extra_forbidden"):  # an int: an item of a list of fixed length
-            path = _path_of(loc[:-1], values)
-            path += (loc[-1],) if isinstance(loc[-1], str) else ()
-        else:
-            path = _path_of(loc, values)
-            if kind.startswith("union_tag") and isinstance(value_at(values, path), dict):
-                path += (NAME,)
-        value, where = value_at(values, path, MISSING), _where(path, places)
-        node, _ = find(run_type, path, values)
-        names = list(groups_of(node))
-        is_name = path[-1:] == (NAME,) and len(names) > 1
-        allowed = ", ".join(names) if is_name else describe(node)
-        if kind == "extra_forbidden":
-            what = f"unknown key {'.'.join(path)}"
-            allowed, step = _known_instead(run_type, path, values)
-        elif value is MISSING:
-            what, step = f"{'.'.join(path)} is missing", None
-        else:
-            what, step = _what(value, kind, is_name), _hint(value, kind, allowed)
-        new = UserError(what, where=where, allowed=allowed, next_step=step)
-        found.setdefault(path, new)
-    return list(found.values())
-
-
-def _path_of(loc: Sequence[int | str], values: Any) -> Path:
-    """Pydantic's location without the parts that are not keys (names of union members)."""
-    path: Path = ()
-    for part in map(str, loc):
-        inner = value_at(values, (part,), MISSING)
-        if inner is not MISSING:
-            path, values = (*path, part), inner
-    return path
-
-
-def _known_instead(run_type: type[BaseModel], path: Path, values: Any) -> tuple[str, str]:
-    """What is allowed in place of an unknown key, and the next step."""
-    node, group = find(run_type, path[:-1], values)
-    assert group is not None
-    owners = [n for n, each in groups_of(node).items() if n and path[-1] in each["properties"]]
-    if any("." in part for part in path):
-        step = "in a file write dots as nested groups, not inside one key"
-    elif owners:
-        step = f"remove it; it belongs to {'.'.join(path[:-1])}.{NAME}={' or '.join(owners)}"
-    else:
-        best = nearest_key(path, run_type, values)
-        step = f"did you mean {best}?" if best else "remove it"
-    return ", ".join(group["properties"]), step
-
-
+# Starts of pydantic's names of errors in values of the right type.
+LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "value_error", "union_tag")
+# What turns values of other types, by the start of pydantic's name of the error.
+LENIENT: dict[str, TypeAdapter[Any]] = {
+    "bool": TypeAdapter(bool),
+    "int": TypeAdapter(int),
+    "float": TypeAdapter(float, config=ConfigDict(allow_inf_nan=False)),
+}
 # Names in other trainers; by spelling alone an unrelated key would be nearest.
 OTHER_NAMES = {
     "learning_rate": "optim.lr",
@@ -275,25 +201,68 @@ OTHER_NAMES = {
 }
 
 
-def nearest_key(path: Path, run_type: type[BaseModel], values: Any) -> str | None:
-    """The most similar known dotted key; one of the same name or in the same group first."""
-    name, dotted = path[-1], [".".join(key) for key in known_keys(tree_of(run_type), values)]
-    if OTHER_NAMES.get(name) in dotted:
-        return OTHER_NAMES[name]
-    if same_name := [key for key in dotted if key.rpartition(".")[2] == name]:
-        return nearest(".".join(path), same_name) or same_name[0]
-    group = find(run_type, path[:-1], values)[1]
-    assert group is not None
-    siblings = [".".join((*path[:-1], key)) for key in group["properties"]]
-    return nearest(".".join(path), siblings) or nearest(".".join(path), dotted)
+def explain(error: ValidationError, run_type: type[Run], source: Source) -> list[UserError]:
+    """One error per invalid key."""
+    settings, found = settings_of(run_type), dict[Path, UserError]()
+    for detail in error.errors(include_url=False):
+        kind, loc = detail["type"], detail["loc"]
+        path, place = _path_of(loc, source.values), tuple(p for p in loc if isinstance(p, str))
+        while place not in settings:
+            place = place[:-1]
+        allowed = describe(node := settings[place].node)
+        if kind == "missing" and isinstance(loc[-1], str):  # an int: in a list of fixed length
+            path = (*path, loc[-1])
+        elif kind.startswith("union_tag"):
+            path, allowed = (*path, NAME), ", ".join(groups_of(node))
+        value = value_at(source.values, path, MISSING)
+        if kind == "extra_forbidden":
+            what = f"unknown key {'.'.join(path)}"
+            group = chosen(node, value_at(source.values, path[:-1]))
+            assert group is not None
+            siblings = list(group["properties"])
+            owners = [n for n, each in groups_of(node).items() if path[-1] in each["properties"]]
+            keys = [setting.key for setting in settings.values()]
+            allowed = ", ".join(siblings)
+            step = _known_instead(path, owners=owners, siblings=siblings, keys=keys)
+        elif value is MISSING:
+            what, step = f"{'.'.join(path)} is missing", None
+        else:
+            what, step = _what(value, kind), _hint(value, kind, allowed)
+        new = UserError(what, where=_where(path, source), allowed=allowed, next_step=step)
+        found.setdefault(path, new)
+    return list(found.values())
 
 
-# Starts of pydantic's names of errors in values of the right type.
-LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "value_error")
+def _path_of(loc: Sequence[int | str], values: Any) -> Path:
+    """Pydantic's location without the parts that are not keys (names of union members)."""
+    path: Path = ()
+    for part in map(str, loc):
+        inner = value_at(values, (part,), MISSING)
+        if inner is not MISSING:
+            path, values = (*path, part), inner
+    return path
 
 
-def _what(value: Any, kind: str, is_name: bool) -> str:
-    if is_name or kind.startswith(LIMIT_ERRORS):
+def _where(path: Sequence[str], source: Source) -> str:
+    """`file:line: key`; a key that no file sets is placed at its group."""
+    known = next(k for n in range(len(path), -1, -1) if (k := tuple(path[:n])) in source.places)
+    return f"{source.places[known]}: {'.'.join(path)}"
+
+
+def _in_order(errors: Sequence[UserError]) -> list[UserError]:
+    """By file and line, what is missing from a file first; the command line last."""
+    places = [(error.where or COMMAND_LINE).split(": ")[0].partition(":") for error in errors]
+    files = [file for file, _, _ in places]
+
+    def order(number: int) -> tuple[bool, int, int]:
+        file, _, line = places[number]
+        return file == COMMAND_LINE, files.index(file), int(line) if line.isdecimal() else 0
+
+    return [errors[number] for number in sorted(range(len(errors)), key=order)]
+
+
+def _what(value: Any, kind: str) -> str:
+    if kind.startswith(LIMIT_ERRORS):
         return f"{show_value(value)} is not allowed"
     if isinstance(value, list):
         return f"{show_value(value)} is a list of {len(value)}"
@@ -301,53 +270,62 @@ def _what(value: Any, kind: str, is_name: bool) -> str:
 
 
 def _hint(value: Any, kind: str, allowed: str) -> str | None:
-    if kind.startswith(("literal_error", "union_tag")) and isinstance(value, str):
-        return did_you_mean(value, allowed.split(", "))
-    if kind.startswith("bool") and str(value).lower() in ("on", "yes", "1"):
-        return "write true"
-    if kind.startswith("bool") and str(value).lower() in ("off", "no", "0"):
-        return "write false"
-    if kind.startswith("int") and isinstance(value, float) and value.is_integer():
-        return f"write {int(value)}"
-    if isinstance(value, str) and kind.startswith(("int", "float")):
-        bare = value.replace("_", "")
-        try:
-            number = resolve_scalar(bare)
-        except ValueError:
-            return None
-        if isinstance(number, int | float):
-            return f"write {bare}" if bare != value else f"write {bare} without quotes"
+    if kind.startswith(("literal_error", "union_tag")):
+        return did_you_mean(value, allowed.split(", ")) if isinstance(value, str) else None
     if kind.startswith("string") and value is not None and not isinstance(value, list | dict):
         return f'put it in quotes: "{show_value(value)}"'
-    return None
+    lenient = LENIENT.get(kind.partition("_")[0])
+    if lenient is None or isinstance(value, bool):
+        return None
+    try:
+        meant = show_value(lenient.validate_python(value))
+    except ValidationError:
+        return None
+    return f"write {meant} without quotes" if meant == value else f"write {meant}"
+
+
+def _known_instead(
+    path: Path, *, owners: Sequence[str], siblings: Sequence[str], keys: Sequence[str]
+) -> str:
+    """The next step after an unknown key.
+
+    owners: other groups of the same choice, which have it. siblings: the keys beside it.
+    """
+    name, dotted, group = path[-1], ".".join(path), ".".join(path[:-1])
+    if any("." in part for part in path):
+        return "in a file write dots as nested groups, not inside one key"
+    if owners:
+        return f"remove it; it belongs to {group}.{NAME}={' or '.join(owners)}"
+    if OTHER_NAMES.get(name) in keys:
+        return f"did you mean {OTHER_NAMES[name]}?"
+    beside = [f"{group}.{key}".lstrip(".") for key in siblings]
+    known = [key for key in keys if ".N." not in key]
+    same_name = [key for key in known if key.rpartition(".")[2] == name]
+    best = nearest(dotted, same_name or beside) or next(iter(same_name), nearest(dotted, known))
+    return f"did you mean {best}?" if best else "remove it"
 
 
 # ---- writing ----------------------------------------------------------------------------------
 
 
-def run_leaves(run: BaseModel) -> Iterator[tuple[Path, Any]]:
-    """(path, plain value) of every setting; lists and empty groups count as leaves."""
-    yield from _leaves(run.model_dump(mode="python"), ())
-
-
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, dict) and (value or not path):
-        for key, child in value.items():
-            yield from _leaves(child, (*path, key))
-    else:
-        yield path, value
-
-
-def run_to_yaml(run: Run, *, sources: Mapping[str, str] | None = None) -> str:
+def run_to_yaml(run: Run, *, places: Mapping[Path, str] | None = None) -> str:
     """The resolved run as YAML that `load_run_file` reads back, its card as a comment on top.
 
-    sources: where each value came from, as a comment beside it.
+    places: where each value came from, as a comment beside it.
     """
-    card = "".join(f"# {line}".rstrip() + "\n" for line in run.card.splitlines())
-    lines = to_yaml(run.model_dump(mode="python")).split("\n")
-    if sources is not None:
-        # A line for each leaf, in the same order; those of groups end with their colon.
-        rows = [number for number, line in enumerate(lines) if line and not line.endswith(":")]
-        for row, (path, _) in zip(rows, run_leaves(run), strict=False):
-            lines[row] = f"{lines[row]:<48}  # {sources['.'.join(path)]}"
-    return card + "\n".join(lines)
+    card = [f"# {line}".rstrip() for line in run.card.splitlines()]
+    return "\n".join([*card, *_lines(run.model_dump(), (), places), ""])
+
+
+def _lines(
+    values: Mapping[str, Any], path: Path, places: Mapping[Path, str] | None
+) -> Iterator[str]:
+    for key, value in values.items():
+        inside, line = (*path, key), "  " * len(path) + f"{yaml_flow(key)}:"
+        if isinstance(value, dict) and value:
+            yield line
+            yield from _lines(value, inside, places)
+        else:
+            line += f" {yaml_flow(value)}"
+            place = "" if places is None else f"  # {places.get(inside, DEFAULT)}"
+            yield f"{line:<48}{place}" if place else line

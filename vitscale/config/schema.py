@@ -7,6 +7,7 @@ key `name` chooses one. Both may stand in `anyOf` beside null, or be the `items`
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -65,8 +66,7 @@ def groups_of(node: Node) -> dict[str, Node]:
 
 
 def default_name(node: Node) -> str | None:
-    choices = [each for each in node.get("anyOf", [node]) if "oneOf" in each]
-    return choices[0].get(DEFAULT_NAME) if choices else None
+    return next((e[DEFAULT_NAME] for e in node.get("anyOf", [node]) if DEFAULT_NAME in e), None)
 
 
 def chosen(node: Node, value: Any) -> Node | None:
@@ -76,40 +76,32 @@ def chosen(node: Node, value: Any) -> Node | None:
     return groups.get("") or (groups.get(name) if isinstance(name, str) else None)
 
 
-def value_at(values: Any, path: Path, default: Any = None) -> Any:
-    for part in path:
-        if isinstance(values, dict) and part in values:
-            values = values[part]
-        elif isinstance(values, list) and part.isdecimal() and int(part) < len(values):
-            values = values[int(part)]
-        else:
-            return default
-    return values
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A key, or a group of keys."""
+
+    key: str
+    """Dotted, with N for a position in a list."""
+    name: str
+    """Of the group in a choice that it is in; or ""."""
+    node: Node
 
 
-def find(run_type: type[BaseModel], path: Path, values: Any) -> tuple[Node, Node | None]:
-    """The innermost node on `path`, and the group whose keys are allowed at its end, if any.
-
-    values: have the names of choices.
-    """
-    node = tree_of(run_type)
-    group: Node | None = node
-    depth = 0
-    while group is not None and depth < len(path) and path[depth] in group["properties"]:
-        node = group["properties"][path[depth]]
-        depth += 2 if is_list(node) and groups_of(node) else 1
-        group = chosen(node, value_at(values, path[:depth]))
-    return node, group if depth == len(path) else None
+@cache
+def settings_of(run_type: type[BaseModel]) -> dict[Path, Setting]:
+    """The tree and all its keys, by location in pydantic's errors without positions in lists."""
+    tree = tree_of(run_type)
+    return {(): Setting("", "", tree), **dict(_settings(tree, (), "", ""))}
 
 
-def known_keys(group: Node, values: Any, *, prefix: Path = ()) -> Iterator[Path]:
-    """All keys but those in lists; of a choice those of the group that `values` names."""
+def _settings(group: Node, place: Path, prefix: str, name: str) -> Iterator[tuple[Path, Setting]]:
     for key, node in group["properties"].items():
-        path = (*prefix, key)
-        yield path
-        inner = None if is_list(node) else chosen(node, value_at(values, path))
-        if inner is not None:
-            yield from known_keys(inner, values, prefix=path)
+        inside, dotted = (*place, key), f"{prefix}{key}"
+        yield inside, Setting(dotted, name, node)
+        dotted += ".N." if is_list(node) else "."
+        for choice, inner in groups_of(node).items():
+            deeper = (*inside, choice) if choice else inside
+            yield from _settings(inner, deeper, dotted, choice or name)
 
 
 def describe(node: Node | bool) -> str:

@@ -7,9 +7,10 @@ Leaves out: loading (`loader`), and the sections themselves (`settings.py` of ea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Self, Union
+from typing import Annotated, Any, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 
 from vitscale.config.schema import DEFAULT_NAME, NAME
 
@@ -29,17 +30,8 @@ class Section(BaseModel):
 class Run(Section):
     """A whole configuration file."""
 
-    _card: str = PrivateAttr(default="")
-
-    @property
-    def card(self) -> str:
-        """The comment at the top of the file, without its `#`: what the run is, and its sources."""
-        return self._card
-
-    def with_card(self, card: str) -> Self:
-        run = self.model_copy()
-        run._card = card
-        return run
+    card: SkipJsonSchema[str] = Field(default="", exclude=True)
+    """The comment at the top of the file, without its `#`: what the run is, and its sources."""
 
 
 class NamedSection(Section):
@@ -55,11 +47,9 @@ def choice_of(registry: Mapping[str, Any], *, default: str | None = None) -> Any
     entry of a group without a name.
     """
 
-    def name_of(value: Any) -> str | None:
-        name = value.get(NAME, default) if isinstance(value, dict) else getattr(value, NAME, None)
-        return name if isinstance(name, str) else None
+    def with_name(value: Any) -> Any:
+        return {NAME: default} | value if isinstance(value, dict) and default else value
 
-    members = tuple(Annotated[entry.Settings, Tag(name)] for name, entry in registry.items())
-    extra: dict[str, Any] = {DEFAULT_NAME: default}
-    mark = Field(discriminator=Discriminator(name_of), json_schema_extra=extra)
-    return Annotated[Union[members], mark]  # noqa: UP007  # made at run time
+    members = tuple(entry.Settings for entry in registry.values())
+    mark = Field(discriminator=NAME, json_schema_extra={DEFAULT_NAME: default})
+    return Annotated[Union[members], mark, BeforeValidator(with_name)]  # noqa: UP007  # at run time

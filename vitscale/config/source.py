@@ -1,13 +1,14 @@
 """Read YAML into plain values, with the file and line of every key beside them; merge and write it.
 
 Owns: the dialect (a strict subset of YAML 1.2: no aliases, anchors, tags or duplicate keys; only
-true and false are booleans; `1e-4` is a number), `base:` chains, and what a file inherits.
-Leaves out: what the keys mean (`loader`).
+true and false are booleans; `1e-4` is a number, `.inf` is text), `base:` chains, and what a file
+inherits. Leaves out: what the keys mean (`loader`).
 """
 
 from __future__ import annotations
 
 import glob
+import json
 import math
 import os
 import re
@@ -16,17 +17,17 @@ from typing import Any
 
 import yaml
 
-from vitscale.config.errors import UserError, UserErrors, nearest
-from vitscale.config.schema import Node, Path, chosen, is_list, value_at
+from vitscale.config.errors import UserError, nearest
+from vitscale.config.schema import Node, Path, chosen, is_list
 
 COMMAND_LINE = "command line"
 MAX_FILE_BYTES = 1 << 20
-MAX_DEPTH = 32
 
 CONSTANTS = {"": None, "~": None, "null": None, "true": True, "false": False}
 INTEGER = re.compile(r"[-+]?[0-9]+")
 FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-NOT_FINITE = re.compile(r"[-+]?\.inf|\.nan", re.IGNORECASE)
+# Text that needs no quotes, wherever it stands.
+PLAIN = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+-]*")
 KIND_WORDS: dict[type, str] = {
     bool: "a truth value",
     int: "a whole number",
@@ -42,7 +43,7 @@ KIND_WORDS: dict[type, str] = {
 class Source:
     """Plain values, and the place of every key and list item: "file:line" or "command line"."""
 
-    values: dict[str, Any]
+    values: Any
     places: dict[Path, str]
 
 
@@ -61,30 +62,33 @@ def shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def value_at(values: Any, path: Path, default: Any = None) -> Any:
+    for part in path:
+        if isinstance(values, dict) and part in values:
+            values = values[part]
+        elif isinstance(values, list) and part.isdecimal() and int(part) < len(values):
+            values = values[int(part)]
+        else:
+            return default
+    return values
+
+
 # ---- the dialect ------------------------------------------------------------------------------
 
 
 def resolve_scalar(text: str) -> str | int | float | bool | None:
-    """Return the value of an unquoted scalar. Raises ValueError for numbers out of range."""
+    """Return the value of an unquoted scalar. A number beyond 64 bits is text."""
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
     if INTEGER.fullmatch(text):
-        if len(text) > 24 or abs(whole := int(text)) >= 1 << 63:
-            raise ValueError("is a whole number beyond 64 bits")
-        return whole
-    if NOT_FINITE.fullmatch(text):
-        raise ValueError("is not a finite number")
-    if FLOAT.fullmatch(text):
-        if math.isinf(number := float(text)):
-            raise ValueError("is a number too large for a 64-bit float")
+        return whole if len(text) <= 24 and abs(whole := int(text)) < 1 << 63 else text
+    if FLOAT.fullmatch(text) and math.isfinite(number := float(text)):
         return number
     return text
 
 
 class _Loader(yaml.SafeLoader):
     """Composes nodes without what would let a short text stand for much, or for code."""
-
-    depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
@@ -94,91 +98,53 @@ class _Loader(yaml.SafeLoader):
             problem = f"{kind}{event.anchor}; write the value out, or share it through base:"
         elif event.tag is not None:
             problem = f"tag {shorten(event.tag)}; remove it, values are plain values"
-        elif self.depth > MAX_DEPTH:
-            problem = f"nested deeper than {MAX_DEPTH} levels"
         if problem is not None:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        self.depth += 1
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+        return super().compose_node(parent, index)
 
 
-class _Reader:
-    """Turns one text into values. Collects places and errors; a wrong scalar stays text."""
+def read_document(text: str, *, name: str) -> Source:
+    """Read one YAML text, None where it is empty. Raises UserError if it cannot be read."""
+    places: dict[Path, str] = {}
 
-    def __init__(self, name: str, errors: list[UserError]) -> None:
-        self.name, self.errors = name, errors
-        self.places: dict[Path, str] = {}
-
-    def document(self, text: str, path: Path = ()) -> Any:
-        """Read YAML; None if there is nothing in it. Raises UserError if it cannot be read."""
-        try:
-            node = yaml.compose(text, Loader=_Loader)
-            return None if node is None else self._value(node, path, _line(node))
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            what = " ".join(part for part in (error.context, error.problem) if part)
-            line = mark.line + 1 if mark else 1
-        except (yaml.YAMLError, ValueError, OverflowError) as error:
-            # Characters that YAML does not allow, and escapes such as "\UFFFFFFFF".
-            what, line = str(error).splitlines()[0], 1
-        raise UserError(f"not readable as YAML: {what}", where=self._where(line, path))
-
-    def scalar(self, text: str, path: Path, line: int, *, is_plain: bool) -> Any:
-        try:
-            text.encode()
-            return resolve_scalar(text) if is_plain else text
-        except UnicodeEncodeError:
-            self._report(f"{ascii(text)[:80]} is not valid Unicode text", line, path)
-        except ValueError as error:
-            self._report(f"{shorten(text)} {error}", line, path, allowed="finite numbers")
-        return text
-
-    def _where(self, line: int, path: Path) -> str:
-        place = self.name if self.name == COMMAND_LINE else f"{self.name}:{line}"
-        return ": ".join(filter(None, (place, ".".join(path))))
-
-    def _report(self, what: str, line: int, path: Path, **more: str) -> None:
-        self.errors.append(UserError(what, where=self._where(line, path), **more))
-
-    def _value(self, node: yaml.Node, path: Path, line: int) -> Any:
-        """line: that of the value's key, which places it."""
-        self.places[path] = self._where(line, ())
+    def value_of(node: yaml.Node, path: Path) -> Any:
         if isinstance(node, yaml.ScalarNode):
-            return self.scalar(node.value, path, line, is_plain=node.style is None)
-        if isinstance(node, yaml.SequenceNode):
-            items = enumerate(node.value)
-            return [self._value(each, (*path, str(i)), _line(each)) for i, each in items]
-        group: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key, inner, line = key_node.value, (*path, str(key_node.value)), _line(key_node)
-            if not isinstance(key_node, yaml.ScalarNode):
-                self._report("a list or group cannot be a key", line, path)
-            elif key in group:
-                first = self.places[inner].rpartition(":")[2]
-                also = f"; first on line {first}" if first.isdecimal() else ""
-                what, step = f"key {key!r} is given twice{also}", "keep one of the two"
-                self._report(what, line, inner, next_step=step)
-            else:
-                group[key] = self._value(value_node, inner, line)
-        return group
+            return resolve_scalar(node.value) if node.style is None else node.value
+        found: dict[str, Any] = {}
+        is_group = isinstance(node, yaml.MappingNode)
+        for number, each in enumerate(node.value):
+            key_node, value_node = each if is_group else (None, each)
+            key = str(number if key_node is None else key_node.value)
+            inner, place = (*path, key), _place(name, (key_node or value_node).start_mark)
+            if is_group and not isinstance(key_node, yaml.ScalarNode):
+                raise UserError("a list or group cannot be a key", where=place)
+            if key in found:
+                what = f"key {key!r} is given twice; first at {places[inner]}"
+                where, step = f"{place}: {'.'.join(inner)}", "keep one of the two"
+                raise UserError(what, where=where, next_step=step)
+            places[inner] = place
+            found[key] = value_of(value_node, inner)
+        return found if is_group else list(found.values())
 
-
-def _line(node: yaml.Node) -> int:
-    return int(node.start_mark.line) + 1
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        return Source(None if node is None else value_of(node, ()), places)
+    except yaml.MarkedYAMLError as error:
+        what = " ".join(part for part in (error.context, error.problem) if part)
+        where = _place(name, error.problem_mark or error.context_mark)
+    except (yaml.YAMLError, OverflowError, RecursionError) as error:
+        # Characters that YAML does not allow, and escapes such as "\UFFFFFFFF".
+        what, where = str(error).splitlines()[0], _place(name, None)
+    raise UserError(f"not readable as YAML: {what}", where=where)
 
 
 def read_yaml(text: str, *, name: str) -> Any:
-    """Read the values of one document in our dialect. Raises UserErrors with places in `name`."""
-    errors: list[UserError] = []
-    try:
-        value = _Reader(name, errors).document(text)
-    except UserError as error:
-        errors.append(error)
-    if errors:
-        raise UserErrors(errors)
-    return value
+    """Read the values of one document in our dialect. Raises UserError with a place in `name`."""
+    return read_document(text, name=name).values
+
+
+def _place(name: str, mark: yaml.Mark | None) -> str:
+    return name if name.startswith(COMMAND_LINE) else f"{name}:{mark.line + 1 if mark else 1}"
 
 
 # ---- files and overrides ----------------------------------------------------------------------
@@ -190,34 +156,30 @@ def shown_path(path: str) -> str:
     return path if relative.startswith("..") and os.path.isabs(path) else relative
 
 
-def read_chain(path: str, *, errors: list[UserError], where: str | None = None) -> list[Source]:
-    """Read the file and its bases, the lowest first; nothing if one of them is unusable.
+def read_chain(path: str, *, where: str | None = None) -> list[Source]:
+    """Read the file and its bases, the lowest first. Raises UserError for the first unusable one.
 
     where: what names the file; later the line of `base:`.
     """
     found: list[Source] = []
     files: list[str] = []
-    try:
-        while path:
-            if os.path.realpath(path) in map(os.path.realpath, files):
-                shown = " -> ".join(map(shown_path, [*files, path]))
-                raise UserError(f"circular base: {shown}", where=where)
-            files.append(path)
-            source = _read_file(path, where=where, errors=errors)
-            found.insert(0, source)
-            base, where = source.values.pop("base", ""), f"{source.places.get(('base',))}: base"
-            if not isinstance(base, str):
-                what = f"{show_value(base)} is {kind_of(base)}"
-                allowed = "the path of one YAML file, relative to this file"
-                raise UserError(what, where=where, allowed=allowed)
-            path = base and os.path.join(os.path.dirname(path), base)
-    except UserError as error:
-        errors.append(error)
-        return []
+    while path:
+        if os.path.realpath(path) in map(os.path.realpath, files):
+            shown = " -> ".join(map(shown_path, [*files, path]))
+            raise UserError(f"circular base: {shown}", where=where)
+        files.append(path)
+        source = _read_file(path, where=where)
+        found.insert(0, source)
+        base, where = source.values.pop("base", ""), f"{source.places.get(('base',))}: base"
+        if not isinstance(base, str):
+            what = f"{show_value(base)} is {kind_of(base)}"
+            allowed = "the path of one YAML file, relative to this file"
+            raise UserError(what, where=where, allowed=allowed)
+        path = base and os.path.join(os.path.dirname(path), base)
     return found
 
 
-def _read_file(path: str, *, where: str | None, errors: list[UserError]) -> Source:
+def _read_file(path: str, *, where: str | None) -> Source:
     """Read one file. Raises UserError if there are no keys and values in it."""
     name = shown_path(path)
     try:
@@ -241,22 +203,21 @@ def _read_file(path: str, *, where: str | None, errors: list[UserError]) -> Sour
         raise UserError("is not UTF-8 text", where=where or name) from None
     if len(data) > MAX_FILE_BYTES:
         raise UserError(f"is larger than {MAX_FILE_BYTES >> 20} MiB", where=where or name)
-    reader = _Reader(name, errors)
-    values = reader.document(text)
-    if not isinstance(values, dict | None):
-        what = f"contains {kind_of(values)} instead of keys and values"
-        raise UserError(what, where=reader.places[()], allowed="lines like `key: value`")
-    return Source(values or {}, reader.places)
+    source = read_document(text, name=name)
+    if not isinstance(source.values, dict | None):
+        what = f"contains {kind_of(source.values)} instead of keys and values"
+        raise UserError(what, where=name, allowed="lines like `key: value`")
+    return Source(source.values or {}, source.places)
 
 
-def read_override(text: str, *, errors: list[UserError]) -> Source:
-    """Read `key=value`, the value in YAML; text needs no quotes. Raises UserError for its form."""
+def read_override(text: str) -> Source:
+    """Read `key=value`, the value in YAML; text needs no quotes. Raises UserError."""
     key, equals, value = (part.strip() for part in text.partition("="))
     path, where = tuple(key.split(".")), f"{COMMAND_LINE}: {key}"
     if not equals:
         step = f"write {text}=VALUE, for example optim.lr=1e-3"
         raise UserError(f"{text!r} is not key=value", where=COMMAND_LINE, next_step=step)
-    if not all(path) or len(path) > MAX_DEPTH:
+    if not all(path):
         what, allowed = f"{key!r} is not a key", "names joined by dots"
         raise UserError(what, where=COMMAND_LINE, allowed=allowed)
     if path == ("base",):
@@ -264,15 +225,14 @@ def read_override(text: str, *, errors: list[UserError]) -> Source:
     if not value:
         step = f"write {key}=null or {key}='\"\"'"
         raise UserError("no value after =", where=where, next_step=step)
-    reader = _Reader(COMMAND_LINE, errors)
+    found = Source(resolve_scalar(value), {})
     if value[0] in "[{'\"":
-        values = reader.document(value, path)
-    else:
-        values = reader.scalar(value, path, 1, is_plain=True)
-    for part in reversed(path):
-        values = {part: values}
-    inside = {path[:depth]: COMMAND_LINE for depth in range(1, len(path) + 1)}
-    return Source(values, inside | reader.places)
+        found = read_document(value, name=where)
+    places = {(*path, *inner): COMMAND_LINE for inner in found.places}
+    values = found.values
+    for depth in range(len(path), 0, -1):
+        values, places[path[:depth]] = {path[depth - 1]: values}, COMMAND_LINE
+    return Source(values, places)
 
 
 # ---- merging ----------------------------------------------------------------------------------
@@ -310,36 +270,16 @@ def _merged(under: Any, over: Any, group: Node | None) -> Any:
 # ---- writing ----------------------------------------------------------------------------------
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes lists on one line, no aliases, and text in quotes where our reader needs them."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _quoted_where_needed(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    try:
-        is_plain = text.isprintable() and isinstance(resolve_scalar(text), str)
-    except ValueError:
-        is_plain = False
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
-
-
-def _list_on_one_line(dumper: yaml.SafeDumper, items: Any) -> yaml.SequenceNode:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
-
-
-_Dumper.add_representer(str, _quoted_where_needed)
-_Dumper.add_representer(list, _list_on_one_line)
-_Dumper.add_representer(tuple, _list_on_one_line)
-
-
-def to_yaml(value: Any, *, flow: bool = False) -> str:
-    return yaml.dump(
-        value, Dumper=_Dumper, default_flow_style=flow, sort_keys=False, width=math.inf
-    )
-
-
 def yaml_flow(value: Any) -> str:
     """Write one value on one line, in our dialect."""
-    return to_yaml(value, flow=True).removesuffix("...\n").strip()
+    if isinstance(value, dict):
+        pairs = (f"{yaml_flow(key)}: {yaml_flow(each)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(yaml_flow, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str):
+        return value
+    quoted = json.dumps(value, ensure_ascii=False)
+    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)

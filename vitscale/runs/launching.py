@@ -69,13 +69,18 @@ class LaunchSettings(Section):
 
 # One name, or several separated by commas.
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,+@-]*")
+_LINE = re.compile(r".+")
 FIELD_PATTERNS = {
     "gpu_type": (re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*"), "letters, digits, '_', '.', '-'"),
     "partition": (_NAMES, "names separated by commas"),
     "account": (_NAMES, "a name"),
     "qos": (_NAMES, "a name"),
     "exclude": (re.compile(r"[A-Za-z0-9_.,\[\]-]+"), "node names such as node[3,5-7]"),
-    "python": (re.compile(r".+"), "a command on one line"),
+    "python": (_LINE, "a command on one line"),
+    # Shell by design.
+    "setup": (re.compile(r".*"), "one line; use one entry per line"),
+    "srun_args": (re.compile(r"-.*"), "an option of srun such as --cpu-bind=none"),
+    "sbatch": (_LINE, "printable text on one line"),
 }
 # sbatch options that other keys set, beside those named like a key of `launch`.
 SBATCH_OWNERS = {
@@ -101,8 +106,17 @@ def launch_problems(
 
     independent_tasks: the stage's tasks share work through files; none waits for another.
     """
-    for key, what in _text_problems(launch):
-        yield (f"launch.{key}", what)
+    for field, (pattern, meaning) in FIELD_PATTERNS.items():
+        for key, text in _texts_of(launch, field):
+            if not (text.replace("\t", " ").isprintable() and pattern.fullmatch(text)):
+                yield (f"launch.{key}", f"{text!r} is not {meaning}")
+            elif found := SECRET_ASSIGNMENT.search(text):
+                name = found["name"]
+                yield (
+                    f"launch.{key}",
+                    f"gives the value of {name}, which the run's files would show; read it on the "
+                    f"nodes from a file that only you can read: export {name}=$(cat FILE)",
+                )
     yield from _sbatch_problems(launch.sbatch)
     if launch.signal_delay_s + SIGNAL_EARLY_S >= 60 * launch.timeout_min:
         yield (
@@ -128,34 +142,20 @@ def launch_problems(
         yield ("launch.tasks_per_node", f"{what}; set both to the same number, one process per GPU")
 
 
-def _text_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
-    for field, (pattern, meaning) in FIELD_PATTERNS.items():
-        value = getattr(launch, field)
-        if value is not None and not (value.isprintable() and pattern.fullmatch(value)):
-            yield (field, f"{value!r} is not {meaning}")
-    words = {"python": launch.python or ""}
-    words |= {f"sbatch.{key}": str(value) for key, value in launch.sbatch.items()}
-    for position, line in enumerate(launch.setup):
-        # Shell by design, tabs included, but one line per entry.
-        if not line.replace("\t", " ").isprintable():
-            yield (f"setup[{position}]", f"{line!r} is not one line; use one entry per line")
-        words[f"setup[{position}]"] = line
-    for key, text in words.items():
-        if found := SECRET_ASSIGNMENT.search(text):
-            name = found["name"]
-            yield (
-                key,
-                f"gives the value of {name}, which the run's files would show; read it on the "
-                f"nodes from a file that only you can read: export {name}=$(cat FILE)",
-            )
-    for position, argument in enumerate(launch.srun_args):
-        if not (argument.isprintable() and argument.startswith("-")):
-            what = f"{argument!r} is not an option of srun such as --cpu-bind=none"
-            yield (f"srun_args[{position}]", what)
+def _texts_of(launch: LaunchSettings, field: str) -> Iterator[tuple[str, str]]:
+    value = getattr(launch, field)
+    if isinstance(value, tuple):
+        yield from ((f"{field}[{position}]", text) for position, text in enumerate(value))
+    elif isinstance(value, dict):
+        yield from (
+            (f"{field}.{key}", text) for key, text in value.items() if isinstance(text, str)
+        )
+    elif value is not None:
+        yield field, value
 
 
 def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str, str]]:
-    for option, value in options.items():
+    for option in options:
         key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
         name, field = option.replace("_", "-"), option.replace("-", "_")
         owner = (
@@ -167,5 +167,3 @@ def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str
             yield (key, f"is not allowed here: set {owner} instead")
         elif name in SBATCH_FIXED:
             yield (key, "is not allowed here: vitscale sets it; remove it")
-        if isinstance(value, str) and not (value and value.isprintable()):
-            yield (key, f"{value!r} is not printable text on one line")

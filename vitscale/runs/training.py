@@ -16,10 +16,7 @@ from pydantic import Field
 from vitscale.checkpoint.settings import CheckpointSettings
 from vitscale.config.errors import UserError
 from vitscale.config.section import Run
-from vitscale.data.settings import (
-    DataSettings,
-    data_problems,
-)
+from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings
@@ -87,11 +84,6 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield (
             "schedule",
             f"give either epochs or steps (epochs={schedule.epochs}, steps={schedule.steps})",
-        )
-    if schedule.steps is not None and schedule.warmup_steps >= schedule.steps:
-        yield (
-            "schedule.warmup_steps",
-            f"{schedule.warmup_steps} warm-up steps leave nothing of {schedule.steps} steps",
         )
     if schedule.final_lr > run.optim.lr:
         yield ("schedule.final_lr", f"{schedule.final_lr} exceeds the peak optim.lr {run.optim.lr}")

@@ -35,8 +35,9 @@ schedule:
 """
 FILES = {
     "a.yaml": VALID,
-    "many.yaml": "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\nmodel:\n  num_classes: x\n"
+    "many.yaml": "base: a.yaml\noptim:\n  lr: fast\nmodel:\n  num_classes: x\n"
     "seeed: 1\ndata: {path: null}\nschedule: {final_lr: .inf}\n",
+    "twice.yaml": "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\n",
     "missing.yaml": "stage: pretrain\ndata:\n  global_batch: 64\nmodel: {preset: B/16}\n"
     "optim: {lr: 1e-3}\nschedule: {epochs: 1}\n",
     "dotted.yaml": VALID + "checkpoint.keep: 1\n",
@@ -72,6 +73,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("a.yaml", 'launch.partition="a b"', 'launch.setup=["a\\nb"]', "launch.srun_args=[x]"),
     ("a.yaml", "launch.timeout_min=5", "launch.signal_delay_s=300"),
     ("many.yaml", "oops", "engine.precision=fp8"),
+    ("twice.yaml", "optim.lr=3", "optim={lr: 3, lr: 4}", "lr"),
     ("missing.yaml",),
     ("dotted.yaml",),
     ("conflict.yaml",),

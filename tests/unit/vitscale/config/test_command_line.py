@@ -56,32 +56,33 @@ def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> None:
     short = shown(capsys, "--help")
     assert "  x.py data.path=SHARDS" in short and "--dry-run" in short
-    assert "\n  optim          name, lr, " in short and "\n  objective      name: masked" in short
+    assert "\n  optim          a group with the keys name, lr, " in short
+    assert "\n  objective      a group with the key name: masked_patch_prediction, " in short
     optim = shown(capsys, "--help", "optim", "schedule")
     assert "optim.lr: a number above 0; required\n      Peak learning rate" in optim
     assert "schedule.epochs: " in optim and "data.path: " not in optim
     key = shown(capsys, "seed=1", "--help=optim.lr")
     assert "optim.lr: a number above 0; required" in key and "optim.ema" not in key
-    assert shown(capsys, "-h", "optim.ema").startswith("[optim]")
+    assert shown(capsys, "-h", "optim.ema").startswith("[optim (pretrain)]\n  optim.ema: ")
     with pytest.raises(UserError, match="no group or key 'optm'.*\n.*\n.* did you mean optim?"):
         command("--help", "optm")
 
 
 SETTINGS = [
-    "## stage: pretrain\nshards -> checkpoint.\n\n- **`name`** (text; required). Name in MLflow",
-    "- **`stage`** (predict; default predict). ",
-    # A choice, and what its groups share.
-    "- **`objective`** (a group with the key name: masked_patch_prediction, supervised, mae, "
-    "distillation; default supervised). What the model",
-    "## objective with name: mae (pretrain)\n",
-    "## objective with name: distillation (pretrain)\n",
-    "As with objective with name: supervised: loss, label_smoothing.\n\n- **`objective.",
+    # Outside groups, of one stage or two.
+    "- **`images`** (stage: predict; a list, each item text; required). Image files",
+    "- **`stage`** (stage: pretrain). shards -> checkpoint. Which script runs this file: pre",
+    # A choice, its groups, and what two of them share.
+    "## objective (pretrain)\n\n- **`objective`** (a group with the key name: masked_patch_predi",
+    "- **`objective.name`** (name: mae). The pixels of removed",
+    "- **`objective.loss`** (name: supervised, distillation; softmax, ",
     # What may be null, a list of groups, a group inside one, and a group of two stages.
-    "- **`data.mixing`** (a group, or null; default null). Mixup and CutMix of",
-    "- **`data.mixture`** (a list of groups; default []). Further sets",
+    "cutmix_alpha, mode, or null; default null). Mixup and CutMix of",
+    "- **`data.mixture`** (a list, each item a group with the keys path, share; default []). F",
     "- **`data.mixture.N.share`** (a number at least 0.001 and at most 0.999; required). Share of",
-    "## optim.ema (pretrain)\nExponential moving average of the weights.\n\n- **`optim.ema.de",
-    "## model with name: vit\n",
+    "- **`optim.ema.decay`** (a number",
+    "## model (pretrain, predict)\n",
+    "- **`model.depth`** (name: vit; a whole number above 0, or null; default null). Number",
 ]
 
 
@@ -100,7 +101,7 @@ def test_options_are_keys() -> None:
 def test_words_are_the_value_of_their_key() -> None:
     """Also words that would be no text in YAML."""
     assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
-    with pytest.raises(UserErrors, match="takes one output, but got 2: b, c"):
+    with pytest.raises(UserErrors, match=r"output: \['b', 'c'\] is a list of 2"):
         command("--config", "a.yaml", "b", "c", words_key="output")
     texts: dict[str, Any] = {"script": "x.py", "description": ""}
     argv = ["init=runs/a", "[b].jpg", "c d.png"]

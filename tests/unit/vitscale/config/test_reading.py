@@ -14,8 +14,8 @@ from finetune.run import FinetuneRun
 from finetune.settings import VisualizeRun
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import OTHER_NAMES, load_run, load_run_file, run_leaves, run_to_yaml
-from vitscale.config.schema import known_keys, tree_of
+from vitscale.config.loader import OTHER_NAMES, load_run, load_run_file, run_to_yaml
+from vitscale.config.schema import settings_of
 from vitscale.config.section import Run
 from vitscale.config.source import read_override, read_yaml, yaml_flow
 
@@ -59,7 +59,8 @@ def value_of(text: str) -> Any:
 SCALARS = {
     "1e-4": 1e-4, "1E5": 1e5, ".5": 0.5, "2.": 2.0, "+3": 3, "-1.5e+2": -150.0, "010": 10,
     "true": True, "False": False, "null": None, "~": None, "": None, "1_000": "1_000",
-    "1:30": "1:30", "1e": "1e", "2024-01-01": "2024-01-01", "'1'": "1", '"true"': "true", "=": "=",
+    "1:30": "1:30", "1e": "1e", ".inf": ".inf", "1e999": "1e999", "9" * 20: "9" * 20,
+    "2024-01-01": "2024-01-01", "'1'": "1", '"true"': "true", "=": "=",
     "[1, a, null]": [1, "a", None], "{a: {b: 1}, 1: c}": {"a": {"b": 1}, "1": "c"},
     **{word: word for word in ("on", "off", "yes", "no", "y", "N")},
 }  # fmt: skip
@@ -71,36 +72,30 @@ def test_scalars_resolve_to_typed_values() -> None:
 
 
 REFUSED = [
-    ("a: 1\nb: 2\na: 3", "x:3: a: key 'a' is given twice; first on line 1"),
+    ("a: 1\nb: 2\na: 3", "x:3: a: key 'a' is given twice; first at x:1"),
     ("a: &x 1", "x:1: not readable as YAML: anchor &x; write the value out"),
     ("a: 1\nb: {<<: *x}", "x:2: not readable as YAML: alias *x; write the value out"),
     ("a: !!python/object/apply:os.system [ls]", "x:1: not readable as YAML: tag tag:yaml.org,20"),
     ("a: !env HOME", "x:1: not readable as YAML: tag !env; remove it"),
     ("? [a]\n: 1", "x:1: a list or group cannot be a key"),
-    ("a: [1, -.inf]", "x:1: a.1: -.inf is not a finite number"),
-    ("a: 1e999", "x:1: a: 1e999 is a number too large"),
-    ("a: 99999999999999999999", "x:1: a: 99999999999999999999 is a whole number beyond"),
     ("a: 1\n---\nb: 2", "x:2: not readable as YAML: expected a single document"),
     ("a:\n\t- 1", "x:2: not readable as YAML"),
     ('a: "\\UFFFFFFFF"', "x:1: not readable as YAML"),
-    ('a: "\\ud800"', "x:1: a: "),
     ("a: \x00", "x:1: not readable as YAML"),
-    ("[" * 5000, "x:1: not readable as YAML: nested deeper than 32 levels"),
+    ("[" * 5000, "x:1: not readable as YAML: maximum recursion depth"),
 ]
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED)
 def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
-    with pytest.raises(UserErrors) as caught:
+    with pytest.raises(UserError) as caught:
         read_yaml(text, name="x")
-    assert [error for error in caught.value.errors if error.text().startswith(message)]
+    assert caught.value.text().startswith(message)
 
 
 @pytest.mark.parametrize("text", ["sqlite:///x.db", "a: b", "a # b", "*x", "!x", "C:\\x", "- a"])
 def test_text_on_the_command_line_needs_no_quotes(text: str) -> None:
-    errors: list[UserError] = []
-    source = read_override(f"g.k={text}", errors=errors)
-    assert (source.values, errors) == ({"g": {"k": text}}, [])
+    assert read_override(f"g.k={text}").values == {"g": {"k": text}}
 
 
 LEAVES = (
@@ -122,8 +117,8 @@ def test_written_values_are_read_back(value: Any) -> None:
 def test_any_text_gives_values_or_errors(text: str) -> None:
     try:
         read_yaml(text, name="x")
-    except UserErrors as errors:
-        assert all(error.where for error in errors.errors)
+    except UserError as error:
+        assert error.where
 
 
 # ---- files ------------------------------------------------------------------------------------
@@ -134,7 +129,7 @@ def test_any_text_gives_values_or_errors(text: str) -> None:
     [
         (b"a: \xff\n", "b.yaml: is not UTF-8 text"),
         (b"#" * ((1 << 20) + 1), "b.yaml: is larger than 1 MiB"),
-        (b"- 1\n", "b.yaml:1: contains a list instead of keys and values"),
+        (b"- 1\n", "b.yaml: contains a list instead of keys and values"),
         (b"stage: [pretrain]\n", "b.yaml:1: stage: ['pretrain'] is not a stage of this script"),
         (b"base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"),
         (b"# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"),
@@ -171,15 +166,14 @@ def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
     )
     overrides = ["data.path=c", "launch.setup=[c]", "launch.sbatch={y: 2}", "launch.sbatch.z=3"]
     loaded = load_run(PretrainRun, "sub/b.yaml", overrides=overrides)
-    run, sources = loaded.run, loaded.sources
+    run, places = loaded.run, loaded.places
     assert (run.data.path, run.optim.lr, run.data.global_batch, run.seed) == ("c", 2e-3, 64, 0)
     # Lists are replaced, groups merged.
     assert run.launch.setup == ("c",) and run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
-    assert sources["data.path"] == "command line"
-    assert sources["optim.lr"] == "sub/b.yaml:3"
-    assert sources["data.global_batch"] == "a.yaml:5"
-    assert sources["seed"] == "default"
-    assert sources["optim.eps"] == "default"  # although its group is in the file
+    assert places["data", "path"] == "command line"
+    assert places["optim", "lr"] == "sub/b.yaml:3"
+    assert places["data", "global_batch"] == "a.yaml:5"
+    assert ("seed",) not in places
 
 
 def test_the_site_file_is_above_defaults_and_below_files(
@@ -193,10 +187,10 @@ def test_the_site_file_is_above_defaults_and_below_files(
     place.write_text("launch:\n  partition: gpu\n  setup: [a]\n  sbatch: {x: 1}\ntracking:\n")
     (here / "b.yaml").write_text("base: a.yaml\nlaunch: {partition: low}\n")
     loaded = load_run(PretrainRun, "b.yaml", overrides=["launch.sbatch.y=2"])
-    launch, sources = loaded.run.launch, loaded.sources
-    assert (launch.partition, sources["launch.partition"]) == ("low", "b.yaml:2")
-    assert (launch.setup, sources["launch.setup"]) == (("a",), ".config/vitscale/site.yaml:3")
-    assert (launch.sbatch, sources["launch.account"]) == ({"x": 1, "y": 2}, "default")
+    launch, places = loaded.run.launch, loaded.places
+    assert (launch.partition, places["launch", "partition"]) == ("low", "b.yaml:2")
+    assert (launch.setup, places["launch", "setup"]) == (("a",), ".config/vitscale/site.yaml:3")
+    assert launch.sbatch == {"x": 1, "y": 2}
     assert load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}  # a resolved file ignores it
     monkeypatch.setenv("VITSCALE_SITE", "")
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
@@ -288,7 +282,7 @@ def test_typo_suggests_the_nearest_key(here: Path) -> None:
 
 
 def test_suggested_keys_exist() -> None:
-    known = {".".join(path) for path in known_keys(tree_of(PretrainRun), {})}
+    known = {setting.key for setting in settings_of(PretrainRun).values()}
     assert {*OTHER_NAMES.values()} <= known
 
 
@@ -302,8 +296,8 @@ def test_resolved_run_is_read_back_unchanged(here: Path) -> None:
     loaded = load_run(PretrainRun, "a.yaml", overrides=overrides)
     run = loaded.run
     assert run.tracking.tags == awkward and run.deepspeed == raw
-    for sources in (None, loaded.sources):
-        (here / "resolved.yaml").write_text(run_to_yaml(run, sources=sources))
+    for places in (None, loaded.places):
+        (here / "resolved.yaml").write_text(run_to_yaml(run, places=places))
         again = load_run_file(PretrainRun, "resolved.yaml")
         assert again == run and run_to_yaml(again) == run_to_yaml(run)
 
@@ -315,7 +309,7 @@ EXTREMES: list[Any] = [
 TREE = read_yaml(
     VALID + "engine: {zero_stage: 1}\ndeepspeed: {a: {b: 1}}\nlaunch: {sbatch: {x: 1}}\n", name=""
 )
-KNOWN = [path for path, _ in run_leaves(PretrainRun(**copy.deepcopy(TREE)))]
+KNOWN = [tuple(each.key.split(".")) for each in settings_of(PretrainRun).values() if each.key]
 
 
 @st.composite

@@ -13,7 +13,7 @@ from launch.jobs.preparation import check_job, job_folder, run_name
 from launch.jobs.submission import sbatch_text
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.runs.launching import FIELD_PATTERNS, LaunchSettings, launch_problems
+from vitscale.runs.launching import LaunchSettings, launch_problems
 
 
 def keys_of(*, independent_tasks: bool = False, **fields: object) -> list[str]:
@@ -21,7 +21,10 @@ def keys_of(*, independent_tasks: bool = False, **fields: object) -> list[str]:
     return [key for key, _ in launch_problems(launch, independent_tasks=independent_tasks)]
 
 
-@pytest.mark.parametrize("field", FIELD_PATTERNS)
+LINES = ("gpu_type", "partition", "account", "qos", "exclude", "python")
+
+
+@pytest.mark.parametrize("field", LINES)
 @pytest.mark.parametrize("value", ["a\ntouch canary", "a\rb", "a\x00b", "", "a\u2028b"])
 def test_no_field_may_start_another_line(field: str, value: str) -> None:
     assert keys_of(**{field: value}) == [f"launch.{field}"]
