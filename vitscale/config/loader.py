@@ -251,14 +251,14 @@ def _where(path: Sequence[str], source: Source) -> str:
 
 def _in_order(errors: Sequence[UserError]) -> list[UserError]:
     """By file and line, what is missing from a file first; the command line last."""
-    places = [(error.where or COMMAND_LINE).split(": ")[0].partition(":") for error in errors]
-    files = [file for file, _, _ in places]
+    files: list[str] = []
 
-    def order(number: int) -> tuple[bool, int, int]:
-        file, _, line = places[number]
+    def order(error: UserError) -> tuple[bool, int, int]:
+        file, _, line = (error.where or COMMAND_LINE).split(": ")[0].partition(":")
+        files.append(file)
         return file == COMMAND_LINE, files.index(file), int(line) if line.isdecimal() else 0
 
-    return [errors[number] for number in sorted(range(len(errors)), key=order)]
+    return sorted(errors, key=order)
 
 
 def _what(value: Any, kind: str) -> str:
