@@ -6,14 +6,11 @@ Who may import whom is in pyproject.toml: `[tool.importlinter]`; what would fork
 from __future__ import annotations
 
 import ast
-import sys
-from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+import itertools
+from collections.abc import Iterable, Iterator
 
 from tests.contract.tree import (
-    PACKAGES,
     ROOT,
-    STAGES,
     imports_of,
     module_files,
     parsed,
@@ -63,22 +60,6 @@ def test_nobody_imports_a_script() -> None:
     assert not {m: found for m in module_files() if (found := imports_of(m) & scripts())}
 
 
-def test_no_file_beside_a_script_shadows_a_module() -> None:
-    """`python launch/x.py` puts launch/ first on the path: launch/queue.py would hide `queue`."""
-    installed = {
-        name for name, owners in packages_distributions().items() if owners != ["vitscale"]
-    }
-    # evaluate, datasets: dependencies of dependencies, not installed everywhere.
-    taken = sys.stdlib_module_names | installed | set(PACKAGES) | {"evaluate", "datasets"}
-    # Deeper ones run as `python -m`, which puts no folder first.
-    folders = {module_files()[s].parent for s in scripts() if s.count(".") == 1}
-    assert {folder.name for folder in folders} == set(STAGES)
-    names = [
-        path for folder in folders for path in folder.iterdir() if not path.name.startswith("__")
-    ]
-    assert not [str(path.relative_to(ROOT)) for path in names if path.stem in taken]
-
-
 # Names of torch's collectives, and of the project's functions that are themselves collective.
 COLLECTIVES = {
     *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "barrier"),
@@ -95,52 +76,46 @@ def test_no_collective_runs_while_an_error_unwinds() -> None:
     Clean-up is what `finally`, `__exit__`, `__del__` and handlers of any error run, and the
     functions of a name that only one function has.
     """
-    functions: dict[str, list[ast.AST]] = {}
+    functions: dict[str, list[tuple[str, ast.FunctionDef]]] = {}
     for path in module_files().values():
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
-                functions.setdefault(node.name, []).append(node)
-    collective = set(COLLECTIVES)
-    while True:
-        more = {
-            name
-            for name, nodes in functions.items()
-            if len(nodes) == 1 and name not in collective and _called(nodes[0]) & collective
-        }
-        if not more:
-            break
-        collective |= more
+                functions.setdefault(node.name, []).append((str(path.relative_to(ROOT)), node))
+    alone = {name: _called(found[0][1].body) for name, found in functions.items() if not found[1:]}
+    collective, num_known = set(COLLECTIVES), 0
+    while len(collective) > num_known:
+        num_known = len(collective)
+        collective |= {name for name, called in alone.items() if called & collective}
     assert len(collective) > len(COLLECTIVES)
-    found = {}
-    for path in module_files().values():
-        for function, node in _clean_ups(parsed(path)):
-            place = f"{path.relative_to(ROOT)}: {function}"
-            if place not in PLANNED and (names := _called(node) & collective):
-                found[place] = sorted(names)
-    assert not found
+    wrong = {}
+    for path, function in itertools.chain.from_iterable(functions.values()):
+        names = _called(_clean_up(function)) & collective
+        if names and f"{path}: {function.name}" not in PLANNED:
+            wrong[f"{path}: {function.name}"] = names
+    assert not wrong
 
 
-def _called(node: ast.AST) -> set[str]:
-    """Names of the functions that are called in it, nested functions included."""
-    names = set()
-    for each in ast.walk(node):
-        if isinstance(each, ast.Call):
-            if isinstance(each.func, ast.Attribute):
-                names.add(each.func.attr)
-            elif isinstance(each.func, ast.Name):
-                names.add(each.func.id)
-    return names
+def _called(statements: Iterable[ast.stmt]) -> set[str]:
+    """Names of the functions that are called in them, nested functions included."""
+    calls = [
+        each.func
+        for statement in statements
+        for each in ast.walk(statement)
+        if isinstance(each, ast.Call)
+    ]
+    return {
+        call.attr if isinstance(call, ast.Attribute) else call.id
+        for call in calls
+        if isinstance(call, ast.Attribute | ast.Name)
+    }
 
 
-def _clean_ups(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        if function.name in ("__exit__", "__del__"):
-            yield function.name, function
-        for node in ast.walk(function):
-            if isinstance(node, ast.Try):
-                for handler in node.handlers:
-                    if handler.type is None or "BaseException" in ast.unparse(handler.type):
-                        yield from ((function.name, each) for each in handler.body)
-                yield from ((function.name, each) for each in node.finalbody)
+def _clean_up(function: ast.FunctionDef) -> Iterator[ast.stmt]:
+    if function.name in ("__exit__", "__del__"):
+        yield from function.body
+    for node in ast.walk(function):
+        if isinstance(node, ast.Try):
+            yield from node.finalbody
+            for handler in node.handlers:
+                if handler.type is None or "BaseException" in ast.unparse(handler.type):
+                    yield from handler.body

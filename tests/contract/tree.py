@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("data_prep", "pretrain", "finetune", "launch")
-PACKAGES = ("vitscale", *STAGES)
+PACKAGES = ("vitscale", "data_prep", "pretrain", "finetune", "launch")
 
 
 @cache

@@ -16,13 +16,7 @@ from typing import Any, Generic, NoReturn
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
-from vitscale.config.reference import (
-    WIDTH,
-    as_overview,
-    as_text,
-    settings_named,
-    settings_reference,
-)
+from vitscale.config.reference import WIDTH, as_overview, as_text, settings_reference
 from vitscale.config.schema import is_list, tree_of
 from vitscale.config.source import COMMAND_LINE
 
@@ -97,7 +91,7 @@ def load_command(
     if found.help is not None:
         reference = settings_reference(by_stage)
         if found.help:
-            print(as_text(settings_named(reference, found.help)))
+            print(as_text(reference, found.help))
         else:
             print(parser.format_help(), as_overview(reference), sep="\n")
         raise SystemExit(0)

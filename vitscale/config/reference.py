@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import mode
 from typing import NamedTuple
 
@@ -57,7 +58,8 @@ def settings_reference(run_types: Mapping[str, type[Run]]) -> Reference:
         # Not said again: the stages that most settings of the group have.
         usual = mode(tuple(each) for (other, _), (each, _) in found.items() if other == group)
         own = usual if group else tuple(run_types)
-        title = f"{group} ({', '.join(own)})" if group else "Outside groups"
+        title = group or "Outside groups"
+        title += f" ({', '.join(own)})" if group and len(run_types) > 1 else ""
         facts = [f"stage: {', '.join(stages)}"] if own != tuple(stages) else []
         facts += [f"{NAME}: {', '.join(names)}"] if names else []
         facts += [entry.facts] if entry.facts else []
@@ -78,20 +80,6 @@ def _text(node: Node) -> str:
     return " ".join(text.split())
 
 
-def settings_named(reference: Reference, names: Sequence[str]) -> Reference:
-    """The settings of these names, and in groups of these names. Raises UserError for others."""
-    keys = [entry.key for entries in reference.values() for entry in entries]
-    inside = {name: {key for key in keys if f"{key}.".startswith(f"{name}.")} for name in names}
-    for name in (name for name in names if not inside[name]):
-        known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
-        what, step = f"there is no group or key {name!r}", did_you_mean(name, [*known, *keys])
-        allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
-        raise UserError(what, where="--help", allowed=allowed, next_step=step)
-    asked = set[str]().union(*inside.values())
-    found = {title: [e for e in entries if e.key in asked] for title, entries in reference.items()}
-    return {title: entries for title, entries in found.items() if entries}
-
-
 def as_overview(reference: Reference) -> str:
     """A line for the settings outside groups, and for each group."""
     outside, *groups = reference.values()
@@ -104,18 +92,26 @@ def as_overview(reference: Reference) -> str:
     return "\n".join(["Settings, listed by --help NAME:", *lines])
 
 
-def as_text(reference: Reference) -> str:
-    """For a terminal."""
-
-    def wrapped(text: str, first: str) -> str:
-        return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent="      ")
-
+def as_text(reference: Reference, names: Sequence[str]) -> str:
+    """The settings of these names, and in groups of these names. Raises UserError for others."""
+    keys = [entry.key for entries in reference.values() for entry in entries]
+    asked: set[str] = set()
+    for name in names:
+        inside = {key for key in keys if f"{key}.".startswith(f"{name}.")}
+        if not inside:
+            known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
+            what, step = f"there is no group or key {name!r}", did_you_mean(name, [*known, *keys])
+            allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
+            raise UserError(what, where="--help", allowed=allowed, next_step=step)
+        asked |= inside
+    wrapped = partial(textwrap.fill, width=WIDTH, subsequent_indent="      ")
     lines = []
     for title, entries in reference.items():
-        lines += ["", f"[{title}]"]
-        for key, facts, text in entries:
-            lines += [wrapped(f"{key}: {facts}", "  "), wrapped(text, "      ")]
-    return "\n".join(lines).lstrip("\n")
+        shown = [entry for entry in entries if entry.key in asked]
+        lines += ["", f"[{title}]"] if shown else []
+        for key, facts, text in shown:
+            lines += [wrapped(f"  {key}: {facts}"), wrapped(f"      {text}")]
+    return "\n".join(lines[1:])
 
 
 def as_markdown(reference: Reference) -> str:

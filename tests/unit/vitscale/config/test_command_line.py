@@ -63,7 +63,7 @@ def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> No
     assert "schedule.epochs: " in optim and "data.path: " not in optim
     key = shown(capsys, "seed=1", "--help=optim.lr")
     assert "optim.lr: a number above 0; required" in key and "optim.ema" not in key
-    assert shown(capsys, "-h", "optim.ema").startswith("[optim (pretrain)]\n  optim.ema: ")
+    assert shown(capsys, "-h", "optim.ema").startswith("[optim]\n  optim.ema: ")
     with pytest.raises(UserError, match="no group or key 'optm'.*\n.*\n.* did you mean optim?"):
         command("--help", "optm")
 
