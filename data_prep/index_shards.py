@@ -23,9 +23,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 STEPS = (
-    Step("list tars", list_inputs.containers_units, tars.list_tars),
+    Step("list tars", lambda _: [list_inputs.CONTAINERS], tars.list_tars),
     Step("index tars", tars.tar_units, tars.index_tar),
-    Step("finish", finish.finish_units, finish.finish_index),
+    Step("finish", lambda _: [finish.FINISHED], finish.finish_index),
 )
 
 

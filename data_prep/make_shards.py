@@ -24,9 +24,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 STEPS = (
-    Step("open source", list_inputs.containers_units, list_inputs.list_containers),
+    Step("open source", lambda _: [list_inputs.CONTAINERS], list_inputs.list_containers),
     Step("list inputs", list_inputs.list_units, list_inputs.list_inputs),
-    Step("plan shards", plan_shards.plan_units, plan_shards.plan_shards),
+    Step("plan shards", lambda _: [plan_shards.ROWS], plan_shards.plan_shards),
     Step(
         "write shards",
         tars.shard_units,
@@ -34,7 +34,7 @@ STEPS = (
         images=tars.num_images,
         check=tars.check_bad,
     ),
-    Step("finish", finish.finish_units, finish.finish_shards),
+    Step("finish", lambda _: [finish.FINISHED], finish.finish_shards),
 )
 
 

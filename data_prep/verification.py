@@ -8,7 +8,7 @@ the folder was written.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,13 +19,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from blake3 import blake3
 
-from data_prep.duplicates.reading import read_image
+from data_prep.duplicates.reading import image_of
 from data_prep.formats.index_files import folder_of_tars, info_of, sample_bytes, split_fingerprint
 from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
 from data_prep.images.sheet import draw_rows
-from data_prep.worker_processes import ordered_results, workers_for
+from data_prep.worker_processes import ordered_results
 from vitscale.data.index import (
     INDEX_NAME,
     INFO_NAME,
@@ -36,7 +36,10 @@ from vitscale.data.index import (
 )
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.images.jpeg import entry_points
+from vitscale.tracking.console import item_progress
 
+# Reading less than this takes no longer than starting processes.
+SMALL_BYTES = 256 << 20
 # Of the sheet: at most this many classes, and images of each.
 MAX_CLASSES, PER_CLASS = 40, 10
 
@@ -49,7 +52,6 @@ def check_folder(
     *,
     manifest: Manifest,
     num_workers: int | None,
-    advance: Callable[[int], None],
     write_entry_points: bool = False,
 ) -> list[str]:
     """Return all findings; none for a valid folder. Raises UserError for tars at a URL.
@@ -65,11 +67,14 @@ def check_folder(
         ours=manifest.shards_root == "." and index is not None,
         write_entry_points=write_entry_points,
     )
-    num_workers = workers_for(num_bytes, num_workers=num_workers)
+    if num_workers is None and num_bytes < SMALL_BYTES:
+        num_workers = 1
     tasks = tar_tasks(index, manifest)
-    for (shard, _), findings in ordered_results(check, tasks, num_workers=num_workers):
-        found += [f"{shard.name}: {finding}" for finding in findings]
-        advance(shard.samples)
+    num_samples = sum(entry.num_samples for entry in manifest.splits.values())
+    with item_progress("verify", total=num_samples) as advance:
+        for (shard, _), findings in ordered_results(check, tasks, num_workers=num_workers):
+            found += [f"{shard.name}: {finding}" for finding in findings]
+            advance(shard.samples)
     found += [f"{LEDGER_NAME}: {one}" for one in _check_ledger(folder, manifest, index)]
     info = info_of(manifest.splits, shards_root=manifest.shards_root)
     try:
@@ -154,30 +159,28 @@ def _check_sample(
     file: BinaryIO, row: Mapping[str, Any], num_bytes: int, *, ours: bool
 ) -> tuple[str | None, bytes]:
     """(what is wrong with a sample of the index, its image). Leaves the file at its end."""
-    before, after = b"", b""
     if row["offset"] + row["length"] > num_bytes:
         return "lies outside the tar", b""
+    before, after = b"", b""
     if ours:
         label = None if row["label"] == NO_LABEL else row["label"]
         before, after = around_image(
             row["key"], extension=row["format"], num_bytes=row["length"], label=label
         )
-        if file.tell() != row["offset"] - len(before) or file.read(len(before)) != before:
-            file.seek(row["offset"] + row["length"] + len(after))
-            return "has another name, size or place in the tar", b""
-    file.seek(row["offset"])
-    image = file.read(row["length"])
-    if file.read(len(after)) != after:
-        return "has another label in the tar", image
+    file.seek(max(0, row["offset"] - len(before)))
+    stored = file.read(len(before) + row["length"] + len(after))
+    image = stored[len(before) :][: row["length"]]
+    if stored != before + image + after:
+        return "has another name, size, place or label in the tar", image
     if blake3(image).digest() != row["blake3"]:
         return "the image's bytes differ from the index (BLAKE3)", image
     try:
         opened = open_image(image, format_of(image))
     except Rejected as error:
-        return f"the image cannot be read ({error.reason})", image
-    stored = SUFFIXES[format_of(image)], *opened.size
+        return f"the image cannot be read ({error})", image
+    found = SUFFIXES[format_of(image)], *opened.size
     expected = row["format"], row["width"], row["height"]
-    return (None if stored == expected else f"is {stored}, but the index says {expected}"), image
+    return (None if found == expected else f"is {found}, but the index says {expected}"), image
 
 
 def _check_ledger(folder: Path, manifest: Manifest, index: pa.Table | None) -> Iterator[str]:
@@ -215,7 +218,7 @@ def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
         positions = np.flatnonzero(labels == label)
         name = "no label" if label == NO_LABEL else f"{label} {manifest.classes[label]}"
         images = [
-            read_image(root / row["shard"], offset=row["offset"], length=row["length"])
+            image_of(row | {"file": root / row["shard"]})
             for row in table.take(positions[:PER_CLASS]).to_pylist()
         ]
         rows.append((f"{name}: {len(positions):,}", images))

@@ -18,7 +18,6 @@ try:
     from vitscale.data.index import read_manifest
     from vitscale.distributed.processes import num_cores
     from vitscale.images.jpeg.entry_points import require_entry_points
-    from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -54,14 +53,12 @@ def main() -> None:
     manifest = read_manifest(folder)
     num_samples = sum(split.num_samples for split in manifest.splits.values())
     num_tars = sum(len(split.shards) for split in manifest.splits.values())
-    with item_progress("verify", total=num_samples) as advance:
-        findings = check_folder(
-            folder,
-            manifest=manifest,
-            num_workers=arguments.num_workers,
-            advance=advance,
-            write_entry_points=arguments.entry_points,
-        )
+    findings = check_folder(
+        folder,
+        manifest=manifest,
+        num_workers=arguments.num_workers,
+        write_entry_points=arguments.entry_points,
+    )
     print("".join(f"{finding}\n" for finding in findings), end="")
     outcome = f"{len(findings):,} findings" if findings else "valid"
     print(f"{folder}: {outcome}; {num_samples:,} samples in {num_tars:,} tars")

@@ -1,4 +1,4 @@
-"""Map a function over worker processes, in order.
+"""Map a function over worker processes.
 
 Leaves out: work that several machines share (`steps.work`).
 
@@ -9,39 +9,77 @@ no lock and no thread that could miss a message.
 from __future__ import annotations
 
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
-from vitscale.config.errors import UserError
+from data_prep.sources.protocol import Outage
 from vitscale.distributed.fork_server import end_with_server, worker_context
 from vitscale.distributed.processes import num_cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-PENDING_PER_WORKER = 2
-# Reading less than this takes no longer than starting processes.
-SMALL_BYTES = 256 << 20
 
 
-def workers_for(num_bytes: int, *, num_workers: int | None) -> int | None:
-    """`num_workers`; where it is None, 1 for inputs too small to be worth starting processes."""
-    return 1 if num_workers is None and num_bytes < SMALL_BYTES else num_workers
+class Workers:
+    """Processes that apply a function, which is pickled once; killed at the end of the block."""
+
+    def __init__(self, function: Callable[[Any], Any], *, num: int, imports: Sequence[str]) -> None:
+        """imports: modules that the function needs; none of them may be the main script."""
+        context = worker_context(imports)
+        pipes = [context.Pipe() for _ in range(num)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = []
+        for _, theirs in pipes:
+            self._processes.append(
+                context.Process(target=_work, args=(theirs, function), daemon=True)
+            )
+            with _deaths_named():
+                self._processes[-1].start()
+            theirs.close()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()  # it may wait for dead storage
+
+    def results(self, items: Iterable[Item]) -> Iterator[tuple[int, Item, Any]]:
+        """Yield (position, item, result) as they are done.
+
+        Raises what the function raises, and Outage if a worker dies.
+        """
+        idle, busy = [*self._pipes], dict[Connection, tuple[int, Item]]()
+        numbered = enumerate(items)
+        while True:
+            for number, item in islice(numbered, len(idle)):
+                worker = idle.pop()
+                with _deaths_named():
+                    worker.send(item)
+                busy[worker] = number, item
+            if not busy:
+                return
+            for ready in wait([*busy]):
+                assert isinstance(ready, Connection)
+                with _deaths_named():
+                    result, error = ready.recv()
+                if error is not None:
+                    raise error
+                idle.append(ready)
+                yield *busy.pop(ready), result
 
 
 def ordered_results(
     function: Callable[[Item], Result], items: Iterable[Item], *, num_workers: int | None
 ) -> Iterator[tuple[Item, Result]]:
-    """Yield (item, result) in the order of the items, with at most a few items pending.
+    """Yield (item, result) in the order of the items.
 
-    num_workers: None for one per core; 1 works in this process. `function` and items are pickled;
-    neither may come from the main script.
+    num_workers: None for one per core; 1 works in this process. `function` and items are pickled.
     """
-    num_workers = num_workers or num_cores()
-    items = iter(items)
+    num_workers, items = num_workers or num_cores(), iter(items)
     first = list(islice(items, 2))
     items = chain(first, items)
     if num_workers == 1 or len(first) < 2:
@@ -49,49 +87,13 @@ def ordered_results(
             yield item, function(item)
         return
     module = getattr(function, "func", function).__module__  # of a partial: of what it calls
-    context = worker_context([module])
-    pipes = [context.Pipe() for _ in range(num_workers)]
-    workers = [
-        context.Process(target=_work, args=(theirs, function), daemon=True) for _, theirs in pipes
-    ]
-    try:
-        for worker, (_, theirs) in zip(workers, pipes, strict=True):
-            with _deaths_named():
-                worker.start()
-            theirs.close()
-        yield from _ordered([ours for ours, _ in pipes], items)
-    finally:
-        for worker in workers:
-            if worker.pid is not None:
-                worker.kill()
-
-
-def _ordered(workers: Sequence[Connection], items: Iterable[Item]) -> Iterator[tuple[Item, Result]]:
-    numbered, idle, busy = enumerate(items), [*workers], dict[Connection, int]()
-    pending, replies = deque[tuple[int, Item]](), dict[int, tuple[Result, Exception | None]]()
-    while True:
-        num_free = PENDING_PER_WORKER * len(workers) - len(pending)
-        for number, item in islice(numbered, min(len(idle), num_free)):
-            worker = idle.pop()
-            with _deaths_named():
-                worker.send(item)
-            busy[worker] = number
-            pending.append((number, item))
-        if not pending:
-            return
-        number, item = pending[0]
-        if number in replies:
-            pending.popleft()
-            result, error = replies.pop(number)
-            if error is not None:
-                raise error
-            yield item, result
-            continue
-        for ready in wait([*busy]):
-            assert isinstance(ready, Connection)
-            with _deaths_named():
-                replies[busy.pop(ready)] = ready.recv()
-            idle.append(ready)
+    done, due = dict[int, tuple[Item, Result]](), 0
+    with Workers(function, num=num_workers, imports=[module]) as workers:
+        for number, item, result in workers.results(items):
+            done[number] = item, result
+            while due in done:
+                yield done.pop(due)
+                due += 1
 
 
 @contextmanager
@@ -99,7 +101,7 @@ def _deaths_named() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError):
-        raise UserError(
+        raise Outage(
             "a worker process died, probably for lack of memory",
             where="num_workers",
             next_step="run the command again, with fewer workers if it recurs",

@@ -23,6 +23,7 @@ from data_prep.sources.files import is_image_name
 from data_prep.sources.protocol import printable
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, read_manifest
+from vitscale.data.shards import read_shard
 from vitscale.distributed.atomic_files import blake3_of_file
 
 TRAIN = "train"
@@ -105,18 +106,10 @@ def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
 
 
 def image_of(row: Mapping[str, Any]) -> bytes:
-    return read_image(os.fsdecode(row["file"]), offset=row["offset"], length=row["length"])
-
-
-def read_image(file: Path | str, *, offset: int, length: int) -> bytes:
-    """Return the bytes of one image in a file. Raises UserError."""
+    """Return the bytes of one image: `length` of `file` from `offset` on. Raises UserError."""
+    file = Path(os.fsdecode(row["file"]))
     try:
-        with open(file, "rb") as opened:
-            opened.seek(offset)
-            content = opened.read(length)
-        if len(content) == length:
-            return content
-        problem = "ends before the image that the index names"
+        return read_shard(file, offset=row["offset"], num_bytes=row["length"])
     except OSError as error:
-        problem = f"cannot be read ({error.strerror or error})"
-    raise UserError(problem, where=printable(str(file)))
+        what = f"cannot be read ({error.strerror or error})"
+        raise UserError(what, where=printable(str(file))) from None

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
+import pyarrow as pa
 from PIL import Image
 
 from data_prep.images.check import SUFFIXES
@@ -168,13 +169,11 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def first_equal(rows: np.ndarray) -> np.ndarray:
-    """int64 per row of `rows`, uint64 [N, words]: the first row that equals it."""
-    order = np.lexsort(rows.T[::-1])
-    ordered = rows[order]
-    new = np.ones(len(rows), dtype=bool)
-    new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    first = np.empty(len(rows), dtype=np.int64)
-    first[order] = order[new][np.cumsum(new) - 1]
+    """int64 per row of `rows`, [N, M]: the first row that equals it."""
+    width, content = rows.itemsize * rows.shape[1], pa.py_buffer(np.ascontiguousarray(rows))
+    column = pa.Array.from_buffers(pa.binary(width), len(rows), [None, content])
+    codes = column.dictionary_encode().indices.to_numpy()
+    first: np.ndarray = np.unique(codes, return_index=True)[1][codes]
     return first
 
 
@@ -184,7 +183,7 @@ def first_similar(descriptors: np.ndarray) -> np.ndarray:
     Equal descriptors match the first of them; it alone is compared with others. Images without
     contrast match nothing.
     """
-    found = first_equal(np.ascontiguousarray(descriptors).view(np.uint64))
+    found = first_equal(descriptors)
     own = np.arange(len(descriptors))
     blank = ~has_contrast(descriptors)
     found[blank] = own[blank]

@@ -10,7 +10,6 @@ content, which the index needs. Headers are made from a template: those of the s
 
 from __future__ import annotations
 
-import os
 import tarfile
 from contextlib import suppress
 from functools import cache
@@ -63,7 +62,7 @@ def around_image(
 
 
 class TarShard:
-    """Writes one tar to an unfinished file; `finish` flushes it to disk."""
+    """Writes one tar to an unfinished file, which is whole after `finish`."""
 
     def __init__(self, path: Path) -> None:
         self._digest = blake3.blake3()
@@ -95,8 +94,7 @@ class TarShard:
         self.num_bytes += len(data)
 
     def finish(self) -> str:
-        """End the tar and flush it to disk; returns its BLAKE3."""
+        """End the tar; returns its BLAKE3."""
         self._append(END_MARK)
         self._file.flush()
-        os.fsync(self._file.fileno())
         return self._digest.hexdigest()

@@ -6,9 +6,9 @@ Leaves out: which folders are classes, and the content of tars and tables (one m
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -22,23 +22,19 @@ from vitscale.runs.data_prep import SourceSettings
 IMAGE_SUFFIXES = frozenset(
     "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
 )
+TAR_SUFFIX = re.compile(r"\.(tar(\.(gz|xz|zst|bz2|lz4))?|tgz|txz)$", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class SplitPlace:
-    """The folder, file or pattern of a split."""
-
-    split: str
-    path: str
-    """Relative to the source's root; empty: the root itself."""
-    where: str
-    """Configuration key that named it."""
+def key_of(split: str, settings: SourceSettings) -> str:
+    """The setting that names the place of a split."""
+    return f"source.splits.{split}" if settings.splits else "source.path"
 
 
-def split_places(settings: SourceSettings, *, kind: str) -> list[SplitPlace]:
-    """Return the place of each split. Raises UserError for a missing source, or paths outside.
+def split_places(settings: SourceSettings, *, kind: str) -> dict[str, str]:
+    """Return the folder, file or pattern of each split, relative to the root; empty: the root.
 
-    kind: what a place may be: `folder`, or `file or folder`, which may also be a pattern.
+    kind: what a place may be: `folder`, or `file or folder`, which may also be a pattern. Raises
+    UserError for a missing source, paths outside and splits that share files.
     """
     top = Path(settings.path).expanduser()
     may_be_file = kind != "folder"
@@ -47,24 +43,24 @@ def split_places(settings: SourceSettings, *, kind: str) -> list[SplitPlace]:
     if top.is_file():
         if settings.splits:
             raise UserError("needs a folder as source.path", where="source.splits")
-        return [SplitPlace("train", top.name, "source.path")]
+        return {"train": top.name}
     if not settings.splits:
-        return [SplitPlace("train", "", "source.path")]
-    places: list[SplitPlace] = []
+        return {"train": ""}
+    places: dict[str, str] = {}
     for split, path in settings.splits.items():
-        path, where = os.path.normpath(path), f"source.splits.{split}"
+        path, where = os.path.normpath(path), key_of(split, settings)
         full = top / path
         if os.path.isabs(path) or path.split("/")[0] == "..":
             raise UserError(f"{str(full)!r} is outside source.path", where=where)
         is_pattern = not {"*", "?", "{"}.isdisjoint(full.name) and full.parent.is_dir()
         if not (full.is_dir() or (may_be_file and (full.is_file() or is_pattern))):
             raise UserError(f"{str(full)!r}: no such {kind}", where=where)
-        for other in places:
-            a, b = full.resolve(), (top / other.path).resolve()
+        for other, other_path in places.items():
+            a, b = full.resolve(), (top / other_path).resolve()
             if a.is_relative_to(b) or b.is_relative_to(a):  # it would store an image twice
-                what = f"two splits share files ({other.split} and {split})"
+                what = f"two splits share files ({other} and {split})"
                 raise UserError(what, where="source.splits", allowed="separate folders")
-        places.append(SplitPlace(split, "" if path == "." else path, where))
+        places[split] = "" if path == "." else path
     return places
 
 
@@ -76,27 +72,27 @@ def file_containers(
     kind: what such files are called in messages, plural. Raises UserError.
     """
     root, found = source_root(settings), []
-    for place in split_places(settings, kind="file or folder"):
-        full = root / place.path
-        folder = place.path if full.is_dir() else os.path.dirname(place.path)
+    for split, path in split_places(settings, kind="file or folder").items():
+        full, where = root / path, key_of(split, settings)
+        folder = path if full.is_dir() else os.path.dirname(path)
         with os.scandir(root / folder) as entries:
             names = {entry.name for entry in entries if is_wanted(entry.name) and entry.is_file()}
         like, missing = "", set[str]()
         if not full.is_dir():
             like = f" matching {full.name!r}"
-            wanted = set(expanded(full.name, where=place.where))
+            wanted = set(expanded(full.name, where=where))
             patterns = {name for name in wanted if "*" in name or "?" in name}
             missing = wanted - patterns - names
             names = {n for n in names if n in wanted or any(fnmatchcase(n, p) for p in patterns)}
         if not names:
             what = f"{printable(str(root / folder))!r} contains no {kind}{like}"
-            raise UserError(what, where=place.where)
+            raise UserError(what, where=where)
         if missing:
             what = f"has no {min(missing)!r}, which the pattern names"
             advice = "get the missing files, or correct the pattern"
-            raise UserError(what, where=place.where, next_step=advice)
+            raise UserError(what, where=where, next_step=advice)
         paths = sorted((os.path.join(folder, name) for name in names), key=os.fsencode)
-        found += [Container(path, place.split) for path in paths]
+        found += [Container(each, split) for each in paths]
     if len({box.path for box in found}) != len(found):
         what = "two splits share files"
         raise UserError(what, where="source.splits", allowed="separate files")
@@ -116,7 +112,8 @@ def is_image_name(name: str) -> bool:
 
 
 def is_tar_name(name: str) -> bool:
-    return name.lower().endswith(".tar") and not is_hidden(name)
+    """Whether a name is that of a tar; compressed ones are refused when they are opened."""
+    return TAR_SUFFIX.search(name) is not None and not is_hidden(name)
 
 
 def is_hidden(path: str) -> bool:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_prep.sources.files import (
     is_folder,
     is_image_name,
+    key_of,
     name_reason,
     split_places,
     stem_and_suffix,
@@ -52,31 +53,32 @@ class ImageFolder(Source):
         if not self.settings.splits and (splits := _found_splits(self.root)):
             named = self.settings.model_copy(update={"splits": splits})
             places = split_places(named, kind="folder")
-        for place in places:
+        for split, path in places.items():
             if self.labels.values == "none":
-                found.append(Container(place.path or ".", place.split, NO_CLASS))
+                found.append(Container(path or ".", split, NO_CLASS))
                 continue
-            names = _folders(self.root / place.path)
-            paths = [(os.path.join(place.path, name), name) for name in names]
+            folder = self.root / path
+            names = _visible(folder, is_folder)
             if self.settings.val_labels is not None and not names:
-                _listed_classes(self.settings.val_labels, self.root / place.path)
+                _listed_classes(self.settings.val_labels, folder)
             elif not names:
-                folder = self.root / place.path
+                num = len(_visible(folder, _is_image))
                 raise UserError(
-                    f"{str(folder)!r} has no class folders, but {len(_images(folder))} image files",
-                    where=place.where,
+                    f"{str(folder)!r} has no class folders, but {num} image files",
+                    where=key_of(split, self.settings),
                     allowed="one sub-folder of images per class",
                     next_step="set source.val_labels to a list of their classes, or leave the "
                     "folder out by source.splits; for shards without labels: labels.values=none",
                 )
-            found.append(Container(place.path or ".", place.split))
-            found += [Container(path, place.split, printable(name)) for path, name in paths]
+            found.append(Container(path or ".", split))
+            for name in names:
+                found.append(Container(os.path.join(path, name), split, printable(name)))
         return found
 
     def inputs(self, container: Container) -> Iterator[Input]:
         listed, folder = self.settings.val_labels, self.root / container.path
         classes = {}
-        if listed is not None and container.class_name is None and not _folders(folder):
+        if listed is not None and container.class_name is None and not _visible(folder, is_folder):
             classes = _listed_classes(listed, folder)
         top = "" if container.path == "." else container.path
         for row in self._files(container, top, start=len(top) + 1 if top else 0, hidden=False):
@@ -131,23 +133,20 @@ def _fault(error: OSError, path: str, *, is_link: bool = False) -> str:
     raise source_read_error(error, path) from None
 
 
-def _folders(folder: Path) -> list[str]:
-    """Names of visible sub-folders, sorted by their bytes."""
+def _visible(folder: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    """Names of the visible entries that are wanted, sorted by their bytes."""
     with os.scandir(folder) as entries:
-        names = [each.name for each in entries if each.name[0] != "." and is_folder(each)]
+        names = [each.name for each in entries if each.name[0] != "." and is_wanted(each)]
     return sorted(names, key=os.fsencode)
 
 
-def _images(folder: Path) -> list[str]:
-    """Names of visible image files, sorted by their bytes."""
-    with os.scandir(folder) as entries:
-        names = [each.name for each in entries if is_image_name(each.name)]
-    return sorted((name for name in names if name[0] != "."), key=os.fsencode)
+def _is_image(entry: os.DirEntry[str]) -> bool:
+    return is_image_name(entry.name)
 
 
 def _found_splits(root: Path) -> dict[str, str]:
     """Split -> sub-folder if all sub-folders are named like splits; else nothing."""
-    names = [printable(name) for name in _folders(root)]
+    names = [printable(name) for name in _visible(root, is_folder)]
     if len(names) < 2 or not {name.lower() for name in names} <= SPLIT_OF_NAME.keys():
         return {}
     splits = {SPLIT_OF_NAME[name.lower()]: name for name in names}
@@ -164,7 +163,7 @@ def _listed_classes(file: str, folder: Path) -> dict[str, str]:
     """Name without suffix -> class of the images of a folder, by the list `source.val_labels`."""
     text = read_text(file, where="source.val_labels")
     rows = [re.split(r"[,\s]+", line.strip()) for line in text.splitlines() if line.strip()]
-    stems = [stem_and_suffix(name)[0] for name in _images(folder)]
+    stems = [stem_and_suffix(name)[0] for name in _visible(folder, _is_image)]
     if len(rows) == len(stems) and all(len(row) == 1 for row in rows):
         return {stem: row[0] for stem, row in zip(stems, rows, strict=True)}
     listed = {os.path.basename(row[0]): row[1] for row in rows if len(row) > 1}

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from data_prep.formats.members import TarDefect
 from vitscale.config.errors import UserError
 from vitscale.data.shards import DATA_LOSS_ERRNOS
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
@@ -152,6 +151,10 @@ def class_from_cell(
 def printable(name: str | bytes) -> str:
     """Return a file name as valid UTF-8; other bytes become \\xNN."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+class TarDefect(ValueError):
+    """A tar is cut or damaged after the members listed so far."""
 
 
 class Outage(UserError):

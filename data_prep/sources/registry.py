@@ -5,11 +5,10 @@ A new kind is one module, one line in SOURCES, and its name in SourceKind (vitsc
 
 from __future__ import annotations
 
-from data_prep.sources.class_tars import ClassTars
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Source
 from data_prep.sources.tables import ParquetImages, PathTable
-from data_prep.sources.webdataset import WebDataset
+from data_prep.sources.tars import ClassTars, WebDataset
 from vitscale.runs.data_prep import LabelSettings, SourceKind, SourceSettings
 
 SOURCES: dict[SourceKind, type[Source]] = {

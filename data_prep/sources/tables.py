@@ -45,18 +45,16 @@ class ParquetImages(Source):
 
     def inputs(self, container: Container) -> Iterator[Input]:
         """Every row of a file, with its image's bytes. Raises UserError for missing columns."""
-        number, label = count(), self.settings.label
+        number, label, names = count(), self.settings.label, None
         with pq.ParquetFile(self.root / container.path) as table:
             columns = self._columns(table.schema_arrow, container.path)
-            names = None
             if self.labels.values != "index":
                 names = class_label_names(table.schema_arrow, label)
             for batch in table.iter_batches(IMAGE_ROWS, columns=columns, use_threads=False):
-                for i in range(batch.num_rows):
-                    image = value_of(batch[self.settings.image_column], i)
+                for row in batch.to_pylist():
+                    image = row[self.settings.image_column]
                     image = image if isinstance(image, dict) else {"bytes": image}
-                    cell = value_of(batch[label], i) if label in columns else None
-                    class_name = class_from_cell(cell, names, self.labels)
+                    class_name = class_from_cell(row.get(label), names, self.labels)
                     yield self._input(container, next(number), image, class_name)
 
     def _columns(self, schema: pa.Schema, path: str) -> list[str]:
@@ -69,25 +67,19 @@ class ParquetImages(Source):
             columns = [f"{image}.{name}" for name in ("bytes", "path") if name in fields]
             image_type = fields.get("bytes", pa.null())
         if image_type not in (pa.binary(), pa.large_binary()):
-            raise UserError(
-                f"column {image!r} of {printable(path)!r} contains no bytes",
-                where="source.image_column",
-                allowed="binary, or a struct of bytes and path",
-            )
+            what = f"column {image!r} of {printable(path)!r} contains no bytes"
+            allowed = "binary, or a struct of bytes and path"
+            raise UserError(what, where="source.image_column", allowed=allowed)
         if self.labels.values == "none":
             return columns
         label_type = column_type(schema, label, path=path, key="source.label")
         if pa.types.is_dictionary(label_type):
             label_type = label_type.value_type
-        if not pa.types.is_integer(label_type) and label_type not in (
-            pa.string(),
-            pa.large_string(),
-        ):
-            raise UserError(
-                f"column {label!r} of {printable(path)!r} has type {label_type}",
-                where="source.label",
-                allowed="a column of whole numbers or text",
-            )
+        is_text = label_type in (pa.string(), pa.large_string())
+        if not is_text and not pa.types.is_integer(label_type):
+            what = f"column {label!r} of {printable(path)!r} has type {label_type}"
+            allowed = "a column of whole numbers or text"
+            raise UserError(what, where="source.label", allowed=allowed)
         return [*columns, label]
 
     def _input(
@@ -115,12 +107,9 @@ class PathTable(Source):
     def containers(self) -> list[Container]:
         """Raises UserError for missing tables."""
         if not self.settings.splits and Path(self.settings.path).expanduser().is_dir():
-            raise UserError(
-                f"{self.settings.path!r} is not a table",
-                where="source.path",
-                allowed="a .csv, .tsv or .parquet file; or a folder, with a table per split in "
-                "source.splits",
-            )
+            what = f"{self.settings.path!r} is not a table"
+            allowed = "a .csv, .tsv or .parquet file; or a folder, with a table per split in "
+            raise UserError(what, where="source.path", allowed=allowed + "source.splits")
         return file_containers(self.settings, _is_table, kind="tables (.csv, .tsv, .parquet)")
 
     def inputs(self, container: Container) -> Iterator[Input]:
@@ -135,44 +124,38 @@ class PathTable(Source):
         number = count()
         with ThreadPoolExecutor(STAT_THREADS) as pool:
             for batch in table.to_batches(max_chunksize=PATH_ROWS):
-                rows = [
-                    {name: _text(value_of(batch[name], i)) for name in batch.schema.names}
-                    for i in range(len(batch))
-                ]
-                yield from pool.map(partial(self._input, container), rows, number)
+                yield from pool.map(partial(self._input, container), batch.to_pylist(), number)
 
     def _read(self, path: str) -> pa.Table:
         """The columns needed, of the whole table."""
-        full, is_parquet, table = self.root / path, _is_parquet(path), None
-        keys = {"source.image_column": self.settings.image_column}
+        full, keys = self.root / path, {"source.image_column": self.settings.image_column}
         if self.labels.values != "none":
             keys["source.label"] = self.settings.label
-        columns = list(dict.fromkeys(keys.values()))
-        if not is_parquet:
+        columns = dict.fromkeys(keys.values())
+        if _is_parquet(path):
+            table = pq.read_table(full)
+        else:
             # Text, so that 007 stays what it is; bytes, since file names may not be UTF-8.
             types = dict.fromkeys((*columns, SPLIT_COLUMN), pa.binary())
             parsing = pa.csv.ParseOptions(delimiter=DELIMITERS[_suffix(path)])
             parsing.newlines_in_values = True
             converting = pa.csv.ConvertOptions(column_types=types)
             table = pa.csv.read_csv(full, parse_options=parsing, convert_options=converting)
-        schema = pq.read_schema(full) if table is None else table.schema
         for key, name in keys.items():
-            column_type(schema, name, path=path, key=key)
-        if not self.settings.splits and SPLIT_COLUMN in schema.names:
-            columns.append(SPLIT_COLUMN)
-        return pq.read_table(full, columns=columns) if table is None else table.select(columns)
+            column_type(table.schema, name, path=path, key=key)
+        if not self.settings.splits and SPLIT_COLUMN in table.column_names:
+            columns[SPLIT_COLUMN] = None
+        return table.select(list(columns))
 
-    def _input(self, container: Container, cells: dict[str, Any], row: int) -> Input:
+    def _input(self, container: Container, values: dict[str, Any], row: int) -> Input:
+        cells = {n: os.fsdecode(v) if isinstance(v, bytes) else v for n, v in values.items()}
         name, path = f"{container.path}/{row}", cells[self.settings.image_column]
         split = container.split
-        if SPLIT_COLUMN in cells and not self.settings.splits:
+        if SPLIT_COLUMN in cells:
             split = str(cells[SPLIT_COLUMN] or "").strip()
         if not can_name_split(split):
-            raise UserError(
-                f"{printable(name)}: {split!r} cannot name a split",
-                where="source.path",
-                allowed=SPLIT_NAMES,
-            )
+            what = f"{printable(name)}: {split!r} cannot name a split"
+            raise UserError(what, where="source.path", allowed=SPLIT_NAMES)
         class_name = class_from_cell(cells.get(self.settings.label), None, self.labels)
         item = Input(name, split, class_name, "", 0, "unreadable")
         if not isinstance(path, str) or not path or "\0" in path:
@@ -206,24 +189,9 @@ def _suffix(name: str) -> str:
 def column_type(schema: pa.Schema, name: str, *, path: str, key: str) -> pa.DataType:
     """Return the type of a column. Raises UserError if it is missing."""
     if schema.names.count(name) != 1:
-        raise UserError(
-            f"{printable(path)!r} has no column {name!r}",
-            where=key,
-            allowed=", ".join(map(repr, schema.names[:20])),
-        )
+        what, allowed = f"{printable(path)!r} has no column {name!r}", map(repr, schema.names[:20])
+        raise UserError(what, where=key, allowed=", ".join(allowed))
     return schema.field(name).type
-
-
-def value_of(values: Any, row: int) -> Any:
-    """A cell as a Python value; None for null and for text that is not UTF-8."""
-    try:
-        return values[row].as_py()
-    except UnicodeDecodeError:
-        return None
-
-
-def _text(value: Any) -> Any:
-    return os.fsdecode(value) if isinstance(value, bytes) else value
 
 
 def class_label_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:

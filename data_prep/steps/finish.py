@@ -36,9 +36,9 @@ from data_prep.formats.ledger import Outcomes, write_ledger
 from data_prep.sources.protocol import ChangedSource, Outage
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
-from data_prep.steps.plan_shards import CLASSES_SHOWN, REJECTED, TRAIN, read_plan
+from data_prep.steps.plan_shards import CLASSES_SHOWN, REJECTED, TRAIN, counts_of, read_plan
 from data_prep.steps.tars import facts_of, root_of, tar_units
-from data_prep.steps.work import WorkFolder, tool_version, unchanged_config
+from data_prep.steps.work import WorkFolder, check_settings, content_config, tool_version
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
     FORMAT_VERSION,
@@ -53,8 +53,8 @@ from vitscale.data.order import check_mixed
 from vitscale.data.storage import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
 
-# The folder to commit.
-FINAL = "final"
+# The folder to commit, and the unit of its step, which is done when the output is there.
+FINAL, FINISHED = "final", "finish"
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,6 @@ class Tar:
         return pa.table(columns, names=names).cast(index_schema())
 
 
-def finish_units(work: WorkFolder) -> list[str]:
-    return ["finish"]  # done when the output is there
-
-
 def finish_shards(work: WorkFolder, unit: str) -> None:
     """Commit the folder of new shards."""
     plan, tars, numbers = read_plan(work), [], Counter[str]()
@@ -102,7 +98,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         if tar.entry.samples:
             tars.append(tar)
             numbers[split] += 1
-            kept += _classes(tar.samples)
+            kept += counts_of(tar.samples["class"])
     lost = [name for name in plan.present if plan.classes and name not in kept]
     if not tars or (lost and load_labels(work.run.labels).space is None):
         shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
@@ -130,11 +126,11 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     for container, outcomes in zip(read_containers(work), tar_units(work), strict=True):
         _check_unchanged(root, container.path, facts_of(work, outcomes))
         table = work.table(outcomes)
-        unknown += _classes(table.filter(pc.equal(table["reason"], "unknown_class")))
+        unknown += counts_of(table["class"].filter(pc.equal(table["reason"], "unknown_class")))
         tar = Tar.of(work, outcomes, split=container.split, name=container.path)
         if tar.entry.samples:
             tars.append(tar)
-            found += _classes(tar.samples)
+            found += counts_of(tar.samples["class"])
     labels = load_labels(work.run.labels)
     labels.check(unknown, found=found)
     sums, fingerprint = _write_ledger(work, tar_units(work))
@@ -173,12 +169,6 @@ def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> Non
         raise ChangedSource(name)
 
 
-def _classes(rows: pa.Table) -> Counter[str]:
-    """Count the rows of each class."""
-    counts = zip(*pc.value_counts(rows["class"]).flatten(), strict=True)
-    return Counter({name.as_py() or "": num.as_py() for name, num in counts})
-
-
 def _write_ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Outcomes, str]:
     """Write the ledger of all inputs; return its sums and the fingerprint of the source.
 
@@ -207,13 +197,14 @@ def _write_ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Outcomes, str
 def _commit(
     work: WorkFolder,
     tars: Sequence[Tar],
-    classes: tuple[str, ...],
+    classes: Sequence[str],
     *,
     inputs: Outcomes,
     source_fingerprint: str,
     shards_root: str = ".",
 ) -> None:
     """Write all files but the tars and the ledger, then give the folder its name."""
+    check_settings(work)  # files that they name may have changed
     final, splits = work.path / FINAL, {}
     tables = [tar.rows(classes) for tar in tars]
     write_index(final, tables=tables)
@@ -240,12 +231,12 @@ def _commit(
             fingerprint=folder_fingerprint(splits, classes=classes),
             source_fingerprint=source_fingerprint,
             label_map_sha256=label_map_sha256(classes),
-            classes=classes,
+            classes=tuple(classes),
             index_bytes=(final / INDEX_NAME).stat().st_size,
             index_blake3=blake3_of_file(final / INDEX_NAME),
             splits=splits,
             inputs=inputs.as_json(),
-            config=unchanged_config(work),
+            config=content_config(work.run),
             shards_root=shards_root,
         ),
     )

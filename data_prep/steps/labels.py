@@ -37,12 +37,6 @@ class Labels:
     """`space` as a set."""
     map: dict[str, str] | None
 
-    @classmethod
-    def of(cls, settings: LabelSettings) -> Labels:
-        space = None if settings.space is None else load_space(settings.space)
-        label_map = None if settings.map is None else read_map(settings.map)
-        return cls(settings=settings, space=space, known=frozenset(space or ()), map=label_map)
-
     def class_of(self, source_class: str | None) -> str | None:
         """The class of an image; None if the map or the space does not contain it."""
         if self.settings.values == "none":
@@ -111,7 +105,7 @@ class Labels:
         """Name the known space that contains most of these classes, if it contains more."""
         num_in = {}
         for name in LABEL_SPACES:
-            other = Labels.of(self.settings.model_copy(update={"space": name, "map": None}))
+            other = load_labels(self.settings.model_copy(update={"space": name, "map": None}))
             num_in[name] = sum(other.class_of(each) is not None for each in wanted)
         best = max(num_in, key=lambda name: (num_in[name], -len(known_space(name))))
         if num_in[best] <= sum(self.class_of(each) is not None for each in wanted):
@@ -119,10 +113,12 @@ class Labels:
         return f"labels.space={best} contains {num_in[best]:,} of these {len(wanted):,} classes"
 
 
-@lru_cache(maxsize=1)  # a map may have a million rows
+@lru_cache(maxsize=len(LABEL_SPACES) + 1)  # a map may have a million rows
 def load_labels(settings: LabelSettings) -> Labels:
     """Read the label files. Raises UserError for unknown spaces and malformed files."""
-    return Labels.of(settings)
+    space = None if settings.space is None else load_space(settings.space)
+    label_map = None if settings.map is None else read_map(settings.map)
+    return Labels(settings=settings, space=space, known=frozenset(space or ()), map=label_map)
 
 
 def load_space(space: str) -> tuple[str, ...]:
@@ -139,19 +135,18 @@ def load_space(space: str) -> tuple[str, ...]:
             allowed=", ".join(LABEL_SPACES) + ", or a file with one class name per line",
         )
     # str.splitlines also splits at characters that class names may contain.
-    names = [line.removesuffix("\r") for line in read_text(space, where=where).split("\n")]
-    names = names[:-1] if not names[-1] else names
-    lines: dict[str, int] = {}
-    for number, name in enumerate(names, start=1):
+    lines = read_text(space, where=where).removesuffix("\n").split("\n")
+    first: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        name = line.removesuffix("\r")
         # Skipping a line would shift all labels after it.
-        problem = f"{name!r} is already in line {lines[name]}" if name in lines else None
-        problem = problem if name.strip() else "is empty"
+        problem = None if name.strip() else "is empty"
+        if first.setdefault(name, number) != number:
+            problem = f"{name!r} is already in line {first[name]}"
         if problem:
-            raise UserError(f"{space}:{number}: {problem}", where=where, allowed="each class once")
-        lines[name] = number
-    if not lines:
-        raise UserError(f"{space!r} is empty", where=where, allowed="one class name per line")
-    return tuple(lines)
+            what, allowed = f"{space}:{number}: {problem}", "one class name per line, each once"
+            raise UserError(what, where=where, allowed=allowed)
+    return tuple(first)
 
 
 def read_map(file: str) -> dict[str, str]:

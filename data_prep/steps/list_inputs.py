@@ -75,10 +75,6 @@ ROW_SCHEMA = pa.schema(
 )
 
 
-def containers_units(work: WorkFolder) -> list[str]:
-    return [CONTAINERS]
-
-
 def list_containers(work: WorkFolder, unit: str) -> None:
     source = open_source(work.run.source, work.run.labels)
     write_json(work.path / unit, [astuple(container) for container in source.containers()])

@@ -75,20 +75,16 @@ class Plan:
     """Inputs without hidden files and other names."""
     num_bad: int
     """Inputs that listing rejected as faulty."""
-    classes: tuple[str, ...]
+    classes: list[str]
     """In label order; none if they are ignored."""
-    present: tuple[str, ...]
+    present: list[str]
     """Classes with images; labels that the source itself skips never had one."""
-    shards: tuple[tuple[str, int, int], ...]
+    shards: list[tuple[str, int, int]]
     """(split, number, images): batch i of rows.arrow has the rows of shard i."""
 
     @cached_property
     def units(self) -> list[str]:
         return [f"tars/{split}-{number:06d}.arrow" for split, number, _ in self.shards]
-
-
-def plan_units(work: WorkFolder) -> list[str]:
-    return [ROWS]
 
 
 def plan_shards(work: WorkFolder, unit: str) -> None:
@@ -97,8 +93,8 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     rows = pa.concat_tables([work.table(name) for name in list_units(work)])
     rows, order = _ordered(rows)
     is_usable = pc.is_null(rows["reason"])
-    found = _counts(rows["class"].filter(is_usable))
-    unknown = _counts(rows["class"].filter(pc.equal(rows["reason"], "unknown_class")))
+    found = counts_of(rows["class"].filter(is_usable))
+    unknown = counts_of(rows["class"].filter(pc.equal(rows["reason"], "unknown_class")))
     present = {name: num for name, num in found.items() if num >= source.min_images_per_class}
     is_large = pc.is_in(rows["class"], value_set=pa.array(present, pa.string()))
     is_small = pc.and_(is_usable, pc.invert(is_large))
@@ -130,9 +126,9 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     plan = Plan(
         num_images=len(rows) - listed.num_rows + listed.num_images,
         num_bad=listed.num_bad,
-        classes=classes,
-        present=tuple(sorted(present)),
-        shards=tuple(shards),
+        classes=list(classes),
+        present=sorted(present),
+        shards=shards,
     )
     work.commit_table(REJECTED, rejected)
     temporary = work.temporary("rows")
@@ -151,15 +147,15 @@ def _with(rows: pa.Table, name: str, column: pa.ChunkedArray) -> pa.Table:
     return rows.set_column(rows.column_names.index(name), name, column)
 
 
-def _counts(column: pa.ChunkedArray) -> dict[str, int]:
-    return {row["values"]: row["counts"] for row in column.value_counts().to_pylist()}
+def counts_of(classes: pa.ChunkedArray) -> Counter[str]:
+    """Number of rows of each class."""
+    rows = classes.value_counts().to_pylist()
+    return Counter({row["values"] or "": row["counts"] for row in rows})
 
 
 @lru_cache(maxsize=1)
 def read_plan(work: WorkFolder) -> Plan:
-    stored = json.loads(work.table(ROWS).schema.metadata[b"plan"])
-    tuples = {name: tuple(stored[name]) for name in ("classes", "present")}
-    return Plan(**{**stored, **tuples, "shards": tuple(map(tuple, stored["shards"]))})
+    return Plan(**json.loads(work.table(ROWS).schema.metadata[b"plan"]))
 
 
 def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:

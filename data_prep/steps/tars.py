@@ -22,7 +22,7 @@ from data_prep.sources.protocol import (
     source_read_error,
     with_damage,
 )
-from data_prep.sources.webdataset import WebDataset
+from data_prep.sources.tars import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, read_containers, set_class
 from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
@@ -68,20 +68,21 @@ def write_shard(work: WorkFolder, unit: str) -> None:
             if image.reason is None:
                 label = None if row["label"] == NO_LABEL else row["label"]
                 offset = tar.add(key, extension=image.extension, image=image.content, label=label)
-            outcomes.append(outcome(row, split, image, key=key, offset=offset))
+            place = offset, len(image.content)
+            outcomes.append(outcome(row, split, image, key=key, place=place))
         digest = tar.finish()
     work.commit(temporary, str(Path(unit).with_suffix(".tar")))
     commit_outcomes(work, unit, outcomes, bytes=tar.num_bytes, blake3=digest)
 
 
 def outcome(
-    item: Mapping[str, Any], split: str, image: CheckedImage, *, key: str, offset: int
+    item: Mapping[str, Any], split: str, image: CheckedImage, *, key: str, place: tuple[int, int]
 ) -> dict[str, Any]:
-    """Make a row of OUTCOMES. item: `path` and `class`."""
+    """Make a row of OUTCOMES. item: `path` and `class`. place: offset and length in the tar."""
     row = {"path": printable(item["path"]), "split": split, "class": item["class"]}
     row |= {"reason": image.reason, "input_hash": image.input_hash or None}
     if image.reason is None:
-        row |= {"changes": image.changes, "key": key, "offset": offset, "length": image.num_bytes}
+        row |= {"changes": image.changes, "key": key, "offset": place[0], "length": place[1]}
         row |= {"format": image.extension, "width": image.width, "height": image.height}
         row["blake3"] = image.content_hash
     return row
@@ -191,9 +192,8 @@ def _index_local(work: WorkFolder, unit: str, root: Path) -> None:
                 image.reason = PACKED
             image.content = b""  # all samples of the tar are kept
         set_class(item, labels)
-        image.reason, image.num_bytes = item.reason or image.reason, item.num_bytes
-        place = {"path": item.path, "class": item.class_name}
-        key = printable(item.name)
-        rows.append(outcome(place, item.split, image, key=key, offset=item.offset))
+        image.reason, key = item.reason or image.reason, printable(item.name)
+        row, place = {"path": item.path, "class": item.class_name}, (item.offset, item.num_bytes)
+        rows.append(outcome(row, item.split, image, key=key, place=place))
     facts = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "blake3": digest}
     commit_outcomes(work, unit, rows, **facts)

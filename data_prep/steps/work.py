@@ -23,13 +23,10 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +43,16 @@ from data_prep.sources.protocol import (
     source_root,
 )
 from data_prep.steps.labels import load_labels
+from data_prep.worker_processes import Workers
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
-from vitscale.distributed.fork_server import end_with_server, worker_context
+from vitscale.distributed.fork_server import SIGNALS
 from vitscale.distributed.processes import is_alive, num_cores, num_gpus
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.console import item_progress
+from vitscale.tracking.run_facts import flatten_params
 
 # Settings that do not change the bytes of the result.
 EXECUTION_KEYS = ("output", "launch", "num_workers", "script")
@@ -65,20 +64,8 @@ DEAD_AFTER_S = 60.0
 # Pauses start short, since most waits are, and grow: no pause is longer than a quarter of the wait.
 FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.005, 1.25, 1.0
 CHECK_S = 1.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-USE_LESS_MEMORY = "lower num_workers or images.max_pixels and rerun; the run resumes"
-# What workers need, and what pyarrow imports at first use: 0.3 s and 45 MiB in each of them.
-IMPORTS = (
-    "data_prep.steps.finish",
-    "pandas",
-    "pyarrow.compute",
-    "pyarrow.parquet",
-    "PIL.JpegImagePlugin",
-)
-
-
-_work: WorkFolder
-"""Of this worker process."""
+# What workers need; pyarrow imports pandas at first use: 0.3 s and 45 MiB in each of them.
+IMPORTS = ("data_prep.steps.finish", "pandas", "pyarrow.parquet", "PIL.JpegImagePlugin")
 
 
 class WorkFolder:
@@ -92,6 +79,9 @@ class WorkFolder:
         self.path = self.output.with_name(f".{self.output.name}.preparing")
         self.scratch = self.path / "tmp" / this_process()
         """Unfinished files of this process; renamed to their place when whole."""
+
+    def __reduce__(self) -> tuple[type[WorkFolder], tuple[DataPrepRun]]:
+        return WorkFolder, (self.run,)
 
     @cached_property
     def source(self) -> Path:
@@ -229,42 +219,31 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
     corpus that cannot be used.
     """
     task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
-    others, pool = active_children(), None
     try:
         work.open()
-        if num_workers > 1:
-            context = worker_context(IMPORTS)
-            pool = ProcessPoolExecutor(num_workers, context, _start_worker, (work.run,))
-        for step in steps:
-            if not work.is_finished:
-                _share(work, step, pool, start=task * num_workers)
+        with ExitStack() as stack:
+            workers = None
+            if num_workers > 1:
+                workers = Workers(partial(_attempt_here, work), num=num_workers, imports=IMPORTS)
+                stack.enter_context(workers)
+            for step in steps:
+                if not work.is_finished:
+                    _share(work, step, workers, start=task * num_workers)
     except (OSError, pa.ArrowException) as error:
         # Another task may have finished the work, and removed the folder.
         if not work.is_finished:
             raise storage_error(error, work) from error
-    except BrokenProcessPool:
-        raise Outage(
-            "a worker process died",
-            where=str(work.path),
-            next_step=f"check the system log for 'out of memory'; {USE_LESS_MEMORY}",
-        ) from None
-    finally:
-        if pool is not None:
-            # They may wait for dead storage.
-            for worker in set(active_children()) - set(others):
-                worker.kill()
-            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _stop(*_: object) -> None:
-    for number in STOP_SIGNALS:
+    for number in SIGNALS:
         # A second signal must not kill a process that is stopping.
         signal.signal(number, signal.SIG_IGN)
     print("\nstopped by a signal; run the same command again to resume", flush=True)
     raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
 
-def _share(work: WorkFolder, step: Step, pool: ProcessPoolExecutor | None, *, start: int) -> None:
+def _share(work: WorkFolder, step: Step, workers: Workers | None, *, start: int) -> None:
     """Return when every unit is done, here or elsewhere.
 
     start: the unit to begin with, so that tasks do not all try the same claims first.
@@ -278,7 +257,7 @@ def _share(work: WorkFolder, step: Step, pool: ProcessPoolExecutor | None, *, st
     with item_progress(step.title, total=sum(sizes.values()), unit=counted) as advance:
         while waiting:
             busy = []
-            for unit, is_done in _attempts(work, step, waiting, pool):
+            for unit, is_done in _attempts(work, step, waiting, workers):
                 if not is_done:
                     busy.append(unit)
                     continue
@@ -299,14 +278,13 @@ def _share(work: WorkFolder, step: Step, pool: ProcessPoolExecutor | None, *, st
 
 
 def _attempts(
-    work: WorkFolder, step: Step, units: Sequence[str], pool: ProcessPoolExecutor | None
+    work: WorkFolder, step: Step, units: Sequence[str], workers: Workers | None
 ) -> Iterator[tuple[str, bool]]:
-    if pool is None:
+    if workers is None:
         yield from ((unit, attempt(work, step.do, unit)) for unit in units)
         return
-    futures = {pool.submit(_attempt_here, step.do, unit): unit for unit in units}
-    for future in as_completed(futures):
-        yield futures[future], future.result()
+    for _, (_, unit), is_done in workers.results((step.do, unit) for unit in units):
+        yield unit, is_done
 
 
 def attempt(work: WorkFolder, do: Callable[[WorkFolder, str], None], unit: str) -> bool:
@@ -326,7 +304,8 @@ def attempt(work: WorkFolder, do: Callable[[WorkFolder, str], None], unit: str) 
             claim.unlink(missing_ok=True)
     except MemoryError:
         what = "a worker process ran out of memory on an image"
-        raise Outage(what, next_step=USE_LESS_MEMORY) from None
+        advice = "lower num_workers or images.max_pixels and rerun; the run resumes"
+        raise Outage(what, next_step=advice) from None
     except (OSError, UserError) as error:
         if work.is_finished:  # by another process, which removed the folder
             return True
@@ -337,28 +316,22 @@ def attempt(work: WorkFolder, do: Callable[[WorkFolder, str], None], unit: str) 
     return True
 
 
-def _start_worker(run: DataPrepRun) -> None:
-    global _work
-    end_with_server()
+def _attempt_here(work: WorkFolder, unit: tuple[Callable[[WorkFolder, str], None], str]) -> bool:
+    """Do a unit in a worker process."""
     # The default allocator keeps what is freed: a quarter of a worker's memory.
     pa.set_memory_pool(pa.system_memory_pool())
-    _work = WorkFolder(run)
-
-
-def _attempt_here(do: Callable[[WorkFolder, str], None], unit: str) -> bool:
-    return attempt(_work, do, unit)
+    return attempt(work, *unit)
 
 
 def storage_error(error: Exception, work: WorkFolder) -> UserError:
     """Return the error for an output that cannot be written. Raises the failure of another task."""
     work.raise_failure()
-    code = error.errno if isinstance(error, OSError) else None
-    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    text = getattr(error, "strerror", None) or str(error)
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     return Outage(
         f"cannot be written ({text}); what was finished so far is kept in {work.path.name}",
         where=str(work.output),
-        next_step=f"{'free space' if code in (errno.ENOSPC, errno.EDQUOT) else 'fix this'} and "
-        "rerun; the run resumes",
+        next_step=f"{'free space' if is_full else 'fix this'} and rerun; the run resumes",
     )
 
 
@@ -369,7 +342,7 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     and the next command starts over. Raises SystemExit(75) after a stop signal.
     """
     start = time.monotonic()
-    for number in STOP_SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, _stop)
     work = WorkFolder(run)
     made = find_existing(work)
@@ -450,26 +423,23 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
 
 def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Keys with different values, such as seed and labels.map_blake3."""
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before, after = flatten_params(old), flatten_params(new)
     return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
 
 
-def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
-        else:
-            yield key, value
-
-
-def unchanged_config(work: WorkFolder) -> dict[str, Any]:
-    """The present `content_config`. Raises UserError if it differs from that at the start."""
-    config = content_config(work.run)
+def check_settings(work: WorkFolder) -> None:
+    """Raise UserError unless the work was begun with these settings, source and version."""
     begun = json.loads((work.path / SETTINGS_NAME).read_text())
-    if changed := changed_settings({key: begun.get(key) for key in config}, config):
-        what, advice = "changed while the shards were made", "run the command again"
-        raise UserError(what, where=", ".join(changed), next_step=advice)
-    return config
+    if changed := changed_settings(begun, _settings(work.run)):
+        raise UserError(
+            f"was begun with other settings: {', '.join(changed)}",
+            where=str(work.path),
+            next_step="use the same settings again, or remove this folder",
+        )
+
+
+def _settings(run: DataPrepRun) -> dict[str, Any]:
+    return content_config(run) | {"path": run.source.path, "tool_version": tool_version()}
 
 
 def tool_version() -> str:
@@ -484,10 +454,7 @@ def open_work_folder(work: WorkFolder) -> None:
 
     Raises UserError if another task of this array has failed, or the settings are others.
     """
-    settings = content_config(work.run) | {
-        "path": work.run.source.path,
-        "tool_version": tool_version(),
-    }
+    settings = _settings(work.run)
     aside = work.path.with_name(f"{work.path.name}-{this_process()}")
     try:
         if (failure := work.failure()) is not None:
@@ -505,17 +472,11 @@ def open_work_folder(work: WorkFolder) -> None:
             with suppress(OSError):
                 aside.rename(work.path)  # one of several processes succeeds
             shutil.rmtree(aside, ignore_errors=True)
-        begun = json.loads((work.path / SETTINGS_NAME).read_text())
+        check_settings(work)
     except OSError as error:
         if work.is_finished:
             return  # another task has just finished it
         raise storage_error(error, work) from None
-    if changed := changed_settings(begun, settings):
-        raise UserError(
-            f"was begun with other settings: {', '.join(changed)}",
-            where=str(work.path),
-            next_step="use the same settings again, or remove this folder",
-        )
 
 
 def _store_failure(work: WorkFolder, error: UserError) -> None:

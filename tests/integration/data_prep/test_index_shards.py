@@ -6,11 +6,7 @@ import gzip
 import io
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -28,7 +24,6 @@ from tests.support.corpora.external_tars import (
     write_tar,
 )
 from tests.support.corpora.indexing import (
-    SCRIPT,
     VERIFY,
     contents,
     index,
@@ -241,36 +236,6 @@ def test_tars_sorted_by_class_are_refused_for_training(
     assert "next: write shuffled ones" in str(error.value) and not work.output.exists()
     shutil.rmtree(work.path)
     index(tmp_path / "tars", tmp_path / "index", 'source.splits={val: "*.tar"}')
-
-
-def test_a_killed_run_resumes_with_the_next_tar(tmp_path: Path) -> None:
-    images = [photo(i) for i in range(20)]
-    for number in range(20):
-        rows = [
-            {"__key__": f"{number}_{i}", "jpg": images[i % 20], "cls": i % 3} for i in range(150)
-        ]
-        write_tar(tmp_path / f"tars/{number:02d}.tar", rows)
-    index(tmp_path / "tars", tmp_path / "undisturbed", "num_workers=1")
-    command = index_command(tmp_path / "tars", tmp_path / "index", "num_workers=1")
-    work = tmp_path / ".index.preparing"
-    process = subprocess.Popen([sys.executable, SCRIPT, *map(str, command)])
-    while not (work / "tars/000003.arrow").exists():
-        assert process.poll() is None, "ended too early"
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (tmp_path / "index").exists()
-    # What was done stays: 300 bytes of the first tar are not read again.
-    times = {path: path.stat().st_mtime_ns for path in (work / "tars").glob("*.arrow")}
-    status = (tmp_path / "tars/00.tar").stat()
-    whole = (tmp_path / "tars/00.tar").read_bytes()
-    (tmp_path / "tars/00.tar").write_bytes(bytes(300) + whole[300:])
-    os.utime(tmp_path / "tars/00.tar", ns=(status.st_atime_ns, status.st_mtime_ns))
-    index(tmp_path / "tars", tmp_path / "index", "num_workers=1")
-    assert not work.exists() and len(times) > 3
-    for name in ("index.parquet", "ledger.parquet", "_info.json"):
-        one, other = ((tmp_path / f / name).read_bytes() for f in ("undisturbed", "index"))
-        assert one == other
 
 
 def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:

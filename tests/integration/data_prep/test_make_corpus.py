@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 from tests.support.corpora.image_corpus import REPOSITORY
+
+SPLITS = ("train", "test")
 
 
 def run(script: str, *arguments: str | Path, rc: int = 0) -> str:
@@ -29,7 +32,7 @@ def split_sizes(corpus: str, images: Path, shards: Path, *more: str) -> list[int
     options = (f"source.path={images}", f"output={shards}", *more)
     run("make_shards", "--config", f"configs/data/{corpus}.yaml", *options)
     splits = json.loads((shards / "_info.json").read_text())["splits"]
-    return [splits[split]["num_samples"] for split in ("train", "test")]
+    return [splits[split]["num_samples"] for split in SPLITS]
 
 
 def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -> None:
@@ -37,7 +40,7 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -
         run("make_corpus", "digits", tmp_path / name)
     files = files_of(tmp_path / "a")
     assert files == files_of(tmp_path / "b")
-    counts = [sum(path.startswith(split) for path in files) for split in ("train", "test")]
+    counts = [sum(path.startswith(split) for path in files) for split in SPLITS]
     assert counts == [1437, 360]
     per_class = [sum(path.startswith(f"test/{d}/") for path in files) for d in range(10)]
     assert min(per_class) >= 34 and max(per_class) <= 37
@@ -51,6 +54,11 @@ def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
     options = ("--num-train", "3", "--num-test", "1")
     text = run("make_corpus", "characters", images, *options)
     num_letters = len(list((images / "train").iterdir()))
+    fonts = {split: {p.stem[:-4] for p in (images / split).rglob("*.png")} for split in SPLITS}
+    assert len(fonts["train"]) == 3 and fonts["train"].isdisjoint(fonts["test"])
+    for png in files_of(images).values():  # letters lie inside, and stand out
+        pixels = np.asarray(Image.open(io.BytesIO(png)))
+        assert pixels.shape == (48, 48, 3) and pixels.max() >= 240 > 64 >= pixels[0].max()
     assert f"{3 * num_letters} training and {num_letters} test images" in text
     assert "already there" in run("make_corpus", "characters", images, *options)
     text = run("make_corpus", "characters", images, "--num-train", "4", rc=2)

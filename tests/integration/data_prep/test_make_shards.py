@@ -6,10 +6,8 @@ import io
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +28,7 @@ from tests.support.corpora.image_corpus import (
     ledger,
     make_shards,
 )
+from tests.support.corpora.image_samples import png
 from tests.support.corpora.shard_folders import photo
 from tests.support.waiting import PATIENCE_S
 from vitscale.data.index import read_manifest, read_split
@@ -74,30 +73,11 @@ def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_pa
     assert contents(tmp_path / "shared") == contents(shards)
 
 
-def test_index_manifest_and_ledger_agree_with_the_tars(made: tuple[Path, Path, str]) -> None:
-    _, shards, text = made
-    manifest = read_manifest(shards)
-    rows = ledger(shards)
-    assert manifest.classes == ("cat", "dog")
-    # A tenth of 12 images of each class, rounded.
-    assert {name: entry.num_samples for name, entry in manifest.splits.items()} == {
-        "train": 22,
-        "test": 2,
-    }
-    for entry in manifest.splits.values():
-        for shard in entry.shards:
-            data = (shards / shard.name).read_bytes()
-            assert (shard.bytes, shard.blake3) == (len(data), blake3.blake3(data).hexdigest())
-    index = pq.read_table(shards / "index.parquet").to_pylist()
-    assert {row["key"] for row in index} == {row["key"] for row in rows.values()}
-    assert index == sorted(index, key=lambda r: (r["split"], r["shard"], r["offset"]))
-    assert "24 inputs = 24 kept + 0 rejected" in text and "next: deepspeed" in text
-
-
 def test_an_existing_output_is_recognised_or_refused(
     made: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
-    source, shards, _ = made
+    source, shards, text = made
+    assert "24 inputs = 24 kept + 0 rejected" in text and "next: deepspeed" in text
     before = contents(shards)
     assert "already there" in make_shards(source, shards, "shards.min_shards=2")
     text = make_shards(source, shards, "shards.min_shards=2", "seed=1", rc=2)
@@ -109,16 +89,6 @@ def test_an_existing_output_is_recognised_or_refused(
     assert contents(tmp_path / "full") == {"mine.txt": b"keep"}
 
 
-def png_bomb() -> bytes:
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        body = kind + data
-        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
-
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    pixels = chunk(b"IDAT", zlib.compress(bytes(1000)))
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
-
-
 def plant_faults(root: Path) -> dict[str, str | None]:
     """Put one of each trouble into the corpus; returns path -> expected reason (None: kept)."""
     cat = root / "cat"
@@ -127,7 +97,7 @@ def plant_faults(root: Path) -> dict[str, str | None]:
         "zero.jpg": (b"", "empty"),
         "page.jpg": (b"<!DOCTYPE html><html><body>404</body></html>", "not_an_image"),
         "cut.jpg": (encoded("JPEG", seed=1, side=64)[:-1500], "bad_pixels"),
-        "bomb.png": (png_bomb(), "too_many_pixels"),
+        "bomb.png": (png(60_000, 60_000, rows=bytes(1000)), "too_many_pixels"),
         "really_png.jpg": (encoded("PNG", seed=next(good)), None),
         "猫 ünï.jpg": (encoded("JPEG", seed=next(good)), None),
         "new\nline.jpg": (encoded("JPEG", seed=next(good)), None),
@@ -203,17 +173,6 @@ def test_too_many_bad_images_stop_the_run_without_an_output(tmp_path: Path) -> N
     assert not (tmp_path / ".shards.preparing").exists()
 
 
-def no_source(root: Path) -> None:
-    shutil.rmtree(root)
-
-
-def no_classes(root: Path) -> None:
-    for path in list(root.rglob("*.*")):
-        path.rename(root / f"{path.parent.name}_{path.name}")
-    for folder in ("cat", "dog"):
-        (root / folder).rmdir()
-
-
 def empty_class(root: Path) -> None:
     (root / "eel").mkdir()
 
@@ -223,19 +182,12 @@ def rotten_class(root: Path) -> None:
     (root / "eel" / "a.jpg").write_bytes(b"rotten")
 
 
-def split_folders(root: Path) -> None:
-    (root / "cat").rename(root / "train")
-    (root / "dog").rename(root / "val")
-
-
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (no_source, "no such folder"),
-        (no_classes, "has no class folders, but 24 image files"),
+        (shutil.rmtree, "no such folder"),
         (empty_class, "1 of 3 classes hold no images: 'eel'"),
         (rotten_class, "no usable image is left of 1 classes: eel"),
-        (split_folders, "set source.val_labels to a list"),
     ],
 )
 def test_sources_that_cannot_be_used_are_refused_in_one_message(
@@ -254,7 +206,7 @@ def make(source: Path, output: Path, *options: str, rc: int = 0) -> str:
 
 def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path: Path) -> None:
     root = tmp_path / "images"
-    for name, num in (("cat", 12), ("dog", 13), ("rare", 2)):
+    for name, num in (("cat", 12), ("dog", 3), ("rare", 2)):
         for i in range(num):
             path = root / name / f"{i:02d}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,13 +223,13 @@ def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path: Path) 
         "rare/01.jpg",
     }
     assert read_manifest(tmp_path / "shards").classes == ("cat", "dog")
-    assert "27 inputs = 25 kept + 2 rejected" in text
+    assert "17 inputs = 15 kept + 2 rejected" in text
     kept = [row for row in rows.values() if row["status"] == "kept"]
     assert Counter((row["split"], row["class"]) for row in kept) == {
         ("val", "cat"): 4,
-        ("val", "dog"): 4,
+        ("val", "dog"): 2,  # never the whole class
         ("train", "cat"): 8,
-        ("train", "dog"): 9,
+        ("train", "dog"): 1,
     }
     make(root, tmp_path / "again", *options, "num_workers=1")
     assert contents(tmp_path / "again") == contents(tmp_path / "shards")

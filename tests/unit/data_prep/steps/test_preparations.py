@@ -1,10 +1,14 @@
-"""Small corpora prepared in the test process: classes, settings, rejected inputs, outages."""
+"""Small corpora prepared in the test process: settings, rejects, outages; the order of rows."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import random
+import re
 import tarfile
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,18 +17,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from data_prep.formats.ledger import Outcomes, write_ledger
+from data_prep.formats.ledger import Outcomes
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.protocol import Outage
+from data_prep.sources.protocol import Input, Outage
 from data_prep.steps import tars
-from data_prep.steps.list_inputs import check_input
+from data_prep.steps.list_inputs import check_input, make_key, rows_table
+from data_prep.steps.plan_shards import _ordered, held_out
 from data_prep.steps.work import WorkFolder, changed_settings, content_config, find_existing
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import corpus, encoded, ledger
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
-from vitscale.data.index import read_manifest, read_split
+from vitscale.data.index import read_manifest
 
 NUM_PICTURES = 8
 OUTAGES = [errno.ESTALE, errno.EMFILE, errno.EREMOTEIO]
@@ -68,22 +75,7 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
         assert {Path(name).suffix for name in tar.getnames()} == {".png"}
     assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
-    found = check_folder(tmp_path / "s", manifest=manifest, num_workers=1, advance=lambda num: None)
-    assert found == []
-
-
-def test_a_held_out_split_never_takes_all_images_of_a_class(tmp_path: Path) -> None:
-    for name, num in (("few", 2), ("many", 5), ("one", 1)):
-        for number in range(num):
-            write(tmp_path / f"images/{name}/{number}.png", seed=100 * num + number)
-    source = {"val_per_class": 2, "holdout_split": "val"}
-    prepare_here(run_of(tmp_path / "images", tmp_path / "s", source=source))
-    found = {}
-    for split in ("train", "val"):
-        index = read_split(tmp_path / "s", split=split)
-        found[split] = np.bincount(index.label, minlength=3).tolist()
-    assert index.classes == ("few", "many", "one")
-    assert found == {"train": [1, 3, 1], "val": [1, 2, 0]}
+    assert check_folder(tmp_path / "s", manifest=manifest, num_workers=1) == []
 
 
 def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
@@ -144,7 +136,6 @@ def test_a_rotten_corpus_is_refused_before_all_of_it_is_read(tmp_path: Path) -> 
     "name, kind, message",
     [
         ("t.parquet", "path_table", "1 damaged_table .*: 't.parquet'"),
-        ("t.parquet", "parquet", "1 damaged_table .*: 't.parquet'"),
         ("cat/1.txt", "image_folder", "1 other_name .*: 'cat/1.txt'"),
     ],
 )
@@ -176,29 +167,30 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path: Path) -> None:
     assert "source.splits.val" in error.value.text()
 
 
-def sums_of(folder: Path, reasons: list[str | None]) -> Outcomes:
-    columns: dict[str, list[str | None]] = {
-        "path": [f"{i}" for i in range(len(reasons))],
-        "reason": reasons,
-        **dict.fromkeys(("split", "class", "changes", "detail", "key"), [None] * len(reasons)),
-    }
-    arrays = {name: pa.array(values, pa.string()) for name, values in columns.items()}
-    return write_ledger(
-        folder, [pa.table(arrays | {"blake3": pa.nulls(len(reasons), pa.binary(32))})]
-    )
-
-
-def test_files_of_other_names_do_not_dilute_the_limit(tmp_path: Path) -> None:
-    others = ["other_name", "hidden"] * 500
-    ledger = sums_of(tmp_path, ["bad_pixels"] * 2 + [None] * 8 + others)
-    ledger.check(max_bad_fraction=0.2)
+def test_only_bad_images_count_against_the_limit() -> None:
+    """Among files named like images; nor do those that the settings leave out."""
+    reasons = ["bad_pixels"] * 2 + [None] * 8 + ["other_name", "hidden"] * 500
+    sums, left = Outcomes(), Outcomes()
+    sums.add(pa.table({"path": list(map(str, range(len(reasons)))), "reason": reasons}))
+    sums.check(max_bad_fraction=0.2)
     with pytest.raises(UserError, match="2 of 10 images are bad, more than the fraction 0.19"):
-        ledger.check(max_bad_fraction=0.19)
+        sums.check(max_bad_fraction=0.19)
+    left.add(pa.table({"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]}))
+    left.check(max_bad_fraction=0.0)
 
 
-def test_images_left_out_by_the_settings_are_not_bad(tmp_path: Path) -> None:
-    ledger = sums_of(tmp_path, ["small_class", "left_out", None])
-    ledger.check(max_bad_fraction=0.0)
+def test_a_shard_is_written_without_holding_its_images(tmp_path: Path) -> None:
+    comment, image = b"\xff\xfe\xff\xff" + bytes(65_533), encoded("JPEG", seed=0)
+    (tmp_path / "images/cat").mkdir(parents=True)
+    for number in range(16):
+        (tmp_path / f"images/cat/{number}.jpg").write_bytes(image[:2] + 16 * comment + image[2:])
+    work = prepare_here(run_of(tmp_path / "images", tmp_path / "shards"), until="write shards")
+    (unit,) = tars.shard_units(work)
+    tracemalloc.start()
+    tars.write_shard(work, unit)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 << 20 and (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
 
 
 def test_an_unreadable_spool_stops_and_keeps_the_work(tmp_path: Path) -> None:
@@ -275,3 +267,73 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
     assert (p.path / "rows.arrow").exists()
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+NAMES = st.text(
+    st.characters(codec="utf-8") | st.sampled_from("\udcff\udc80/.-_aA"), min_size=1, max_size=120
+)
+
+
+def make_input(path: str, *, class_name: str = "cat", split: str = "train") -> Input:
+    name = path.rpartition(".")[0] or path
+    return Input(path=path, split=split, class_name=class_name, name=name, num_bytes=1)
+
+
+def ordered(inputs: list[Input], *, batch: int, seed: int = 0) -> list[tuple[bytes, str]]:
+    """(path, key) in stored order."""
+    parts = [
+        rows_table(inputs[start : start + batch], seed=seed)
+        for start in range(0, len(inputs), batch)
+    ]
+    rows = pa.concat_tables([*parts, rows_table([], seed=0)])
+    rows, order = _ordered(rows)
+    return [(row["path"], row["key"]) for row in rows.take(order).to_pylist()]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(NAMES, unique=True, max_size=60), st.integers(1, 20))
+def test_order_and_keys_do_not_depend_on_the_order_of_listing(names: list[str], batch: int) -> None:
+    inputs = [make_input(name) for name in names]
+    whole = ordered(inputs, batch=1000)
+    shuffled = random.Random(batch).sample(inputs, len(inputs))
+    assert ordered(shuffled, batch=batch) == whole
+    assert sorted(path for path, _ in whole) == sorted(map(os.fsencode, names))
+    keys = [key for _, key in whole]
+    assert len({key.lower() for key in keys}) == len(keys)
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]{1,70}", key) for key in keys)
+
+
+def test_order_is_that_of_sha256_written_out() -> None:
+    inputs = [make_input(f"{i}.jpg") for i in range(50)]
+    rows = ordered(inputs, batch=7, seed=5)
+    expected = sorted(
+        range(50), key=lambda i: hashlib.sha256(f"order\0{5}\0train-cat-{i}".encode()).digest()
+    )
+    assert [path for path, _ in rows] == [f"{i}.jpg".encode() for i in expected]
+    other = ordered(inputs, batch=7, seed=6)
+    assert other != rows and sorted(other) == sorted(rows)
+
+
+def test_a_repeated_path_is_one_sample() -> None:
+    listed = rows_table([make_input("a.jpg"), make_input("b.jpg"), make_input("a.jpg")], seed=0)
+    rows, _ = _ordered(listed)
+    assert rows["reason"].to_pylist() == [None, None, "duplicate_path"]
+
+
+def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
+    assert make_key("n01440764", "n01440764_10026", path="p") == "n01440764-n01440764_10026"
+    assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", make_key("cat", "a b", path="p"))
+    assert make_key("cat", "a b", path="p") != make_key("cat", "a b", path="q")
+    # A name that looks hashed gets a hash of its own, so collisions cannot be forged.
+    forged = make_key("cat", "a b", path="p").removeprefix("cat-")
+    assert make_key("cat", forged, path="q") != make_key("cat", "a b", path="p")
+
+
+def test_each_class_holds_out_the_rows_with_its_smallest_hashes() -> None:
+    random_numbers = np.random.default_rng(0)
+    class_of = random_numbers.integers(0, 5, 300)
+    hashes = random_numbers.integers(0, 1 << 63, 300).astype(np.uint64)
+    taken = held_out(class_of, hashes, fraction=0, num=7)
+    for number in range(5):
+        own = sorted(hashes[class_of == number].tolist())
+        assert sorted(hashes[taken & (class_of == number)].tolist()) == own[:7]

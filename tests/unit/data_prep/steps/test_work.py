@@ -1,4 +1,4 @@
-"""Units shared by processes: each is done, dead owners are replaced, the living are waited for."""
+"""Units shared by processes of several machines, and items by those of one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import pytest
 
 from data_prep.steps import work as sharing
 from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder, machine
+from data_prep.worker_processes import ordered_results
 from tests.support.corpora.preparing import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.config.errors import UserError
+from vitscale.distributed.processes import descendants
 
 
 @pytest.fixture
@@ -100,3 +103,23 @@ def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyP
     path = work.scratch / "alive"
     os.utime(path, (1, 1))
     wait_until(lambda: path.stat().st_mtime > 1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_results_come_in_the_order_of_the_items(num_workers: int) -> None:
+    items = [0.05 if number % 3 == 0 else number / 1e6 for number in range(50)]
+    found = list(ordered_results(time.sleep, iter(items), num_workers=num_workers))
+    assert found == [(item, None) for item in items]
+
+
+def test_an_error_is_raised_here_and_ends_the_workers() -> None:
+    before = descendants(os.getpid())
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        list(ordered_results(int, ["1", "x", "2"], num_workers=2))
+    assert "in a worker process" in caught.value.__notes__[0]
+    assert len(descendants(os.getpid())) <= len(before) + 2  # the server and its tracker
+
+
+def test_a_dead_worker_process_is_reported() -> None:
+    with pytest.raises(UserError, match="a worker process died"):
+        list(ordered_results(os._exit, [1, 1, 1], num_workers=2))

@@ -1,0 +1,292 @@
+"""List the members of tars: of one class each, or WebDataset tars of samples.
+
+Tars of one class, such as ImageNet-21k's, are in a folder or inside one large tar. In a WebDataset
+the members that share a key form a sample with an image and a label; only these two are read, other
+members, such as pickles, never are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, BinaryIO, NamedTuple
+
+from data_prep.sources.files import (
+    file_containers,
+    is_hidden,
+    is_tar_name,
+    name_reason,
+    split_places,
+    stem_and_suffix,
+)
+from data_prep.sources.protocol import (
+    MAX_CLASS_LENGTH,
+    Container,
+    Input,
+    Source,
+    TarDefect,
+    class_from_cell,
+    printable,
+)
+from vitscale.config.errors import UserError
+from vitscale.data.webdataset import IMAGE_SUFFIXES
+
+BLOCK = tarfile.BLOCKSIZE
+COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+# Stands for the suffix of whichever image a sample has; suffixes have no slash.
+IMAGE = "/"
+MAX_JSON_BYTES = 1 << 20
+
+
+class ClassTars(Source):
+    """Containers: the tar of each class. Other files beside them, or in a tar of them, are not."""
+
+    has_label_values = False
+
+    def containers(self) -> list[Container]:
+        """Tars, ordered by split and the bytes of their path.
+
+        Raises UserError for missing or overlapping splits, no tars, compressed tars.
+        """
+        places = set(split_places(self.settings, kind="file or folder").values())
+        found: list[Container] = []
+        for tar in file_containers(self.settings, is_tar_name, kind="tar files"):
+            if tar.path in places:
+                found += self._inner_tars(tar)
+            else:
+                found.append(replace(tar, class_name=_class_of(tar.path)))
+        return found
+
+    def _inner_tars(self, outer: Container) -> list[Container]:
+        """Class tars in a tar. Raises UserError if there are none, or if it is damaged."""
+        path, split = outer.path, outer.split
+        found: dict[str, Container] = {}
+        problem = "contains no tar files"
+        with open(self.root / path, "rb") as file:
+            try:
+                for tar in members(file):
+                    name = _normalized(tar.name)
+                    if tar.is_file and is_tar_name(name):
+                        place = (f"{path}/{tar.name}", split, _class_of(name))
+                        found.setdefault(name, Container(*place, path, tar.offset, tar.num_bytes))
+            except TarDefect as defect:
+                problem = f"cannot be read as a tar file to its end ({defect})"
+                found = {}
+        if not found:
+            what, allowed = f"{printable(path)!r} {problem}", "one tar of images per class"
+            raise UserError(what, where="source.path", allowed=allowed)
+        return sorted(found.values(), key=lambda tar: os.fsencode(tar.path))
+
+    def inputs(self, container: Container) -> Iterator[Input]:
+        """Every member of a class tar, without folders."""
+        path = container.file or container.path
+        end = container.offset + container.num_bytes if container.file else None
+        seen: set[int] = set()
+        with open(self.root / path, "rb") as file:
+            modified_ns = os.fstat(file.fileno()).st_mtime_ns
+            for member in members(file, start=container.offset, end=end):
+                if member.is_folder:
+                    continue
+                name, full = _normalized(member.name), f"{container.path}/{member.name}"
+                mode = stat.S_IFREG if member.is_file else 0
+                reason = name_reason(name, mode, hidden=is_hidden(name))
+                if hash(name) in seen:
+                    full += f" (byte {member.offset})"
+                    reason = reason or "duplicate_name"
+                seen.add(hash(name))
+                stem = stem_and_suffix(name)[0]
+                if self.labels.values == "none":
+                    # Without classes, nothing but the tar tells its images apart.
+                    stem = f"{container.class_name}/{stem}"
+                item = Input(full, container.split, container.class_name, stem, member.num_bytes)
+                item.reason, item.file, item.offset = reason, path, member.offset
+                item.modified_ns = modified_ns
+                yield item
+
+
+def _class_of(tar: str) -> str:
+    return printable(stem_and_suffix(os.path.basename(tar))[0])
+
+
+def _normalized(name: str) -> str:
+    """Remove `./`, `//`, and slashes at either end of a member's name."""
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
+class WebDataset(Source):
+    """Containers: every tar."""
+
+    @property
+    def label(self) -> tuple[str, str]:
+        """(suffix of the label's member, JSON field in it). Raises UserError.
+
+        `label`, the default of the setting, means `cls` here.
+        """
+        kind, _, name = self.settings.label.partition(":")
+        if (kind in ("cls", "label") and not name) or (kind == "json" and name):
+            return ("json" if name else "cls"), name
+        raise UserError(
+            f"{self.settings.label!r} is not a label of a WebDataset",
+            where="source.label",
+            allowed="cls, or json:FIELD",
+        )
+
+    def containers(self) -> list[Container]:
+        """Raises UserError for missing files, a wrong source.label, patterns without a match."""
+        assert self.label
+        return file_containers(self.settings, is_tar_name, kind=".tar files")
+
+    def inputs(self, container: Container) -> Iterator[Input]:
+        """One input per sample, and rows for members outside samples."""
+        seen: set[int] = set()
+        with open(self.root / container.path, "rb") as file:
+            modified_ns = os.fstat(file.fileno()).st_mtime_ns
+            for member, name, label, reason in self._rows(file):
+                path, is_sample = f"{container.path}/{member.name}", reason in (None, "no_image")
+                if is_sample and hash(name) in seen:
+                    is_sample, label, reason = False, None, "duplicate_key"
+                if is_sample:
+                    seen.add(hash(name))
+                else:
+                    path += f" (byte {member.offset})"
+                class_name = class_from_cell(label, None, self.labels)
+                if reason is None and class_name is None and self.labels.values != "none":
+                    reason = "no_label"
+                item = Input(path, container.split, class_name, name, member.num_bytes, reason)
+                item.file, item.offset = container.path, member.offset
+                item.modified_ns = modified_ns
+                yield item
+
+    def _rows(self, file: BinaryIO) -> Iterator[tuple[Member, str, str | None, str | None]]:
+        """Yield (member, name, label, reason) of samples, and of members outside them.
+
+        Raises TarDefect after what is before the damage.
+        """
+        key, sample = "", dict[str, Member]()  # suffix -> consecutive member with the same key
+        defect = None
+        try:
+            for member in members(file):
+                if member.is_folder:
+                    continue
+                parts = split_member_name(member.name) if member.is_file else None
+                if parts is None or is_hidden(member.name):
+                    reason = "hidden" if is_hidden(member.name) else "other_name"
+                    yield member, member.name, None, reason if member.is_file else "not_a_file"
+                    continue
+                if sample and parts[0] != key:
+                    yield self._sample(file, key, sample)
+                    sample = {}
+                key, suffix = parts
+                kind = IMAGE if suffix in IMAGE_SUFFIXES else suffix
+                if kind in sample:
+                    yield member, key, None, "duplicate_key"
+                else:
+                    sample[kind] = member
+        except TarDefect as error:
+            defect = error
+        if sample:
+            yield self._sample(file, key, sample)
+        if defect is not None:
+            raise defect
+
+    def _sample(
+        self, file: BinaryIO, key: str, sample: dict[str, Member]
+    ) -> tuple[Member, str, str | None, str | None]:
+        suffix, json_field = self.label
+        label = read_label(file, sample[suffix], json_field) if suffix in sample else None
+        if IMAGE in sample:
+            return sample[IMAGE], key, label, None
+        return next(iter(sample.values())), key, label, "no_image"
+
+
+def split_member_name(name: str) -> tuple[str, str] | None:
+    """(key, suffix in lower case), as in webdataset; None for members that it ignores.
+
+    The key is the folder, plus the base name up to its first dot.
+    """
+    folder, slash, base = name.rpartition("/")
+    stem, dot, suffix = base.partition(".")
+    if not stem or not dot or (name.startswith("__") and name.endswith("__") and not slash):
+        return None
+    return folder + slash + stem, suffix.lower()
+
+
+def read_label(file: BinaryIO, member: Member, json_field: str) -> str | None:
+    """A class as text: the member itself, or a string or integer in a field of its JSON."""
+    if member.num_bytes > (MAX_JSON_BYTES if json_field else MAX_CLASS_LENGTH):
+        return None
+    file.seek(member.offset)
+    data = file.read(member.num_bytes)
+    try:
+        value: object = data.decode()
+        if json_field:
+            content = json.loads(data)
+            value = content.get(json_field) if isinstance(content, dict) else None
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        # JSON can encode a lone surrogate, which cannot be stored as UTF-8.
+        return value if isinstance(value, str) and value.encode() else None
+    except (ValueError, RecursionError):
+        return None
+
+
+class Member(NamedTuple):
+    name: str
+    offset: int
+    """First byte of the content in the file."""
+    num_bytes: int
+    is_file: bool
+    """A regular file without holes."""
+    is_folder: bool
+
+
+def members(file: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterator[Member]:
+    """Yield the members of the tar in bytes `start` to `end` of a file.
+
+    The file may be read elsewhere between two members. Memory does not grow with their number.
+    Raises TarDefect after the last whole member, UserError if it is compressed, and OSError.
+    """
+    end = file.seek(0, io.SEEK_END) if end is None else end
+    file.seek(start)
+    first = file.read(6)
+    for mark, method in COMPRESSED.items():
+        if first.startswith(mark):
+            place = f"{file.name} (byte {start})" if start else file.name
+            raise UserError(
+                f"{place!r} is compressed with {method}: its images cannot be read one by one",
+                where="source.path",
+                allowed="plain tar files",
+                next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
+            )
+    file.seek(start)
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while (info := tar.next()) is not None:
+                untyped: Any = tar
+                untyped.members = []  # else all of them stay in memory
+                if info.isreg() and info.offset_data + info.size > end or info.offset >= end:
+                    raise TarDefect("ends inside a member")
+                yield Member(
+                    info.name,
+                    info.offset_data,
+                    info.size,
+                    is_file=info.isreg() and info.sparse is None,
+                    is_folder=info.isdir(),
+                )
+            # Python takes a cut tar, and a damaged header, for the end.
+            file.seek(tar.offset)
+            if tar.offset >= end or file.read(2 * BLOCK) != bytes(2 * BLOCK):
+                raise TarDefect("no end mark after its last member: cut or damaged")
+    except (tarfile.TarError, ArithmeticError, EOFError) as error:
+        raise TarDefect(str(error)) from None
