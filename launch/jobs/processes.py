@@ -28,7 +28,7 @@ from launch.jobs.attempts import (
     ended_with,
     failure_outcome,
 )
-from launch.jobs.task import StageJob
+from launch.jobs.submission import StageJob
 from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
