@@ -83,7 +83,7 @@ def main() -> None:
     print_next_steps(run, submission)
     if "--follow" in command.switches:
         print(flush=True)
-        raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent, output=sys.stdout))
+        raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent))
 
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:

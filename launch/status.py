@@ -33,7 +33,7 @@ def main() -> None:
                 where="command line",
                 next_step="name one run",
             )
-        raise SystemExit(follow_run(folders[0], output=sys.stdout))
+        raise SystemExit(follow_run(folders[0]))
     jobs = known_jobs()
     runs = [read_state(folder, jobs) for folder in folders]
     if arguments.json:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TextIO
 
 import yaml
 
@@ -398,7 +397,7 @@ def clock(seconds: float) -> str:
 # ---- following one run --------------------------------------------------------------------------
 
 
-def follow_run(folder: Path, *, output: TextIO) -> int:
+def follow_run(folder: Path) -> int:
     """Show the run's log and states until nothing runs or waits. Returns its exit code.
 
     0: finished; 75: not, and can be resumed; that of the failure's kind. 130 after
@@ -415,14 +414,13 @@ def follow_run(folder: Path, *, output: TextIO) -> int:
         while True:
             path = newest_log(folder)
             if path is not None and (tail is None or tail.path != path):
-                num_lines = LAST_LINES if shown is None else None
-                tail = LogTail(path, output=output, last_lines=num_lines)
+                tail = LogTail(path, last_lines=LAST_LINES if shown is None else None)
             if tail is not None:
                 tail.copy()
             # SLURM's estimate of the start changes all the time.
             reason = run.job.reason if run.job and run.state is not RunState.RUNNING else None
             if shown != (shown := (run.state, reason, run.job and run.job.job_id)):
-                print(line_of(run, now=time.time()), file=output, flush=True)
+                print(line_of(run, now=time.time()), flush=True)
             if run.state not in ACTIVE:
                 break
             time.sleep(FOLLOW_SECONDS)
@@ -434,7 +432,7 @@ def follow_run(folder: Path, *, output: TextIO) -> int:
         job = run.job
         what = f"job {job.job_id} continues; scancel {job.job_id} ends it" if job else "it goes on"
         again = f"python launch/status.py {shown_folder(folder)} --follow"
-        print(f"\n{what}\nfollow it again: {again}", file=output)
+        print(f"\n{what}\nfollow it again: {again}")
         return EXIT_INTERRUPTED
     if run.failure is not None:
         return run.failure.kind.exit_code
