@@ -99,7 +99,9 @@ class SlurmCluster:
 
     def job(self, job_id: str) -> dict[str, str]:
         """The controller's fields of a job, for example JobState, ExitCode and Restarts."""
-        words = self.run(["scontrol", "--oneliner", "show", "job", job_id]).split()
+        ask = f"scontrol --oneliner show job {job_id}"
+        # A controller that has just started may drop a request.
+        words = self.run(["bash", "-c", f"{ask} || (sleep 5; {ask})"]).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, job_id: str, *, states: Sequence[str]) -> dict[str, str]:

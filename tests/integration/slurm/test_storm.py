@@ -205,11 +205,11 @@ class Storm:
         self.run("sbatch", *job, "--output=/dev/null")
 
     def outage(self, seconds: float) -> None:
-        """The attempt ends and the next cannot begin while the storage is away."""
-        restarts, until = self.restarts(), time.monotonic() + seconds
-        self.rank_killed()
-        self.wait(lambda: self.restarts() > restarts, "restart")
-        self.wait(lambda: time.monotonic() > until, "end of the outage")
+        """The attempt cannot save when it is to stop; the next begins when the storage is back."""
+        restarts = self.restarts()
+        self.usr2()
+        time.sleep(seconds)
+        assert self.restarts() == restarts and self.is_running()
 
     def step(self, *, since: float = 0.0) -> int:
         """The last step in the journal; 0 if it is older than `since`, unix seconds."""
@@ -287,9 +287,9 @@ def test_interruptions_change_no_bit(
     calm, run, database = (tmp_path / name for name in ("calm", "disturbed", "mlflow.db"))
     here = [ROOT / "launch/local.py", "--num-procs", 2, *training, f"output={calm}"]
     here += ["tracking.uri=null"]
-    subprocess.run([sys.executable, *map(str, here)], cwd=tmp_path, check=True)
+    undisturbed = subprocess.Popen([sys.executable, *map(str, here)], cwd=tmp_path)
     disk = mounted(run / "checkpoints", "tmpfs", "-t", "tmpfs", "-o", "size=256m")
-    with disk, slurm_cluster(more=PARTITIONS) as cluster:
+    with disk, undisturbed, slurm_cluster(more=PARTITIONS) as cluster:
         there = ["launch/slurm.py", *training, *LAUNCH, f"output={run}"]
         there += [f"tracking.uri=sqlite:///{database}"]
         storm = Storm(cluster=cluster, run_folder=run, command=there, rng=rng)
@@ -299,6 +299,7 @@ def test_interruptions_change_no_bit(
         ended = cluster.wait(storm.job_id, states=["COMPLETED", "FAILED", "CANCELLED"])
         assert ended["JobState"] == "COMPLETED"
         assert not storm.processes()
+        assert undisturbed.wait() == 0
         assert differences(read_state(run), read_state(calm)) == []
     with sqlite3.connect(database) as connection:
         assert connection.execute("select status from runs").fetchall() == [("FINISHED",)]
