@@ -52,8 +52,7 @@ def main() -> None:
 
 def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool) -> int:
     """Run what a chain lacks, or show it. Returns the exit code."""
-    from launch.chains.executors import overview, run_chain
-    from launch.chains.states import chain_states
+    from launch.chains.executors import chain_states, overview, run_chain
 
     chain = load_chain(settings, cluster="local", num_tasks=num_procs)
     if is_dry_run:

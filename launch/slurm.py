@@ -24,8 +24,14 @@ try:
     )
     from launch.jobs.states import follow_run, shown_folder
     from launch.jobs.submission import Submission, require_slurm
-    from launch.planning.checks import as_table, refuse_or_warn, run_checks, slurm_check
-    from launch.planning.dry_run import batch_script, describe
+    from launch.planning.dry_run import (
+        as_table,
+        batch_script,
+        describe,
+        refuse_or_warn,
+        run_checks,
+        slurm_check,
+    )
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)

@@ -11,10 +11,9 @@ import pytest
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.chains.executors import describe_chain
+from launch.chains.executors import chain_states, check_unchanged, describe_chain
 from launch.chains.load import Chain, ChainStep, _sweeps, launch_command, load_chain
 from launch.chains.settings import ChainRun
-from launch.chains.states import chain_states, check_unchanged
 from launch.jobs.preparation import prepare_job
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import make_shard_folder
