@@ -24,7 +24,7 @@ from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ra
 from vitscale.engine.device_batches import Normalization
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders
-from vitscale.engine.layouts import initialize_deepspeed, layout_of
+from vitscale.engine.layouts import Part, initialize_deepspeed, layout_of
 from vitscale.optim.settings import OPTIMIZERS, EmaSettings
 
 AVERAGE = "ema"
@@ -59,24 +59,21 @@ class Engine:
         self._state_names = self._kind.state_names + ((AVERAGE,) if ema else ())
         self._accumulation = int(config["gradient_accumulation_steps"])
         self._ema, self._num_averaged, self._micro_step = ema, 0, 0
-        self._names = [name for name, _ in model.named_parameters()]
-        self._buffer_names = sorted(set(model.state_dict()) - set(self._names))
+        self._buffer_names = sorted(set(model.state_dict()) - dict(model.named_parameters()).keys())
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
-        initial = [parameter.data for parameter in model.parameters()]
+        initial = {name: parameter.data for name, parameter in model.named_parameters()}
         stage = int(config["zero_optimization"]["stage"])
         self._engine = initialize_deepspeed(
             model, optimizer=optimizer, config=config, device=world.device
         )
         self._layout = layout_of(self._engine, world, zero_stage=stage)
+        self._parts = list(self._layout.parts(model.named_parameters()))
         self._remainders: HeadRemainders | None = None
         if dtype != torch.float32 and stage > 0:
-            for (_, parameter), value in zip(self._parameters(), initial, strict=True):
-                start, part = self._layout.own_part(parameter, None, 0)
-                own = value.flatten()[start : start + part.numel()]
-                if part.numel():
-                    self._layout.set_own_part(parameter, part, own, None)
-            self._remainders = HeadRemainders(model, self._layout, dtype=dtype)
-            self._remainders.renew()
+            for part in self._parts:
+                own = initial[part.name].flatten()[part.start :][: part.num_values]
+                part.of(part.updated).copy_(own)
+            self._remainders = HeadRemainders(model, self._parts, originals=initial, dtype=dtype)
         self._guard = UpdateGuard(
             self.base_optimizer,
             clip_norm=config["gradient_clipping"] or None,
@@ -216,24 +213,22 @@ class Engine:
         communication. Valid until the next step.
         """
         owned: dict[str, torch.Tensor] = {}
-        for key, parameter, _, start, part in self._own_parts():
-            shape = self._layout.shape(parameter)
-            if part.numel() == shape.numel():
-                owned[key] = part.detach().view(shape)
+        for name, part, values in self._own_values():
+            if part.num_values == part.shape.numel():
+                owned[name] = values.view(part.shape)
             else:
-                owned[slice_name(key, start=start, shape=shape)] = part.detach()
+                owned[slice_name(name, start=part.start, shape=part.shape)] = values
         if self.world.is_first:
             owned |= {f"model.{name}": buffer.float() for name, buffer in self._buffers()}
         return owned
 
-    def _own_parts(self) -> Iterator[tuple[str, nn.Parameter, str | None, int, torch.Tensor]]:
-        """(name, parameter, kind, first element, values) of each part that this rank saves."""
-        self._layout.link_states()
-        for number, (name, parameter) in enumerate(self._parameters()):
-            for kind in (None, *self._state_names):
-                start, part = self._layout.own_part(parameter, kind, number)
-                if part.numel():
-                    yield f"{kind or 'model'}.{name}", parameter, kind, start, part
+    def _own_values(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
+        """Name, place and values of what this rank saves of weights and optimiser states."""
+        for part in self._parts:
+            yield f"model.{part.name}", part, part.of(part.updated)
+            for kind in self._state_names:
+                state = self.base_optimizer.state[part.updated][kind]
+                yield f"{kind}.{part.name}", part, part.of(state)
 
     def optimizer_steps(self) -> int:
         """Updates the optimiser has counted for its bias correction."""
@@ -270,21 +265,18 @@ class Engine:
         """
         self._create_optimizer_state(optimizer_steps)
         with errors_on_all_ranks("cannot be read", "the state"):
-            for name, parameter, kind, start, part in self._own_parts():
-                self._layout.set_own_part(parameter, part, read(name, start, part.numel()), kind)
+            for name, part, values in self._own_values():
+                values.copy_(read(name, part.start, part.num_values))
             if self.world.is_first:
                 for name, buffer in self._buffers():
                     buffer.copy_(read(f"model.{name}", 0, buffer.numel()).view(buffer.shape))
-        self._layout.share_parts(self._parameters(), self._state_names)
+        self._layout.share_parts(self._state_names)
         self._renew_remainders()
         for _, buffer in self._buffers():
             broadcast_tensor(buffer, source=0)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, self._engine.module.get_buffer(name)) for name in self._buffer_names]
-
-    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return list(zip(self._names, self._engine.module.parameters(), strict=True))
 
     def _create_optimizer_state(self, steps: int) -> None:
         """Optimisers create their state at the first step; a resumed one needs it before."""

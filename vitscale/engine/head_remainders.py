@@ -8,44 +8,46 @@ Leaves out: adding them (the layer), where originals are (`layouts`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from vitscale.engine.layouts import Layout
+from vitscale.engine.layouts import Part
 
 
 class HeadRemainders:
-    """Of all modules that have an attribute `remainders`. Costs one small all-reduce an update."""
+    """The remainders of all modules that have an attribute `remainders`."""
 
-    def __init__(self, model: nn.Module, layout: Layout, *, dtype: torch.dtype) -> None:
-        """dtype: of the rounded weights."""
-        named = [
-            (module, name, parameter)
-            for module in model.modules()
-            if hasattr(module, "remainders")
-            for name, parameter in module.named_parameters(recurse=False)
-        ]
-        shapes = [layout.shape(parameter) for _, _, parameter in named]
-        device = named[0][2].device if named else None
-        self._dtype = dtype
-        self._flat = torch.zeros(sum(s.numel() for s in shapes), dtype=dtype, device=device)
-        # (this rank's part of an original, where its remainder goes). Updates are in place.
-        self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        wholes = self._flat.split([shape.numel() for shape in shapes])
-        for (module, name, parameter), shape, whole in zip(named, shapes, wholes, strict=True):
-            module.remainders = {**module.remainders, name: whole.view(shape)}  # type: ignore[dict-item,assignment]  # a dict of tensors
-            start, own = layout.own_part(parameter, None, 0)
-            if own.numel():
-                self._parts.append((own.detach().view(-1), whole[start : start + own.numel()]))
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Iterable[Part],
+        *,
+        originals: Mapping[str, torch.Tensor],
+        dtype: torch.dtype,
+    ) -> None:
+        """parts: of this rank. originals: whole tensors by name. dtype: of the rounded weights."""
+        self._dtype, self._wholes = dtype, dict[str, torch.Tensor]()
+        for prefix, module in model.named_modules():
+            if hasattr(module, "remainders"):
+                names = {n: f"{prefix}.{n}" for n, _ in module.named_parameters(recurse=False)}
+                own = {n: torch.zeros_like(originals[names[n]], dtype=dtype) for n in names}
+                module.remainders = own  # type: ignore[assignment]  # a dict of tensors
+                self._wholes |= {names[n]: whole for n, whole in own.items()}
+        self._parts = [part for part in parts if part.name in self._wholes]
+        self.renew()
 
     @torch.no_grad()
     def renew(self) -> None:
         """Call on all ranks, after any change of weights."""
-        if not self._flat.numel():
-            return
-        self._flat.zero_()
-        for original, remainder in self._parts:
-            remainder.copy_(original - original.to(self._dtype))
+        for whole in self._wholes.values():
+            whole.zero_()
+        for part in self._parts:
+            original = part.of(part.updated)
+            own = self._wholes[part.name].view(-1).narrow(0, part.start, part.num_values)
+            own.copy_(original - original.to(self._dtype))
         if dist.get_world_size() > 1:
-            dist.all_reduce(self._flat)  # one rank has each value, all others zero: exact
+            for whole in self._wholes.values():
+                dist.all_reduce(whole)  # one rank has each value, all others zero: exact

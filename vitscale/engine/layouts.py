@@ -1,8 +1,9 @@
-"""Read and write weights and optimiser states where DeepSpeed keeps them.
+"""Find weights and optimiser states where DeepSpeed keeps them.
 
-Owns: the state in private parts of DeepSpeed, one class per layout. `PlainLayout`: no ZeRO, whole
-tensors on every rank. `FlatLayout`: ZeRO 1 and 2, one flat fp32 tensor per parameter group, of
-which each rank holds a slice. `PartitionedLayout`: ZeRO 3, each parameter in equal slices.
+Owns: the private parts of DeepSpeed, one class per layout. `PlainLayout`: no ZeRO, whole tensors on
+every rank. `FlatLayout`: ZeRO 1 and 2, one flat fp32 tensor per parameter group, of which each rank
+holds a slice. `PartitionedLayout`: ZeRO 3, each parameter in equal slices. All of them name the
+`Part` of each parameter that this rank saves; values are read and written there.
 Leaves out: what is trained, averaged, saved or compared (`engine`).
 
 Written for DeepSpeed 0.19.8.
@@ -17,6 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,39 +27,21 @@ from torch import nn
 
 from vitscale.distributed.world import World, broadcast_tensor
 
-
-@contextmanager
-def _kept_out(module: str) -> Iterator[None]:
-    """Let imports of a module fail, unless it is imported."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]  # so Python marks it
-    try:
-        yield
-    finally:
-        del sys.modules[module]
-
-
 # DeepSpeed's autotuner imports mlflow where it is installed, which takes a second.
-with _kept_out("mlflow"):
+_hidden = sys.modules.setdefault("mlflow", None) is None  # type: ignore[arg-type]  # so Python marks it
+try:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import engine as deepspeed_engine
     from deepspeed.runtime import torch_autocast
-    from deepspeed.utils import (
-        groups,
-        safe_get_local_fp32_param,
-        safe_get_local_optimizer_state,
-        safe_set_local_fp32_param,
-        safe_set_local_optimizer_state,
-    )
+    from deepspeed.utils import groups
     from deepspeed.utils import logger as deepspeed_logger
+finally:
+    if _hidden:
+        del sys.modules["mlflow"]
 
 # The state of DeepSpeed's dynamic loss scale.
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-# DeepSpeed adds attributes to parameters, hence Any.
-Named = Iterable[tuple[str, Any]]
 
 
 def initialize_deepspeed(
@@ -122,6 +106,29 @@ def _cast_fixed_tables(model: nn.Module) -> None:
                 module._buffers[name] = table.to(dtype)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """The values of one parameter that this rank saves, inside a tensor that its optimiser updates.
+
+    Optimiser states have the same place in tensors of the same size.
+    """
+
+    name: str
+    """Name of the parameter."""
+    shape: torch.Size
+    """Shape of the whole parameter."""
+    start: int
+    """Number of the first value in the flattened parameter."""
+    updated: torch.Tensor
+    offset: int
+    """Number of the first value in `updated`, flattened."""
+    num_values: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values in `updated`, or in a state of it: flat, and not copied."""
+        return tensor.detach().view(-1).narrow(0, self.offset, self.num_values)
+
+
 def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:
     """The layout of a DeepSpeed engine."""
     if not hasattr(engine.optimizer, "optimizer"):  # DeepSpeed wrapped nothing around it
@@ -130,10 +137,7 @@ def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:
 
 
 class Layout(ABC):
-    """Weights and optimiser states of one DeepSpeed engine.
-
-    `kind` is None for the weights, else the name of an optimiser state.
-    """
+    """Weights and optimiser states of one DeepSpeed engine."""
 
     def __init__(self, engine: Any, world: World) -> None:
         self._engine, self._world = engine, world
@@ -149,23 +153,19 @@ class Layout(ABC):
         """The tensors that the base optimiser updates and keeps its state for."""
 
     @abstractmethod
-    def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
-        """The flat part of the `number`-th parameter that this rank saves, and its start."""
-
-    @torch.no_grad()
-    def set_own_part(
-        self, parameter: Any, part: torch.Tensor, value: torch.Tensor, kind: str | None
-    ) -> None:
-        """Overwrite a part that `own_part` gave. Needs no communication."""
-        part.copy_(value)
+    def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
+        """The parts that this rank saves; those of all ranks make every parameter once."""
 
     @abstractmethod
-    def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
-        """Give every rank what it needs of the parts that others have set. Collective."""
+    def publish_weights(self) -> None:
+        """Copy the updated tensors to the weights of the forward pass. Collective."""
 
-    def shape(self, parameter: Any) -> torch.Size:
-        """The shape of the whole parameter."""
-        return parameter.shape
+    def share_parts(self, names: Iterable[str]) -> None:
+        """After all ranks changed their parts, give each what it needs of the others'. Collective.
+
+        names: of optimiser states. ZeRO shards these: only weights are needed elsewhere.
+        """
+        self.publish_weights()
 
     def measure_norm(self) -> None:  # noqa: B027  # does nothing here
         """Called before an update. ZeRO's optimisers measure the norm themselves."""
@@ -174,13 +174,6 @@ class Layout(ABC):
         """Global norm of the unclipped gradients of the update; None before the first."""
         # The wrapper's: DeepSpeed's engine copies it only after the update.
         return self._wrapper._global_grad_norm
-
-    @abstractmethod
-    def publish_weights(self) -> None:
-        """Copy the updated tensors to the weights of the forward pass, as after an update."""
-
-    def link_states(self) -> None:  # noqa: B027  # does nothing here
-        """Let DeepSpeed find the optimiser states of each parameter."""
 
     def loss_scaler(self) -> dict[str, Any]:
         """The state of fp16's loss scale."""
@@ -192,7 +185,7 @@ class Layout(ABC):
 
 
 class PlainLayout(Layout):
-    """Without ZeRO: whole fp32 tensors, the same on every rank."""
+    """Without ZeRO: whole fp32 tensors on every rank; rank r saves each i with i mod ranks = r."""
 
     def __init__(self, engine: Any, world: World) -> None:
         super().__init__(engine, world)
@@ -208,15 +201,18 @@ class PlainLayout(Layout):
     def updated_tensors(self) -> list[torch.Tensor]:
         return [p for group in self._wrapper.param_groups for p in group["params"]]
 
-    def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
-        if number % self._world.world_size != self._world.rank:
-            return 0, torch.empty(0)
-        return 0, self._whole(parameter, kind).view(-1)
+    def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
+        for name, p in list(named)[self._world.rank :: self._world.world_size]:
+            size = p.numel()
+            yield Part(name=name, shape=p.shape, start=0, updated=p, offset=0, num_values=size)
 
-    def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
-        for number, (_, parameter) in enumerate(named):
-            for kind in (None, *kinds):
-                tensor = self._whole(parameter, kind).detach()
+    def publish_weights(self) -> None:
+        """The updated tensors are those of the forward pass."""
+
+    def share_parts(self, names: Iterable[str]) -> None:
+        for number, parameter in enumerate(self._engine.module.parameters()):
+            states = [self._wrapper.state[parameter][name] for name in names]
+            for tensor in (parameter.detach(), *states):
                 broadcast_tensor(tensor, source=number % self._world.world_size)
 
     def measure_norm(self) -> None:
@@ -227,12 +223,6 @@ class PlainLayout(Layout):
     def norm(self) -> Any:
         return self._norm
 
-    def publish_weights(self) -> None:
-        """The updated tensors are those of the forward pass."""
-
-    def _whole(self, parameter: Any, kind: str | None) -> torch.Tensor:
-        return parameter if kind is None else self._wrapper.state[parameter][kind]
-
 
 class FlatLayout(Layout):
     """ZeRO 1 and 2: a slice of each group's flat fp32 tensor."""
@@ -240,23 +230,22 @@ class FlatLayout(Layout):
     def updated_tensors(self) -> list[torch.Tensor]:
         return list(self._wrapper.single_partition_of_fp32_groups)
 
-    def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
-        mapping = parameter._hp_mapping
-        if mapping is None:  # all of it belongs to other ranks
-            return 0, torch.empty(0)
-        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(kind)
-
-    def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
-        self.publish_weights()
+    def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
+        updated = self.updated_tensors()
+        for name, parameter in named:
+            mapping = parameter._hp_mapping
+            if mapping is not None:  # else all of it belongs to other ranks
+                yield Part(
+                    name=name,
+                    shape=parameter.shape,
+                    start=mapping.lp_fragment_address.start,
+                    updated=updated[mapping.param_group_index],
+                    offset=mapping.hp_fragment_address.start,
+                    num_values=mapping.hp_fragment_address.numel,
+                )
 
     def publish_weights(self) -> None:
         self._wrapper.update_lp_params()
-
-    def link_states(self) -> None:
-        # DeepSpeed does so once, inside the first step and after the first parameter group only,
-        # when later groups have no state yet: their moments would stay unknown.
-        self._wrapper._hp_optimizer_states_linked = False
-        self._wrapper._lazy_init_hp_params_optimizer_state()
 
 
 class PartitionedLayout(Layout):
@@ -265,32 +254,20 @@ class PartitionedLayout(Layout):
     def updated_tensors(self) -> list[torch.Tensor]:
         return list(self._wrapper.fp32_partitioned_groups_flat)
 
-    def shape(self, parameter: Any) -> torch.Size:
-        return parameter.ds_shape
-
-    def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
-        start = parameter.ds_tensor.numel() * self._world.rank
-        if kind is None:
-            part = safe_get_local_fp32_param(parameter)
-        else:
-            part = safe_get_local_optimizer_state(parameter, kind)
-        return start, part.view(-1)[: max(0, parameter.ds_numel - start)]
-
-    @torch.no_grad()
-    def set_own_part(
-        self, parameter: Any, part: torch.Tensor, value: torch.Tensor, kind: str | None
-    ) -> None:
-        # With offloading `part` is a copy.
-        padded = torch.zeros(parameter.ds_tensor.numel(), dtype=value.dtype, device=part.device)
-        padded[: value.numel()] = value
-        if kind is None:
-            safe_set_local_fp32_param(parameter, padded)
-            parameter.ds_tensor.data.copy_(padded)  # the copy of the forward pass
-        else:
-            safe_set_local_optimizer_state(parameter, padded, kind)
-
-    def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
-        """The weights of the forward pass are gathered when it needs them."""
+    def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
+        updated, wrapper = self.updated_tensors(), self._wrapper
+        for name, parameter in named:
+            number, offset, size = wrapper.grad_position[wrapper.get_param_id(parameter)]
+            start = size * self._world.rank
+            if start < parameter.ds_numel:
+                yield Part(
+                    name=name,
+                    shape=parameter.ds_shape,
+                    start=start,
+                    updated=updated[number],
+                    offset=offset,
+                    num_values=min(size, parameter.ds_numel - start),
+                )
 
     def publish_weights(self) -> None:
         wrapper = self._wrapper
