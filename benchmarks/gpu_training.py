@@ -59,7 +59,7 @@ from vitscale.distributed.world import World, process_group
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate, train_flops_per_image
-from vitscale.training.meters import peak_flops
+from vitscale.training.interval_log import peak_flops
 
 # Of the recipes in configs/: no regularisation, 1,000 classes, softmax, clipping, a short schedule.
 PLAIN = (

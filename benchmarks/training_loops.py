@@ -27,9 +27,10 @@ from vitscale.data.loader import Batch
 from vitscale.distributed.world import World
 from vitscale.models.vit import build_model, compile_blocks, decayed
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
+from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.build import build_engine
-from vitscale.training.loop import learning_rate_at, seed_step
+from vitscale.training.loop import seed_step
 
 NUM_SAMPLES = 12_400_000  # of ImageNet-21k; where a schedule counts epochs
 # Labels are of ten classes only, so that the loss falls within a few steps for any images.
@@ -69,7 +70,13 @@ class Task:
         return copy.deepcopy(self._initial)
 
     def rate(self, step: int) -> float:
-        return learning_rate_at(step, run=self.run, plan=self.plan)
+        return learning_rate(
+            step,
+            self.run.schedule,
+            peak=self.run.optim.lr,
+            total_steps=self.plan.total_steps,
+            warmup_steps=self.plan.warmup_steps,
+        )
 
     @cached_property
     def pool(self) -> list[Images]:

@@ -38,7 +38,7 @@ from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
-from vitscale.training.objective import check_evaluations, check_objective
+from vitscale.training.objective import check_objective
 
 Rows = Iterator[tuple[str, str]]
 GIB = 2**30
@@ -121,11 +121,7 @@ def check_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> None:
             "data.planned_num_samples if only the nodes see the folder",
         )
     if facts.num_classes is not None:
-        objective = run.make_objective()
-        check_objective(
-            objective, num_classes=facts.num_classes, views=run.data.views, path=run.data.path
-        )
-        check_evaluations(objective, run, num_classes=facts.num_classes)
+        check_objective(run.make_objective(), run, num_classes=facts.num_classes)
     # Raises if the warm-up is longer than the run.
     known_plan(run, facts)
 
@@ -279,7 +275,6 @@ def _cost_rows(
         activation_checkpointing=run.engine.activation_checkpointing,
         optimizer_bytes=run.optim.state_bytes_per_parameter,
         costs=objective,
-        frozen_bytes=objective.frozen_bytes(),
     )
     sizes = asdict(memory).items()
     parts = " + ".join(f"{size / GIB:.2f} GiB {name}" for name, size in sizes)

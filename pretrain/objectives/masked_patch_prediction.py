@@ -56,7 +56,6 @@ class MaskedPatchPrediction(Objective):
     _arch: Any
     needs_labels = False
     trains_classifier = False
-    metric_names = (COLOR_ACCURACY,)
 
     def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield from super().problems(run)

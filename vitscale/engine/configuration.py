@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.engine.settings import BUCKET_ELEMENTS, EngineSettings, reduces_in_fp32
+from vitscale.engine.settings import BUCKET_ELEMENTS, MAX_RANKS_IN_HALF, EngineSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Doubled after 1000 updates without overflow, halved at the second overflow in a row.
 FP16 = {
     "enabled": True,
@@ -28,16 +27,10 @@ FP16 = {
 
 
 def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.dtype:
-    """The dtype of the forward pass. bf16 only where the device has it."""
+    """The dtype of the forward pass."""
     wanted = settings.precision
     if wanted == "auto":
         wanted = "bf16" if device.type == "cuda" else "fp32"
-    if wanted == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise UserError(
-            f"bf16 is not supported by {torch.cuda.get_device_name(device)}",
-            where="engine.precision",
-            next_step="set engine.precision=fp32",
-        )
     if wanted == "fp16" and device.type != "cuda":
         raise UserError(
             f"fp16 needs a GPU, and this rank runs on {device.type}",
@@ -96,10 +89,10 @@ def deepspeed_config(
             "stage3_max_reuse_distance": 0,
         },
     }
-    sums_fp32 = reduces_in_fp32(NAMES[dtype], world_size=world_size)
-    config |= _precision(settings, dtype, accumulation=accumulation, reduces_in_fp32=sums_fp32)
-    if sums_fp32 and dtype != torch.float32:
-        config["communication_data_type"] = "fp32"
+    if dtype != torch.float32:
+        in_fp32 = world_size > MAX_RANKS_IN_HALF
+        config |= {"communication_data_type": "fp32"} if in_fp32 else {}
+        config |= _precision(settings, dtype, few=accumulation <= 2 and not in_fp32)
     config = _merged(config, raw)
     if stage in (1, 2):
         # DeepSpeed frees a gradient larger than the bucket while its reduction still reads it (ZeRO
@@ -109,11 +102,8 @@ def deepspeed_config(
     return config
 
 
-def _precision(
-    settings: EngineSettings, dtype: torch.dtype, *, accumulation: int, reduces_in_fp32: bool
-) -> dict[str, Any]:
-    if dtype == torch.float32:
-        return {}
+def _precision(settings: EngineSettings, dtype: torch.dtype, *, few: bool) -> dict[str, Any]:
+    """few: at most two micro-batches are accumulated, and gradients are sent in half precision."""
     if dtype == torch.bfloat16 and settings.zero_stage == 0:
         # DeepSpeed has no stage 0 with fp32 accumulation beside bf16 weights. Autocast over fp32
         # weights is that: bf16 products, fp32 master weights.
@@ -121,7 +111,7 @@ def _precision(
     sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     if dtype == torch.float16:
         return {"fp16": dict(FP16), **sums}
-    if settings.zero_stage == 1 and accumulation <= 2 and not reduces_in_fp32:
+    if settings.zero_stage == 1 and few:
         # Gradients are rounded to bf16 before they are sent. One is that already, and the sum of
         # two has the same bits whether it is rounded now or then: no copy in fp32.
         sums = {"data_types": {"grad_accum_dtype": "bf16"}}

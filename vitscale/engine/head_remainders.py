@@ -34,7 +34,7 @@ class HeadRemainders:
             if hasattr(module, "remainders"):
                 names = {n: f"{prefix}.{n}" for n, _ in module.named_parameters(recurse=False)}
                 own = {n: torch.zeros_like(originals[names[n]], dtype=dtype) for n in names}
-                module.remainders = own  # type: ignore[assignment]  # a dict of tensors
+                module.remainders = own
                 self._wholes |= {names[n]: whole for n, whole in own.items()}
         self._parts = [part for part in parts if part.name in self._wholes]
         self.renew()

@@ -21,13 +21,18 @@ RAW_VALUES = (
     "seq_parallel_communication_data_type sparse_gradients steps_per_print wall_clock_breakdown "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
 ).split()
-# Raw keys that settings of ours decide, and those settings.
-OWNED_RAW_KEYS = {
-    "train_batch_size": "data.global_batch",
-    "train_micro_batch_size_per_gpu": "data.global_batch and engine.max_micro_batch",
-    "gradient_accumulation_steps": "data.global_batch and engine.max_micro_batch",
+# Raw keys that settings of ours decide or that would harm, and what to do instead.
+BATCH = "cannot be set here; set data.global_batch and engine.max_micro_batch"
+REFUSED_RAW_KEYS = {
+    "train_batch_size": "cannot be set here; set data.global_batch",
+    "train_micro_batch_size_per_gpu": BATCH,
+    "gradient_accumulation_steps": BATCH,
+    "zero_optimization.stage": "cannot be set here; set engine.zero_stage",
+    "zero_optimization.compute_grad_norm": "updates whose norm is not finite must be skipped; "
+    "remove the key",
+    "compile.deepcompile": "is never used: blocks are compiled by torch; remove the key, or set "
+    "engine.compile",
 }
-
 
 # Elements of a gradient bucket, which is at least the largest parameter. DeepSpeed's default, 5e8,
 # exceeds all of ViT-L: one bucket, no overlap with the backward pass.
@@ -69,30 +74,16 @@ class EngineSettings(Section):
     ranks of the node; at most OMP_NUM_THREADS."""
 
 
-def reduces_in_fp32(precision: str, *, world_size: int) -> bool:
-    """Whether gradients are summed over ranks in fp32. precision: bf16, fp16 or fp32."""
-    return precision == "fp32" or world_size > MAX_RANKS_IN_HALF
-
-
 def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Raw DeepSpeed keys that it would ignore or that our settings own, as (key, what is wrong)."""
     for key, value in raw.items():
+        members = value if isinstance(value, Mapping) else {}
+        for refused in {key, *(f"{key}.{member}" for member in members)} & REFUSED_RAW_KEYS.keys():
+            yield (f"deepspeed.{refused}", REFUSED_RAW_KEYS[refused])
         where = f"deepspeed.{key}"
-        if key in OWNED_RAW_KEYS:
-            yield (where, f"cannot be set here; set {OWNED_RAW_KEYS[key]}")
-        elif key in RAW_GROUPS and not isinstance(value, Mapping):
+        if key in RAW_GROUPS and not isinstance(value, Mapping):
             yield (where, f"{value!r} is not a group; set keys of it, as {where}.KEY=VALUE")
-        elif key not in (*RAW_GROUPS, *RAW_VALUES):
+        elif key not in (*RAW_GROUPS, *RAW_VALUES, *REFUSED_RAW_KEYS):
             close = nearest(key, (*RAW_GROUPS, *RAW_VALUES))
             hint = f"did you mean {close!r}?" if close else "see DeepSpeed's configuration page"
             yield (where, f"DeepSpeed has no such key; {hint}")
-    compile_ = raw.get("compile")
-    if isinstance(compile_, Mapping) and compile_.get("deepcompile"):
-        what = "is never used: blocks are compiled by torch"
-        yield ("deepspeed.compile.deepcompile", f"{what}; remove the key, or set engine.compile")
-    zero = raw.get("zero_optimization")
-    if isinstance(zero, Mapping) and "stage" in zero:
-        yield ("deepspeed.zero_optimization.stage", "cannot be set here; set engine.zero_stage")
-    if isinstance(zero, Mapping) and zero.get("compute_grad_norm") is False:
-        what = "updates whose norm is not finite must be skipped"
-        yield ("deepspeed.zero_optimization.compute_grad_norm", f"{what}; remove the key")

@@ -134,14 +134,12 @@ def memory_estimate(
     optimizer_bytes: int,
     accumulation: int = 1,
     bucket_elements: int = 0,
-    frozen_bytes: int = 0,
 ) -> MemoryEstimate:
     """Bytes one rank needs at its peak: model states after ZeRO plus activations.
 
     optimizer_bytes: per parameter (`OptimSettings.state_bytes_per_parameter`).
     accumulation: micro-batches of an update; bucket_elements: of a gradient bucket.
     costs: `costs_of(arch)`, or an objective that adds to the model.
-    frozen_bytes: weights that are not trained, such as a teacher's; no stage shards them.
     ZeRO stage 1 spreads master weights and optimiser states over the ranks, stage 2 gradients too,
     stage 3 everything: Rajbhandari et al. 2020 (ZeRO), section 3.1 and figure 1.
     """
@@ -162,7 +160,7 @@ def memory_estimate(
     gradient = 2 if is_low and accumulation <= 2 else 4
     gradient_ranks = world_size if zero_stage >= 2 else 1
     return MemoryEstimate(
-        parameters=frozen_bytes + parameters,
+        parameters=parameters,
         gradients=gradient * (-(-count // gradient_ranks) + bucket_elements),
         optimizer=-(-count * (master + optimizer_bytes) // (world_size if zero_stage else 1)),
         activations=micro_batch

@@ -90,21 +90,18 @@ def cooldown_steps(share: float, *, total_steps: int) -> int:
 
 def learning_rate(
     step: int,
+    schedule: ScheduleSettings,
     *,
     peak: float,
-    final: float,
-    warmup_steps: int,
     total_steps: int,
-    decay: str,
-    decay_from: str = "warmup_end",
-    drops_at: tuple[float, ...] = (),
+    warmup_steps: int = 0,
     cooldown_steps: int = 0,
 ) -> float:
     """Learning rate of the update that takes the model from `step` to `step + 1`.
 
-    Linear warm-up to `peak` over `warmup_steps`, then `decay`, which the last `cooldown_steps`
-    multiply by a line; cosine, linear and any cool-down reach `final` at `total_steps`. With
-    `decay_from` "start" the rate falls at the end of the warm-up, by the curve's first part.
+    Linear warm-up to `peak`, then the curve, which the last `cooldown_steps` multiply by a line;
+    cosine, linear and any cool-down reach `final_lr` at `total_steps`. With `decay_from` "start"
+    the rate falls at the end of the warm-up, by the curve's first part.
     Source: Dosovitskiy et al. 2021, appendix B.1; cool-down: Zhai et al. 2022 (Scaling Vision
     Transformers). In big_vision the first step of a warm-up has rate 0; here it has the rate of
     the second. Cosine from the start: timm's `CosineLRScheduler` (warmup_prefix=False), per step
@@ -112,9 +109,9 @@ def learning_rate(
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    start = 0 if decay_from == "start" or decay == "drops" else warmup_steps
+    start = 0 if schedule.decay_from == "start" or schedule.decay == "drops" else warmup_steps
     progress = (step - start) / max(1, total_steps - start)
-    share = SCHEDULES[decay](min(1.0, progress), drops_at)
+    share = SCHEDULES[schedule.decay](min(1.0, progress), schedule.drops_at)
     if cooldown_steps:
         share *= min(1.0, max(0.0, (total_steps - step) / cooldown_steps))
-    return final + (peak - final) * share
+    return schedule.final_lr + (peak - schedule.final_lr) * share

@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from vitscale.config.errors import UserError
-from vitscale.data.index import SplitIndex
 from vitscale.data.loader import training_batches
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.node_files import private_folder
 from vitscale.distributed.random_numbers import stream_key
-from vitscale.distributed.world import World, broadcast_object, broadcast_tensor
+from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
@@ -30,6 +28,7 @@ from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun
+from vitscale.training.loop import TrainingSession
 from vitscale.training.objective import Objective
 
 # Loads weights into a fresh model; returns what to say about them.
@@ -51,44 +50,39 @@ def build_architecture(run: TrainingRun, objective: Objective, data: TrainingSet
     return run.model.resolved(num_classes=found)
 
 
-def build_evaluations(
-    run: TrainingRun,
-    objective: Objective,
-    arch: Architecture,
-    engine: Engine,
-    data: TrainingSet,
-    val_index: SplitIndex | None,
-) -> ScheduledEvaluations:
+def build_evaluations(session: TrainingSession) -> ScheduledEvaluations:
     """The evaluations of a run, without a validation split none."""
-    subject = None
-    if val_index is not None:
+    run, arch, subject = session.run, session.arch, None
+    if session.val_index is not None:
         subject = Subject(
-            model=engine,
-            train=tuple(data.parts),
-            val=val_index,
+            model=session.engine,
+            train=tuple(session.data.parts),
+            val=session.val_index,
             data=run.data,
             image_size=arch.image_size,
             micro_batch=run.engine.max_micro_batch,
             num_outputs=arch.num_classes,
-            classes=data.classes if arch.num_classes else None,
-            folder=Path(run.folder) / FILES,
+            classes=session.data.classes if arch.num_classes else None,
+            folder=session.folder / FILES,
         )
     return ScheduledEvaluations(
-        objective.evaluations(run), subject, engine=engine, has_average=run.optim.ema is not None
+        session.objective.evaluations(run),
+        subject,
+        engine=session.engine,
+        has_average=run.optim.ema is not None,
     )
 
 
 @contextmanager
-def open_batches(
-    run: TrainingRun, plan: TrainingPlan, data: TrainingSet, world: World, *, step: int
-) -> Iterator[DeviceBatches]:
-    """Micro-batches of this rank from a step to the end of the run, on its device."""
+def open_batches(session: TrainingSession) -> Iterator[DeviceBatches]:
+    """Micro-batches of this rank from its first step to the end of the run, on its device."""
+    run, plan, world = session.run, session.plan, session.world
     loader = training_batches(
-        data,
+        session.data,
         settings=run.data,
         image_size=run.model.image_size,
         seed=run.seed,
-        start=step * plan.global_batch,
+        start=session.start_step * plan.global_batch,
         stop=plan.total_steps * plan.global_batch,
         rank=world.rank,
         world_size=world.world_size,
@@ -124,16 +118,8 @@ def start_from(
 
     Returns what `load` says. Raises UserError, on all ranks, when `load` does.
     """
-    messages: list[str] = []
-    error = None
-    if world.is_first:
-        try:
-            messages = load(model, arch)
-        except UserError as caught:
-            error = caught.text()
-    error, messages = broadcast_object((error, messages))
-    if error is not None:
-        raise UserError(error)
+    with errors_on_all_ranks("cannot be read", "init"):
+        messages = load(model, arch) if world.is_first else []
     for tensor in model.state_dict().values():
         broadcast_tensor(tensor, source=0)
     return messages

@@ -1,21 +1,18 @@
 """Detect unhealthy training: skipped updates, unreadable samples.
 
-Leaves out: measuring (`meters`) and skipping updates (`engine.guard`).
+Leaves out: measuring (`interval_log`) and skipping updates (`engine.guard`).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-
-import torch
 
 from vitscale.config.errors import DivergedError, UserError
 from vitscale.data.index import sample_names
 from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.world import gather_objects, sum_over_ranks
+from vitscale.distributed.world import gather_objects
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
 
@@ -76,62 +73,53 @@ class SkippedUpdateMonitor:
             )
 
 
-@dataclass(kw_only=True)
 class UnreadableSampleMonitor:
     """Report samples that were replaced because they could not be read."""
 
-    data: TrainingSet
-    max_fraction: float
-    """`data.max_unreadable_fraction`"""
-    num_replaced: int = 0
-    """On all ranks, in this process's lifetime, as of the last `collect`."""
-    _pending: list[Unreadable] = field(default_factory=list)
-    _last: tuple[str, Unreadable] | None = None
+    def __init__(self, *, data: TrainingSet, max_fraction: float) -> None:
+        """max_fraction: `data.max_unreadable_fraction`."""
+        self._data, self._max_fraction = data, max_fraction
+        self._pending: list[Unreadable] = []
+        self.num_replaced = 0
+        """On all ranks, in this process's lifetime, as of the last `report`."""
 
     def add(self, unreadable: Iterable[Unreadable]) -> None:
         """Samples that were replaced on this rank."""
         self._pending.extend(unreadable)
 
-    def collect(self, step: int) -> list[str]:
-        """Messages about the samples that were replaced on any rank since the last call.
-
-        Collective. Each rank sends and names at most `UNREADABLE_SHOWN` of them.
-        """
-        own, self._pending = self._pending, []
-        num_new = int(sum_over_ranks(torch.tensor([float(len(own))])).item())
-        if not num_new:
-            return []
-        shown = own[:UNREADABLE_SHOWN]
-        names = [repr(each.key) for each in shown]
-        if self.data.order is not None:
-            names = sample_names(self.data.parts, [(each.part, each.sample) for each in shown])
-        gathered = gather_objects(list(zip(names, shown, strict=True)))
-        lost = [each for found in gathered for each in found][:UNREADABLE_SHOWN]
-        self.num_replaced += num_new
-        self._last = lost[-1]
-        unnamed = num_new - len(lost)
-        more = f"; {unnamed} of the last {num_new} are not named here" if unnamed else ""
-        messages = [
-            f"{each.shard}: sample {name} was replaced: {each.error}" for name, each in lost
-        ]
-        total = f"step {step}: {self.num_replaced} samples replaced since the start{more}"
-        return [*messages, total]
-
-    def check_limit(self, num_seen: int, *, num_samples: int) -> None:
-        """Raise UserError when too many of the samples seen (or of one epoch) were replaced.
+    def report(
+        self, step: int, *, num_seen: int, num_samples: int, say: Callable[[str], None]
+    ) -> None:
+        """Name the samples that were replaced on any rank since the last call, at most
+        `UNREADABLE_SHOWN` of them. Collective.
 
         num_seen: samples seen in this process's lifetime; num_samples: those of one epoch.
+        Raises UserError when too many of the larger number were replaced.
         """
-        allowed = self.max_fraction * max(num_seen, num_samples)
-        if self._last is None or self.num_replaced <= allowed:
+        own, self._pending = self._pending, []
+        shown = own[:UNREADABLE_SHOWN]
+        names = [repr(each.key) for each in shown]
+        if self._data.order is not None:
+            names = sample_names(self._data.parts, [(each.part, each.sample) for each in shown])
+        found = gather_objects((len(own), list(zip(names, shown, strict=True))))
+        num_new = sum(count for count, _ in found)
+        if not num_new:
             return
-        name, unreadable = self._last
-        raise UserError(
-            f"{self.num_replaced} samples could not be read, more than "
-            f"data.max_unreadable_fraction={self.max_fraction:g} allows; the last: {name}",
-            where=unreadable.shard,
-            next_step="find every damaged shard with data_prep/verify_shards.py and copy it again",
-        )
+        self.num_replaced += num_new
+        lost = [each for _, named in found for each in named][:UNREADABLE_SHOWN]
+        for name, each in lost:
+            say(f"{each.shard}: sample {name} was replaced: {each.error}")
+        unnamed = num_new - len(lost)
+        more = f"; {unnamed} of the last {num_new} are not named here" if unnamed else ""
+        say(f"step {step}: {self.num_replaced} samples replaced since the start{more}")
+        if self.num_replaced > self._max_fraction * max(num_seen, num_samples):
+            raise UserError(
+                f"{self.num_replaced} samples could not be read, more than "
+                f"data.max_unreadable_fraction={self._max_fraction:g} allows; the last: {name}",
+                where=each.shard,
+                next_step="find every damaged shard with data_prep/verify_shards.py and copy it "
+                "again",
+            )
 
 
 def positions_of_step(

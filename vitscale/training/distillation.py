@@ -57,7 +57,6 @@ class Distillation(Supervised):
     rank holds all of it, whatever the ZeRO stage."""
 
     Settings = DistillationSettings
-    metric_names = ("train/label_loss", "train/teacher_loss", "train/teacher_agreement")
     teacher: Teacher | None = None
     has_token = False
     """Whether the student has a distillation token."""
@@ -94,19 +93,7 @@ class Distillation(Supervised):
         self.record("train/teacher_agreement", agreed_B.float().mean())
         return (1 - settings.alpha) * labelled + settings.alpha * distilled
 
-    # Before `prepare`, so in dry runs, the costs of a teacher are not known.
-
-    def train_flops_per_image(self, arch: Architecture) -> int:
-        """With the teacher's forward pass."""
-        own = super().train_flops_per_image(arch)
-        return own + (self.teacher.flops_per_image if self.teacher else 0)
-
-    def frozen_bytes(self) -> int:
-        """The teacher's weights in fp32; what its forward pass needs is freed at once."""
-        return 4 * self.teacher.num_parameters if self.teacher else 0
-
     def notes(self) -> Iterator[str]:
         settings = self.settings.teacher
         yield f"{self.settings.kind}, from {settings.model or settings.weights}"
-        if self.teacher is None:
-            yield "without the costs of the teacher, which are known when it is loaded"
+        yield "without the costs of the teacher"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,28 +34,11 @@ from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.interval_log import IntervalLog
 from vitscale.training.objective import Objective
-from vitscale.training.resume import compatibility_key
 
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
     """Make dropout and drop path a function of the position in training: no state to save."""
     torch.manual_seed(stream_key("step", seed, step, micro_step, rank) >> 1)
-
-
-def learning_rate_at(step: int, *, run: TrainingRun, plan: TrainingPlan) -> float:
-    """The rate of step `step`, the first being 0."""
-    schedule = run.schedule
-    return learning_rate(
-        step,
-        peak=run.optim.lr,
-        final=schedule.final_lr,
-        warmup_steps=plan.warmup_steps,
-        total_steps=plan.total_steps,
-        decay=schedule.decay,
-        decay_from=schedule.decay_from,
-        drops_at=schedule.drops_at,
-        cooldown_steps=plan.cooldown_steps,
-    )
 
 
 @dataclass(kw_only=True)
@@ -70,13 +54,15 @@ class TrainingSession:
     plan: TrainingPlan
     arch: Architecture
     engine: Engine
-    evaluations: ScheduledEvaluations
     store: CheckpointStore
-    batches: DeviceBatches
-    log: IntervalLog
     preemption: PreemptionFlag
     watchdog: Watchdog
     start_step: int
+    description: dict[str, Any]
+    """What a checkpoint says of the run: see `compatibility_key`."""
+    evaluations: ScheduledEvaluations = field(init=False)
+    log: IntervalLog = field(init=False)
+    batches: DeviceBatches = field(init=False)
     lr: float = 0.0
     """Of the current step."""
 
@@ -85,12 +71,20 @@ class TrainingSession:
 
         Ends when the last checkpoint is committed.
         """
-        for step in range(self.start_step, self.plan.total_steps):
-            self.lr = learning_rate_at(step, run=self.run, plan=self.plan)
+        plan = self.plan
+        for step in range(self.start_step, plan.total_steps):
+            self.lr = learning_rate(
+                step,
+                self.run.schedule,
+                peak=self.run.optim.lr,
+                total_steps=plan.total_steps,
+                warmup_steps=plan.warmup_steps,
+                cooldown_steps=plan.cooldown_steps,
+            )
             self.engine.set_learning_rate(self.lr)
             yield step
         self._finish_save()
-        self.log.console.message(f"done: {self.folder} at step {self.plan.total_steps}")
+        self.log.console.message(f"done: {self.folder} at step {plan.total_steps}")
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
@@ -103,10 +97,9 @@ class TrainingSession:
         with self._waiting_for_data():
             batch = next(self.batches)
         self.log.add_batch(batch)
-        mixing, plan = self.run.data.mixing, self.plan
-        first = step * plan.global_batch + plan.micro_batch * (
-            micro_step * self.world.world_size + self.world.rank
-        )
+        mixing, plan, world = self.run.data.mixing, self.plan, self.world
+        number = micro_step * world.world_size + world.rank
+        first = step * plan.global_batch + number * plan.micro_batch
         batch = replace(batch, positions=np.arange(first, first + len(batch.labels)))
         if mixing is None:
             return batch
@@ -126,7 +119,7 @@ class TrainingSession:
         self.watchdog.mark("updating the weights")
         self.store.wait_for_host_copy()  # a save may still read the weights
         self.engine.step()
-        self.log.add_loss(loss)
+        self.log.add_values({"train/loss": loss, **self.objective.recorded})
         with self._waiting_for_data():
             self.batches.prefetch()
 
@@ -145,7 +138,7 @@ class TrainingSession:
         # A save ends the interval, so that no checkpoint holds a part of one.
         if is_saved or done % self.run.tracking.log_every_steps == 0:
             self._report(self.store.take_committed())
-            self.log.write(done, lr=self.lr, metrics=self.objective.metrics())
+            self.log.write(done, lr=self.lr)
         if self.evaluations.due(done, is_last=is_last):
             self._evaluate(done, is_last=is_last)
         if is_last:
@@ -177,7 +170,7 @@ class TrainingSession:
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "engine": self.engine.export_counters(),
             },
-            description=compatibility_key(self.run, self.arch, self.data, self.objective),
+            description=self.description,
         )
 
     def _finish_save(self) -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vitscale.engine.engine import Engine
     from vitscale.models.settings import Architecture
     from vitscale.runs.training import TrainingRun
-    from vitscale.training.meters import IntervalMeans
 
 
 class Objective:
@@ -40,13 +39,12 @@ class Objective:
     """Whether `loss` trains the model's head; without, the model is built without one."""
     num_views: ClassVar[int] = 1
     """Augmented views of each sample that `loss` needs in a global batch (`data.views`)."""
-    metric_names: ClassVar[tuple[str, ...]] = ()
-    """Full names of what `loss` records."""
 
     def __init__(self, settings: Any, *, seed: int) -> None:
         """settings: an instance of `Settings`. seed: the run's, for draws by position."""
         self.settings, self.seed = settings, seed
-        self._means: IntervalMeans | None = None
+        self.recorded: dict[str, torch.Tensor] = {}
+        """Further metrics of the last micro-batch; the log shows their means."""
 
     def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
         """Conflicts with other settings of the run, as (dotted key, what is wrong, what to do)."""
@@ -106,10 +104,6 @@ class Objective:
         )
         return int(kept)
 
-    def frozen_bytes(self) -> int:
-        """Memory of each rank for weights that are not trained."""
-        return 0
-
     def notes(self) -> Iterator[str]:
         """What a dry run says about the objective besides its name."""
         yield from ()
@@ -119,16 +113,8 @@ class Objective:
         raise NotImplementedError
 
     def record(self, name: str, value: torch.Tensor) -> None:
-        """Add a scalar of a micro-batch to the mean of a metric over the log interval."""
-        from vitscale.training.meters import IntervalMeans
-
-        if self._means is None:
-            self._means = IntervalMeans(self.metric_names, value.device)
-        self._means.add(name, value)
-
-    def metrics(self) -> dict[str, float]:
-        """Further metrics of the log interval that ends now, by full name. Collective."""
-        return self._means.read() if self._means else {}
+        """Add a scalar of this micro-batch to the mean of a metric, by its full name."""
+        self.recorded[name] = value
 
     def draw(self, session: Any) -> None:
         """Draw PNG files after the last step, in `session.folder`/pictures.
@@ -137,9 +123,9 @@ class Objective:
         """
 
 
-def check_objective(objective: Objective, *, num_classes: int, views: int, path: str) -> None:
-    """Raise UserError when the shards at `path` cannot serve the objective."""
-    name = objective.settings.name
+def check_objective(objective: Objective, run: TrainingRun, *, num_classes: int) -> None:
+    """Raise UserError when the shards of `run` cannot serve the objective and its evaluations."""
+    name, path, views = objective.settings.name, run.data.path, run.data.views
     if objective.needs_labels and num_classes == 0:
         raise UserError(
             f"{name} needs labels, but the shards of {path} have none",
@@ -153,14 +139,10 @@ def check_objective(objective: Objective, *, num_classes: int, views: int, path:
             allowed=f"multiples of {objective.num_views}",
             next_step=f"set data.views={objective.num_views}",
         )
-
-
-def check_evaluations(objective: Objective, run: TrainingRun, *, num_classes: int) -> None:
-    """Raise UserError when the validation split has no labels to evaluate with."""
     names = [evaluation.name for evaluation in objective.evaluations(run)]
     if names and num_classes == 0 and run.data.evaluated is not None:
         raise UserError(
-            f"{', '.join(names)} needs labels, but the shards of {run.data.path} have none",
+            f"{', '.join(names)} needs labels, but the shards of {path} have none",
             where="evaluate",
             next_step="set evaluate=[], or data.path to labelled shards",
         )

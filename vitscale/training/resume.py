@@ -15,7 +15,7 @@ from vitscale.checkpoint.tensors import SavedTensors, Slice, read_header
 from vitscale.config.errors import UserError
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
+from vitscale.distributed.world import errors_on_all_ranks, gather_objects
 from vitscale.engine.engine import Engine
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
@@ -66,11 +66,9 @@ def changed_settings(folder: Path, run: TrainingRun) -> list[str]:
 
 
 def check_resumable(
-    run: TrainingRun, checkpoint: Checkpoint | None, description: dict[str, Any], plan: TrainingPlan
+    checkpoint: Checkpoint, description: dict[str, Any], plan: TrainingPlan
 ) -> None:
     """Raise UserError when resuming from this checkpoint would not continue its run."""
-    if checkpoint is None:
-        return
     where = str(checkpoint.folder)
     another = "choose another name (name=...), or remove the run folder to start over"
     saved = checkpoint.description
@@ -95,24 +93,14 @@ def check_resumable(
 def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
     """Restore everything that the next step depends on. Every rank reads what it would save.
 
-    Collective.
-
-    Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
+    The header of each file is read by one rank. Collective.
+    Raises StorageError, on all ranks, when the files of a verified checkpoint cannot be read.
     """
-    slices = _all_slices(checkpoint, engine.world)
-    progress = checkpoint.progress
-    with SavedTensors(checkpoint.folder, slices) as saved:
-        engine.import_state(saved.part, optimizer_steps=progress["optimizer_steps"])
-    engine.import_counters(progress["engine"])
-
-
-def _all_slices(checkpoint: Checkpoint, world: World) -> list[Slice]:
-    """What all files hold; each header is read by one rank. Collective.
-
-    Raises StorageError on all ranks.
-    """
-    own = list[Slice]()
+    world, progress, own = engine.world, checkpoint.progress, list[Slice]()
     with errors_on_all_ranks("cannot be read", checkpoint.folder):
         for name in checkpoint.files[world.rank :: world.world_size]:
             own += read_header(checkpoint.folder / name)
-    return [each for slices in gather_objects(own) for each in slices]
+    slices = [each for found in gather_objects(own) for each in found]
+    with SavedTensors(checkpoint.folder, slices) as saved:
+        engine.import_state(saved.part, optimizer_steps=progress["optimizer_steps"])
+    engine.import_counters(progress["engine"])

@@ -30,10 +30,8 @@ from vitscale.distributed.world import (
     gather_objects,
     process_group,
 )
-from vitscale.engine.engine import Engine
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
-from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.console import Console
 from vitscale.tracking.run_facts import DATA_TAG, read_record
@@ -47,10 +45,9 @@ from vitscale.training.build import (
     open_batches,
     start_from,
 )
-from vitscale.training.interval_log import IntervalLog
+from vitscale.training.interval_log import IntervalLog, profiled
 from vitscale.training.loop import TrainingSession
-from vitscale.training.meters import profiled
-from vitscale.training.objective import Objective, check_evaluations, check_objective
+from vitscale.training.objective import Objective, check_objective
 from vitscale.training.resume import (
     changed_settings,
     check_resumable,
@@ -100,9 +97,7 @@ def _open(
         is_maker=world.local_rank == 0,
         gather=gather_objects,
     )
-    num_classes = len(data.classes)
-    check_objective(objective, num_classes=num_classes, views=run.data.views, path=run.data.path)
-    check_evaluations(objective, run, num_classes=num_classes)
+    check_objective(objective, run, num_classes=len(data.classes))
     plan = training_plan(run, world_size=world.world_size, num_samples=data.num_samples)
     arch = build_architecture(run, objective, data)
     objective.prepare(arch=arch, device=world.device)
@@ -110,30 +105,14 @@ def _open(
     stack.enter_context(run_folder_lock(folder, world=world))
     store = stack.enter_context(CheckpointStore(folder, keep=run.checkpoint.keep, world=world))
     checkpoint, messages = store.newest()
-    start_step = checkpoint.step if checkpoint else 0
-    check_resumable(run, checkpoint, compatibility_key(run, arch, data, objective), plan)
-    _end_if_finished(run, plan, world, start_step)
+    description = compatibility_key(run, arch, data, objective)
+    if checkpoint is not None:
+        check_resumable(checkpoint, description, plan)
+        _end_if_finished(folder, plan, world, checkpoint.step)
     model = build_model(run, objective, arch)
     if initial_weights is not None and checkpoint is None:
         messages += start_from(model, arch, initial_weights, world)
-    engine = build_engine(run, plan, world, arch, model)
-    evaluations = build_evaluations(run, objective, arch, engine, data, val_index)
-    if checkpoint is not None:
-        restore_engine(engine, checkpoint)
-        messages += changed_settings(folder, run)
-        messages.append(f"resuming {run.folder} at step {start_step}")
-    if run.data.is_streamed:
-        messages.append(
-            "tars without an index: a resume is not exact, it shuffles anew; "
-            "data_prep/index_shards.py makes an index, which resumes exactly"
-        )
-    facts = _facts(run, objective, plan, arch, engine)
-    log = _open_log(
-        stack, run, objective, plan, arch, engine, data, val_index, start_step, facts=facts
-    )
-    for line in [*messages, f"{run.name}: {facts}"]:
-        log.console.message(line)
-    return TrainingSession(
+    session = TrainingSession(
         run=run,
         objective=objective,
         world=world,
@@ -142,54 +121,56 @@ def _open(
         val_index=val_index,
         plan=plan,
         arch=arch,
-        engine=engine,
-        evaluations=evaluations,
+        engine=build_engine(run, plan, world, arch, model),
         store=store,
-        log=log,
         preemption=stack.enter_context(PreemptionFlag()),
-        batches=stack.enter_context(open_batches(run, plan, data, world, step=start_step)),
         watchdog=watchdog,
-        start_step=start_step,
+        start_step=checkpoint.step if checkpoint else 0,
+        description=description,
     )
+    session.evaluations = build_evaluations(session)
+    if checkpoint is not None:
+        restore_engine(session.engine, checkpoint)
+        messages += changed_settings(folder, run)
+        messages.append(f"resuming {folder} at step {checkpoint.step}")
+    if run.data.is_streamed:
+        messages.append(
+            "tars without an index: a resume is not exact, it shuffles anew; "
+            "data_prep/index_shards.py makes an index, which resumes exactly"
+        )
+    facts = _facts(session)
+    session.log = _open_log(stack, session, facts)
+    for line in [*messages, f"{run.name}: {facts}"]:
+        session.log.console.message(line)
+    session.batches = stack.enter_context(open_batches(session))
+    return session
 
 
-def _end_if_finished(run: TrainingRun, plan: TrainingPlan, world: World, step: int) -> None:
+def _end_if_finished(folder: Path, plan: TrainingPlan, world: World, step: int) -> None:
     """End the ranks of a run whose last step is saved and whose end is recorded.
 
-    What a run that was killed in between has not said of its end is said by its next start.
+    A run killed after its last checkpoint records its end at the next start.
     """
     if step < plan.total_steps:
         return
-    record = read_record(Path(run.folder)) if world.is_first else None
+    record = read_record(folder) if world.is_first else None
     if broadcast_object(record is not None and record.status == "FINISHED"):
         if world.is_first:
-            print(f"done before: {run.folder} at step {step}", flush=True)
+            print(f"done before: {folder} at step {step}", flush=True)
         raise SystemExit(0)
 
 
-def _open_log(
-    stack: ExitStack,
-    run: TrainingRun,
-    objective: Objective,
-    plan: TrainingPlan,
-    arch: Architecture,
-    engine: Engine,
-    data: TrainingSet,
-    val_index: SplitIndex | None,
-    start_step: int,
-    *,
-    facts: str,
-) -> IntervalLog:
-    folder, world = Path(run.folder), engine.world
-    is_first, source = world.is_first, run.starts_from()
+def _open_log(stack: ExitStack, session: TrainingSession, facts: str) -> IntervalLog:
+    run, plan, folder, start = session.run, session.plan, session.folder, session.start_step
+    is_first, source = session.world.is_first, run.starts_from()
     if is_first:
         write_text(folder / "config.yaml", run_to_yaml(run))
-        if objective.trains_classifier:
-            write_json(folder / CLASSES_NAME, list(data.classes))
+        if session.objective.trains_classifier:
+            write_json(folder / CLASSES_NAME, list(session.data.classes))
     console = stack.enter_context(
-        Console(folder, total_steps=plan.total_steps, start_step=start_step, is_writer=is_first)
+        Console(folder, total_steps=plan.total_steps, start_step=start, is_writer=is_first)
     )
-    tags = {"vitscale.model": run.model.title, **_data_tags(data, val_index)}
+    tags = {"vitscale.model": run.model.title, **_data_tags(session.data, session.val_index)}
     if source is not None:
         tags["vitscale.init"] = redact(source)
     tracker = Tracker(
@@ -198,27 +179,26 @@ def _open_log(
         name=run.name,
         stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
         tags=tags,
-        resume_step=start_step,
+        resume_step=start,
         is_writer=is_first,
         note="\n\n".join([CARD_KEY.sub(r"\n**\1:** ", run.card), facts]).strip(),
         origin=source,
         say=console.message,
     )
-    if is_first and start_step < plan.total_steps:
+    if is_first and start < plan.total_steps:
         with or_warn(folder / EVENTS_NAME, console.message):
-            record_start(folder, first_step=start_step, total_steps=plan.total_steps)
+            record_start(folder, first_step=start, total_steps=plan.total_steps)
     trace = folder / "profile.json" if is_first else None
-    steps = run.engine.profile_steps
     return IntervalLog(
         run,
         plan,
-        data,
-        engine,
-        start_step=start_step,
-        flops_per_image=objective.train_flops_per_image(arch),
+        session.data,
+        session.engine,
+        start_step=start,
+        flops_per_image=session.objective.train_flops_per_image(session.arch),
         tracker=stack.enter_context(tracker),
         console=console,
-        profile=stack.enter_context(profiled(trace, steps=steps, say=console.message)),
+        profile=stack.enter_context(profiled(trace, steps=run.engine.profile_steps)),
     )
 
 
@@ -230,15 +210,13 @@ def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, Sp
     return training_set, open_val_split(run.data, check_files=check_files)
 
 
-def _facts(
-    run: TrainingRun, objective: Objective, plan: TrainingPlan, arch: Architecture, engine: Engine
-) -> str:
+def _facts(session: TrainingSession) -> str:
     """Size of model, data and schedule, and how it is computed, in a line."""
-    dtype = str(engine.dtype).removeprefix("torch.")
-    source = run.starts_from()
+    run, plan, arch, engine = session.run, session.plan, session.arch, session.engine
+    dtype, source = str(engine.dtype).removeprefix("torch."), run.starts_from()
     return (
         f"from {'random weights' if source is None else redact(source)}; "
-        f"{objective.num_parameters(arch) / 1e6:.1f} M parameters "
+        f"{session.objective.num_parameters(arch) / 1e6:.1f} M parameters "
         f"at {arch.image_size} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "

@@ -5,42 +5,31 @@ Leaves out: the losses (`losses`), models and their files (`vitscale.models`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.checkpoint.folders import MANIFEST
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.engine.device_batches import Normalization
-from vitscale.evaluation.trained_model import Preprocessing, open_model
+from vitscale.evaluation.trained_model import open_model
 from vitscale.models import timm_model
 from vitscale.models.settings import TimmSettings
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher:
     """A model that is never trained. It keeps no state."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        image_size: int,
-        preprocessing: Preprocessing,
-        fingerprint: str,
-        device: torch.device,
-    ) -> None:
-        """fingerprint: of the file with its weights."""
-        self.model = model.eval().requires_grad_(False).to(device)
-        self.image_size, self.fingerprint = image_size, fingerprint
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.flops_per_image = 0
-        self._normalize = Normalization(
-            mean=preprocessing.mean, std=preprocessing.std, device=device
-        )
+    model: nn.Module
+    image_size: int
+    normalize: Normalization
+    fingerprint: str
+    """Of the file with its weights."""
 
     @torch.no_grad()
     def logits(self, images_B3SS: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +43,7 @@ class Teacher:
             images_B3SS = F.interpolate(
                 images_B3SS, size=(size, size), mode="bicubic", antialias=True, align_corners=False
             ).clamp_(0, 255)
-        images_B3SS = self._normalize(images_B3SS)
+        images_B3SS = self.normalize(images_B3SS)
         with torch.autocast(images_B3SS.device.type, dtype, enabled=dtype != torch.float32):
             logits_BC: torch.Tensor = self.model(images_B3SS)
         return logits_BC
@@ -89,17 +78,16 @@ def open_teacher(
     if model is None:
         own_size = opened.arch.image_size
     file = Path(weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
+    pixels = opened.preprocessing
     teacher = Teacher(
-        opened.network,
+        model=opened.network.eval().requires_grad_(False).to(device),
         image_size=image_size or own_size,
-        preprocessing=opened.preprocessing,
+        normalize=Normalization(mean=pixels.mean, std=pixels.std, device=device),
         fingerprint=blake3_of_file(file),
-        device=device,
     )
     size = teacher.image_size
     try:
-        with FlopCounterMode(display=False) as counter:
-            teacher.logits(torch.zeros(1, 3, size, size, device=device), dtype=torch.float32)
+        teacher.logits(torch.zeros(1, 3, size, size, device=device), dtype=torch.float32)
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise UserError(
@@ -107,5 +95,4 @@ def open_teacher(
             where="objective.teacher.image_size",
             next_step=f"set it to null or {own_size}, its own size",
         ) from None
-    teacher.flops_per_image = counter.get_total_flops()
     return teacher

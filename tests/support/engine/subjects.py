@@ -1,4 +1,4 @@
-"""Subjects of evaluations in one process, whose model's output is given, in padded batches."""
+"""Subjects of evaluations in one process: tiny ViTs, and given outputs in padded batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.evaluation.evaluation import Outputs, Subject
+from vitscale.evaluation.trained_model import InferenceModel
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
 
 WORLD = World(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
 
@@ -71,12 +74,18 @@ class GivenOutputs(Subject):
             yield Outputs(values[torch.from_numpy(padded)], labels, weights, padded)
 
 
+def _subject(*outputs: str, **values: Any) -> GivenOutputs:
+    """outputs: that the model knows. values: fields of the subject."""
+    model: Any = SimpleNamespace(world=WORLD, known_outputs=outputs)
+    data = DataSettings(path="shards", global_batch=3)
+    common = {"model": model, "data": data, "train": (), "image_size": 8, "micro_batch": 3}
+    return GivenOutputs(**{**common, **values})
+
+
 def array_subject(train: Any, val: Any) -> GivenOutputs:
     """train: one part, or several as a tuple."""
-    model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits", "features", "blocks"))
-    unused: Any = None
     parts = train if isinstance(train, tuple) else (train,)
-    return GivenOutputs(model=model, train=parts, val=val, data=unused, image_size=8, micro_batch=3)
+    return _subject("logits", "features", "blocks", train=parts, val=val)
 
 
 def given_outputs(
@@ -89,17 +98,25 @@ def given_outputs(
     val: SplitIndex | None = None,
 ) -> GivenOutputs:
     """values: [N, outputs]. The last batch of three is padded if N is no multiple of 3."""
-    model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits",))
-    names = tuple(classes or map(str, range(values.shape[1])))
-    return GivenOutputs(
+    return _subject(
+        "logits",
         values=values,
-        model=model,
-        train=(),
-        val=val or index_of(labels, names),
-        data=DataSettings(path="shards", global_batch=3),
-        image_size=8,
-        micro_batch=3,
+        val=val or index_of(labels, classes or [str(i) for i in range(values.shape[1])]),
         num_outputs=values.shape[1],
         classes=None if model_classes is None else tuple(model_classes),
         folder=folder,
     )
+
+
+def inference_model(*, seed: int = 0, **model: Any) -> InferenceModel:
+    """A tiny ViT with random weights. `model`: keys of the section `model`; by default 16 px."""
+    values = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 1, "num_heads": 2}
+    settings = ViTSettings.model_validate({**values, "mlp_width": 48, **model})
+    network = build_model(settings.resolved(num_classes=0), seed=seed)
+    return InferenceModel(network, mean=(0.5,) * 3, std=(0.5,) * 3, world=WORLD)  # type: ignore[arg-type]  # three
+
+
+def random_images(count: int, *, size: int = 16, seed: int = 0) -> torch.Tensor:
+    """uint8 [count, 3, size, size]"""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, 3, size, size), generator=generator, dtype=torch.uint8)

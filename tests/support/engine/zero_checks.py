@@ -9,7 +9,7 @@ and CHECKS, which run one after another and print `passed: NAME`. The first that
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from unittest.mock import patch
@@ -33,10 +33,12 @@ from vitscale.models.vit import (
     layers_above,
 )
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
-from vitscale.optim.schedules import learning_rate
+from vitscale.optim.schedules import ScheduleSettings, learning_rate
 from vitscale.optim.settings import EmaSettings, OptimSettings
 
-STEPS, BATCH, ACCUMULATION, CLIP = 50, 16, 2, 0.5
+STEPS, HALF, BATCH, ACCUMULATION, CLIP = 50, 25, 16, 2, 0.5
+# Steps whose update is skipped, see `spoiled`.
+SKIPPED = (3, 4, 8)
 # R3 requires 1e-5 relative between layouts over 50 steps in fp32.
 CLOSE = 1e-5
 BF16 = torch.bfloat16
@@ -57,9 +59,8 @@ class Recipe:
     decay: str = "cosine"
 
     def rate(self, step: int) -> float:
-        return learning_rate(
-            step, peak=1e-3, final=0.0, warmup_steps=5, total_steps=STEPS, decay=self.decay
-        )
+        schedule = ScheduleSettings(decay=self.decay)
+        return learning_rate(step, schedule, peak=1e-3, warmup_steps=5, total_steps=STEPS)
 
 
 LAYERS = OptimSettings(
@@ -81,7 +82,7 @@ FAR_HEAD = replace(ADAMW, model=MODEL.model_copy(update={"head_bias": -10.0}))
 
 def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The second half sees the batches of the first again: lost state would change the losses."""
-    random = torch.Generator().manual_seed(step % 25)
+    random = torch.Generator().manual_seed(step % HALF)
     images = torch.randint(0, 256, (BATCH, 3, 8, 8), generator=random, dtype=torch.uint8)
     return images, torch.randint(0, 7, (BATCH,), generator=random)
 
@@ -111,39 +112,45 @@ class Plain:
     losses: list[float]
     norms: list[float]
     average: dict[str, torch.Tensor]
+    """Of the weights of the first half."""
     logits: torch.Tensor
-    """Of the averaged weights, on the images of step 0."""
+    """Of the average, on the images of step 0."""
     features: torch.Tensor
     """Likewise."""
 
 
 @cache
-def train_plain(recipe: Recipe, *, steps: int = STEPS, left_out: Collection[int] = ()) -> Plain:
+def train_plain(recipe: Recipe) -> Plain:
+    """A plain loop that skips the spoiled updates."""
     vit = new_model(recipe)
     optimizer, named = new_optimizer(vit, recipe), dict(vit.named_parameters())
     average = {name: value.detach().clone() for name, value in named.items()}
     losses, norms = [], []
-    for step in range(steps):
+    for step in range(STEPS):
         images, labels = data(step)
-        pixels = (images.float() / 255 - 0.5) / 0.5
-        loss = torch.nn.functional.cross_entropy(vit(pixels), labels)
+        loss = torch.nn.functional.cross_entropy(vit(normalized(images)), labels)
         optimizer.zero_grad()
         loss.backward()
         norms.append(torch.nn.utils.clip_grad_norm_(vit.parameters(), CLIP).item())
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate(step) * group["lr_scale"]
-        if step not in left_out:
+        if step not in SKIPPED:
             optimizer.step()
-        for name, value in named.items():
-            average[name] = EMA.decay * average[name] + (1 - EMA.decay) * value.detach()
+        if step < HALF:
+            for name, value in named.items():
+                average[name] = EMA.decay * average[name] + (1 - EMA.decay) * value.detach()
         losses.append(loss.item())
     with torch.no_grad():
         vit.load_state_dict(average, strict=False)
-        pixels = (data(0)[0].float() / 255 - 0.5) / 0.5
+        pixels = normalized(data(0)[0])
         features = vit.forward_head(vit.forward_features(pixels), pre_logits=True)
         return Plain(
             losses=losses, norms=norms, average=average, logits=vit(pixels), features=features
         )
+
+
+def normalized(images: torch.Tensor) -> torch.Tensor:
+    return (images.float() / 255 - 0.5) / 0.5
 
 
 def new_engine(
@@ -191,10 +198,8 @@ def spoiled(loss: torch.Tensor, logits: torch.Tensor, step: int, part: int, rank
         logits.register_hook(lambda gradient: gradient * torch.nan)
 
 
-def train(
-    engine: Engine, start: int, stop: int, *, recipe: Recipe = ADAMW, spoil: bool = False
-) -> list[float]:
-    """The losses of some steps."""
+def train(engine: Engine, start: int, stop: int, *, recipe: Recipe = ADAMW) -> list[float]:
+    """The losses of some steps, of which some are spoiled."""
     losses, world = [], engine.world
     for step in range(start, stop):
         images, labels = data(step)
@@ -206,8 +211,7 @@ def train(
             logits = engine.logits(images[first : first + each])
             loss = torch.nn.functional.cross_entropy(logits.float(), labels[first : first + each])
             total += loss.detach()
-            if spoil:
-                spoiled(loss, logits, step, part, world.rank)
+            spoiled(loss, logits, step, part, world.rank)
             engine.backward(loss)
             engine.step()
         losses.append(sum_over_ranks(total).item() / ACCUMULATION / world.world_size)
@@ -257,86 +261,52 @@ def trains_as_plain_torch(
     target: int,
     name: str = "adamw",
     dtype: torch.dtype = torch.float32,
-    steps: int = STEPS,
     rel: float = CLOSE,
 ) -> None:
     """Half of the steps at one stage, the others at another; the norm is that before clipping."""
     recipe = RECIPES[name]
-    plain = train_plain(recipe)
-    first = new_engine(world, stage=source, recipe=recipe, dtype=dtype)
-    losses = train(first, 0, steps // 2, recipe=recipe)
-    second = new_engine(world, stage=target, recipe=recipe, dtype=dtype)
-    moved(first, second)
-    losses += train(second, steps // 2, steps, recipe=recipe)
-    assert losses == pytest.approx(plain.losses[:steps], rel=rel)
-    assert second.gradient_norm() == pytest.approx(plain.norms[steps - 1], rel=max(1e-4, 10 * rel))
+    plain, engine = train_plain(recipe), new_engine(world, stage=source, recipe=recipe, dtype=dtype)
+    losses = train(engine, 0, 4, recipe=recipe)
+    before, steps = whole_state(engine), engine.optimizer_steps()
+    losses += train(engine, 4, 5, recipe=recipe)
+    kept = {k: value for k, value in whole_state(engine).items() if not k.startswith("ema.")}
+    assert equal(kept, {k: before[k] for k in kept}) and steps == engine.optimizer_steps()
+    assert health(engine) == (2, 2, 5, (1,) if world.is_first else ())
+    losses += train(engine, 5, HALF, recipe=recipe)
+    assert health(engine) == (3, 1, 9, ())
+    if recipe.optim.ema is not None:
+        has_the_average(engine, plain, atol=1e-3 if dtype == torch.float32 else 0.1)
+    other = new_engine(world, stage=target, recipe=recipe, dtype=dtype)
+    moved(engine, other)
+    losses += train(other, HALF, STEPS, recipe=recipe)
+    assert losses == pytest.approx(plain.losses, rel=rel)
+    assert other.gradient_norm() == pytest.approx(plain.norms[-1], rel=max(1e-4, 10 * rel))
     assert max(plain.norms) > CLIP, "clipping has to act"
     assert name != "bf16 momentum" or plain.losses != train_plain(ADAMW).losses
 
 
-def skips_updates_on_all_ranks(world: World, *, stage: int, dtype: torch.dtype) -> None:
-    """NaN loss on rank 1, then an infinite loss on rank 0, then a NaN gradient on rank 1."""
-    engine = new_engine(world, stage=stage, dtype=dtype)
-    losses = train(engine, 0, 4, spoil=True)
-    before, steps = whole_state(engine), engine.optimizer_steps()
-    losses += train(engine, 4, 5, spoil=True)
-    after = whole_state(engine)
-    kept = {key: value for key, value in after.items() if not key.startswith("ema.")}
-    assert equal(kept, {key: before[key] for key in kept}) and steps == engine.optimizer_steps()
-
-    def health() -> tuple[int, int, int | None, tuple[int, ...]]:
-        found = engine.health()
-        return found.skipped, found.longest, found.last_step, found.bad_micro_steps
-
-    assert health() == (2, 2, 5, (1,) if world.is_first else ())
-    losses += train(engine, 5, 15, spoil=True)
-    assert health() == (3, 1, 9, ())
-    # A plain loop that skips the same updates and continues with the same rates and samples.
-    rel = CLOSE if dtype == torch.float32 else 1e-2
-    plain = train_plain(ADAMW, steps=15, left_out=(3, 4, 8))
-    assert losses == pytest.approx(plain.losses, rel=rel)
+def health(engine: Engine) -> tuple[int, int, int | None, tuple[int, ...]]:
+    found = engine.health()
+    return found.skipped, found.longest, found.last_step, found.bad_micro_steps
 
 
-def averages_the_weights(world: World, *, stage: int) -> None:
-    """The average is that of plain torch; it is used for a while, and then training continues."""
-    plain = train_plain(ADAMW, steps=15)
-    engine, images = new_engine(world, stage=stage), data(0)[0]
-    train(engine, 0, 15)
-    state = whole_state(engine)
+def has_the_average(engine: Engine, plain: Plain, *, atol: float) -> None:
+    """The average is that of plain torch; it is used for a while, and leaves no trace."""
+    images, state = data(0)[0], whole_state(engine)
     for name, value in plain.average.items():
-        torch.testing.assert_close(state[f"ema.{name}"], value, rtol=0, atol=1e-3)
+        torch.testing.assert_close(state[f"ema.{name}"], value, rtol=0, atol=atol)
     engine.eval()
     with torch.no_grad():
-        before = engine.logits(images).clone()
+        before, own = engine.logits(images).clone(), engine.forward(images, "features").clone()
         with engine.averaged():
-            shown = engine.logits(images).clone()
-            features = engine.forward(images, "features").clone()
-        after, own = engine.logits(images), engine.forward(images, "features")
+            shown = engine.logits(images).float().clone()
+            features = engine.forward(images, "features").float().clone()
+        after = engine.logits(images)
     engine.train()
-    torch.testing.assert_close(shown, plain.logits, rtol=0, atol=1e-4)
-    torch.testing.assert_close(features, plain.features, rtol=0, atol=1e-3)
+    torch.testing.assert_close(shown, plain.logits, rtol=0, atol=atol)
+    torch.testing.assert_close(features, plain.features, rtol=0, atol=atol)
     assert (shown - before).abs().max() > 0.1 and (features - own).abs().max() > 0.1
     assert torch.equal(before, after) and equal(state, whole_state(engine))
-    assert train(engine, 15, 18) == pytest.approx(train_plain(ADAMW).losses[15:18], rel=CLOSE)
-
-
-def clips_bf16_gradients(world: World, *, stage: int) -> None:
-    """The first update of SGD is the clipped gradient itself.
-
-    DeepSpeed once did not clip it and reported nothing (its pull request 3790).
-    """
-    engine = new_engine(world, stage=stage, recipe=RECIPES["sgd"], dtype=BF16)
-    engine.set_learning_rate(1.0)
-    before = whole_state(engine)
-    images, labels = data(0)
-    for _ in range(ACCUMULATION):
-        loss = torch.nn.functional.cross_entropy(engine.logits(images).float(), labels)
-        engine.backward(100 * loss)
-        engine.step()
-    after = whole_state(engine)
-    changes = [after[name] - before[name] for name in before if name.startswith("model.")]
-    assert engine.gradient_norm() > 10
-    assert torch.nn.utils.get_total_norm(changes).item() == pytest.approx(CLIP, rel=1e-3)
 
 
 def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
@@ -369,12 +339,12 @@ def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     engine = new_engine(world, stage=stage, compiled=True)
-    losses = train(engine, 0, 4)
+    losses = train(engine, 0, 6)
     engine.eval()
     with torch.no_grad():
         engine.logits(data(0)[0][:4])
     engine.train()
-    losses += train(engine, 4, 8)
+    losses += train(engine, 6, 8)
     counters = torch._dynamo.utils.counters
     assert losses == pytest.approx(train_plain(ADAMW).losses[:8], rel=CLOSE)
     assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4
@@ -393,7 +363,7 @@ def resumes_the_loss_scale(world: World) -> None:
     assert first.export_counters() == second.export_counters()
     # It did overflow, the skips are counted, and the scale halved for all but the first.
     skipped = first.health().skipped
-    assert skipped >= 2 and first.loss_scale == 2.0 ** (17 - skipped)
+    assert skipped >= 2 + len(SKIPPED) and first.loss_scale == 2.0 ** (17 - skipped)
 
 
 def takes_the_gpu_that_a_task_sees(world: World) -> None:
@@ -421,21 +391,13 @@ CHECKS: dict[str, Callable[[World], None]] = {
     "bf16 momentum, ZeRO 1 to 3, equals plain torch": partial(
         trains_as_plain_torch, source=1, target=3, name="bf16 momentum", rel=1e-3
     ),
+    # DeepSpeed has other wrappers in bf16 than in fp32.
     **{
         f"bf16 at ZeRO {stage} keeps fp32 states": partial(
-            trains_as_plain_torch, source=stage, target=stage, dtype=BF16, steps=20, rel=2e-2
+            trains_as_plain_torch, source=stage, target=stage, dtype=BF16, rel=2e-2
         )
         for stage in STAGES
     },
-    **{
-        f"ZeRO {stage} in {dtype} skips bad updates on all ranks": partial(
-            skips_updates_on_all_ranks, stage=stage, dtype=dtype
-        )
-        # DeepSpeed has other wrappers in bf16 than in fp32.
-        for stage, dtype in [*((s, torch.float32) for s in STAGES), (1, BF16), (2, BF16)]
-    },
-    **{f"average at ZeRO {stage}": partial(averages_the_weights, stage=stage) for stage in STAGES},
-    **{f"clipping at ZeRO {stage}": partial(clips_bf16_gradients, stage=stage) for stage in STAGES},
     **{f"head at ZeRO {stage}": partial(keeps_the_head_in_fp32, stage=stage) for stage in STAGES},
     **{
         f"compiled at ZeRO {stage}": partial(compiles_without_graph_breaks, stage=stage)

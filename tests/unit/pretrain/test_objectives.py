@@ -15,7 +15,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch
 from vitscale.models.settings import ViTSettings
 from vitscale.training.build import build_model
-from vitscale.training.objective import Objective, check_evaluations, check_objective
+from vitscale.training.objective import Objective, check_objective
 from vitscale.training.supervised import Supervised, SupervisedSettings
 
 MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
@@ -203,18 +203,19 @@ CONTRASTIVE = Contrastive(SupervisedSettings(), seed=0)
 
 def test_shards_that_do_not_serve_the_objective_are_refused() -> None:
     supervised = Supervised(SupervisedSettings(), seed=0)
-    with pytest.raises(UserError, match="supervised needs labels, but the shards of /s have none"):
-        check_objective(supervised, num_classes=0, views=1, path="/s")
-    with pytest.raises(UserError, match="data.views: supervised needs 2 views of each sample"):
-        check_objective(CONTRASTIVE, num_classes=3, views=3, path="/s")
-    check_objective(CONTRASTIVE, num_classes=0, views=4, path="/s")
     run = PretrainRun.model_validate(RUN | {"objective": MASKED, "evaluate": [{"name": "knn"}]})
+    with pytest.raises(UserError, match="supervised needs labels, but the shards of s have none"):
+        check_objective(supervised, run, num_classes=0)
+    with pytest.raises(UserError, match="data.views: supervised needs 2 views of each sample"):
+        check_objective(CONTRASTIVE, run, num_classes=3)
     with pytest.raises(UserError, match="evaluate: knn needs labels, but the shards of s have"):
-        check_evaluations(run.make_objective(), run, num_classes=0)
-    check_evaluations(run.make_objective(), run, num_classes=1)
-    for changes in ({"evaluate": ()}, {"data": run.data.model_copy(update={"val_split": None})}):
+        check_objective(run.make_objective(), run, num_classes=0)
+    check_objective(run.make_objective(), run, num_classes=1)
+    four = run.data.model_copy(update={"views": 4, "val_split": None})
+    for changes in ({"evaluate": ()}, {"data": four}):
         changed = run.model_copy(update=changes)
-        check_evaluations(changed.make_objective(), changed, num_classes=0)
+        check_objective(changed.make_objective(), changed, num_classes=0)
+    check_objective(CONTRASTIVE, changed, num_classes=0)
 
 
 def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:

@@ -24,7 +24,7 @@ from finetune.inspection.attention import (
     rolled_out,
 )
 from finetune.inspection.weights import first_filters, position_similarity, principal_components
-from tests.support.engine.vit_models import inference_model, random_images
+from tests.support.engine.subjects import inference_model, random_images
 from tests.support.peak_memory import peak_mib
 from vitscale.models.positions import sincos_position_embedding
 
@@ -61,7 +61,7 @@ def test_a_pass_takes_the_memory_of_one_head() -> None:
         imports="""
 import torch
 from finetune.inspection.attention import attention_rollout
-from tests.support.engine.vit_models import inference_model, random_images
+from tests.support.engine.subjects import inference_model, random_images
 torch.set_num_threads(1)
 model = inference_model(image_size=512, patch_size=16, width=64, num_heads=16, depth=6)
 images = random_images(1, size=512)

@@ -16,7 +16,7 @@ from finetune.settings import PICTURES, VisualizeRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.engine.small_models import export, small_model
-from tests.support.engine.vit_models import CPU
+from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples
@@ -30,7 +30,7 @@ def drawn(init: Path, output: Path, *images: Path, **values: Any) -> set[str]:
     run = VisualizeRun(
         init=str(init), output=str(output), mlflow=False, images=tuple(map(str, images)), **values
     )
-    written = draw_pictures(run, CPU)
+    written = draw_pictures(run, WORLD)
     assert set(written) == set(output.iterdir())
     for path in written:
         with Image.open(path) as image:
@@ -66,7 +66,7 @@ def test_the_documentation_lists_the_pictures() -> None:
 
 def visualized(*images: Path, **values: Any) -> Visualized:
     run = VisualizeRun(init="x", images=tuple(map(str, images)), **values)
-    return Visualized(run, small_model(), CPU)
+    return Visualized(run, small_model(), WORLD)
 
 
 def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -83,6 +82,23 @@ def test_default_groups_are_kernels_and_the_rest_at_one_rate() -> None:
     assert sum(len(g["params"]) for g in groups) == len(named)
 
 
+class Adam:
+    """Adam's direction for one tensor, written out: Kingma & Ba 2015, algorithm 1."""
+
+    def __init__(self, betas: tuple[float, float], eps: float) -> None:
+        self.betas, self.eps, self.step = betas, eps, 0
+        self.mean: Any = 0.0
+        self.square: Any = 0.0
+
+    def direction(self, gradient: torch.Tensor) -> torch.Tensor:
+        (beta1, beta2), self.step = self.betas, self.step + 1
+        self.mean = beta1 * self.mean + (1 - beta1) * gradient
+        self.square = beta2 * self.square + (1 - beta2) * gradient**2
+        deviation = torch.sqrt(self.square / (1 - beta2**self.step))
+        found: torch.Tensor = self.mean / (1 - beta1**self.step) / (deviation + self.eps)
+        return found
+
+
 def masked_autoencoder_layer(name: str) -> int:
     """MAE's util/lr_decay.py numbers layers from the embedding (0) to the head (depth + 1)."""
     if name in ("cls_token", "pos_embed") or name.startswith("patch_embed"):
@@ -96,8 +112,7 @@ def test_independent_decay_is_big_visions_over_20_steps(peak: float, layer_decay
 
     The multipliers are MAE's layer decay.
     """
-    decay, beta1, beta2, eps = 1e-4 * 300, 0.9, 0.999, 1e-8
-    random = torch.Generator().manual_seed(0)
+    decay, random = 1e-4 * 300, torch.Generator().manual_seed(0)
     model = build_model(ARCH, seed=0).double()
     chosen: dict[str, Any] = {"lr": peak, "weight_decay": decay, "layer_decay": layer_decay}
     chosen["weight_decay_mode"] = "independent"
@@ -105,8 +120,7 @@ def test_independent_decay_is_big_visions_over_20_steps(peak: float, layer_decay
     assert len(groups) == (2 if layer_decay == 1 else 2 * (DEPTH + 2))
     optimizer = build_optimizer(groups, settings=OptimSettings(**chosen), device=CPU)
     slow = {name: p.detach().clone() for name, p in model.named_parameters()}
-    mean = {name: torch.zeros_like(p) for name, p in slow.items()}
-    square = {name: torch.zeros_like(p) for name, p in slow.items()}
+    adams = {name: Adam((0.9, 0.999), 1e-8) for name in slow}
     for step in range(20):
         schedule = min((step + 1) / 5, 1 - step / 25)
         for group in optimizer.param_groups:
@@ -114,15 +128,11 @@ def test_independent_decay_is_big_visions_over_20_steps(peak: float, layer_decay
         for name, parameter in model.named_parameters():
             gradient = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
             parameter.grad = gradient
-            mean[name] = beta1 * mean[name] + (1 - beta1) * gradient
-            square[name] = beta2 * square[name] + (1 - beta2) * gradient**2
-            adam = (mean[name] / (1 - beta1 ** (step + 1))) / (
-                torch.sqrt(square[name] / (1 - beta2 ** (step + 1))) + eps
-            )
             kernel = name.endswith("weight") and "norm" not in name
             multiplier = layer_decay ** (DEPTH + 1 - masked_autoencoder_layer(name))
             slow[name] = slow[name] - schedule * (
-                peak * multiplier * adam + (decay if kernel else 0.0) * slow[name]
+                peak * multiplier * adams[name].direction(gradient)
+                + (decay if kernel else 0.0) * slow[name]
             )
         optimizer.step()
     for name, parameter in model.named_parameters():
@@ -130,36 +140,24 @@ def test_independent_decay_is_big_visions_over_20_steps(peak: float, layer_decay
 
 
 def test_lamb_equals_the_published_algorithm_over_20_steps() -> None:
-    random = np.random.default_rng(0)
-    beta1, beta2, eps, decay = 0.9, 0.99, 1e-6, 0.02
+    betas, eps, random = (0.9, 0.99), 1e-6, torch.Generator().manual_seed(0)
     # A kernel, a bias without decay (plain Adam), and a fresh head (norm 0: plain first step).
-    slow = [random.normal(size=(4, 3)), random.normal(size=3), np.zeros((2, 4))]
-    decays = [decay, 0.0, decay]
-    fast = [torch.nn.Parameter(torch.tensor(x)) for x in slow]
-    optimizer = Lamb(
-        [{"params": [p], "weight_decay": d} for p, d in zip(fast, decays, strict=True)],
-        lr=1.0, betas=(beta1, beta2), eps=eps,
-    )  # fmt: skip
-    mean = [np.zeros_like(x) for x in slow]
-    square = [np.zeros_like(x) for x in slow]
+    slow = [torch.randn(4, 3).double(), torch.randn(3).double(), torch.zeros(2, 4).double()]
+    decays, adams = [0.02, 0.0, 0.02], [Adam(betas, eps) for _ in slow]
+    fast = [torch.nn.Parameter(x.clone()) for x in slow]
+    groups = [{"params": [p], "weight_decay": d} for p, d in zip(fast, decays, strict=True)]
+    optimizer = Lamb(groups, lr=1.0, betas=betas, eps=eps)
     for step in range(20):
-        rate = 0.1 / (step + 1)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = 0.1 / (step + 1)
         for i, x in enumerate(slow):
-            gradient = random.normal(size=x.shape)
-            fast[i].grad = torch.tensor(gradient)
-            mean[i] = beta1 * mean[i] + (1 - beta1) * gradient
-            square[i] = beta2 * square[i] + (1 - beta2) * gradient**2
-            update = mean[i] / (1 - beta1 ** (step + 1))
-            update = update / (np.sqrt(square[i] / (1 - beta2 ** (step + 1))) + eps)
-            update = update + decays[i] * x
-            size, change = np.sqrt((x**2).sum()), np.sqrt((update**2).sum())
-            ratio = size / change if decays[i] and size > 0 else 1.0
-            slow[i] = x - rate * ratio * update
+            gradient = torch.randn(x.shape, generator=random).double()
+            fast[i].grad = gradient
+            update = adams[i].direction(gradient) + decays[i] * x
+            ratio = x.norm() / update.norm() if decays[i] and x.any() else 1.0
+            slow[i] = x - 0.1 / (step + 1) * ratio * update
         optimizer.step()
-    for ours, expected in zip(fast, slow, strict=True):
-        np.testing.assert_allclose(ours.detach().numpy(), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close([p.detach() for p in fast], slow, rtol=1e-9, atol=1e-12)
 
 
 def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:

