@@ -30,8 +30,8 @@ class Health:
     """Most updates skipped in a row, of the rows that grew since the last call."""
     last_step: int | None
     """The last skipped step (the first step of a run is 1); None if none was skipped."""
-    bad_micro_steps: tuple[int, ...]
-    """Micro-steps of this rank in that step whose own loss was not finite, at most the last one."""
+    bad_micro_step: int | None
+    """The last micro-step of this rank in that step whose own loss was not finite."""
 
 
 class UpdateGuard:
@@ -106,7 +106,7 @@ class UpdateGuard:
             skipped=skipped,
             longest=longest,
             last_step=None if last == NEVER else last,
-            bad_micro_steps=(micro - first,) if inside else (),
+            bad_micro_step=micro - first if inside else None,
         )
 
     def state(self) -> dict[str, int]:

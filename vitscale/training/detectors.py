@@ -50,8 +50,8 @@ class SkippedUpdateMonitor:
             self._marks.popleft()
         if not num_new or health.last_step is None:
             return
-        gathered = gather_objects(health.bad_micro_steps)
-        ranks = {rank: numbers for rank, numbers in enumerate(gathered) if numbers}
+        found = enumerate(gather_objects(health.bad_micro_step))
+        ranks = {rank: number for rank, number in found if number is not None}
         what = f"{'the loss' if ranks else 'the gradient'} was not finite"
         if ranks:
             what += f" on rank {', '.join(map(str, ranks))}"
@@ -122,19 +122,14 @@ class UnreadableSampleMonitor:
             )
 
 
-def positions_of_step(
-    plan: TrainingPlan, *, step: int, micro_steps: dict[int, tuple[int, ...]]
-) -> list[int]:
-    """Positions in training of some micro-batches of a step, or of all when none is given.
+def positions_of_step(plan: TrainingPlan, *, step: int, micro_steps: dict[int, int]) -> list[int]:
+    """Positions in training of one micro-batch of some ranks, or of all when none is given.
 
-    step: counted from 1. micro_steps: rank -> micro-steps.
+    step: counted from 1. micro_steps: rank -> micro-step.
     """
     start, share = (step - 1) * plan.global_batch, plan.micro_batch
-    found = []
-    for rank, numbers in micro_steps.items():
-        for number in numbers:
-            first = start + (number * plan.world_size + rank) * share
-            found += list(range(first, first + share))
+    firsts = [start + (n * plan.world_size + rank) * share for rank, n in micro_steps.items()]
+    found = [position for first in firsts for position in range(first, first + share)]
     return found or list(range(start, start + plan.global_batch))
 
 

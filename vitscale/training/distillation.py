@@ -57,28 +57,23 @@ class Distillation(Supervised):
     rank holds all of it, whatever the ZeRO stage."""
 
     Settings = DistillationSettings
-    teacher: Teacher | None = None
-    has_token = False
-    """Whether the student has a distillation token."""
+    teacher: Teacher
 
     def prepare(self, *, arch: Architecture, device: torch.device) -> None:
         from vitscale.training.teacher import open_teacher
 
-        self.has_token = getattr(arch, "distillation_token", False)
         chosen = self.settings.teacher.model_dump()
         self.teacher = open_teacher(**chosen, num_classes=arch.num_classes, device=device)
 
     def compatibility(self) -> dict[str, Any]:
-        assert self.teacher is not None
         return {"teacher": self.teacher.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         from vitscale.training.losses import hard_loss, soft_loss
 
-        assert self.teacher is not None
         settings = self.settings
         teacher_BC = self.teacher.logits(batch.images, dtype=engine.dtype)
-        if self.has_token:
+        if "heads" in engine.known_outputs:  # the student has a distillation token
             class_BC, student_BC = engine.forward(batch.images, "heads")
         else:
             class_BC = student_BC = engine.logits(batch.images)

@@ -112,8 +112,8 @@ def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
         report(monitor, ranks, [], lost(0), num_seen=20)
 
 
-def health(skipped: int, *, longest: int = 1, micro_steps: tuple[int, ...] = ()) -> Health:
-    return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_steps=micro_steps)
+def health(skipped: int, *, longest: int = 1) -> Health:
+    return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_step=None)
 
 
 def skipped_monitor() -> SkippedUpdateMonitor:
@@ -130,7 +130,7 @@ def update(monitor: SkippedUpdateMonitor, found: Health, **how: Any) -> list[str
 
 
 def test_skipped_updates_are_reported_with_their_samples(ranks: Ranks) -> None:
-    monitor, ranks.others = skipped_monitor(), [(1,)]
+    monitor, ranks.others = skipped_monitor(), [1]
     # Step 3 starts at sample 16; micro-step 1 of rank 1 is its last pair.
     assert update(monitor, health(2)) == [
         "2 updates skipped, 2 since the start, the last at step 3: the loss was not finite "
@@ -174,7 +174,7 @@ def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:
     for rank in range(2):
         batches = rank_batches(start=24, stop=36, rank=rank, world_size=2, micro_batch=3)
         for number, expected in enumerate(batches):
-            assert positions_of_step(plan, step=3, micro_steps={rank: (number,)}) == expected
+            assert positions_of_step(plan, step=3, micro_steps={rank: number}) == expected
     assert positions_of_step(plan, step=3, micro_steps={}) == list(range(24, 36))
 
 
