@@ -22,8 +22,6 @@ from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.run_facts import flatten_params
 from vitscale.training.objective import Objective
 
-CHANGES_SHOWN = 20
-
 
 def compatibility_key(
     run: TrainingRun, arch: Architecture, data: TrainingSet, objective: Objective
@@ -61,8 +59,7 @@ def changed_settings(folder: Path, run: TrainingRun) -> list[str]:
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     ]
-    more = [f"    ... {len(rows) - CHANGES_SHOWN} more"] if len(rows) > CHANGES_SHOWN else []
-    return ["changed since the last start:", *rows[:CHANGES_SHOWN], *more] if rows else []
+    return ["changed since the last start:", *rows] if rows else []
 
 
 def check_resumable(
