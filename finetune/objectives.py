@@ -13,7 +13,7 @@ from vitscale.training.objective import Objective
 from vitscale.training.supervised import Supervised
 
 if TYPE_CHECKING:
-    from vitscale.training.loop import TrainingSession
+    from vitscale.training.session import TrainingSession
 
 SHEET_ROWS, SHEET_COLUMNS = 4, 8
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
     from vitscale.runs.training import TrainingRun
-    from vitscale.training.loop import TrainingSession
+    from vitscale.training.session import TrainingSession
 
 
 class MaeSettings(NamedSection):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
     from vitscale.runs.training import TrainingRun
-    from vitscale.training.loop import TrainingSession
+    from vitscale.training.session import TrainingSession
 
 COLOR_ACCURACY = "train/color_accuracy"
 NUM_COLORS = 512  # 3 bits a channel

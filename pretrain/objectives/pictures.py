@@ -11,7 +11,7 @@ from vitscale.data.samples import EvaluationSamples
 from vitscale.images.sheet import save_figure, sheet
 
 if TYPE_CHECKING:
-    from vitscale.training.loop import TrainingSession
+    from vitscale.training.session import TrainingSession
 
 NUM_IMAGES = 8
 

@@ -1,4 +1,4 @@
-"""Build what a run trains with: architecture, model, engine, evaluations and loader.
+"""Build what a run trains: architecture, model and engine.
 
 Leaves out: their order at the start of a run (`session`).
 """
@@ -6,29 +6,23 @@ Leaves out: their order at the start of a run (`session`).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from vitscale.config.errors import UserError
-from vitscale.data.loader import training_batches
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.node_files import private_folder
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
-from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
 from vitscale.engine.probe import check_nan_is_skipped
-from vitscale.evaluation.evaluation import FILES, Subject
-from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun
-from vitscale.training.loop import TrainingSession
 from vitscale.training.objective import Objective
 
 # Loads weights into a fresh model; returns what to say about them.
@@ -48,49 +42,6 @@ def build_architecture(run: TrainingRun, objective: Objective, data: TrainingSet
             next_step=f"set model.num_classes={found} (or null), or data.path to other shards",
         )
     return run.model.resolved(num_classes=found)
-
-
-def build_evaluations(session: TrainingSession) -> ScheduledEvaluations:
-    """The evaluations of a run, without a validation split none."""
-    run, arch, subject = session.run, session.arch, None
-    if session.val_index is not None:
-        subject = Subject(
-            model=session.engine,
-            train=tuple(session.data.parts),
-            val=session.val_index,
-            data=run.data,
-            image_size=arch.image_size,
-            micro_batch=run.engine.max_micro_batch,
-            num_outputs=arch.num_classes,
-            classes=session.data.classes if arch.num_classes else None,
-            folder=session.folder / FILES,
-        )
-    return ScheduledEvaluations(
-        session.objective.evaluations(run),
-        subject,
-        engine=session.engine,
-        has_average=run.optim.ema is not None,
-    )
-
-
-@contextmanager
-def open_batches(session: TrainingSession) -> Iterator[DeviceBatches]:
-    """Micro-batches of this rank from its first step to the end of the run, on its device."""
-    run, plan, world = session.run, session.plan, session.world
-    loader = training_batches(
-        session.data,
-        settings=run.data,
-        image_size=run.model.image_size,
-        seed=run.seed,
-        start=session.start_step * plan.global_batch,
-        stop=plan.total_steps * plan.global_batch,
-        rank=world.rank,
-        world_size=world.world_size,
-        micro_batch=plan.micro_batch,
-        pin_memory=world.device.type == "cuda",
-    )
-    with loader as batches:
-        yield DeviceBatches(batches, world.device)
 
 
 def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:

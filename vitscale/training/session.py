@@ -1,6 +1,8 @@
-"""Open a training session: process group, data, engine, checkpoints and tracking, in this order.
+"""An open run: what it is opened from, its steps, and the end of each.
 
-Leaves out: what happens in a step (`loop`), and what a checkpoint must agree on (`resume`).
+Opens process group, data, engine, checkpoints and tracking, in this order. Leaves out: the loop
+itself, which is in pretrain/main.py and finetune/main.py, and what a checkpoint must agree on
+(`resume`).
 """
 
 from __future__ import annotations
@@ -8,31 +10,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from vitscale.checkpoint.commit import Commit
 from vitscale.checkpoint.run_lock import run_folder_lock
 from vitscale.checkpoint.store import CheckpointStore
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
+from vitscale.data.loader import Batch, training_batches
+from vitscale.data.mixing import mix_batch
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
 from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.events import EVENTS_NAME, record_start
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.preemption import PreemptionFlag
+from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.retry import or_warn
 from vitscale.distributed.watchdog import Watchdog
-from vitscale.distributed.world import (
-    World,
-    broadcast_object,
-    gather_objects,
-    process_group,
-)
+from vitscale.distributed.world import World, broadcast_object, gather_objects, process_group
+from vitscale.engine.device_batches import DeviceBatches
+from vitscale.evaluation.evaluation import FILES, Subject
+from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
-from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
+from vitscale.optim.schedules import learning_rate
+from vitscale.runs.training import TrainingRun, training_plan
 from vitscale.tracking.console import Console
 from vitscale.tracking.run_facts import DATA_TAG, read_record
 from vitscale.tracking.tracker import Tracker
@@ -40,13 +48,10 @@ from vitscale.training.build import (
     InitialWeights,
     build_architecture,
     build_engine,
-    build_evaluations,
     build_model,
-    open_batches,
     start_from,
 )
 from vitscale.training.interval_log import IntervalLog, profiled
-from vitscale.training.loop import TrainingSession
 from vitscale.training.objective import Objective, check_objective
 from vitscale.training.resume import (
     changed_settings,
@@ -69,137 +74,310 @@ def open_session(
     Raises UserError for anything that cannot train, before the first step, and SystemExit for a run
     that is finished.
     """
+    limits = run.engine
     with ExitStack() as stack:
         world = stack.enter_context(
             process_group(
-                device=run.engine.device,
-                timeout_min=run.engine.timeout_min,
-                num_threads=run.engine.num_threads,
+                device=limits.device,
+                timeout_min=limits.timeout_min,
+                num_threads=limits.num_threads,
             )
         )
         watchdog = stack.enter_context(
-            Watchdog(world, timeout_min=run.engine.timeout_min, folder=Path(run.folder))
+            Watchdog(world, timeout_min=limits.timeout_min, folder=Path(run.folder))
         )
         with watchdog.reporting():
-            yield _open(stack, world, watchdog, run, objective, initial_weights)
+            yield TrainingSession(stack, world, watchdog, run, objective, initial_weights)
 
 
-def _open(
-    stack: ExitStack,
-    world: World,
-    watchdog: Watchdog,
-    run: TrainingRun,
-    objective: Objective,
-    initial_weights: InitialWeights | None,
-) -> TrainingSession:
-    data, val_index = once_per_node(
-        lambda: _read_index(run, check_files=world.is_first),
-        is_maker=world.local_rank == 0,
-        gather=gather_objects,
-    )
-    check_objective(objective, run, num_classes=len(data.classes))
-    plan = training_plan(run, world_size=world.world_size, num_samples=data.num_samples)
-    arch = build_architecture(run, objective, data)
-    objective.prepare(arch=arch, device=world.device)
-    folder = Path(run.folder)
-    stack.enter_context(run_folder_lock(folder, world=world))
-    store = stack.enter_context(CheckpointStore(folder, keep=run.checkpoint.keep, world=world))
-    checkpoint, messages = store.newest()
-    description = compatibility_key(run, arch, data, objective)
-    if checkpoint is not None:
-        check_resumable(checkpoint, description, plan)
-        _end_if_finished(folder, plan, world, checkpoint.step)
-    model = build_model(run, objective, arch)
-    if initial_weights is not None and checkpoint is None:
-        messages += start_from(model, arch, initial_weights, world)
-    session = TrainingSession(
-        run=run,
-        objective=objective,
-        world=world,
-        folder=folder,
-        data=data,
-        val_index=val_index,
-        plan=plan,
-        arch=arch,
-        engine=build_engine(run, plan, world, arch, model),
-        store=store,
-        preemption=stack.enter_context(PreemptionFlag()),
-        watchdog=watchdog,
-        start_step=checkpoint.step if checkpoint else 0,
-        description=description,
-    )
-    session.evaluations = build_evaluations(session)
-    if checkpoint is not None:
-        restore_engine(session.engine, checkpoint)
-        messages += changed_settings(folder, run)
-        messages.append(f"resuming {folder} at step {checkpoint.step}")
-    if run.data.is_streamed:
-        messages.append(
-            "tars without an index: a resume is not exact, it shuffles anew; "
-            "data_prep/index_shards.py makes an index, which resumes exactly"
+def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
+    """Make dropout and drop path a function of the position in training: no state to save."""
+    torch.manual_seed(stream_key("step", seed, step, micro_step, rank) >> 1)
+
+
+class TrainingSession:
+    """An open run. Every method is collective. Steps are counted from 0, done steps from 1."""
+
+    lr = 0.0
+    """Of the current step."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        world: World,
+        watchdog: Watchdog,
+        run: TrainingRun,
+        objective: Objective,
+        initial_weights: InitialWeights | None,
+    ) -> None:
+        """stack: closes what is opened here. The others: as in `open_session`."""
+        self.run, self.objective, self.world, self.watchdog = run, objective, world, watchdog
+        self.folder = Path(run.folder)
+        self.data, self.val_index = once_per_node(
+            lambda: _read_index(run, check_files=world.is_first),
+            is_maker=world.local_rank == 0,
+            gather=gather_objects,
         )
-    facts = _facts(session)
-    session.log = _open_log(stack, session, facts)
-    for line in [*messages, f"{run.name}: {facts}"]:
-        session.log.console.message(line)
-    session.batches = stack.enter_context(open_batches(session))
-    return session
+        check_objective(objective, run, num_classes=len(self.data.classes))
+        num_samples = self.data.num_samples
+        self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
+        self.arch = build_architecture(run, objective, self.data)
+        objective.prepare(arch=self.arch, device=world.device)
+        stack.enter_context(run_folder_lock(self.folder, world=world))
+        self.store = stack.enter_context(
+            CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
+        )
+        checkpoint, messages = self.store.newest()
+        self._description = compatibility_key(run, self.arch, self.data, objective)
+        self.start_step = 0
+        if checkpoint is not None:
+            check_resumable(checkpoint, self._description, self.plan)
+            self.start_step = checkpoint.step
+            self._end_if_finished()
+        model = build_model(run, objective, self.arch)
+        if checkpoint is None and initial_weights is not None:
+            messages += start_from(model, self.arch, initial_weights, world)
+        self.engine = build_engine(run, self.plan, world, self.arch, model)
+        self.evaluations = ScheduledEvaluations(
+            objective.evaluations(run),
+            None if self.val_index is None else self._subject(self.val_index),
+            engine=self.engine,
+            has_average=run.optim.ema is not None,
+        )
+        if checkpoint is not None:
+            restore_engine(self.engine, checkpoint)
+            messages += changed_settings(self.folder, run)
+            messages.append(f"resuming {self.folder} at step {self.start_step}")
+        if run.data.is_streamed:
+            messages.append(
+                "tars without an index: a resume is not exact, it shuffles anew; "
+                "data_prep/index_shards.py makes an index, which resumes exactly"
+            )
+        facts = self._facts()
+        self.log = self._open_log(stack, facts)
+        for line in [*messages, f"{run.name}: {facts}"]:
+            self.log.console.message(line)
+        self.preemption = stack.enter_context(PreemptionFlag())
+        self.batches = stack.enter_context(self._open_batches())
 
+    def _end_if_finished(self) -> None:
+        """End the ranks of a run whose last step is saved and whose end is recorded.
 
-def _end_if_finished(folder: Path, plan: TrainingPlan, world: World, step: int) -> None:
-    """End the ranks of a run whose last step is saved and whose end is recorded.
+        A run killed after its last checkpoint records its end at the next start.
+        """
+        if self.start_step < self.plan.total_steps:
+            return
+        record = read_record(self.folder) if self.world.is_first else None
+        if broadcast_object(record is not None and record.status == "FINISHED"):
+            if self.world.is_first:
+                print(f"done before: {self.folder} at step {self.start_step}", flush=True)
+            raise SystemExit(0)
 
-    A run killed after its last checkpoint records its end at the next start.
-    """
-    if step < plan.total_steps:
-        return
-    record = read_record(folder) if world.is_first else None
-    if broadcast_object(record is not None and record.status == "FINISHED"):
-        if world.is_first:
-            print(f"done before: {folder} at step {step}", flush=True)
-        raise SystemExit(0)
+    def _subject(self, val_index: SplitIndex) -> Subject:
+        """What is evaluated."""
+        return Subject(
+            model=self.engine,
+            train=tuple(self.data.parts),
+            val=val_index,
+            data=self.run.data,
+            image_size=self.arch.image_size,
+            micro_batch=self.run.engine.max_micro_batch,
+            num_outputs=self.arch.num_classes,
+            classes=self.data.classes if self.arch.num_classes else None,
+            folder=self.folder / FILES,
+        )
 
+    def _open_log(self, stack: ExitStack, facts: str) -> IntervalLog:
+        run, plan, folder, start = self.run, self.plan, self.folder, self.start_step
+        is_first, source = self.world.is_first, run.starts_from()
+        if is_first:
+            write_text(folder / "config.yaml", run_to_yaml(run))
+            if self.objective.trains_classifier:
+                write_json(folder / CLASSES_NAME, list(self.data.classes))
+        console = stack.enter_context(
+            Console(folder, total_steps=plan.total_steps, start_step=start, is_writer=is_first)
+        )
+        tags = {"vitscale.model": run.model.title, **_data_tags(self.data, self.val_index)}
+        if source is not None:
+            tags["vitscale.init"] = redact(source)
+        tracker = Tracker(
+            folder,
+            settings=run.tracking,
+            name=run.name,
+            stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
+            tags=tags,
+            resume_step=start,
+            is_writer=is_first,
+            note="\n\n".join([CARD_KEY.sub(r"\n**\1:** ", run.card), facts]).strip(),
+            origin=source,
+            say=console.message,
+        )
+        if is_first and start < plan.total_steps:
+            with or_warn(folder / EVENTS_NAME, console.message):
+                record_start(folder, first_step=start, total_steps=plan.total_steps)
+        trace = folder / "profile.json" if is_first else None
+        return IntervalLog(
+            run,
+            plan,
+            self.data,
+            self.engine,
+            start_step=start,
+            flops_per_image=self.objective.train_flops_per_image(self.arch),
+            tracker=stack.enter_context(tracker),
+            console=console,
+            profile=stack.enter_context(profiled(trace, steps=run.engine.profile_steps)),
+        )
 
-def _open_log(stack: ExitStack, session: TrainingSession, facts: str) -> IntervalLog:
-    run, plan, folder, start = session.run, session.plan, session.folder, session.start_step
-    is_first, source = session.world.is_first, run.starts_from()
-    if is_first:
-        write_text(folder / "config.yaml", run_to_yaml(run))
-        if session.objective.trains_classifier:
-            write_json(folder / CLASSES_NAME, list(session.data.classes))
-    console = stack.enter_context(
-        Console(folder, total_steps=plan.total_steps, start_step=start, is_writer=is_first)
-    )
-    tags = {"vitscale.model": run.model.title, **_data_tags(session.data, session.val_index)}
-    if source is not None:
-        tags["vitscale.init"] = redact(source)
-    tracker = Tracker(
-        folder,
-        settings=run.tracking,
-        name=run.name,
-        stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
-        tags=tags,
-        resume_step=start,
-        is_writer=is_first,
-        note="\n\n".join([CARD_KEY.sub(r"\n**\1:** ", run.card), facts]).strip(),
-        origin=source,
-        say=console.message,
-    )
-    if is_first and start < plan.total_steps:
-        with or_warn(folder / EVENTS_NAME, console.message):
-            record_start(folder, first_step=start, total_steps=plan.total_steps)
-    trace = folder / "profile.json" if is_first else None
-    return IntervalLog(
-        run,
-        plan,
-        session.data,
-        session.engine,
-        start_step=start,
-        flops_per_image=session.objective.train_flops_per_image(session.arch),
-        tracker=stack.enter_context(tracker),
-        console=console,
-        profile=stack.enter_context(profiled(trace, steps=run.engine.profile_steps)),
-    )
+    def _facts(self) -> str:
+        """Size of model, data and schedule, and how it is computed, in a line."""
+        run, plan, arch, engine = self.run, self.plan, self.arch, self.engine
+        dtype, source = str(engine.dtype).removeprefix("torch."), run.starts_from()
+        return (
+            f"from {'random weights' if source is None else redact(source)}; "
+            f"{self.objective.num_parameters(arch) / 1e6:.1f} M parameters "
+            f"at {arch.image_size} px, "
+            f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
+            f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
+            f"ZeRO {run.engine.zero_stage}; "
+            f"decoder {resolve_decoder(run.data.decoder)}; "
+            f"CPU threads per rank: {torch.get_num_threads()}"
+        )
+
+    @contextmanager
+    def _open_batches(self) -> Iterator[DeviceBatches]:
+        """Micro-batches of this rank from its first step to the end of the run, on its device."""
+        run, plan, world = self.run, self.plan, self.world
+        loader = training_batches(
+            self.data,
+            settings=run.data,
+            image_size=run.model.image_size,
+            seed=run.seed,
+            start=self.start_step * plan.global_batch,
+            stop=plan.total_steps * plan.global_batch,
+            rank=world.rank,
+            world_size=world.world_size,
+            micro_batch=plan.micro_batch,
+            pin_memory=world.device.type == "cuda",
+        )
+        with loader as batches:
+            yield DeviceBatches(batches, world.device)
+
+    def steps(self) -> Iterator[int]:
+        """The steps from the checkpoint's to the last one, each with its learning rate set.
+
+        Ends when the last checkpoint is committed.
+        """
+        plan = self.plan
+        for step in range(self.start_step, plan.total_steps):
+            self.lr = learning_rate(
+                step,
+                self.run.schedule,
+                peak=self.run.optim.lr,
+                total_steps=plan.total_steps,
+                warmup_steps=plan.warmup_steps,
+                cooldown_steps=plan.cooldown_steps,
+            )
+            self.engine.set_learning_rate(self.lr)
+            yield step
+        self._finish_save()
+        self.log.console.message(f"done: {self.folder} at step {plan.total_steps}")
+
+    def micro_batches(self, step: int) -> Iterator[Batch]:
+        """The micro-batches of this rank in a step, on the device, random state set for each."""
+        for micro_step in range(self.plan.accumulation):
+            batch = self._next_batch(step, micro_step)
+            seed_step(self.run.seed, step=step, micro_step=micro_step, rank=self.world.rank)
+            yield batch
+
+    def _next_batch(self, step: int, micro_step: int) -> Batch:
+        with self._waiting_for_data():
+            batch = next(self.batches)
+        self.log.add_batch(batch)
+        mixing, plan, world = self.run.data.mixing, self.plan, self.world
+        number = micro_step * world.world_size + world.rank
+        first = step * plan.global_batch + number * plan.micro_batch
+        batch = replace(batch, positions=np.arange(first, first + len(batch.labels)))
+        if mixing is None:
+            return batch
+        return mix_batch(batch, mixing, seed=self.run.seed, step=step, first_position=first)
+
+    @contextmanager
+    def _waiting_for_data(self) -> Iterator[None]:
+        self.watchdog.mark("waiting for data")
+        with self.log.waiting():
+            yield
+        self.watchdog.mark("training")
+
+    def update(self, loss: torch.Tensor) -> None:
+        """Backward pass, and the optimiser's step at the end of an accumulation."""
+        self.watchdog.mark("running the backward pass")
+        self.engine.backward(loss)
+        self.watchdog.mark("updating the weights")
+        self.store.wait_for_host_copy()  # a save may still read the weights
+        self.engine.step()
+        self.log.add_values({"train/loss": loss, **self.objective.recorded})
+        with self._waiting_for_data():
+            self.batches.prefetch()
+
+    def end_step(self, step: int) -> None:
+        """Log, evaluate, compare and save what is due.
+
+        Raises SystemExit after a checkpoint when the job is preempted; a UserError when
+        training cannot continue.
+        """
+        done = step + 1
+        is_last = done == self.plan.total_steps
+        self.watchdog.step = done
+        self.log.advance(done)
+        preempted = self.preemption.set_on_any_rank() and not is_last
+        is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
+        # A save ends the interval, so that no checkpoint holds a part of one.
+        if is_saved or done % self.run.tracking.log_every_steps == 0:
+            self._report(self.store.take_committed())
+            self.log.write(done, lr=self.lr)
+        if self.evaluations.due(done, is_last=is_last):
+            self._evaluate(done, is_last=is_last)
+        if is_last:
+            self.objective.draw(self)
+        # Saved last: a checkpoint means that everything up to its step was logged.
+        if is_saved:
+            self._save(done)
+        if preempted:
+            self._finish_save()
+            self.log.console.message(f"stopped by a signal at step {done}; rerun to resume")
+            raise SystemExit(EXIT_STOPPED_RESUMABLE)
+
+    def _evaluate(self, done: int, *, is_last: bool) -> None:
+        self.watchdog.mark("evaluating")
+        assert self.val_index is not None
+        subject = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
+        for metrics in self.evaluations.run(done, is_last=is_last):
+            self.log.write_evaluation(done, metrics, subject=subject)
+
+    def _save(self, done: int) -> None:
+        """Start saving everything that the next step depends on; committed in the background."""
+        self.watchdog.mark("saving")
+        self._report(self.store.wait(say=self.log.console.message))
+        self.store.save(
+            self.engine.export_state(),
+            step=done,
+            progress={
+                "samples_seen": done * self.plan.global_batch,
+                "optimizer_steps": self.engine.optimizer_steps(),
+                "engine": self.engine.export_counters(),
+            },
+            description=self._description,
+        )
+
+    def _finish_save(self) -> None:
+        """Wait until the last checkpoint is committed. Raises UserError when it cannot be."""
+        self._report(self.store.wait())
+
+    def _report(self, commit: Commit | None) -> None:
+        if commit is not None:
+            for warning in commit.warnings:
+                self.log.console.message(warning)
+            self.log.console.message(f"step {commit.step}: checkpoint {commit.folder}")
 
 
 def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:
@@ -208,22 +386,6 @@ def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, Sp
     if training_set.dev is not None:
         return training_set, training_set.dev
     return training_set, open_val_split(run.data, check_files=check_files)
-
-
-def _facts(session: TrainingSession) -> str:
-    """Size of model, data and schedule, and how it is computed, in a line."""
-    run, plan, arch, engine = session.run, session.plan, session.arch, session.engine
-    dtype, source = str(engine.dtype).removeprefix("torch."), run.starts_from()
-    return (
-        f"from {'random weights' if source is None else redact(source)}; "
-        f"{session.objective.num_parameters(arch) / 1e6:.1f} M parameters "
-        f"at {arch.image_size} px, "
-        f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
-        f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
-        f"ZeRO {run.engine.zero_stage}; "
-        f"decoder {resolve_decoder(run.data.decoder)}; "
-        f"CPU threads per rank: {torch.get_num_threads()}"
-    )
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:

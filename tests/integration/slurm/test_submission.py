@@ -80,7 +80,7 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: 
     edit("pretrain/main.py", "# edited before the submission")
     first, _ = submit("launch.sbatch={hold: true}")
     # The job imports it, the submission does not.
-    edit("vitscale/training/loop.py", "raise SystemExit('edited while queued')")
+    edit("vitscale/training/session.py", "raise SystemExit('edited while queued')")
     refused, output = submit()
     assert not refused and f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
     second, output = submit("--after")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vitscale.engine.engine import Engine, ReadPart
-from vitscale.training import build, loop
+from vitscale.training import session
 
 
 def _replaced(kind: str, by: str | None) -> Callable[[], None]:
@@ -41,22 +41,22 @@ def _no_step_count() -> None:
 
 
 def _data_from_the_start() -> None:
-    own = build.training_batches
+    own = session.training_batches
 
     def training_batches(*args: Any, start: int, stop: int, **kwargs: Any) -> Any:
         return own(*args, start=0, stop=stop - start, **kwargs)
 
-    build.training_batches = training_batches
+    session.training_batches = training_batches
 
 
 def _seed_by_process() -> None:
-    own = loop.seed_step
+    own = session.seed_step
 
     def seed_step(seed: int, *, step: int, **kwargs: Any) -> None:
         # The killed training resumes at step 15.
         own(seed, step=step - 15, **kwargs)
 
-    loop.seed_step = seed_step
+    session.seed_step = seed_step
 
 
 MUTANTS: dict[str, Callable[[], None]] = {

@@ -20,7 +20,7 @@ from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import ViT, build_model
 from vitscale.training import session
 from vitscale.training.build import choose_kernels
-from vitscale.training.loop import seed_step
+from vitscale.training.session import seed_step
 
 
 def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
