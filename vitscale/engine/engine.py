@@ -68,12 +68,14 @@ class Engine:
         )
         self._layout = layout_of(self._engine, world, zero_stage=stage)
         self._parts = list(self._layout.parts(model.named_parameters()))
-        self._remainders: HeadRemainders | None = None
-        if dtype != torch.float32 and stage > 0:
-            for part in self._parts:
-                own = initial[part.name].flatten()[part.start :][: part.num_values]
-                part.of(part.updated).copy_(own)
-            self._remainders = HeadRemainders(model, self._parts, originals=initial, dtype=dtype)
+        for part in self._parts:
+            own = initial[part.name].flatten()[part.start :][: part.num_values]
+            part.of(part.updated).copy_(own)
+        # At stage 0 autocast takes fp32 and rounds where it multiplies.
+        self._forward_dtype = torch.float32 if stage == 0 else dtype
+        self._remainders = HeadRemainders(
+            model, self._parts, originals=initial, dtype=self._forward_dtype
+        )
         self._guard = UpdateGuard(
             self.base_optimizer,
             clip_norm=config["gradient_clipping"] or None,
@@ -82,8 +84,6 @@ class Engine:
         )
         # Before the first step: it may be skipped, but a checkpoint needs the states.
         self._create_optimizer_state(0)
-        # At stage 0 autocast takes fp32 and rounds where it multiplies.
-        self._input_dtype = torch.float32 if stage == 0 else dtype
         self._is_compiled = compile_input
         self._normalize = Normalization(mean=mean, std=std, device=world.device)
         self._normalized = torch.compile(self._normalize) if compile_input else self._normalize
@@ -103,7 +103,7 @@ class Engine:
         return self._engine(self._model_input(images_B3SS), output=output, **inputs)
 
     def _model_input(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        return self._normalized(images_B3SS, dtype=self._input_dtype)
+        return self._normalized(images_B3SS, dtype=self._forward_dtype)
 
     @property
     def known_outputs(self) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ class Engine:
             self._layout.measure_norm()
         self._engine.step()
         if is_update:
-            self._renew_remainders()
+            self._remainders.renew()
             self._guard.finish()
             self._average_weights()
 
@@ -174,11 +174,7 @@ class Engine:
             weights.copy_(average)
             average.copy_(kept)
         self._layout.publish_weights()
-        self._renew_remainders()
-
-    def _renew_remainders(self) -> None:
-        if self._remainders is not None:
-            self._remainders.renew()
+        self._remainders.renew()
 
     def train(self) -> None:
         self._engine.train()
@@ -271,7 +267,7 @@ class Engine:
                 for name, buffer in self._buffers():
                     buffer.copy_(read(f"model.{name}", 0, buffer.numel()).view(buffer.shape))
         self._layout.share_parts(self._state_names)
-        self._renew_remainders()
+        self._remainders.renew()
         for _, buffer in self._buffers():
             broadcast_tensor(buffer, source=0)
 

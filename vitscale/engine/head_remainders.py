@@ -18,7 +18,7 @@ from vitscale.engine.layouts import Part
 
 
 class HeadRemainders:
-    """The remainders of all modules that have an attribute `remainders`."""
+    """The remainders of all modules that have an attribute `remainders`; in fp32 there are none."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class HeadRemainders:
         """parts: of this rank. originals: whole tensors by name. dtype: of the rounded weights."""
         self._dtype, self._wholes = dtype, dict[str, torch.Tensor]()
         for prefix, module in model.named_modules():
-            if hasattr(module, "remainders"):
+            if hasattr(module, "remainders") and dtype != torch.float32:
                 names = {n: f"{prefix}.{n}" for n, _ in module.named_parameters(recurse=False)}
                 own = {n: torch.zeros_like(originals[names[n]], dtype=dtype) for n in names}
                 module.remainders = own

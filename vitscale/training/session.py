@@ -174,7 +174,7 @@ class TrainingSession:
             raise SystemExit(0)
 
     def _subject(self, val_index: SplitIndex) -> Subject:
-        """What is evaluated."""
+        """The validation split, and the model that is evaluated on it."""
         return Subject(
             model=self.engine,
             train=tuple(self.data.parts),
