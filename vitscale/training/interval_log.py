@@ -133,7 +133,7 @@ class IntervalLog:
         self._plan, self._engine, self._start_step = plan, engine, start_step
         self._flops_per_image = flops_per_image
         self._peak_flops = peak_flops(engine.world.device)
-        self._means = IntervalMeans()
+        self.means = IntervalMeans()
         self._skipped = SkippedUpdateMonitor(
             data=data, plan=plan, start_step=start_step, num_skipped=engine.health().skipped
         )
@@ -149,10 +149,6 @@ class IntervalLog:
         """Count a micro-batch of this rank."""
         self._clock.num_images += len(batch.labels)
         self._unreadable.add(batch.unreadable)
-
-    def add_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add the loss and other metrics of a micro-batch of this rank, without synchronising."""
-        self._means.add(values)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -177,7 +173,7 @@ class IntervalLog:
         """
         engine, say = self._engine, self.console.message
         # First the means: they wait for the device, so the time is measured correctly.
-        metrics = self._means.read() | self._speed()
+        metrics = self.means.read() | self._speed()
         metrics |= {"train/lr": lr, "train/grad_norm": engine.gradient_norm()}
         health = engine.health()
         metrics["train/skipped_steps"] = float(health.skipped)
@@ -206,9 +202,3 @@ class IntervalLog:
             "vitals/images_per_s": num_images / elapsed,
             "vitals/data_wait": wait_s / self._engine.world.world_size / elapsed,
         }
-
-    def write_evaluation(self, step: int, metrics: dict[str, float], *, subject: str) -> None:
-        """subject: what was evaluated, for the console."""
-        self.tracker.log(metrics, step=step)
-        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self.console.message(f"step {step}: {shown} on {subject}")

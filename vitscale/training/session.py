@@ -315,7 +315,7 @@ class TrainingSession:
         self.watchdog.mark("updating the weights")
         self.store.wait_for_host_copy()  # a save may still read the weights
         self.engine.step()
-        self.log.add_values({"train/loss": loss, **self.objective.recorded})
+        self.log.means.add({"train/loss": loss, **self.objective.recorded})
         with self._waiting_for_data():
             self.batches.prefetch()
 
@@ -350,9 +350,11 @@ class TrainingSession:
     def _evaluate(self, done: int, *, is_last: bool) -> None:
         self.watchdog.mark("evaluating")
         assert self.val_index is not None
-        subject = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
+        images = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
         for metrics in self.evaluations.run(done, is_last=is_last):
-            self.log.write_evaluation(done, metrics, subject=subject)
+            self.log.tracker.log(metrics, step=done)
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self.log.console.message(f"step {done}: {shown} on {images}")
 
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
