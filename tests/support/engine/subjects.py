@@ -39,6 +39,8 @@ def index_of(
         classes=tuple(classes),
         fingerprint="",
         label_map_sha256="",
+        hash_prefix=np.zeros(num, np.uint64),
+        index_path=folder / "index.parquet",
     )
 
 
