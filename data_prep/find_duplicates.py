@@ -103,14 +103,10 @@ def main() -> None:
     pairs = pairs[np.argsort(alike[pairs], kind="stable")[:NUM_PAIRS]]
     (output / PICTURE_NAME).unlink(missing_ok=True)
     if len(pairs):
-        draw_rows(
-            output / PICTURE_NAME,
-            [
-                (f"{alike[pair]:.4f}", [image_of(images.slice(i, 1).to_pylist()[0]) for i in both])
-                for pair in pairs.tolist()
-                for both in ((int(first[pair]), pair),)
-            ],
-        )
+        both = (images.take([first[pair], pair]).to_pylist() for pair in pairs.tolist())
+        contents = [list(map(image_of, rows)) for rows in both]
+        captions = [f"{alike[pair]:.4f}" for pair in pairs]
+        draw_rows(output / PICTURE_NAME, list(zip(captions, contents, strict=True)))
     num_copies, num_exact = int(is_copy[own].sum()), int(exact[own].sum())
     num_of_others = int((is_copy & (first < num_others))[own].sum())
     print(

@@ -33,11 +33,10 @@ class Workers:
         self._pipes = [ours for ours, _ in pipes]
         self._processes = []
         for _, theirs in pipes:
-            self._processes.append(
-                context.Process(target=_work, args=(theirs, function), daemon=True)
-            )
+            process = context.Process(target=_work, args=(theirs, function), daemon=True)
             with _deaths_named():
-                self._processes[-1].start()
+                process.start()
+            self._processes.append(process)
             theirs.close()
 
     def __enter__(self) -> Workers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from data_prep.sources.files import (
@@ -58,11 +58,11 @@ class ImageFolder(Source):
                 found.append(Container(path or ".", split, NO_CLASS))
                 continue
             folder = self.root / path
-            names = _visible(folder, is_folder)
+            names = _visible(folder, folders=True)
             if self.settings.val_labels is not None and not names:
                 _listed_classes(self.settings.val_labels, folder)
             elif not names:
-                num = len(_visible(folder, _is_image))
+                num = len(_visible(folder))
                 raise UserError(
                     f"{str(folder)!r} has no class folders, but {num} image files",
                     where=key_of(split, self.settings),
@@ -78,7 +78,11 @@ class ImageFolder(Source):
     def inputs(self, container: Container) -> Iterator[Input]:
         listed, folder = self.settings.val_labels, self.root / container.path
         classes = {}
-        if listed is not None and container.class_name is None and not _visible(folder, is_folder):
+        if (
+            listed is not None
+            and container.class_name is None
+            and not _visible(folder, folders=True)
+        ):
             classes = _listed_classes(listed, folder)
         top = "" if container.path == "." else container.path
         for row in self._files(container, top, start=len(top) + 1 if top else 0, hidden=False):
@@ -133,20 +137,17 @@ def _fault(error: OSError, path: str, *, is_link: bool = False) -> str:
     raise source_read_error(error, path) from None
 
 
-def _visible(folder: Path, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
-    """Names of the visible entries that are wanted, sorted by their bytes."""
+def _visible(folder: Path, *, folders: bool = False) -> list[str]:
+    """Names of the visible sub-folders, or image files, sorted by their bytes."""
     with os.scandir(folder) as entries:
-        names = [each.name for each in entries if each.name[0] != "." and is_wanted(each)]
+        shown = [each for each in entries if each.name[0] != "."]
+    names = [e.name for e in shown if (is_folder(e) if folders else is_image_name(e.name))]
     return sorted(names, key=os.fsencode)
-
-
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    return is_image_name(entry.name)
 
 
 def _found_splits(root: Path) -> dict[str, str]:
     """Split -> sub-folder if all sub-folders are named like splits; else nothing."""
-    names = [printable(name) for name in _visible(root, is_folder)]
+    names = [printable(name) for name in _visible(root, folders=True)]
     if len(names) < 2 or not {name.lower() for name in names} <= SPLIT_OF_NAME.keys():
         return {}
     splits = {SPLIT_OF_NAME[name.lower()]: name for name in names}
@@ -163,7 +164,7 @@ def _listed_classes(file: str, folder: Path) -> dict[str, str]:
     """Name without suffix -> class of the images of a folder, by the list `source.val_labels`."""
     text = read_text(file, where="source.val_labels")
     rows = [re.split(r"[,\s]+", line.strip()) for line in text.splitlines() if line.strip()]
-    stems = [stem_and_suffix(name)[0] for name in _visible(folder, _is_image)]
+    stems = [stem_and_suffix(name)[0] for name in _visible(folder)]
     if len(rows) == len(stems) and all(len(row) == 1 for row in rows):
         return {stem: row[0] for stem, row in zip(stems, rows, strict=True)}
     listed = {os.path.basename(row[0]): row[1] for row in rows if len(row) > 1}
