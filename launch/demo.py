@@ -65,7 +65,7 @@ def commands(name: str, *, is_folder: bool) -> dict[str, str]:
     finetune = f"{train} finetune/main.py --config {configs}/finetune.yaml {data}"
     runs = [f"runs/{name}-{part}" for part in ("pretrain", "finetune", "scratch")]
     return steps | {
-        "pre-train": f"{pretrain} name={name}-pretrain {length}",
+        "pre-train": f"{pretrain} name={name}-pretrain {length}".strip(),
         "fine-tune at a higher resolution": f"{finetune} name={name}-finetune init={runs[0]}",
         "the same from scratch": f"{finetune} name={name}-scratch",
         "compare": f"python launch/compare.py {' '.join(runs)} --output runs/{name}/report.html",

@@ -14,7 +14,7 @@ import sys
 try:
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
-    from launch.jobs.preparation import check_job, launchable, prepare_job
+    from launch.jobs.preparation import check_job, prepare_job
     from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
@@ -44,7 +44,7 @@ def main() -> None:
             where="command line",
             next_step="python launch/slurm.py --dry-run shows the plan of one run",
         )
-    run = launchable(command.run)
+    run = command.run
     check_job(run, num_tasks=num_procs, cluster="local")
     job = prepare_job(run, cluster="local")
     raise SystemExit(run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop))
@@ -52,8 +52,7 @@ def main() -> None:
 
 def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool) -> int:
     """Run what a chain lacks, or show it. Returns the exit code."""
-    from launch.chains.executors import overview, run_chain
-    from launch.chains.states import chain_states
+    from launch.chains.executors import chain_states, overview, run_chain
 
     chain = load_chain(settings, cluster="local", num_tasks=num_procs)
     if is_dry_run:

@@ -14,19 +14,24 @@ import sys
 try:
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
-    from launch.jobs.display import follow_run, shown_folder
     from launch.jobs.preparation import (
         LaunchableRun,
         check_job,
         job_folder,
-        launchable,
         run_name,
         submit_run,
         with_num_workers,
     )
+    from launch.jobs.states import follow_run, shown_folder
     from launch.jobs.submission import Submission, require_slurm
-    from launch.planning.checks import as_table, refuse_or_warn, run_checks, slurm_check
-    from launch.planning.dry_run import batch_script, describe
+    from launch.planning.dry_run import (
+        as_table,
+        batch_script,
+        describe,
+        refuse_or_warn,
+        run_checks,
+        slurm_check,
+    )
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -53,7 +58,7 @@ def main() -> None:
     )
     is_dry_run = "--dry-run" in command.switches
     run = command.run
-    is_one_job = not isinstance(run, ChainRun) and launchable(run).launch.num_tasks == 1
+    is_one_job = not isinstance(run, ChainRun) and run.launch.num_tasks == 1
     if command.switches - {"--dry-run"} and not is_one_job:
         raise UserError(
             "--follow and --after are for one job, not for a chain, a sweep or an array",
@@ -66,7 +71,7 @@ def main() -> None:
         chain = load_chain(run, cluster="slurm")
         print(describe_chain(chain)) if is_dry_run else submit_chain(chain)
         return
-    run = with_num_workers(launchable(run))
+    run = with_num_workers(run)
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
     text = batch_script(run)
     checks = [*run_checks(run), *slurm_check(text)]
@@ -84,7 +89,7 @@ def main() -> None:
     print_next_steps(run, submission)
     if "--follow" in command.switches:
         print(flush=True)
-        raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent, output=sys.stdout))
+        raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent))
 
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from finetune.run import FinetuneRun
 from launch.chains.settings import ChainRun, ChainStage
-from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job, launchable
+from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserError, UserErrors
@@ -28,10 +28,12 @@ from vitscale.config.section import Run
 from vitscale.config.source import COMMAND_LINE, read_yaml, yaml_flow
 from vitscale.runs.data_prep import DataPrepRun
 
-TRAININGS = ("pretrain", "finetune")
-TRAINABLE = {name: RUN_TYPES[name] for name in TRAININGS}
+TRAINABLE: dict[str, type[PretrainRun | FinetuneRun]] = {
+    "pretrain": PretrainRun,
+    "finetune": FinetuneRun,
+}
 # Key -> kinds of stages that it can be the folder of.
-SOURCES = {"data.path": ("data_prep",), "init": TRAININGS}
+SOURCES = {"data.path": ("data_prep",), "init": tuple(TRAINABLE)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +102,7 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
         steps = []
         for step_name, words, needs, labels in _wanted(settings, stage, kind, found):
             try:
-                run = launchable(load_run(RUN_TYPES, stage.config, overrides=words).run)
+                run = load_run(RUN_TYPES, stage.config, overrides=words).run
                 tasks = num_tasks or run.launch.nodes * run.launch.tasks_per_node
                 check_job(run, num_tasks=tasks, cluster=cluster)
             except UserError as error:
@@ -179,7 +181,7 @@ def _wanted(
             name = _name(stage, sources, own)
             words = [*general, *stage.overrides, *inputs, *words]
             seeds = [value for key, value in inherited.items() if key.endswith(".seed")]
-            if seeds and kind in TRAININGS and not any(w.startswith("seed=") for w in words):
+            if seeds and kind in TRAINABLE and not any(w.startswith("seed=") for w in words):
                 words.append(f"seed={seeds[-1]}")
             if kind != "data_prep":
                 tags = {"chain": chain.name, "chain.stage": stage.name}
@@ -234,33 +236,30 @@ def _name(stage: ChainStage, sources: Sequence[ChainStep], own: dict[str, str]) 
 # ---- from the command line --------------------------------------------------------------------
 
 
-def launch_command(
-    argv: Sequence[str], *, script: str, switches: Mapping[str, str], **texts: Any
-) -> Command[Run]:
+def launch_command(argv: Sequence[str], **more: Any) -> Command[LaunchableRun | ChainRun]:
     """The command with its run, or with the chain that a file or a sweep is.
 
     A sweep is a list for a key that takes one value: optim.lr=[0.003,0.03] seed=[0,1].
-    texts: description and examples of `load_command`.
+    more: the other arguments of `load_command`.
     Raises UserErrors for all but the values that are swept, which `load_chain` validates.
     """
     values = _sweeps(argv)
     others = [word for word in argv if word.partition("=")[0].strip() not in values]
-    first = [f"{key}={yaml_flow(each[0])}" for key, each in values.items()]
-    types = TRAINABLE if values else RUN_TYPES | {"chain": ChainRun}
-    argv = [*others, *first]
-    command = load_command(types, script=script, argv=argv, switches=switches, **texts)
     if not values:
-        return command
-    run = command.run
-    assert isinstance(run, PretrainRun | FinetuneRun) and command.config_path is not None
+        types: dict[str, type[LaunchableRun | ChainRun]] = {**RUN_TYPES, "chain": ChainRun}
+        return load_command(types, argv=others, **more)
+    first = [f"{key}={yaml_flow(each[0])}" for key, each in values.items()]
+    command = load_command(TRAINABLE, argv=[*others, *first], **more)
+    assert command.config_path is not None
     overrides = [word for word in others if "=" in word and not word.startswith("-")]
     stage = ChainStage(
-        name=run.stage,
+        name=command.run.stage,
         config=command.config_path,
         overrides=tuple(w for w in overrides if w.partition("=")[0] not in ("name", "output")),
         sweep={key: tuple(each) for key, each in values.items()},
     )
-    return replace(command, run=ChainRun(name=run.name, output=run.folder, stages=(stage,)))
+    chain = ChainRun(name=command.run.name, output=command.run.folder, stages=(stage,))
+    return Command(run=chain, switches=command.switches, config_path=command.config_path)
 
 
 def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:

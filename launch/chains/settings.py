@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vitscale.config.errors import nearest
+from vitscale.config.errors import did_you_mean
 from vitscale.config.section import Run, Section
 from vitscale.runs.training import RUN_NAME
 
@@ -81,8 +81,7 @@ class ChainRun(Run):
                 yield ("stages", f"{stage.name}: {text}")
             for name in stage.needs:
                 if name not in names:
-                    close = nearest(name, names)
-                    advice = f"did you mean {close}?" if close else f"one of {', '.join(names)}"
+                    advice = did_you_mean(name, names, f"one of {', '.join(names)}")
                     yield ("stages", f"{stage.name}: there is no stage {name!r}; {advice}")
         try:
             TopologicalSorter({stage.name: stage.needs for stage in self.stages}).prepare()

@@ -33,12 +33,17 @@ from launch.comparison.runs import ComparedRun
 MAX_REASONS = 8
 # Of a longer curve, the lowest and the highest point of each of half as many intervals are drawn.
 MAX_POINTS = 1000
+# On paper two charts are side by side, whatever the width of the screen.
 DRAW = """
-for (const chart of document.querySelectorAll("[data-figure]")) {
+const charts = document.querySelectorAll("[data-figure]");
+for (const chart of charts) {
   const {data, layout} = JSON.parse(chart.dataset.figure);
   const modeBarButtons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
   Plotly.newPlot(chart, data, layout, {responsive: true, displaylogo: false, modeBarButtons});
 }
+const resize = (change) => () => charts.forEach((chart) => Plotly.relayout(chart, change));
+addEventListener("beforeprint", resize({width: 330, height: 260}));
+addEventListener("afterprint", resize({autosize: true, height: 330}));
 """
 MAX_PICTURE_BYTES = 2 << 20
 MAX_PICTURES = 100
@@ -143,7 +148,7 @@ def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
 def _curves(comparison: Comparison, key: str) -> str:
     """One metric of all runs over the axis of the budget, as a figure of plotly in JSON."""
     axis = "steps" if comparison.budget is None else comparison.budget.axis
-    traces = []
+    traces, longest = [], max(len(run.series(key)[0]) for run in comparison.runs)
     for run in comparison.runs:
         steps, values = run.series(key)
         x, y = np.interp(steps, run.steps, run.totals[axis]), np.array(values)
@@ -152,7 +157,7 @@ def _curves(comparison: Comparison, key: str) -> str:
         traces.append(
             {
                 "name": _text(run.label),
-                "mode": "lines+markers" if len(places) < 30 else "lines",
+                "mode": "lines+markers" if longest < 30 else "lines",
                 "line": {"width": 1.6},
                 "x": _rounded(x[places]),
                 "y": _rounded(y[places]),
@@ -190,14 +195,14 @@ def _dependence(found: Dependence) -> str:
 def _figure(traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear") -> str:
     axis = {"gridcolor": "#e6eaef", "zeroline": False, "automargin": True}
     layout = {
-        "height": 320,
-        "margin": {"l": 45, "r": 10, "t": 10, "b": 40},
+        "height": 330,
+        "margin": {"l": 45, "r": 10, "t": 28, "b": 40},
         "hovermode": "x unified",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1b1f24"},
         "plot_bgcolor": "white",
         "showlegend": len(traces) > 1,
         "legend": {"orientation": "h", "y": -0.25},
-        "xaxis": {**axis, "title": {"text": x_title}, "type": x_type},
+        "xaxis": {**axis, "title": {"text": x_title, "standoff": 4}, "type": x_type},
         "yaxis": axis,
     }
     return json.dumps({"data": traces, "layout": layout}, allow_nan=False)

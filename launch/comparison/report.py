@@ -179,7 +179,5 @@ def write_file(path: Path, text: str) -> None:
         write_text(path, text)
     except OSError as error:
         raise UserError(
-            f"cannot be written: {error.strerror}",
-            where=str(path),
-            next_step="choose another file",
+            f"cannot be written: {error.strerror}", where=str(path), next_step="choose another file"
         ) from None

@@ -171,13 +171,14 @@ def classify(
 
 def failure_of_task(nodes: str, ranks: str, what: str) -> Failure:
     """What srun's line says of tasks that ended together, in its words: n[1-2], 0-1, Killed."""
-    who = f"rank{'s' * (not ranks.isdecimal())} {ranks} on {nodes}"
+    word, were = ("rank", "was") if ranks.isdecimal() else ("ranks", "were")
+    who = f"{word} {ranks} on {nodes}"
     if exited := EXITED.match(what):
         return ended_with(who, int(exited[1]))
     name = SIGNALS.get(what.removesuffix(" (core dumped)"))
-    text = f"{who} was ended by {name} ({what})" if name else f"{who}: {what}"
+    text = f"{who} {were} ended by {name} ({what})" if name else f"{who}: {what}"
     if what == "Out Of Memory":
-        text = f"{who} ran out of memory and was killed"
+        text = f"{who} ran out of memory and {were} killed"
     killed = Failure(kind=FailureKind.KILLED, what=text)
     if set(nodes) & set("[,"):
         return killed

@@ -14,10 +14,13 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.config.errors import EXIT_CODES, FailureKind
@@ -96,13 +99,16 @@ class Attempt(Outcome):
     """Last step in the journal at the end."""
 
 
+READ_ATTEMPT = TypeAdapter(Attempt)
+
+
 def read_attempts(run_folder: Path | str) -> list[Attempt]:
     """All attempts, oldest first; empty without events. Unreadable ones are skipped."""
     attempts: dict[int, Attempt] = {}
     for row in read_events(run_folder):
-        attempt = _decode(row) if row["event"] == ATTEMPT else None
-        if attempt is not None:
-            attempts[attempt.number] = attempt
+        if row["event"] == ATTEMPT:
+            with suppress(ValidationError):
+                attempts[row["number"]] = READ_ATTEMPT.validate_python(row)
     return [attempts[number] for number in sorted(attempts)]
 
 
@@ -204,16 +210,3 @@ def ended_with(who: str, code: int) -> Failure:
     """What a rank's exit code says. No culprit: it may have noticed the end of another."""
     kind = KIND_OF_EXIT_CODE.get(code, FailureKind.OTHER)
     return Failure(kind=kind, what=f"{who} ended with code {code}")
-
-
-def _decode(row: dict[str, Any]) -> Attempt | None:
-    names = {field.name for field in fields(Attempt)}
-    values = {key: value for key, value in row.items() if key in names}
-    try:
-        values["nodes"] = tuple(map(str, values.get("nodes", ())))
-        for key, kind in (("ending", Ending), ("kind", FailureKind)):
-            if key in values:
-                values[key] = kind(values[key])
-        return Attempt(**values)
-    except (ValueError, TypeError):
-        return None

@@ -22,18 +22,17 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.jobs.queue import NoAnswerError, depending_on, jobs_of, submitted_ids
 from launch.jobs.snapshot import kept_code
-from launch.jobs.submission import Submission, submit_to_slurm
-from launch.jobs.task import StageJob
+from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import run_to_yaml
-from vitscale.config.section import Run
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
 from vitscale.tracking.source_version import PROJECT_ROOT
 
-RUN_TYPES: dict[str, type[Run]] = {
+LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | DataPrepRun
+RUN_TYPES: dict[str, type[LaunchableRun]] = {
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
     "evaluate": EvaluateRun,
@@ -46,13 +45,6 @@ SCRIPTS = {
 }
 # What a submission adds to the job folder before its job is accepted.
 SUBMITTED_FILES = ("config-*.yaml", "code-*", "*.pkl", ".submission_file_*")
-LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | DataPrepRun
-
-
-def launchable(run: Run) -> LaunchableRun:
-    """Narrow the type: `RUN_TYPES` admits no other."""
-    assert isinstance(run, LaunchableRun)
-    return run
 
 
 def run_name(run: LaunchableRun) -> str:
@@ -158,10 +150,7 @@ def submit_run(
             launch = depending_on(launch, "afterany", ids)
         code = kept_code(launch, folder)
         job = prepare_job(run, cluster="slurm", code=code)
-        name, where = run_name(run), job.run_folder
-        return submit_to_slurm(
-            job, launch=launch, name=name, folder=folder, run_folder=where, code=code
-        )
+        return submit_to_slurm(job, launch=launch, name=run_name(run), folder=folder, code=code)
 
 
 def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:

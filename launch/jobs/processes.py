@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from launch.jobs.attempts import (
     Ending,
@@ -28,7 +27,7 @@ from launch.jobs.attempts import (
     ended_with,
     failure_outcome,
 )
-from launch.jobs.task import StageJob
+from launch.jobs.submission import StageJob
 from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
@@ -56,11 +55,10 @@ class StopFlag:
 
 
 class LogTail:
-    """Copies new content of a log on every call of `copy`, and of what is there at most
-    `last_lines`."""
+    """Prints what is new in a log on every call of `copy`; at first at most `last_lines`."""
 
-    def __init__(self, path: Path, *, output: TextIO, last_lines: int | None = None) -> None:
-        self.path, self.output, self.position = path, output, 0
+    def __init__(self, path: Path, *, last_lines: int | None = None) -> None:
+        self.path, self.position = path, 0
         if last_lines is not None:
             content = path.read_bytes()
             self.position = len(content) - len(b"".join(content.splitlines(True)[-last_lines:]))
@@ -73,8 +71,7 @@ class LogTail:
         except FileNotFoundError:
             return  # not opened yet
         self.position += len(added)
-        self.output.write(added.decode(errors="replace"))
-        self.output.flush()
+        print(added.decode(errors="replace"), end="", flush=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +177,7 @@ def _start(
 
 def _follow(ranks: Sequence[Rank], stop: StopFlag) -> Rank | None:
     """Show rank 0's log until all ranks have ended. Returns the first that failed."""
-    tail = LogTail(ranks[0].log, output=sys.stdout)
+    tail = LogTail(ranks[0].log)
     failed: Rank | None = None
     deadline = float("inf")
     is_forwarded = False

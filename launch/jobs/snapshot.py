@@ -19,12 +19,7 @@ import blake3
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import commit_folder, json_text
 from vitscale.runs.launching import LaunchSettings
-from vitscale.tracking.source_version import (
-    CODE_FOLDERS,
-    PROJECT_ROOT,
-    RECORD_NAME,
-    source_version,
-)
+from vitscale.tracking.source_version import CODE_FOLDERS, PROJECT_ROOT, RECORD_NAME, source_version
 
 Code = dict[str, bytes]
 """Path below the root -> content, with the record of the version."""

@@ -1,20 +1,27 @@
-"""Submit jobs to SLURM through submitit. No other module imports it.
+"""Submit jobs to SLURM through submitit, and run a stage's script in their tasks.
 
-Owns: options of sbatch and srun, the shell lines around srun, and a task's environment (rank,
-addresses, files).
-Leaves out: what a task runs (`task`), what follows an attempt (`after`), and what is printed
-(`slurm.py`).
+Owns: options of sbatch and srun, the shell lines around srun, a task's environment (rank,
+addresses, files), and stop signals before a script handles them. No other module imports submitit.
+Leaves out: signals and checkpoints inside a stage (its script), and what follows an attempt
+(`after`).
+
+submitit replays the original pickle after every requeue. The job is therefore stateless: the
+position to resume from is in the run folder. A stage stopped by a signal commits a checkpoint on
+all ranks and ends with EXIT_STOPPED_RESUMABLE; submitit's own mechanism, a checkpoint inside rank
+0's signal handler, cannot save a model that is sharded over all ranks.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import runpy
 import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +32,12 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
-from launch.jobs.queue import reachable_address
+from launch.jobs.attempts import begin_attempt
+from launch.jobs.queue import reachable_address, restart_count
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE
+from vitscale.distributed.exit import skip_teardown
 from vitscale.runs.launching import LaunchSettings
 
 # Kept when submitting from inside another job: they name the cluster, not the job.
@@ -54,6 +64,8 @@ done
 # submitit reports the end of every process as a success, and signals that the stages handle.
 export SUBMITIT_LOG_LEVEL=CRITICAL
 srun_errors=$(mktemp) || srun_errors=/dev/null
+# A node that was away gets signals to its last step a minute later: this one has another number.
+[ $((restart % 2)) = 0 ] || srun --nodes=1 --ntasks=1 true
 {{"""
 # The interpreter that submits: that of the tasks may be in a container, which has no scontrol.
 AFTER = """\
@@ -205,21 +217,14 @@ def require_slurm() -> None:
 
 
 def submit_to_slurm(
-    job: Callable[[], int],
-    *,
-    launch: LaunchSettings,
-    name: str,
-    folder: Path,
-    run_folder: str | None = None,
-    code: Path | None = None,
+    job: StageJob, *, launch: LaunchSettings, name: str, folder: Path, code: Path | None = None
 ) -> Submission:
     """Submit one job, or an array of `launch.num_tasks` equal jobs, through sbatch.
 
-    run_folder: has the record of attempts; None: the job's folder.
     code: the snapshot that the tasks import from; None: the code on disk.
     Raises UserError if sbatch refuses.
     """
-    executor = _executor(launch, name, folder, run_folder, code)
+    executor = _executor(launch, name, folder, job.run_folder, code)
     try:
         # submitit prints sbatch's message, which the error contains as well.
         with outside_any_job(), redirect_stderr(io.StringIO()):
@@ -256,7 +261,58 @@ def outside_any_job() -> Iterator[None]:
 # ---- in a task of the job ---------------------------------------------------------------------
 
 
-def enter_task() -> JobEnvironment:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageJob:
+    """Run a stage's script in every task. Small, picklable, without torch."""
+
+    script: str
+    """Absolute path of the stage's script."""
+    config: str
+    """Absolute path of the resolved configuration."""
+    run_folder: str | None = None
+    """Has its checkpoints and the record of its attempts; None: each task is a job of its own
+    instead of a rank of one job, and has its record in the job's folder."""
+
+    @property
+    def arguments(self) -> list[str]:
+        return [self.script, "--config", self.config]
+
+    def heading(self, num_tasks: int) -> str:
+        """The line of a log that says what runs."""
+        return f"{Path(self.script).parent.name}: {num_tasks} task(s), config {self.config}"
+
+    def __call__(self) -> int:
+        task = _enter_task()
+
+        def stop_early(number: int, _: object) -> None:
+            # Nothing to save: the script has no handlers, or has not set them yet.
+            state = " before training started" if self.run_folder else "; finished work is kept"
+            print(f"stopped by {signal.Signals(number).name}{state}", flush=True)
+            os._exit(EXIT_STOPPED_RESUMABLE)
+
+        for number in (signal.SIGUSR2, signal.SIGTERM):
+            signal.signal(number, stop_early)
+        if task.global_rank == 0:
+            attempt = begin_attempt(
+                self.run_folder or task.paths.folder / task.job_id,
+                cluster="slurm",
+                job_id=task.job_id,
+                restart=restart_count(),
+                nodes=task.hostnames,
+            )
+            now = time.strftime("%Y-%m-%d %H:%M:%S")
+            where = f"job {task.job_id} on {', '.join(task.hostnames)}"
+            print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
+            print(self.heading(task.num_tasks), flush=True)
+        code = run_in_process(self.arguments)
+        skip_teardown(code)
+        if code:
+            # The script has reported its error; no traceback is needed.
+            raise SystemExit(code)
+        return code
+
+
+def _enter_task() -> JobEnvironment:
     """Set torch's environment variables for this process; clear an earlier attempt's result."""
     environment = JobEnvironment()
     # submitit logs every SIGCONT, which SLURM sends before SIGTERM.
@@ -270,3 +326,18 @@ def enter_task() -> JobEnvironment:
     for path in (result, result.with_name(f"{result.name}.save_tmp")):
         path.unlink(missing_ok=True)
     return environment
+
+
+def run_in_process(arguments: list[str]) -> int:
+    """Run a script in this process as `python ARGUMENTS` would. Returns its exit code."""
+    sys.argv = arguments
+    # The configuration is complete; a site file edited since must not change it.
+    os.environ[SITE_VARIABLE] = ""
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0

@@ -44,7 +44,7 @@ stages:
 
 def start(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, ROOT / "launch/local.py", "--config", "chain.yaml"],
+        [sys.executable, ROOT / "launch/local.py", "--config", "chain.yaml", "--num-procs", "2"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`make demo` from start to end on the embedded corpus, with a third of the training steps.
+"""`make demo` on the embedded corpus, with a third of the training steps; which images it takes.
 
 The accuracy of the full demo in the README is measured by hand.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.demo import link_some
 from tests.support.ranks.rank_processes import ROOT
-
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(1500)]
+from vitscale.config.errors import UserError
 
 
 def final_top1(run: Path) -> float:
@@ -31,6 +31,9 @@ def shorten(config: Path) -> None:
     config.write_text(text.replace(f"  steps: {steps}\n", f"  steps: {int(steps) // 3}\n"))
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1500)
 def test_the_demo_learns_and_transfers(tmp_path: Path) -> None:
     # The demo writes beside its scripts; a copy keeps it apart from the checkout's runs.
     for name in ("configs", "data_prep", "pretrain", "finetune", "launch"):
@@ -51,3 +54,17 @@ def test_the_demo_learns_and_transfers(tmp_path: Path) -> None:
     assert f"{finetuned:.2%}" in finished.stdout and "Try next" in finished.stdout
     report = (runs / "demo/report.html").read_text()
     assert "demo-finetune" in report and "data:image/png;base64" in report
+
+
+def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
+    for name, num in (("cat", 450), ("dog", 3), (".cache", 2)):
+        (tmp_path / "in" / name / "sub").mkdir(parents=True)
+        for number in range(num):
+            (tmp_path / "in" / name / f"sub/{number}.JPEG").touch()
+    (tmp_path / "in/cat/notes.txt").touch()
+    for _ in range(2):  # started, resumed
+        link_some(tmp_path / "in", tmp_path / "out")
+        taken = {path.name: len(list(path.iterdir())) for path in (tmp_path / "out").iterdir()}
+        assert taken == {"cat": 150, "dog": 3}
+    with pytest.raises(UserError, match="no class folders with images"):
+        link_some(tmp_path / "in/cat/sub", tmp_path / "out")

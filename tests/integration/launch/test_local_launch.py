@@ -24,7 +24,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from launch.jobs import processes
-from launch.jobs.task import StageJob
+from launch.jobs.submission import StageJob
 processes.GRACE_SECONDS = 1.0
 stop = processes.StopFlag()
 {before}
@@ -89,27 +89,11 @@ WAITING = """
 """
 
 
-def test_ranks_join_and_rank_0_is_shown(tmp_path: Path) -> None:
-    code, output, errors = run(
-        tmp_path,
-        """
-        import torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        total = torch.ones(())
-        dist.all_reduce(total)
-        print(f"rank {dist.get_rank()} of {total.item():.0f}")
-        dist.destroy_process_group()
-        """,
-    )
-    assert code == 0, errors
-    assert "rank 0 of 2" in output and "rank 1 of 2" not in output
-
-
 @pytest.mark.parametrize(
     "death", ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"]
 )
 def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: str) -> None:
-    code, _, errors = run(
+    code, output, errors = run(
         tmp_path,
         f"""
         import os, signal, time
@@ -120,6 +104,7 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: st
         """,
     )
     assert code == 1
+    assert "rank 0 was here" in output and "rank 1 was here" not in output
     assert "rank 1" in errors and "rank 1 was here" in errors
     assert ("out of ideas" in errors) == ("out of ideas" in death)
     (attempt,) = read_attempts(tmp_path)
@@ -129,6 +114,11 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: st
 
 
 def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    early = start(
+        tmp_path, WAITING, before="import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    early.communicate(timeout=PATIENCE_S)
+    assert early.returncode == 75
     process = start(tmp_path, WAITING)
     tasks = pids(process, tmp_path)
     process.send_signal(signal.SIGTERM)
@@ -137,7 +127,7 @@ def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert "the same command resumes the run" in output
     await_end(tasks)
     assert (tmp_path / "saved").exists()
-    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.STOPPED]
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.STOPPED] * 2
 
 
 STUBBORN = """
@@ -207,11 +197,3 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, errors
     await_end(tasks)
-
-
-def test_sigterm_while_the_job_starts_stops_it(tmp_path: Path) -> None:
-    before = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
-    process = start(tmp_path, WAITING, before=before)
-    output, _ = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 75
-    assert "the same command resumes the run" in output

@@ -28,8 +28,7 @@ import psutil
 import pytest
 
 from launch.jobs.preparation import submitting
-from launch.jobs.submission import Submission, submit_to_slurm
-from launch.jobs.task import StageJob
+from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from tests.support.required import skip_or_fail
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.distributed.processes import free_port
@@ -100,7 +99,9 @@ class SlurmCluster:
 
     def job(self, job_id: str) -> dict[str, str]:
         """The controller's fields of a job, for example JobState, ExitCode and Restarts."""
-        words = self.run(["scontrol", "--oneliner", "show", "job", job_id]).split()
+        ask = f"scontrol --oneliner show job {job_id}"
+        # A controller that has just started may drop a request.
+        words = self.run(["bash", "-c", f"{ask} || (sleep 5; {ask})"]).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, job_id: str, *, states: Sequence[str]) -> dict[str, str]:
@@ -115,14 +116,21 @@ class SlurmCluster:
     def kill_node(self, name: str) -> None:
         """End everything of a node at once, as a loss of power does."""
         self.kill(name)
-        place = {"SLURM_CONF": self.environment["SLURM_CONF"], "SLURMD_NODENAME": name}
+        for process, _ in self.processes(SLURMD_NODENAME=name):
+            with suppress(psutil.Error):
+                parent = process.parent()
+                if parent is not None and parent.name() == "slurmstepd":
+                    parent.kill()
+                process.kill()
+
+    def processes(self, **variables: str) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+        """All that runs in this cluster with these variables, and its environment."""
+        variables |= {"SLURM_CONF": self.environment["SLURM_CONF"]}
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if place.items() <= process.environ().items():
-                    parent = process.parent()
-                    if parent is not None and parent.name() == "slurmstepd":
-                        parent.kill()
-                    process.kill()
+                own = process.environ()
+                if variables.items() <= own.items() and process.status() != "zombie":
+                    yield process, own
 
     def kill(self, daemon: str) -> None:
         self.daemons[daemon].kill()
@@ -160,11 +168,6 @@ class SlurmCluster:
         return "\n".join(parts)
 
 
-def missing_daemons() -> list[str]:
-    """Programs that this machine lacks; empty if the cluster can start."""
-    return [name for name in DAEMONS if _program(name) is None]
-
-
 def _program(name: str) -> str | None:
     # /usr/sbin is not on every user's PATH.
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
@@ -197,8 +200,11 @@ def _write_configuration(folder: Path, *, more: str) -> Path:
 def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
     """A cluster of two idle nodes, removed completely when the block ends.
 
-    more: lines added to slurm.conf.
+    more: lines added to slurm.conf. Skips the test where programs are missing.
     """
+    if missing := [name for name in DAEMONS if _program(name) is None]:
+        names = ", ".join(missing)
+        skip_or_fail(f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)")
     # Short, since the munge socket's path must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
@@ -240,9 +246,6 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
     """The cluster, started once."""
-    if missing := missing_daemons():
-        names = ", ".join(missing)
-        skip_or_fail(f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)")
     with slurm_cluster() as cluster:
         yield cluster
 
@@ -263,19 +266,14 @@ def submit(
     folder = tmp_path / "slurm"
     folder.mkdir()
 
-    def submit_script(
-        text: str, *, independent: bool = False, run: Path = tmp_path, **changes: Any
-    ) -> Submission:
+    def submit_script(text: str, **changes: Any) -> Submission:
         script, config = folder / "main.py", folder / "config.yaml"
         script.write_text(textwrap.dedent(text))
         config.touch()
-        run_folder = None if independent else str(run)
-        job = StageJob(script=str(script), config=str(config), run_folder=run_folder)
+        job = StageJob(script=str(script), config=str(config), run_folder=str(tmp_path))
         launch = request.module.LAUNCH.model_copy(update=changes)
         with submitting(folder):
-            return submit_to_slurm(
-                job, launch=launch, name="stand-in", folder=folder, run_folder=run_folder
-            )
+            return submit_to_slurm(job, launch=launch, name="stand-in", folder=folder)
 
     return submit_script
 

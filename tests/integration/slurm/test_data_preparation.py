@@ -89,22 +89,27 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     # As at the time limit; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
     slurm.run(["scontrol", "requeue", f"{array}_1"])
+    slurm.run(["scancel", f"{array}_2"])
     assert not (tmp_path / "shards").exists()
     # Meanwhile: SLURM delays a requeued job.
     slurm.script(
         "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
         cwd=tmp_path,
     )  # fmt: skip
-    ended = [
-        slurm.wait(f"{array}_{task}", states=["COMPLETED", "FAILED"]) for task in range(NUM_TASKS)
-    ]
+    states = ["COMPLETED", "FAILED", "CANCELLED"]
+    ended = [slurm.wait(f"{array}_{task}", states=states) for task in range(NUM_TASKS)]
     texts = [(logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)]
-    assert [task["JobState"] for task in ended] == ["COMPLETED"] * NUM_TASKS, "\n".join(texts)
+    found = [task["JobState"] for task in ended]
+    assert found == ["COMPLETED", "COMPLETED", "CANCELLED", "COMPLETED"], "\n".join(texts)
     assert {task["NodeList"] for task in ended} == {"n1", "n2"}
     assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"]
-    assert ["stopped by a signal" in text for text in texts] == [True, True, False, False]
+    assert ["stopped by a signal" in text for text in texts] == [True, True, True, False]
     assert f"requeueing job {array}_0 (1 of" in texts[0]
-    assert f"SLURM is ending job {array}_1" in texts[1]
+    # SLURM requeues one and cancels the other.
+    for task in (1, 2):
+        assert f"SLURM is ending job {array}_{task}" in texts[task]
+    # Each is the only rank of its job: otherwise it would leave its errors to rank 0.
+    assert all("data_prep: 1 task(s), config " in text for text in texts)
     # Every process of a task gets the signal, and none reports it as a failure.
     assert not [text for text in texts if "Traceback" in text or "died" in text]
 

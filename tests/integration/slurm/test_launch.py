@@ -95,7 +95,10 @@ def test_a_stopped_job_is_requeued_once_and_finishes(slurm, submit, tmp_path) ->
     assert f"requeueing job {job.job_id} (1 of 3)" in log
 
 
-def test_unusual_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
+def test_only_the_settings_reach_slurm_and_unchanged(slurm, submit, tmp_path, monkeypatch) -> None:
+    # As if submitted inside another job.
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "x"}.items():
+        monkeypatch.setenv(name, value)
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
     job = submit(
         "import os, sys; sys.exit(os.environ.get('FROM_SETUP') != '1')",
@@ -107,14 +110,5 @@ def test_unusual_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
     shown = slurm.run(["scontrol", "show", "job", job.job_id])
     assert f"Comment={comment}" in shown
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
-    assert ended["JobState"] == "COMPLETED"
+    assert (ended["JobState"], ended["NumTasks"]) == ("COMPLETED", "2")
     assert not list(tmp_path.rglob("canary"))
-
-
-def test_submitting_inside_a_job_inherits_nothing(slurm, submit, monkeypatch) -> None:
-    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "x"}.items():
-        monkeypatch.setenv(name, value)
-    job = submit("pass")
-    ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
-    assert ended["JobState"] == "COMPLETED"
-    assert ended["NumTasks"] == "2"

@@ -20,7 +20,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,16 +27,9 @@ import psutil
 import pytest
 
 from tests.conftest import mounted
-from tests.integration.slurm.conftest import (
-    NODES,
-    ROOT,
-    SlurmCluster,
-    missing_daemons,
-    slurm_cluster,
-)
+from tests.integration.slurm.conftest import NODES, ROOT, SlurmCluster, slurm_cluster
 from tests.support.ranks.run_states import differences, read_state
-from tests.support.required import skip_or_fail
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 CHECKPOINT_STEPS, GRACE_S, STEPS_OF_A_FAULT, OUTAGE_S = 25, 20, 120, 120
 SETTINGS = (
@@ -57,6 +49,8 @@ PreemptMode=REQUEUE
 PartitionName=low Nodes=n1,n2 PriorityTier=1 GraceTime={GRACE_S} MaxTime=120 State=UP
 PartitionName=high Nodes=n1,n2 PriorityTier=9 PreemptMode=OFF MaxTime=120 State=UP
 """
+# Of cgroups, version 1; root alone may add some.
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 @dataclass(kw_only=True)
@@ -105,6 +99,17 @@ class Storm:
 
     def rank_segv(self) -> None:
         os.kill(self.rng.choice(self.ranks()), signal.SIGSEGV)
+
+    def rank_out_of_memory(self) -> None:
+        """By the kernel, at the limit of a group: what SLURM does where it limits memory."""
+        rank = psutil.Process(self.rng.choice(self.ranks()))
+        group = MEMORY_GROUPS / f"storm-{rank.pid}"
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("1M")
+        (group / "cgroup.procs").write_text(str(rank.pid))
+        rank.wait(timeout=PATIENCE_S)
+        assert "oom_kill 1" in (group / "memory.oom_control").read_text()
+        group.rmdir()
 
     def rank_stopped(self) -> None:
         os.kill(self.rng.choice(self.ranks()), signal.SIGSTOP)
@@ -200,11 +205,11 @@ class Storm:
         self.run("sbatch", *job, "--output=/dev/null")
 
     def outage(self, seconds: float) -> None:
-        """The attempt ends and the next cannot begin while the storage is away."""
-        restarts, until = self.restarts(), time.monotonic() + seconds
-        self.rank_killed()
-        self.wait(lambda: self.restarts() > restarts, "restart")
-        self.wait(lambda: time.monotonic() > until, "end of the outage")
+        """The attempt cannot save when it is to stop; the next begins when the storage is back."""
+        restarts = self.restarts()
+        self.usr2()
+        time.sleep(seconds)
+        assert self.restarts() == restarts and self.is_running()
 
     def step(self, *, since: float = 0.0) -> int:
         """The last step in the journal; 0 if it is older than `since`, unix seconds."""
@@ -249,21 +254,14 @@ class Storm:
 
     def processes(self) -> list[tuple[psutil.Process, dict[str, str]]]:
         """Everything in the job, with its environment."""
-        found = []
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                own = process.environ()
-                is_own = own.get("SLURM_CONF") == self.cluster.environment["SLURM_CONF"]
-                if is_own and own.get("SLURM_JOB_ID") == self.job_id:
-                    if process.status() != "zombie":
-                        found.append((process, own))
-        return found
+        return list(self.cluster.processes(SLURM_JOB_ID=self.job_id))
 
 
 EVERY = (
     *(Storm.preempted_with_grace, Storm.preempted_without_grace, Storm.scontrol_requeue),
     *(Storm.usr2, Storm.usr2_twice_within_seconds, Storm.time_limit, Storm.rank_killed),
     *(Storm.rank_segv, Storm.rank_stopped, Storm.worker_killed, Storm.worker_stopped),
+    *((Storm.rank_out_of_memory,) if MEMORY_GROUPS.is_dir() else ()),
     *(Storm.srun_killed, Storm.slurmd_killed_and_back, Storm.node_dead_and_back),
     *(Storm.node_drained, Storm.controller_away_while_a_rank_is_killed),
     *(Storm.cancelled_and_submitted_again, Storm.checkpoints_full, Storm.checkpoints_read_only),
@@ -277,8 +275,6 @@ ONCE = (Storm.checkpoints_full_for_10_min, Storm.checkpoints_read_only_for_10_mi
 def test_interruptions_change_no_bit(
     digits_shards: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    if missing := missing_daemons():
-        skip_or_fail(f"no {', '.join(missing)} here")
     number = max(1, pytestconfig.getoption("--storm-kills") // 4)
     rng = random.Random(pytestconfig.getoption("--storm-seed"))
     faults = [EVERY[each % len(EVERY)] for each in range(number)]
@@ -291,9 +287,9 @@ def test_interruptions_change_no_bit(
     calm, run, database = (tmp_path / name for name in ("calm", "disturbed", "mlflow.db"))
     here = [ROOT / "launch/local.py", "--num-procs", 2, *training, f"output={calm}"]
     here += ["tracking.uri=null"]
-    subprocess.run([sys.executable, *map(str, here)], cwd=tmp_path, check=True)
+    undisturbed = subprocess.Popen([sys.executable, *map(str, here)], cwd=tmp_path)
     disk = mounted(run / "checkpoints", "tmpfs", "-t", "tmpfs", "-o", "size=256m")
-    with disk, slurm_cluster(more=PARTITIONS) as cluster:
+    with disk, undisturbed, slurm_cluster(more=PARTITIONS) as cluster:
         there = ["launch/slurm.py", *training, *LAUNCH, f"output={run}"]
         there += [f"tracking.uri=sqlite:///{database}"]
         storm = Storm(cluster=cluster, run_folder=run, command=there, rng=rng)
@@ -303,6 +299,7 @@ def test_interruptions_change_no_bit(
         ended = cluster.wait(storm.job_id, states=["COMPLETED", "FAILED", "CANCELLED"])
         assert ended["JobState"] == "COMPLETED"
         assert not storm.processes()
+        assert undisturbed.wait() == 0
         assert differences(read_state(run), read_state(calm)) == []
     with sqlite3.connect(database) as connection:
         assert connection.execute("select status from runs").fetchall() == [("FINISHED",)]

@@ -75,12 +75,13 @@ def test_a_later_job_waits_for_the_earlier_one(slurm: FakeSlurm, golden: Golden)
 
 def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> None:
     before = sorted(submitted.folder.rglob("*"))
-    sweep = ("optim.lr=[1e-3, 2e-3]", "name=grid")
+    sweep = ("optim.lr=[1e-3, 2e-3]", "name=grid", "launch.gpus_per_node=1")
+    sweep += ("launch.gpu_request=none",)  # they come with the partition
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", "run.yaml", *sweep)
     assert sorted(submitted.folder.rglob("*")) == before
     runs = [set(re.findall(rf"\S*lr\S*{rate}\S*", output)) for rate in ("0.001", "0.002")]
     assert all(runs) and not runs[0] & runs[1], output
-    assert "#SBATCH --nodes=2" in output
+    assert "#SBATCH --nodes=2" in output and "=gpu" not in output and "--gpu" not in output
 
 
 def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:

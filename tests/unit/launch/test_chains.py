@@ -11,10 +11,9 @@ import pytest
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.chains.executors import describe_chain, submit_chain
+from launch.chains.executors import chain_states, check_unchanged, describe_chain
 from launch.chains.load import Chain, ChainStep, _sweeps, launch_command, load_chain
 from launch.chains.settings import ChainRun
-from launch.chains.states import chain_states, check_unchanged
 from launch.jobs.preparation import prepare_job
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import make_shard_folder
@@ -299,68 +298,7 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
         check_unchanged(chain_states(chain))
 
 
-# ---- submitted, with programs of SLURM that record their arguments ----------------------------
-
-PROGRAMS = {
-    "sbatch": """if [ "$1" = --test-only ]; then exit 0; fi
-number=$(ls script-* 2>/dev/null | wc -l); cp "$1" "script-$number"; job=$((71 + number))
-echo "$job $1" >> jobs; echo "Submitted batch job $job\"""",
-    "srun": "true",
-    "squeue": "cat queue 2>/dev/null || true",
-}
-
-
-@pytest.fixture
-def slurm(chain: Chain, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "bin").mkdir()
-    (folder / "images").mkdir()
-    for name, body in PROGRAMS.items():
-        (folder / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
-        (folder / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}/bin:/usr/bin:/bin")
-
-
-def submit(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    submit_chain(chain_of(path, "overrides=[launch.snapshot=false]", cluster="slurm"))
-    words = ("skipped", "kept", "submitted")
-    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(words)]
-
-
-def test_jobs_wait_for_those_they_need(
-    slurm: None, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_chain(folder, CHAIN.replace(", seed: [3, 4]", ""))
-    lines = submit(path, capsys)
-    assert lines[:3] == [
-        "skipped   shards: done",
-        "submitted pretrain: job 71",
-        "submitted finetune/lr-0.01: job 72, after 71",
-    ]
-    assert lines[-1] == "submitted evaluate/lr-0.001: job 75, after 73"
-    script = (folder / "script-1").read_text()
-    assert "--dependency=afterok:71\n" in script and "--kill-on-invalid-dep=yes" in script
-
-    # The first fine-tuning is in the queue.
-    script = dict(line.split(" ", 1) for line in (folder / "jobs").read_text().splitlines())["72"]
-    (folder / "queue").write_text(f"72|72|RUNNING|None|N/A||1|{script}\n")
-    assert submit(path, capsys)[1:4] == [
-        "submitted pretrain: job 76",
-        "kept      finetune/lr-0.01: job 72 is running",
-        "submitted finetune/lr-0.001: job 77, after 76",
-    ]
-
-
-def test_a_finished_chain_submits_nothing(
-    slurm: None, chain: Chain, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(chain, "pretrain", "finetune")
-    submit_chain(chain_of(write_chain(folder, CHAIN[: CHAIN.index("  - {name: evaluate")])))
-    output = capsys.readouterr().out
-    assert "Chain small: 6 runs, 6 done" in output and "submitted" not in output
-    assert output.endswith("  compare  python launch/compare.py runs/small\n")
-
-
-def test_a_dry_run_writes_nothing(slurm: None, folder: Path) -> None:
+def test_a_dry_run_writes_nothing(chain: Chain, folder: Path) -> None:
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
     assert text.count("#!/bin/bash") == 3 and "# Batch script of evaluate/lr-0.01_seed-3" in text

@@ -12,14 +12,18 @@ import pytest
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.planning.checks import (
+from launch.planning.dry_run import (
     Check,
     as_table,
+    batch_script,
     caught,
+    check_data,
+    data_facts,
+    describe,
+    plan_rows,
     refuse_or_warn,
     run_checks,
 )
-from launch.planning.dry_run import batch_script, check_data, data_facts, describe, plan_rows
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder

@@ -71,6 +71,26 @@ def test_the_cause_is_what_the_best_report_says(
     assert (found.kind, found.reason, found.failed_node) == (kind, reason, node)
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "reason"),
+    [
+        # Of several tasks none is the culprit.
+        (
+            "srun: error: n[1-2]: tasks 0-1: Killed",
+            137,
+            "ranks 0-1 on n[1-2] were ended by SIGKILL (Killed)",
+        ),
+        ("", 137, "srun was ended by SIGKILL"),
+        ("srun: error: No nodes", 1, "srun ended with code 1: No nodes"),
+    ],
+)
+def test_without_a_line_about_one_task_no_node_is_blamed(
+    tmp_path: Path, line: str, code: int, reason: str
+) -> None:
+    found = outcome(tmp_path, line, code=code)
+    assert (found.reason, found.failed_node) == (reason, None)
+
+
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
     outcome(tmp_path, KILLED, reports=[LOST])
     recorded = read_failures(tmp_path, attempt=ATTEMPT)[-1]
@@ -92,18 +112,6 @@ def test_the_first_line_of_srun_counts(
 ) -> None:
     found = outcome(tmp_path, "srun: got SIGCONT", f"srun: error: n2: task 1: {what}", EXITED)
     assert found.ending is ending and text in found.reason
-
-
-def test_lines_about_several_tasks_name_no_culprit(tmp_path: Path) -> None:
-    found = outcome(tmp_path, "srun: error: n[1-2]: tasks 0-1: Killed")
-    assert found.reason.startswith("ranks 0-1 on n[1-2] was") and found.failed_node is None
-
-
-def test_without_lines_srun_itself_failed(tmp_path: Path) -> None:
-    assert outcome(tmp_path, code=137).reason == "srun was ended by SIGKILL"
-    error = "srun: error: Unable to create step: no nodes"
-    found = outcome(tmp_path / "other", error, code=1).reason
-    assert found == "srun ended with code 1: Unable to create step: no nodes"
 
 
 def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
@@ -171,20 +179,13 @@ def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) ->
     assert (refusal(attempts(*row)) is None) is restarted
 
 
-def test_a_crash_loop_names_the_reason_of_each() -> None:
-    text = refusal(attempts(FAIL_5, FAIL_0, FAIL_0))
-    assert text is not None and "2 restarts in a row" in text
-    assert [f"reason {number}" in text for number in (1, 2, 3)] == [True, True, True]
-    assert "launch.exclude='n2'" in text
-    assert "is final" in (refusal(attempts(FAIL_5), fruitless=0) or "")
-    assert refusal(attempts(STOP_0), fruitless=0) is None
-
-
 def test_another_job_and_storage_do_not_count() -> None:
     before, now = attempts(*[FAIL_0] * 3), attempts(FAIL_0, FAIL_0, job_id="18")
     assert refusal(before) is not None and refusal([*before, *now]) is None
     outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
     assert refusal(outage) is None
+    assert "is final" in (refusal(attempts(FAIL_5), fruitless=0) or "")
+    assert refusal(attempts(STOP_0), fruitless=0) is None
 
 
 def test_two_failures_in_a_row_blame_a_node() -> None:

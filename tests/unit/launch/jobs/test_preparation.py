@@ -6,13 +6,11 @@ import json
 import subprocess
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launch.jobs.preparation import prepare_job, submitting
 from launch.jobs.snapshot import kept_code
-from launch.jobs.submission import sbatch_text
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
@@ -93,21 +91,6 @@ def test_equal_code_shares_one_folder_and_other_code_does_not(root: Path, tmp_pa
 
 
 # ---- the job folder ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "option"),
-    [
-        ({"gpu_request": "gpus_per_node", "gpu_type": "h200"}, "--gpus-per-node=h200:8"),
-        ({"gpu_request": "gres"}, "--gres=gpu:8"),
-        ({"gpu_request": "none"}, None),  # they come with the partition
-    ],
-)
-def test_gpus_are_requested_in_the_sites_way(fields: dict[str, Any], option: str | None) -> None:
-    launch = LaunchSettings(gpus_per_node=8, tasks_per_node=8, **fields)
-    text = sbatch_text(launch, name="run", folder=Path("/jobs"))
-    found = [line for line in text.splitlines() if "--gpus" in line or "--gres" in line]
-    assert found == ([] if option is None else [f"#SBATCH {option}"])
 
 
 def test_a_refusal_removes_no_files_of_other_submissions(tmp_path: Path) -> None:

@@ -41,13 +41,6 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(squeue: Path, tmp_path: Pat
     assert jobs_of(tmp_path / "nowhere") == []
 
 
-def test_fields_are_typed_and_absent_ones_none(squeue: Path) -> None:
-    running, waiting = user_jobs()[3], user_jobs()[4]
-    assert (running.submitted_id, running.state, running.reason) == ("9", "RUNNING", None)
-    assert (running.start, running.nodes) == (1795371189.0, "n[1-2]")
-    assert (waiting.reason, waiting.start, waiting.nodes) == ("Dependency", None, None)
-
-
 def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     assert len(user_jobs()) == 5

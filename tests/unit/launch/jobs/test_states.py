@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from launch.jobs.attempts import ATTEMPT, Ending
-from launch.jobs.display import as_text, line_of
 from launch.jobs.queue import QueuedJob
-from launch.jobs.states import RunState, find_runs, read_state
+from launch.jobs.states import RunState, as_text, find_runs, line_of, read_state
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import FAILED, STARTED, append_event, read_start, record_start
 from vitscale.tracking.journal import Row, encode
