@@ -91,7 +91,7 @@ def load_run(
         known = {k: site.values[k] for k in site.values.keys() & run_type.model_fields.keys()}
         layers = [Source(known, site.places), *files, given]
         merged = reduce(partial(merge, group=tree_of(run_type)), layers)
-        run = run_type.model_validate({"card": _card(path)} | merged.values)
+        run = run_type.model_validate({"# card": _card(path)} | merged.values)
         if not found:
             conflicts = run.problems()
             found = [UserError(what, where=_where(k.split("."), merged)) for k, what in conflicts]

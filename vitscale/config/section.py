@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Union
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic.json_schema import SkipJsonSchema
 
 from vitscale.config.schema import DEFAULT_NAME, NAME
@@ -30,7 +30,8 @@ class Section(BaseModel):
 class Run(Section):
     """A whole configuration file."""
 
-    card: SkipJsonSchema[str] = Field(default="", exclude=True)
+    # No key of the file has its alias.
+    card: SkipJsonSchema[str] = Field(default="", exclude=True, validation_alias="# card")
     """The comment at the top of the file, without its `#`: what the run is, and its sources."""
 
 
@@ -47,9 +48,13 @@ def choice_of(registry: Mapping[str, Any], *, default: str | None = None) -> Any
     entry of a group without a name.
     """
 
-    def with_name(value: Any) -> Any:
-        return {NAME: default} | value if isinstance(value, dict) and default else value
+    def with_name(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        if default is None or not isinstance(value, dict) or NAME in value:
+            return validate(value)
+        chosen = validate({NAME: default} | value)
+        chosen.model_fields_set.discard(NAME)  # nobody set it
+        return chosen
 
     members = tuple(entry.Settings for entry in registry.values())
     mark = Field(discriminator=NAME, json_schema_extra={DEFAULT_NAME: default})
-    return Annotated[Union[members], mark, BeforeValidator(with_name)]  # noqa: UP007  # at run time
+    return Annotated[Union[members], mark, WrapValidator(with_name)]  # noqa: UP007  # at run time

@@ -128,14 +128,15 @@ def read_document(text: str, *, name: str) -> Source:
 
     try:
         node = yaml.compose(text, Loader=_Loader)
-        return Source(None if node is None else value_of(node, ()), places)
     except yaml.MarkedYAMLError as error:
         what = " ".join(part for part in (error.context, error.problem) if part)
         where = _place(name, error.problem_mark or error.context_mark)
-    except (yaml.YAMLError, OverflowError, RecursionError) as error:
+        raise UserError(f"not readable as YAML: {what}", where=where) from None
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         # Characters that YAML does not allow, and escapes such as "\UFFFFFFFF".
         what, where = str(error).splitlines()[0], _place(name, None)
-    raise UserError(f"not readable as YAML: {what}", where=where)
+        raise UserError(f"not readable as YAML: {what}", where=where) from None
+    return Source(None if node is None else value_of(node, ()), places)
 
 
 def read_yaml(text: str, *, name: str) -> Any:

@@ -82,8 +82,11 @@ FIELD_PATTERNS = {
     "srun_args": (re.compile(r"-.*"), "an option of srun such as --cpu-bind=none"),
     "sbatch": (_LINE, "printable text on one line"),
 }
-# sbatch options that other keys set, beside those named like a key of `launch`.
+# sbatch options that other keys set.
 SBATCH_OWNERS = {
+    field.replace("_", "-"): f"launch.{field}" for field in LaunchSettings.model_fields
+}
+SBATCH_OWNERS |= {
     "array": "launch.num_tasks and launch.max_running_tasks",
     "gres": "launch.gpus_per_node with launch.gpu_request=gres",
     "job-name": "name",
@@ -143,27 +146,23 @@ def launch_problems(
 
 
 def _texts_of(launch: LaunchSettings, field: str) -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for each text in the field."""
     value = getattr(launch, field)
+    texts = {field: value}
     if isinstance(value, tuple):
-        yield from ((f"{field}[{position}]", text) for position, text in enumerate(value))
-    elif isinstance(value, dict):
-        yield from (
-            (f"{field}.{key}", text) for key, text in value.items() if isinstance(text, str)
-        )
-    elif value is not None:
-        yield field, value
+        texts = {f"{field}[{position}]": each for position, each in enumerate(value)}
+    if isinstance(value, dict):
+        texts = {f"{field}.{key}": each for key, each in value.items()}
+    yield from ((key, text) for key, text in texts.items() if isinstance(text, str))
 
 
 def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str, str]]:
     for option in options:
         key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
-        name, field = option.replace("_", "-"), option.replace("-", "_")
-        owner = (
-            f"launch.{field}" if field in LaunchSettings.model_fields else SBATCH_OWNERS.get(name)
-        )
+        name = option.replace("_", "-")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             yield (key, f"{option!r} is not the long name of an sbatch option, such as mail-type")
-        elif owner:
+        elif owner := SBATCH_OWNERS.get(name):
             yield (key, f"is not allowed here: set {owner} instead")
         elif name in SBATCH_FIXED:
             yield (key, "is not allowed here: vitscale sets it; remove it")

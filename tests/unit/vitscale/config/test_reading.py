@@ -81,6 +81,7 @@ REFUSED = [
     ("a: 1\n---\nb: 2", "x:2: not readable as YAML: expected a single document"),
     ("a:\n\t- 1", "x:2: not readable as YAML"),
     ('a: "\\UFFFFFFFF"', "x:1: not readable as YAML"),
+    ('a: "\\U00110000"', "x:1: not readable as YAML"),
     ("a: \x00", "x:1: not readable as YAML"),
     ("[" * 5000, "x:1: not readable as YAML: maximum recursion depth"),
 ]
@@ -256,6 +257,11 @@ def test_a_choice_inherits_what_its_group_has(
     assert load_run_file(PretrainRun, "resolved.yaml") == loaded.run
     override = f"objective={child}"
     assert load_run(PretrainRun, f"{base}.yaml", overrides=[override]).run == loaded.run
+
+
+def test_a_group_of_no_name_has_the_default_one_which_nobody_set(here: Path) -> None:
+    model = load_run(PretrainRun, "a.yaml").run.model
+    assert model.name == "vit" and model.model_fields_set == {"preset"}
 
 
 def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path) -> None:
