@@ -16,7 +16,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.jobs.attempts import (
@@ -74,26 +73,11 @@ class LogTail:
         print(added.decode(errors="replace"), end="", flush=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rank:
-    """A process of the job."""
+Rank = subprocess.Popen[bytes]
 
-    number: int
-    process: subprocess.Popen[bytes]
-    log: Path
 
-    @property
-    def code(self) -> int | None:
-        """None while it runs; below 0 the signal that ended it."""
-        return self.process.poll()
-
-    def kill(self) -> None:
-        """End it, and all that it has started."""
-        if self.code is None:
-            for pid in (*descendants(self.process.pid), self.process.pid):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.process.wait()
+def log_of(rank: int, folder: Path) -> Path:
+    return folder / f"rank_{rank}_log.out"
 
 
 def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFlag) -> int:
@@ -109,7 +93,7 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
     folder.mkdir(mode=0o700)
     run_folder = job.run_folder or folder
     ranks: list[Rank] = []
-    failed: Rank | None = None
+    failed: int | None = None
     attempt = begin_attempt(run_folder, cluster="local", job_id=name, nodes=[node_name()])
     outcome = Outcome(ending=Ending.FAILED, reason="the launcher ended", exit_code=EXIT_FAILED)
     try:
@@ -129,10 +113,10 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
         command = [*(shlex.split(python) if python else [sys.executable]), "-u", *job.arguments]
         for number in range(num_procs):
             ranks.append(_start(job, command, number, folder, environment))
-        failed = _follow(ranks, stop)
+        failed = _follow(ranks, log_of(0, folder), stop)
         if failed is not None:
-            outcome = _failure(failed, run_folder, attempt=name)
-        elif any(rank.code for rank in ranks):
+            outcome = _failure(failed, ranks[failed].returncode, run_folder, attempt=name)
+        elif any(rank.returncode for rank in ranks):
             reason, code = "stopped by a signal", EXIT_STOPPED_RESUMABLE
             outcome = Outcome(ending=Ending.STOPPED, reason=reason, exit_code=code)
         else:
@@ -145,25 +129,25 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
         with suppress(OSError):
             print("\ninterrupted: ending all processes", file=sys.stderr, flush=True)
     finally:
-        for rank in ranks:
-            rank.kill()
+        _kill(ranks)
         end_attempt(attempt, run_folder, outcome)
     if outcome.exit_code == EXIT_STOPPED_RESUMABLE:
         print("stopped; the same command resumes the run", flush=True)
     elif failed is not None:
-        culprit = failed.number if outcome.failed_rank is None else outcome.failed_rank
-        print(_report(outcome, ranks[culprit]), file=sys.stderr, flush=True)
+        culprit = failed if outcome.failed_rank is None else outcome.failed_rank
+        print(
+            _report(outcome.reason, culprit, log_of(culprit, folder)), file=sys.stderr, flush=True
+        )
     return outcome.exit_code
 
 
 def _start(
     job: StageJob, command: Sequence[str], rank: int, folder: Path, environment: dict[str, str]
 ) -> Rank:
-    path = folder / f"rank_{rank}_log.out"
-    with open(path, "ab", buffering=0) as log:
+    with open(log_of(rank, folder), "ab", buffering=0) as log:
         if rank == 0:
             log.write(f"{job.heading(int(environment['WORLD_SIZE']))}\n".encode())
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
@@ -172,53 +156,62 @@ def _start(
             # Ctrl-C in a terminal reaches this process alone.
             start_new_session=True,
         )
-    return Rank(number=rank, process=process, log=path)
 
 
-def _follow(ranks: Sequence[Rank], stop: StopFlag) -> Rank | None:
-    """Show rank 0's log until all ranks have ended. Returns the first that failed."""
-    tail = LogTail(ranks[0].log)
-    failed: Rank | None = None
+def _kill(ranks: Sequence[Rank]) -> None:
+    """End those that run, and all that they have started."""
+    for rank in ranks:
+        if rank.poll() is None:
+            for pid in (*descendants(rank.pid), rank.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            rank.wait()
+
+
+def _follow(ranks: Sequence[Rank], log: Path, stop: StopFlag) -> int | None:
+    """Show the log of rank 0 until all ranks have ended. Returns the first that failed.
+
+    A code below 0 is the signal that ended a rank.
+    """
+    tail = LogTail(log)
+    failed: int | None = None
     deadline = float("inf")
     is_forwarded = False
-
-    def first_failed() -> Rank | None:
-        # A rank that does not handle the stop signal yet is killed by it, which is no failure.
-        fine = (None, 0, EXIT_STOPPED_RESUMABLE, *((-signal.SIGTERM,) if stop.is_set else ()))
-        return failed or next((rank for rank in ranks if rank.code not in fine), None)
-
-    while any(rank.code is None for rank in ranks):
+    is_running = True
+    while is_running:
         tail.copy()
         if stop.is_set and not is_forwarded:
             is_forwarded = True
             for rank in ranks:
-                rank.process.terminate()
-        failed = first_failed()
+                rank.terminate()
+        codes = [rank.poll() for rank in ranks]
+        is_running = None in codes
+        # A rank that does not handle the stop signal yet is killed by it, which is no failure.
+        fine = (None, 0, EXIT_STOPPED_RESUMABLE, *((-signal.SIGTERM,) if stop.is_set else ()))
+        if failed is None:
+            failed = next((number for number, code in enumerate(codes) if code not in fine), None)
         # Others may still save when one has stopped as asked.
-        if any(rank.code not in (None, 0, EXIT_STOPPED_RESUMABLE) for rank in ranks):
+        if any(code not in (None, 0, EXIT_STOPPED_RESUMABLE) for code in codes):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         if time.monotonic() > deadline:
-            for rank in ranks:
-                rank.kill()
+            _kill(ranks)
             break
-        time.sleep(POLL_SECONDS)
-    else:
-        failed = first_failed()
+        time.sleep(POLL_SECONDS * is_running)
     tail.copy()
     return failed
 
 
-def _failure(failed: Rank, run_folder: Path | str, *, attempt: str) -> Outcome:
-    who, code = f"rank {failed.number}", failed.code or 0
+def _failure(rank: int, code: int, run_folder: Path | str, *, attempt: str) -> Outcome:
+    who = f"rank {rank}"
     seen = ended_with(who, code)
     if code < 0:
         what = f"{who} was killed ({signal.Signals(-code).name})"
-        seen = Failure(kind=FailureKind.KILLED, what=what, rank=failed.number, node=node_name())
+        seen = Failure(kind=FailureKind.KILLED, what=what, rank=rank, node=node_name())
     return failure_outcome(seen, run_folder, attempt=attempt)
 
 
-def _report(outcome: Outcome, failed: Rank) -> str:
+def _report(reason: str, rank: int, log: Path) -> str:
     """The cause, and the last log lines of its rank if it is not shown."""
-    lines = failed.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-    text = f"{outcome.reason}; log of rank {failed.number}: {failed.log}"
-    return "\n".join([text, *(f"  {line}" for line in lines if failed.number)])
+    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    text = f"{reason}; log of rank {rank}: {log}"
+    return "\n".join([text, *(f"  {line}" for line in lines if rank)])
