@@ -1,28 +1,36 @@
-"""Evaluate a trained model on a folder of shards: one table, and an MLflow run."""
+"""Evaluate a trained model on a folder of shards: one table (text, JSON, CSV, Markdown), and an
+MLflow run."""
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.results import Row, as_rows, text_table, write_results
 from finetune.settings import EvaluateRun
 from vitscale.checkpoint.run_lock import run_folder_lock
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
-from vitscale.distributed.atomic_files import write_text
+from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, gather_objects
-from vitscale.evaluation.evaluation import FILES, Subject, results
+from vitscale.evaluation.evaluation import FILES, Share, Subject, results
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.tracking.tracker import Tracker
+
+# A metric of an evaluation: image_size, evaluation, metric, value, and of a share of images the
+# bounds of its 95 % interval (low, high) and their number (images), else None.
+Row = dict[str, Any]
+HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "images")
 
 
 def check_folder(folder: Path) -> None:
@@ -86,7 +94,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
         )
         if world.is_first:
             write_results(folder, rows, description=describe(run, model, val))
-    say(f"\n{text_table(rows)}\n\nresults: {folder}/results.json, .csv, .md")
+    say(f"\n{table(rows)}\n\nresults: {folder}/results.json, .csv, .md")
 
 
 def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
@@ -139,3 +147,62 @@ def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker
         is_writer=world.is_first,
         origin=None if model.run is None else str(model.run.folder),
     )
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def as_rows(evaluation: str, metrics: Mapping[str, float], *, image_size: int) -> list[Row]:
+    rows = []
+    for metric, value in metrics.items():
+        row: Row = {"image_size": image_size, "evaluation": evaluation, "metric": metric}
+        row |= {"value": float(value), "low": None, "high": None, "images": None}
+        if isinstance(value, Share):
+            row["low"], row["high"] = value.interval()
+            row["images"] = value.images
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown with aligned columns, then why a metric has no interval."""
+    lines = [HEADINGS, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, tuple("-" * width for width in widths))
+    found = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
+    return "\n".join([*found, *(f"\n{why}" for why in _reasons(rows))])
+
+
+def write_results(folder: Path, rows: Sequence[Row], *, description: Mapping[str, Any]) -> None:
+    """Write results.json, which begins with `description`, results.csv and results.md."""
+    # JSON has no NaN.
+    valid = [{key: None if x != x else x for key, x in row.items()} for row in rows]
+    write_json(folder / "results.json", {**description, "results": valid})
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(folder / "results.csv", file.getvalue())
+    write_text(folder / "results.md", table(rows) + "\n")
+
+
+def _reasons(rows: Sequence[Row]) -> Iterator[str]:
+    """Why shares have no interval: Wilson's is for one share of one set of images."""
+    without = [row["metric"] for row in rows if row["low"] is None]
+    if "class_mean_top1" in without:
+        yield "class_mean_top1 has no interval: it is a mean over classes"
+    if any(metric.startswith("few_shot") and metric.endswith("_top1") for metric in without):
+        yield "few_shotK_top1 has no interval: it is a mean over draws, with few_shotK_std"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    interval = "" if row["low"] is None else f"{_spelled(row['low'])} to {_spelled(row['high'])}"
+    images = "" if row["images"] is None else str(row["images"])
+    first = (str(row["image_size"]), row["evaluation"], row["metric"])
+    return (*first, _spelled(row["value"]), interval, images)
+
+
+def _spelled(value: float) -> str:
+    if 0 < abs(value) < 0.001:
+        return f"{value:.1e}"
+    return f"{value:.4f}" if not math.isfinite(value) or abs(value) < 100 else f"{value:.1f}"

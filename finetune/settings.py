@@ -13,7 +13,6 @@ from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.section import Run, Section
 from vitscale.config.source import read_yaml
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.storage import is_url, url_problem
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
@@ -235,10 +234,3 @@ class VisualizeRun(ModelRun):
     remote: RemoteSettings = RemoteSettings()
     mlflow: bool = True
     """Upload the pictures to the MLflow run of the run folder that `init` is in."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
-        for path in self.images:
-            problem = url_problem(path) if is_url(path) else None
-            if problem is not None:
-                yield ("images", problem)

@@ -49,9 +49,9 @@ class NpzFormat(SafetensorsFormat):
         _, unnamed = _google(model)
         return {
             f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}": bool(unnamed),
-            f"pool={arch.pool}": arch.pool not in ("cls", "gap"),
+            f"pool={arch.pool}": arch.pool == "cls_mean",
             f"mlp={arch.mlp}": arch.mlp != "gelu",
-            "a class token that no head reads": arch.pool == "gap" and arch.has_class_token,
+            "a class token that no head reads": arch.pool != "cls" and arch.has_class_token,
         }
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
@@ -76,6 +76,6 @@ def _google(model: TrainedModel) -> tuple[dict[str, torch.Tensor], list[str]]:
     return to_google(
         model.network.state_dict(),
         num_heads=arch.num_heads,
-        # It does not add a position to the class token; vision_transformer does.
-        is_big_vision=not arch.has_class_position,
+        # It does not add a position to the class token, and has a pooling head (MAP).
+        is_big_vision=not arch.has_class_position or arch.pool == "map",
     )

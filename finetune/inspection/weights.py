@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -52,15 +51,11 @@ def principal_components(
 
 
 def first_filters(network: nn.Module) -> torch.Tensor:
-    """Filters of the first convolution on colours [D, 3, p, p], on the CPU as they are used."""
+    """Filters of the first convolution on colours [D, 3, p, p], on the CPU."""
     first = next(
         each for each in network.modules() if isinstance(each, nn.Conv2d) and each.in_channels == 3
     )
-    filters_D3pp = first.weight.detach().cpu().double()
-    if type(first).__name__.startswith("StdConv2d"):  # of timm: uses standardised kernels
-        std, mean = torch.std_mean(filters_D3pp, dim=(1, 2, 3), keepdim=True, correction=0)
-        filters_D3pp = (filters_D3pp - mean) / std.clamp(min=torch.finfo(torch.float32).tiny)
-    return filters_D3pp
+    return first.weight.detach().cpu().double()
 
 
 def draw_filters(subject: Visualized) -> Figure:
@@ -75,10 +70,8 @@ def draw_filters(subject: Visualized) -> Figure:
         axes.imshow(shown_3pp.permute(1, 2, 0).numpy(), interpolation="nearest")
         axes.set_axis_off()
     side = filters_D3pp.shape[-1]
-    is_vit = subject.loaded.arch.name == "vit"
-    what = "Patch filters" if is_vit else "First convolution"
     text = (
-        f"{what}: {len(components_K3pp)} principal components of {len(filters_D3pp)} filters of "
+        f"{len(components_K3pp)} principal components of the {len(filters_D3pp)} first filters of "
         f"{side} × {side} px\n{100 * float(shares_K.sum()):.0f} % of the variance, largest first; "
         "grey is 0, each to its own scale"
     )
@@ -100,31 +93,6 @@ def position_similarity(pos_LD: torch.Tensor, *, grid: tuple[int, int]) -> torch
     return (unit_LD @ unit_LD.T).unflatten(1, grid).unflatten(0, grid)
 
 
-def tile_layout(grid: tuple[int, int]) -> tuple[int, int]:
-    """Pixels a side of a patch in a tile, and between tiles."""
-    scale = -(-MIN_SIDE // max(grid))
-    return scale, round(GAP * scale * max(grid))
-
-
-def tiled(similarity_RCRC: torch.Tensor, *, rows: list[int], columns: list[int]) -> np.ndarray:
-    """The tiles of some rows and columns as one image, NaN between them."""
-    scale, gap = tile_layout((similarity_RCRC.shape[2], similarity_RCRC.shape[3]))
-    height, width = (scale * side for side in similarity_RCRC.shape[2:])
-    high, wide = height + gap, width + gap
-    canvas = np.full((len(rows) * high - gap, len(columns) * wide - gap), np.nan, np.float32)
-    for i, row in enumerate(rows):
-        for j, column in enumerate(columns):
-            tile = similarity_RCRC[row, column].numpy().repeat(scale, 0).repeat(scale, 1)
-            canvas[i * high : i * high + height, j * wide : j * wide + width] = tile
-    return canvas
-
-
-def evenly_spaced(count: int) -> list[int]:
-    """All of `count` rows, or FEWER_TILES with the first and the last, evenly spaced."""
-    shown = count if count <= MAX_TILES else FEWER_TILES
-    return [round(i * (count - 1) / max(1, shown - 1)) for i in range(shown)]
-
-
 def draw_positions(subject: Visualized) -> Figure:
     from matplotlib.figure import Figure
 
@@ -132,21 +100,26 @@ def draw_positions(subject: Visualized) -> Figure:
     network: Any = subject.model.network
     pos_1LD: torch.Tensor = network.pos_embed  # learned, or a fixed buffer
     similarity_RCRC = position_similarity(pos_1LD[0].detach().cpu(), grid=grid)
-    rows, columns = evenly_spaced(grid[0]), evenly_spaced(grid[1])
-    canvas = tiled(similarity_RCRC, rows=rows, columns=columns)
+    num_tiles = grid[0] if grid[0] <= MAX_TILES else FEWER_TILES  # a side; grids are square
+    shown = [round(i * (grid[0] - 1) / max(1, num_tiles - 1)) for i in range(num_tiles)]
+    scale = -(-MIN_SIDE // grid[0])
+    side = scale * grid[0]
+    gap = round(GAP * side)
+    tiles = similarity_RCRC[shown][:, shown].repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    tiles = F.pad(tiles, (0, gap, 0, gap), value=float("nan"))
+    canvas = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:-gap, :-gap]
     figure = Figure(figsize=(6.6, 5.9), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(canvas, vmin=-1, vmax=1, cmap="viridis", interpolation="nearest")
-    scale, gap = tile_layout(grid)
-    for axis, shown, side in ((axes.yaxis, rows, grid[0]), (axes.xaxis, columns, grid[1])):
-        centres = [i * (scale * side + gap) + scale * side / 2 for i in range(len(shown))]
+    image = axes.imshow(canvas.numpy(), vmin=-1, vmax=1, cmap="viridis", interpolation="nearest")
+    centres = [i * (side + gap) + side / 2 for i in range(len(shown))]
+    for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(centres, labels=[str(number + 1) for number in shown])
         axis.set_tick_params(length=0)
     axes.set_ylabel("Input patch row")
     axes.set_xlabel("Input patch column")
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, label="Cosine similarity", shrink=0.8)
-    kept = "" if max(grid) <= MAX_TILES else f"; {len(rows)} × {len(columns)} of them shown"
+    kept = "" if max(grid) <= MAX_TILES else f"; {len(shown)} × {len(shown)} of them shown"
     text = f"Position embeddings of {grid[0]} × {grid[1]} patches: similarity to all others{kept}"
     figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
     return figure

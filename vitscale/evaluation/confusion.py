@@ -22,7 +22,7 @@ class ConfusionSettings(EvaluationSettingsBase):
     num_classes: int = Field(default=10, gt=0)
     """How many classes are the worst ones."""
     num_examples: int = Field(default=8, gt=0)
-    """Pictures of each of them."""
+    """Pictures of each of them, of different wrong predictions."""
 
 
 class Confusion(PassEvaluation):
@@ -88,12 +88,10 @@ class Confusion(PassEvaluation):
 
 
 def examples(found_N3: np.ndarray, label: int, *, count: int) -> list[tuple[int, int]]:
-    """Predicted class and sample of wrong images of a class: one for each wrong class, the most
-    frequent wrong class first, then a second one for each, and so on."""
-    wrong_N3 = found_N3[(found_N3[:, 0] == label) & (found_N3[:, 1] != label)].tolist()
-    frequency = Counter(guess for _, guess, _ in wrong_N3)
-    seen, order = Counter[int](), []
-    for _, guess, sample in sorted(wrong_N3, key=lambda row: row[2]):
-        order.append((seen[guess], -frequency[guess], guess, sample))
-        seen[guess] += 1
-    return [(guess, sample) for *_, guess, sample in sorted(order)[:count]]
+    """Predicted class and sample of wrong images of a class: the first one for each wrong class,
+    the most frequent wrong class first."""
+    wrong_N3 = found_N3[(found_N3[:, 0] == label) & (found_N3[:, 1] != label)]
+    wrong_N3 = wrong_N3[wrong_N3[:, 2].argsort()]
+    guesses, first, counts = np.unique(wrong_N3[:, 1], return_index=True, return_counts=True)
+    order = np.lexsort((guesses, -counts))[:count]
+    return list(zip(guesses[order].tolist(), wrong_N3[first[order], 2].tolist(), strict=True))

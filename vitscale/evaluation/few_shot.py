@@ -107,8 +107,7 @@ def fit_ridge(
     """Return a function from features [N, D] to scores of classes, float64 [N, 1, C].
 
     Minimises the squared error to targets of 1 and -1 + l2 * squared weights, the constant's too.
-    Features are standardised with the mean and deviation (+ 1e-5) of these. Solved through the
-    eigenvectors of the smaller of the two Gram matrices.
+    Features are standardised with the mean and deviation (+ 1e-5) of these.
     """
     import torch
 
@@ -119,16 +118,10 @@ def fit_ridge(
         return torch.nn.functional.pad(scaled_ND, (0, 1), value=CONSTANT)
 
     x_ND = standardized(features_ND)
-    if len(x_ND) >= x_ND.shape[1]:
-        values, vectors = torch.linalg.eigh(x_ND.T @ x_ND)
-        # X^T (2 * one_hot - 1), without the one_hot.
-        right_DC = torch.zeros(x_ND.shape[1], num_classes, dtype=x_ND.dtype, device=x_ND.device)
-        right_DC.index_add_(1, labels_N, x_ND.T, alpha=2.0)
-        right_DC -= x_ND.sum(dim=0)[:, None]
-        left = vectors
-    else:
-        values, vectors = torch.linalg.eigh(x_ND @ x_ND.T)
-        right_DC = 2.0 * torch.nn.functional.one_hot(labels_N, num_classes).double() - 1.0
-        left = x_ND.T @ vectors
-    weights_DC = left @ ((vectors.T @ right_DC) / (values + l2)[:, None])
+    gram_DD = x_ND.T @ x_ND
+    gram_DD.diagonal().add_(l2)
+    # X^T (2 * one_hot - 1), without the one_hot.
+    right_DC = x_ND.new_zeros(x_ND.shape[1], num_classes)
+    right_DC.index_add_(1, labels_N, x_ND.T, alpha=2.0).sub_(x_ND.sum(dim=0)[:, None])
+    weights_DC = torch.linalg.solve(gram_DD, right_DC)
     return lambda values_ND: (standardized(values_ND) @ weights_DC)[:, None]

@@ -51,7 +51,7 @@ class Decoder:
     def crop(
         self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The requested pixels, uint8 [3, R, C]; `out`, if given, is filled and returned.
+        """The requested pixels, uint8 [3, R, C]; `out`, contiguous, is filled and returned.
 
         Raises ValueError for a box that exceeds the image.
         """
@@ -123,15 +123,12 @@ class RegionDecoder(Decoder):
     ) -> torch.Tensor:
         if not _is_whole_jpeg(data):
             return super().crop(data, request, out=out)
-        # The C extension fills contiguous planes.
-        pixels = out
-        if pixels is None or not pixels.is_contiguous():
-            pixels = torch.empty((3, *request.shape), dtype=torch.uint8)
+        pixels = torch.empty((3, *request.shape), dtype=torch.uint8) if out is None else out
         try:
             decode_region(data, request, pixels.numpy(), allow_avx2=self.allow_avx2)
         except (ValueError, OverflowError):
             return super().crop(data, request, out=out)
-        return pixels if out is None or pixels is out else out.copy_(pixels)
+        return pixels
 
 
 def _extension() -> ModuleType:

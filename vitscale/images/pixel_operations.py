@@ -34,13 +34,9 @@ _RESAMPLING = {
 def map_levels(image_3HW: torch.Tensor, *tables: np.ndarray) -> torch.Tensor:
     """Replace every value by its entry in a table of 256; one table, or one per channel."""
     codes = [table.astype(np.uint8).tobytes() for table in tables]
-    image_3HW = image_3HW.contiguous()
-    if len(codes) == 1:
-        mapped = bytearray(image_3HW.numpy()).translate(codes[0])
-    else:
-        mapped = bytearray()
-        for plane_HW, code in zip(image_3HW.numpy(), codes, strict=True):
-            mapped += bytearray(plane_HW).translate(code)
+    mapped = bytearray()
+    for channel, plane_HW in enumerate(image_3HW.contiguous().numpy()):
+        mapped += bytearray(plane_HW).translate(codes[channel % len(codes)])
     return torch.frombuffer(mapped, dtype=torch.uint8).view(image_3HW.shape)
 
 

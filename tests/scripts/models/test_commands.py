@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,14 @@ def shares(path: Path) -> np.ndarray:
 
 
 def results(folder: Path) -> dict[str, float]:
-    stored = json.loads((folder / "results.json").read_text())
-    return {row["metric"]: row["value"] for row in stored["results"]}
+    """Values by metric, the same in all files."""
+    stored = json.loads((folder / "results.json").read_text())["results"]
+    table = (folder / "results.md").read_text().splitlines()
+    with open(folder / "results.csv") as file:
+        for row, cells, line in zip(stored, csv.DictReader(file), table[2:], strict=False):
+            assert {key: str("" if row[key] is None else row[key]) for key in row} == cells
+            assert f"| {row['metric']} " in line and f"| {row['value']:.4f} " in line
+    return {row["metric"]: row["value"] for row in stored}
 
 
 def test_finetuning_starts_from_weight_files(
@@ -92,10 +99,14 @@ def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, fro
         more = (f"output={output}", "compute.device=cpu", f"evaluate={EVALUATIONS}")
         printed = scripts.run("evaluate_model", *words, *more)
         assert "95 % interval" in printed
+        assert "\nclass_mean_top1 has no interval: it is a mean over classes\n" in printed
+        assert "\nfew_shotK_top1 has no interval: it is a mean over draws" in printed
         found[name] = results(output)
     golden.json("scripts/evaluate.json", found, rel=REL)
     last = {name: values[-1] for name, values in from_npz[1].items() if name.startswith("val/")}
     assert found["run"]["top1"] == last["val/top1"]
+    printed = scripts.run("evaluate_model", f"init={NPZ}", *data, f"output={from_npz[0]}", code=2)
+    assert "is the run folder of a training" in printed and "Traceback" not in printed
 
 
 def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> None:
@@ -129,23 +140,42 @@ def test_predictions_do_not_depend_on_ranks(scripts: Scripts, from_npz: Run) -> 
     assert right == pytest.approx(from_npz[1]["val/top1"][-1])
 
 
-@pytest.mark.slow
 def test_unreadable_images_do_not_end_the_command(
     scripts: Scripts, from_npz: Run, tmp_path: Path
 ) -> None:
-    (tmp_path / "in/below").mkdir(parents=True)
-    names = ["a.jpg", "below/b.jpg", "below/c.jpg", "below/d.jpg"]
-    for name in names:
-        (tmp_path / "in" / name).write_bytes(image_bytes("jpg", seed=1))
-    (tmp_path / "in/below/c.jpg").write_bytes(b"\xff\xd8\xff no image")
+    """Images of folders are read in order; hidden and other files are left out."""
+    below = tmp_path / "in/below"
+    (below / ".hidden").mkdir(parents=True)
+    for name in ("../a.jpg", "b.JPG", "d.jpg", ".hidden/x.jpg", ".y.jpg", "notes.txt"):
+        (below / name).write_bytes(image_bytes("jpg", seed=1))
+    (below / "c.jpg").write_bytes(b"\xff\xd8\xff no image")
+    (below / "e.jpg").touch()
+    os.mkfifo(below / "f.jpg")
+    (below / "g.jpg").symlink_to("nowhere")
+    (below / "h.GIF").touch()
     output = tmp_path / "out/table.parquet"
     words = (f"init={from_npz[0]}", "compute.device=cpu", tmp_path / "in")
     said = scripts.run("predict", *words, f"output={output}", "top=2", num_ranks=2)
-    assert "4 images, 1 of them unreadable" in said
+    assert "8 images, 5 of them unreadable" in said and "left out 1 files" in said
     rows = pq.read_table(output).to_pylist()
-    assert [row["image"] for row in rows] == [str(tmp_path / "in" / name) for name in names]
-    assert [row["error"] is None for row in rows] == [True, True, False, True]
-    assert rows[0]["class_1"] == rows[1]["class_1"] and rows[2]["class_1"] is None
+    names = ["a.jpg", *(f"below/{name}" for name in ("b.JPG", *(f"{x}.jpg" for x in "cdefg")))]
+    assert [row["image"] for row in rows] == [
+        str(tmp_path / "in" / n) for n in (*names, "below/h.GIF")
+    ]
+    reasons = (
+        None,
+        None,
+        "",
+        None,
+        "",
+        "is not a file",
+        "No such file",
+        "GIF is not read; convert",
+    )
+    for row, reason in zip(rows, reasons, strict=True):
+        assert (row["error"] is None) == (row["class_1"] is not None) == (reason is None)
+        assert reason is None or reason in row["error"] and " at 0x" not in row["error"]
+    assert rows[0]["class_1"] == rows[1]["class_1"]
     assert [path.name for path in output.parent.iterdir()] == ["table.parquet"]
     printed = scripts.run("predict", *words)
     assert "c.jpg: cannot be read" in printed and printed.count("%") == 9

@@ -1,7 +1,8 @@
-"""The objectives: draws by position, any micro-batches, exact costs, and what they refuse."""
+"""The objectives against slow versions: draws by position, exact costs, and what they refuse."""
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -10,9 +11,19 @@ import pytest
 import torch
 
 from pretrain.objectives.mae import MaeSettings
+from pretrain.objectives.masked_patch_prediction import MaskedPatchPredictionSettings
+from pretrain.objectives.masked_patches import (
+    MaskedPatches,
+    color_loss,
+    colors,
+    draw_corruption,
+)
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
-from vitscale.data.loader import Batch
+from vitscale.models import vit
+from vitscale.models.mae import MaskedAutoencoder, encode_kept, reconstruction_loss
+from vitscale.models.patches import on_device, random_orders, to_images, to_patches
+from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
 from vitscale.training.build import build_model
 from vitscale.training.objective import Objective, check_objective
@@ -52,33 +63,6 @@ def opened(section: dict[str, Any], *, seed: int = 0) -> tuple[Any, Any]:
     for parameter in model.objective.parameters():  # a head of zeros gives the trunk no gradients
         torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(0))
     return objective, PlainEngine(model)
-
-
-def batch_of(positions: np.ndarray) -> Batch:
-    """Images that are functions of their positions."""
-    images = [
-        torch.randint(0, 256, (3, 16, 16), generator=torch.Generator().manual_seed(int(p))).byte()
-        for p in positions
-    ]
-    nothing = torch.zeros(len(positions))
-    return Batch(torch.stack(images), nothing.long(), nothing, positions=positions)
-
-
-@MASKING
-def test_loss_and_gradients_ignore_the_micro_batch(section: dict[str, Any]) -> None:
-    found = []
-    for parts in (1, 2, 8):
-        objective, engine = opened(section)
-        total = 0.0
-        for positions in np.split(np.arange(16, 24), parts):
-            loss = objective.loss(engine, batch_of(positions)) / parts
-            loss.backward()
-            total += loss.item()
-        found.append((total, [p.grad for p in engine.model.parameters()]))
-    for loss_of_parts, gradients in found[1:]:
-        assert loss_of_parts == pytest.approx(found[0][0], rel=1e-5)
-        for own, whole in zip(gradients, found[0][1], strict=True):
-            torch.testing.assert_close(own, whole, rtol=1e-3, atol=1e-6)
 
 
 @MASKING
@@ -226,3 +210,233 @@ def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
         model: Any = build_model(run, CONTRASTIVE, run.model.resolved(num_classes=2))
         weights.append(model.objective.weight.tolist())
     assert weights[0] == weights[1] != weights[2]
+
+
+# ---- masked patches ------------------------------------------------------------------------------
+
+NUM_PATCHES, NUM_CORRUPTED, NUM_IMAGES = 196, 98, 1100
+Corruption = dict[str, np.ndarray]
+SIZES: dict[str, Any] = {"image_size": 24, "patch_size": 8, "width": 24, "depth": 2}
+SIZES |= {"num_heads": 2, "mlp_width": 40}
+
+
+def drawn(positions: np.ndarray, *, key: int = 5, **changes: Any) -> Corruption:
+    num_patches = changes.pop("num_patches", NUM_PATCHES)
+    settings = MaskedPatchPredictionSettings(**changes)
+    return draw_corruption(positions, settings=settings, num_patches=num_patches, key=key)
+
+
+@pytest.fixture(scope="module")
+def many() -> Corruption:
+    return drawn(np.arange(NUM_IMAGES))
+
+
+def test_exactly_half_of_each_image_is_corrupted(many: Corruption) -> None:
+    assert many["predicted_BK"].shape == (NUM_IMAGES, NUM_CORRUPTED)
+    assert (np.diff(many["predicted_BK"], axis=1) > 0).all()
+    corrupted = np.zeros((NUM_IMAGES, NUM_PATCHES), dtype=bool)
+    np.put_along_axis(corrupted, many["predicted_BK"], True, axis=1)
+    own = many["sources_BN"] == np.arange(NUM_PATCHES)
+    assert not (many["masked_BN"] & ~corrupted).any() and not (~own & ~corrupted).any()
+    # They are masked, swapped or kept; 5 sigma at 107,800 patches: 0.61 points for 80 %.
+    assert not (~own & many["masked_BN"]).any()
+    total = NUM_IMAGES * NUM_CORRUPTED
+    for share, found in ((0.8, many["masked_BN"].sum()), (0.1, (~own).sum())):
+        assert abs(found / total - share) < 5 * math.sqrt(share * (1 - share) / total)
+
+
+def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption) -> None:
+    images, patches = np.nonzero(many["sources_BN"] != np.arange(NUM_PATCHES))
+    donors = many["sources_BN"][images, patches]
+    distances = (donors - patches) % NUM_PATCHES
+    counts = np.bincount(distances, minlength=NUM_PATCHES)[1:]
+    expected = len(images) / (NUM_PATCHES - 1)
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    # Mean 194 and deviation sqrt(2 * 194) with 195 equally likely distances.
+    assert abs(chi_square - 194) < 5 * math.sqrt(2 * 194)
+    # No patch replaces two.
+    assert len(set(zip(images.tolist(), donors.tolist(), strict=True))) == len(images)
+
+
+def test_colors_equal_a_slow_reference() -> None:
+    random = np.random.default_rng(0)
+    patches = random.integers(0, 256, (2, 3, 8, 8, 3), dtype=np.uint8)
+    # A channel's mean is exactly at the border of two levels, or at its ends.
+    patches[0, 0] = [255, 0, 51]
+    patches[0, 1, :, :, 0] = 255 * (np.arange(64).reshape(8, 8) % 8 < 3)
+    found = colors(torch.from_numpy(patches).flatten(2))
+    for b, k in np.ndindex(2, 3):
+        means = patches[b, k].reshape(-1, 3).astype(np.float64).mean(axis=0) / 255
+        r, g, blue = np.minimum(np.floor(8 * means), 7).astype(int)
+        assert found[b, k] == 64 * r + 8 * g + blue
+
+
+def test_patches_are_rows_with_channels_last_and_chance_loses_ln_512() -> None:
+    images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
+    patches = to_patches(images, patch_size=4)
+    pixels = patches.unflatten(2, (4, 4, 3))
+    for number in range(9):
+        top, left = 4 * (number // 3), 4 * (number % 3)
+        expected = images[:, :, top : top + 4, left : left + 4].permute(0, 2, 3, 1)
+        assert torch.equal(pixels[:, number], expected)
+    assert torch.equal(to_images(patches, grid=(3, 3)), images)
+    loss, accuracy = color_loss(torch.zeros(2, 3, 512), torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    assert (loss.item(), accuracy.item()) == pytest.approx((math.log(512), 1 / 6))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pool": "gap", "positions": "sincos2d"}, {"num_registers": 2}],
+)
+def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) -> None:
+    """Corrupted image by image, before positions; read from each patch's own token."""
+    torch.manual_seed(0)
+    options = SIZES | options
+    settings = ViTSettings(**options)
+    arch = settings.resolved(num_classes=0)
+    model: Any = vit.build_model(arch, seed=0).eval()
+    model.objective = MaskedPatches(arch.width)
+    torch.nn.init.normal_(model.objective.head.weight)
+    if model.cls_token is not None:
+        torch.nn.init.normal_(model.cls_token)
+    corruption = drawn(
+        np.arange(3), num_patches=9, corrupted_share=0.667, mask_share=0.4, swap_share=0.4
+    )
+    images = torch.randn(3, 3, arch.image_size, arch.image_size)
+    inputs = {n: on_device(v, torch.device("cpu")) for n, v in corruption.items()}
+    found = model(images, output="objective", **inputs)
+    assert found.shape == (3, 6, 512)
+    prefix = arch.num_prefix_tokens
+    for b in range(3):
+        clean = model.patch_embed(images[b : b + 1])[0]
+        rows = []
+        for patch in range(9):
+            if corruption["masked_BN"][b, patch]:
+                rows.append(model.objective.mask_token[0, 0])
+            else:
+                rows.append(clean[corruption["sources_BN"][b, patch]])
+        tokens = model.norm(model.blocks(model._pos_embed(torch.stack(rows)[None])))[0, prefix:]
+        for k, patch in enumerate(corruption["predicted_BK"][b]):
+            expected = tokens[patch] @ model.objective.head.weight.T
+            assert torch.allclose(found[b, k], expected, atol=1e-5)
+
+
+# ---- MAE -----------------------------------------------------------------------------------------
+
+SMALL_DECODER = {"width": 8, "depth": 2, "num_heads": 2}
+SMALL = ViTSettings(
+    image_size=12, patch_size=4, width=16, depth=2, num_heads=2, mlp_width=24,
+    positions="sincos2d_mae", weight_init="mae", gelu="erf",
+)  # fmt: skip
+
+
+def small_model(settings: ViTSettings = SMALL) -> Any:
+    arch = settings.resolved(num_classes=0)
+    torch.manual_seed(1)
+    model: Any = vit.build_model(arch, seed=0)
+    model.objective = MaskedAutoencoder(arch, **SMALL_DECODER)
+    for parameter in model.parameters():  # biases and norms too
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.double()
+
+
+def slow_loss(
+    model: Any, images: torch.Tensor, noise: torch.Tensor, *, normalized: bool
+) -> torch.Tensor:
+    """MAE of image after image, patch after patch, for SMALL and SMALL_DECODER at 75 %.
+
+    Blocks, norms and dense layers are the model's own.
+    """
+    side, p, losses, mae = 3, 4, [], model.objective
+    of_encoder, of_decoder = (mae_position_embedding((3, 3), width=w).double() for w in (16, 8))
+    embedding = model.patch_embed.proj
+    for image, draws in zip(images, noise, strict=True):
+        patches = [
+            image[:, row * p : (row + 1) * p, column * p : (column + 1) * p]
+            for row in range(side)
+            for column in range(side)
+        ]
+        kept = sorted(range(9), key=lambda place: draws[place].item())[:2]
+        encoded = [model.cls_token[0, 0]]
+        for place in kept:
+            token = (embedding.weight * patches[place]).sum(dim=(1, 2, 3)) + embedding.bias
+            encoded.append(token + of_encoder[place])
+        x = mae.embed(model.norm(model.blocks(torch.stack(encoded)[None])))[0]
+        tokens = [x[0]]
+        for place in range(9):
+            token = x[1 + kept.index(place)] if place in kept else mae.mask_token[0, 0]
+            tokens.append(token + of_decoder[place])
+        predicted = mae.predict(mae.norm(mae.blocks(torch.stack(tokens)[None])))[0]
+        for place in set(range(9)) - set(kept):
+            target = torch.stack(
+                [patches[place][c, i, j] for i in range(p) for j in range(p) for c in range(3)]
+            )
+            if normalized:
+                variance = (target - target.mean()).square().sum() / (len(target) - 1)
+                target = (target - target.mean()) / (variance + 1e-6).sqrt()
+            losses.append((predicted[1 + place] - target).square().mean())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_loss_and_gradients_equal_the_slow_version(normalized: bool, recompute: bool) -> None:
+    model = small_model()
+    random = torch.Generator().manual_seed(2)
+    images = torch.randn(3, 3, 12, 12, generator=random, dtype=torch.float64)
+    noise = torch.rand(3, 9, generator=random, dtype=torch.float64)
+    if recompute:
+        vit.checkpoint_activations(model)
+    order = torch.from_numpy(random_orders(noise.numpy()))
+    places = order.argsort(dim=1)
+    predicted = model(images, output="objective", kept_BK=order[:, :2], places_BL=places)
+    loss = reconstruction_loss(
+        predicted,
+        to_patches(images, patch_size=4),
+        removed_BR=order[:, 2:],
+        normalized=normalized,
+    )
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    expected = slow_loss(model, images, noise, normalized=normalized)
+    # The targets are fp32.
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    slow = torch.autograd.grad(expected, list(model.parameters()))
+    torch.testing.assert_close(found, list(slow), rtol=1e-4, atol=1e-6)
+
+
+def test_positions_are_added_before_patches_are_removed() -> None:
+    """All patches kept in another order: the features of a plain forward pass, in that order."""
+    model = small_model(SMALL.model_copy(update={"positions": "learned"}))
+    images = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    order = torch.stack([torch.randperm(9), torch.randperm(9)])
+    encoded = encode_kept(model, images, kept_BK=order)
+    plain = model.forward_features(images)
+    torch.testing.assert_close(encoded[:, 0], plain[:, 0])
+    expected = torch.stack([plain[i, 1 + order[i]] for i in range(2)])
+    torch.testing.assert_close(encoded[:, 1:], expected)
+
+
+def test_ties_keep_their_order() -> None:
+    assert random_orders(np.array([[0.3, 0.1, 0.9, 0.1]])).tolist() == [[1, 3, 0, 2]]
+
+
+def test_start_is_that_of_mae() -> None:
+    settings = SMALL.model_copy(update={"width": 64, "mlp_width": 256})
+    arch = settings.resolved(num_classes=0)
+    model: Any = vit.build_model(arch, seed=0)
+    torch.manual_seed(0)
+    model.objective = MaskedAutoencoder(arch, width=64, depth=1, num_heads=2)
+    patch = model.patch_embed.proj.weight
+    fused = math.sqrt(6 / (64 + 3 * 64))
+    for kernel, bound in (
+        (patch, math.sqrt(6 / (64 + 48))),
+        (model.blocks[0].attn.qkv.weight, fused),
+        (model.objective.blocks[0].attn.qkv.weight, fused),
+        (model.objective.predict.weight, math.sqrt(6 / (64 + 48))),
+    ):
+        assert 0.97 * bound < kernel.abs().max().item() <= bound
+    for token in (model.cls_token, model.objective.mask_token):
+        assert token.std().item() == pytest.approx(0.02, rel=0.3)
+        assert not vit.decayed("objective.mask_token", token)
+    assert not any(model.objective.blocks[0].mlp.fc1.bias)

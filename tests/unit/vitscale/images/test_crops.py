@@ -174,40 +174,23 @@ def test_what_cannot_be_read_raises_oserror_or_valueerror() -> None:
 # ---- images that were not prepared ---------------------------------------------------------------
 
 
-def found(data: bytes) -> np.ndarray:
-    pixels = converted_pixels(data)
-    assert pixels is not None
-    return pixels.numpy()
-
-
-def test_upright_jpegs_are_left_to_the_decoders() -> None:
-    assert converted_pixels(jpeg(PHOTO)) is None
-    assert np.array_equal(found(png(PHOTO)), np.asarray(PHOTO))
-
-
-@pytest.mark.parametrize("orientation", range(2, 9))
-def test_exif_rotation_is_applied(orientation: int) -> None:
-    exif = Image.Exif()
-    exif[274] = orientation
-    data = jpeg(PHOTO, exif=exif)
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    assert np.array_equal(found(data), np.asarray(expected))
-    assert (found(data).shape[0] > found(data).shape[1]) == (orientation >= 5)
-
-
-def test_transparent_pixels_are_white() -> None:
-    image = PHOTO.convert("RGBA")
-    image.putalpha(Image.new("L", PHOTO.size, 0))
-    assert (found(png(image)) == 255).all()
-    palette = PHOTO.convert("P")
-    assert (found(png(palette, transparency=palette.getpixel((0, 0)))) == 255).any()
-
-
-def test_grey_of_16_bits_is_rounded() -> None:
-    levels = np.linspace(0, 65535, 1200).reshape(30, 40).astype(np.uint16)
-    pixels = found(png(Image.fromarray(levels)))
-    assert np.array_equal(pixels[..., 0], np.rint(levels / 257).astype(np.uint8))
-
-
-def test_broken_metadata_does_not_matter() -> None:
-    assert converted_pixels(jpeg(PHOTO, exif=b"Exif\0\0" + b"II*\0\xff\xff\xff\xff")) is None
+def test_unprepared_images_become_upright_and_opaque() -> None:
+    """By the rules of data preparation; upright JPEGs are left to the decoders."""
+    for exif in (b"", b"Exif\0\0" + b"II*\0\xff\xff\xff\xff"):  # none, and broken
+        assert converted_pixels(jpeg(PHOTO, exif=exif)) is None
+    tag = Image.Exif()
+    tag[274] = 6
+    data = jpeg(PHOTO, exif=tag)
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    clear = PHOTO.copy()
+    clear.putalpha(0)
+    deep = np.linspace(0, 65535, 1200).reshape(30, 40).astype(np.uint16)
+    grey = np.rint(deep / 257).astype(np.uint8)[..., None].repeat(3, axis=2)
+    for content, expected in (
+        (png(PHOTO), np.asarray(PHOTO)),
+        (data, np.asarray(turned)),
+        (png(clear), np.full((30, 40, 3), 255, np.uint8)),
+        (png(Image.fromarray(deep)), grey),
+    ):
+        found = converted_pixels(content)
+        assert found is not None and np.array_equal(found.numpy(), expected)

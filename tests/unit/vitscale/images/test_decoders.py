@@ -120,25 +120,6 @@ def encode(pixels: np.ndarray, coding: str) -> bytes:
     return encoded(image.convert("L") if coding == "grey" else image, "JPEG", **CODINGS[coding])
 
 
-EDGES = [
-    *(CropBox(x, y, 20, 10) for x in (0, WIDTH - 20) for y in (0, HEIGHT - 10)),
-    *(CropBox(0, 0, WIDTH, HEIGHT), CropBox(16, 16, 32, 16), CropBox(17, 15, 31, 18)),
-    *(CropBox(33, 0, 1, HEIGHT), CropBox(0, 33, WIDTH, 1), CropBox(47, 31, 1, 1)),
-    *(CropBox(0, 0, 1, 1), CropBox(WIDTH - 1, HEIGHT - 1, 1, 1)),
-]
-
-
-@pytest.mark.parametrize("coding", CODINGS)
-def test_every_box_has_the_pixels_of_the_whole_image(decoder: Decoder, coding: str) -> None:
-    for kind in ("smooth", "noise"):
-        data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
-        assert decoder.size(data) == (WIDTH, HEIGHT)
-        for box in EDGES:  # without a reduction that could hide a difference
-            request = request_of(box, size=max(box.width, box.height))
-            expected = crops.crop_and_resize(crops.decode(data), request)
-            assert torch.equal(decoder.crop(data, request), expected), box
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[bytes, bytes, CropRequest, bool]:
     """An image, the same after damage, what is wanted of it, and whether it was only cut."""
@@ -151,7 +132,10 @@ def cases(draw: st.DrawFn) -> tuple[bytes, bytes, CropRequest, bool]:
     )
     request = request_of(
         box,
-        size=(draw(st.integers(1, 70)), draw(st.integers(1, 70))),
+        # Often without a reduction that could hide a difference.
+        size=draw(
+            st.just((box.height, box.width)) | st.tuples(st.integers(1, 70), st.integers(1, 70))
+        ),
         interpolation=draw(st.sampled_from(["bilinear", "bicubic"])),
         antialias=draw(st.booleans()),
         flip=draw(st.booleans()),
@@ -170,18 +154,16 @@ def cases(draw: st.DrawFn) -> tuple[bytes, bytes, CropRequest, bool]:
 
 @pytest.mark.parametrize("name", list(FORMS))
 @settings(max_examples=400, deadline=None)
-@given(case=cases(), is_interleaved=st.booleans())
+@given(case=cases())
 def test_any_crop_of_any_bytes_is_pillows_or_an_error(
-    name: str, case: tuple[bytes, bytes, CropRequest, bool], is_interleaved: bool
+    name: str, case: tuple[bytes, bytes, CropRequest, bool]
 ) -> None:
-    """Also in the row of a batch that is given, whatever the layout of its memory."""
+    """Also in the row of a batch that is given."""
     decoder, (data, broken, request, must_agree) = make(name), case
     expected = crops.crop_and_resize(crops.decode(data), request)
     assert decoder.size(data) == crops.decode(data).shape[1::-1]
     assert torch.equal(decoder.crop(data, request), expected)
     batch = torch.full((3, 3, *request.shape), 7, dtype=torch.uint8)
-    if is_interleaved:
-        batch = batch.contiguous(memory_format=torch.channels_last)
     assert decoder.crop(data, request, out=batch[1]).data_ptr() == batch[1].data_ptr()
     assert torch.equal(batch[1], expected) and (batch[[0, 2]] == 7).all()
     # Damage beside the box may not be seen; Pillow's pixels of damaged images are those of all.
@@ -199,7 +181,7 @@ def test_ordinary_jpegs_are_decoded_without_libjpeg(vectors: None, coding: str) 
     pixels = np.zeros((3, 9, 9), np.uint8)
     for kind in ("smooth", "noise"):
         data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
-        used_own = decoders.decode_region(data, request_of(EDGES[6], size=9), pixels)
+        used_own = decoders.decode_region(data, request_of(CropBox(17, 15, 31, 18), size=9), pixels)
         assert used_own == (coding in ORDINARY | RESTARTS)
         assert bool(find_entry_points(data)) == (coding in ORDINARY)
 

@@ -97,17 +97,6 @@ def test_conventions_equal_independent_references(convention: str, prefix: int) 
         assert torch.allclose(found, expected, atol=1e-5), (source, target)
 
 
-def test_wrong_source_grid_is_refused() -> None:
-    with pytest.raises(ValueError, match="does not hold 1 prefix tokens and a 4 x 4 grid"):
-        resize_position_embedding(
-            embedding(4, 5, prefix=1),
-            source_grid=(4, 4),
-            target_grid=(6, 6),
-            num_prefix_tokens=1,
-            convention="google",
-        )
-
-
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7), (37, 37)])
 def test_fixed_positions_equal_a_slow_table(grid: tuple[int, int]) -> None:
     """Columns first; big_vision's frequencies include 1 / 10,000, MAE's stop short of it."""

@@ -1,0 +1,306 @@
+"""Exported models give their logits and pixels in the libraries that load them; whole or absent."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from finetune.exporting.folder import EXPORTS, check_packages
+from finetune.exporting.to_vitscale import SafetensorsFormat
+from finetune.settings import ExportRun
+from tests.support.corpora.photographs import jpeg, photograph
+from tests.support.engine.small_models import export, images_of, off_by, small_model
+from vitscale.config.errors import UserError
+from vitscale.data.samples import EvaluationResize
+from vitscale.data.settings import DataSettings
+from vitscale.evaluation.trained_model import open_model
+from vitscale.models.weights.reading import read_weights
+
+# What timm's folders hold beside the plain model.
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gap": {"pool": "gap", "gelu": "erf"},
+    "mae": {"pool": "gap", "class_token": True, "pool_norm": True},
+    "registers": {"num_registers": 2},
+    "no_class_position": {"class_position": False, "layer_scale": 0.1, "gelu": "erf"},
+    "fixed_positions": {"positions": "sincos2d"},
+    "distilled": {"distillation_token": True},
+    "map": {"pool": "map"},
+    "map_beside_class_token": {"pool": "map", "class_token": True, "num_registers": 1},
+    "swiglu": {"mlp": "swiglu", "layer_scale": 0.1},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_timm_gives_equal_logits(tmp_path: Path, kind: str) -> None:
+    loaded = small_model(**KINDS[kind])
+    folder = export(loaded, "timm", tmp_path / "out")
+    assert off_by(timm.create_model(f"local-dir:{folder}", pretrained=True), loaded) < 1e-4
+    assert off_by(timm.create_model(f"local-dir:{folder}"), loaded) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {}),
+        ({"class_position": False}, {"no_embed_class": True}),
+        ({"pool": "gap"}, {"global_pool": "avg", "class_token": False, "fc_norm": False}),
+        ({"pool": "map"}, {"global_pool": "map", "class_token": False, "fc_norm": False}),
+    ],
+)
+def test_npz_is_read_by_timm_and_here(
+    tmp_path: Path, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    loaded = small_model(**settings)
+    path = str(export(loaded, "npz", tmp_path / "out") / "model.npz")
+    model: Any = timm.create_model(
+        "vit_base_patch16_224",
+        img_size=16,
+        patch_size=4,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        mlp_ratio=40 / 24,
+        num_classes=5,
+        act_layer="gelu_tanh",
+        final_norm=True,
+        **options,
+    )
+    is_big_vision = settings in ({"class_position": False}, {"pool": "map"})
+    model.load_pretrained(path, "params/" if is_big_vision else "")
+    assert off_by(model, loaded) < 1e-4
+    assert off_by(open_model(path).network, loaded) < 1e-4
+
+
+EVERYTHING = {"gelu": "erf", "layer_norm_eps": 1e-5, "class_position": False}
+
+
+@pytest.mark.parametrize(
+    "settings", [EVERYTHING, {"representation_layer": True}, {"num_classes": 0}]
+)
+@pytest.mark.parametrize("to", ["npz", "safetensors"])
+def test_exported_folders_are_read_back_as_they_are(
+    tmp_path: Path, settings: dict[str, Any], to: str
+) -> None:
+    """With everything that weights do not show: GELU, epsilon, heads, preprocessing, names."""
+    how = {"mean": (0.1, 0.2, 0.3), "eval_resize": "center_crop"}
+    classes = None if "num_classes" in settings else tuple("vwxyz")
+    loaded = small_model(classes=classes, preprocessing=how, **settings)
+    umask = os.umask(0o027)
+    try:
+        folder = export(loaded, to, tmp_path / "out")
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+    path, own = folder / f"model.{to}", loaded.network.state_dict()
+    tensors = read_weights(path).tensors
+    assert tensors.keys() == own.keys()
+    assert all(torch.equal(tensors[name], own[name]) for name in own)
+    again = export(loaded, to, tmp_path / "again") / path.name
+    assert again.read_bytes() == path.read_bytes()
+    found = open_model(str(folder))
+    assert (found.arch, found.preprocessing) == (loaded.arch, loaded.preprocessing)
+    assert found.classes == classes
+    with torch.no_grad():
+        assert torch.equal(found.network(images_of(loaded)), loaded.network(images_of(loaded)))
+    path.unlink()
+    with pytest.raises(UserError, match="but no weights"):
+        open_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "problem"),
+    [
+        ("timm", {"representation_layer": True}, "a representation layer"),
+        ("timm", {"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-05"),
+        ("timm", {"head_width": 6}, "heads of a width of their own"),
+        ("timm", {"pool": "cls_mean"}, "pool=cls_mean"),
+        ("timm", {"mlp": "swiglu", "distillation_token": True}, "token beside mlp=swiglu"),
+        ("huggingface", {"pool": "map"}, "pool=map"),
+        ("huggingface", {"layer_scale": 0.1}, "pool=cls beside layer scale"),
+        ("huggingface", {"pool": "cls_mean"}, "without layer scale"),
+        ("huggingface", {"layer_scale": 0.1, "pool": "cls_mean"}, "an MLP of 40 hidden channels"),
+        ("huggingface", {"distillation_token": True, "layer_scale": 1.0}, "SwiGLU in a deit"),
+        ("huggingface", {"family": "timm"}, "a model of the family timm"),
+        ("npz", {"layer_scale": 0.1}, "blocks.0.ls1.gamma"),
+        ("npz", {"pool": "gap", "class_token": True}, "a class token that no head reads"),
+        ("npz", {"family": "timm"}, "a model of the family timm"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, to: str, settings: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=f"{to} cannot hold this model") as caught:
+        export(small_model(**settings), to, tmp_path / "out")
+    assert problem in caught.value.what
+    assert "--to safetensors" in str(caught.value.allowed)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_logits_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, original = small_model(), SafetensorsFormat.write
+    bias: Any = loaded.network.get_parameter("head.bias").data
+
+    def write(self: SafetensorsFormat, model: Any, folder: Path) -> None:
+        original(self, model, folder)
+        bias.add_(0.01)  # other weights than those written
+
+    monkeypatch.setattr(SafetensorsFormat, "write", write)
+    with pytest.raises(UserError, match="gives other logits: difference 1.0e-02"):
+        export(loaded, "safetensors", tmp_path / "out")
+    bias[0] = float("nan")
+    with pytest.raises(UserError, match="not finite"):
+        export(loaded, "safetensors", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_formats_are_the_choices_and_name_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tuple(EXPORTS) == get_args(ExportRun.model_fields["to"].annotation)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    for to in ("timm", "huggingface", "npz", "safetensors"):
+        check_packages(to)
+    with pytest.raises(UserError, match="to=onnx: needs onnx") as caught:
+        check_packages("onnx")
+    assert caught.value.next_step == "pip install -e '.[onnx]'"
+
+
+# ---- transformers and onnxruntime ----------------------------------------------------------------
+
+OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("ViT", {}),
+    "no_class_position": ("ViT", {"class_position": False}),
+    "distilled": ("DeiT", {"distillation_token": True}),
+    "dinov2": ("Dinov2", {"pool": "cls_mean", "layer_scale": 0.1, "gelu": "erf", "mlp_width": 48}),
+    "swiglu": (
+        "Dinov2",
+        {"pool": "cls_mean", "layer_scale": 0.1, "mlp": "swiglu", "mlp_width": 64},
+    ),
+    "registers": (
+        "Dinov2WithRegisters",
+        {"num_registers": 3, "pool": "cls_mean", "layer_scale": 0.1, "mlp_width": 48},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
+def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
+    """The export itself compares them, of features too."""
+    from transformers import AutoModelForImageClassification
+
+    name, settings = OF_TRANSFORMERS[kind]
+    loaded = small_model(**settings, layer_norm_eps=1e-5)
+    folder = export(loaded, "huggingface", tmp_path / "out")
+    model: Any
+    model, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    assert type(model).__name__.startswith(f"{name}ForImageClassification")
+    assert not any(info.values()), info
+    assert off_by(lambda images: model.eval()(pixel_values=images).logits, loaded) < 1e-4
+    assert off_by(open_model(str(folder)).network, loaded) < 1e-4
+    headless = export(small_model(num_classes=0, **settings), "huggingface", tmp_path / "trunk")
+    card = (headless / "README.md").read_text()
+    assert "checked: the same features in transformers" in card
+    assert "pipeline_tag: image-feature-extra" in card and "The model has no head." in card
+    assert f"{name}Model.from_pretrained" in card
+    assert ("add_pooling_layer=False" in card) == (name in ("ViT", "DeiT"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "classes"), [("timm", ("a", "é: 'b'", "c", "d", "e")), ("vit", ())]
+)
+def test_a_graph_gives_the_logits_and_says_what_it_needs(
+    tmp_path: Path, family: str, classes: tuple[str, ...]
+) -> None:
+    import onnxruntime
+
+    loaded = small_model(family, num_classes=len(classes), classes=classes or None)
+    session = onnxruntime.InferenceSession(export(loaded, "onnx", tmp_path / "o") / "model.onnx")
+    for batch in (1, 5):
+        pixels = images_of(loaded, batch)
+        (found,) = session.run(None, {"images": pixels.numpy()})
+        with torch.no_grad():
+            assert (loaded.network(pixels) - torch.from_numpy(found)).abs().max() < 1e-4
+    known = session.get_modelmeta().custom_metadata_map
+    (output,) = session.get_outputs()
+    assert output.name == ("logits" if classes else "features")
+    assert json.loads(known["preprocessing"])["image_size"] == loaded.arch.image_size
+    assert tuple(json.loads(known.get("classes", "[]"))) == classes
+
+
+# ---- pixels --------------------------------------------------------------------------------------
+
+SIDE = 64
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+PHOTO = photograph(250, 187)
+
+
+def own_pixels(how: dict[str, Any], data: bytes) -> torch.Tensor:
+    """Levels [3, S, S] as evaluations see them."""
+    out = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
+    EvaluationResize(DataSettings(path="x", global_batch=1, **how), image_size=SIDE)(data, out)
+    return out.float()
+
+
+def exported(folder: Path, to: str, how: dict[str, Any]) -> Path:
+    sizes = {"image_size": SIDE, "patch_size": 16}
+    return export(small_model(**sizes, preprocessing=how, classes=tuple("vwxyz")), to, folder)
+
+
+def levels(normalised_3SS: torch.Tensor) -> torch.Tensor:
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    return ((normalised_3SS * std + mean) * 255).round()
+
+
+def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    transform: Any = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    return levels(transform(image))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("fraction", [None, 0.8, 1.0])
+def test_timm_makes_the_same_pixels(
+    tmp_path: Path, fraction: float | None, interpolation: str
+) -> None:
+    """A crop on noise, where half a pixel of shift changes every value; else a photo squashed."""
+    how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation}
+    if fraction is not None:
+        how |= {"eval_resize": "center_crop", "eval_crop_fraction": fraction}
+    folder = exported(tmp_path / "out", "timm", how)
+    for width, height in ((101, 100), (250, 187), (187, 251)):
+        noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        data = jpeg(PHOTO if fraction is None else Image.fromarray(noise))
+        found = timm_pixels(folder, Image.open(io.BytesIO(data)))
+        assert (found - own_pixels(how, data)).abs().max() <= 1, (width, height)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+@pytest.mark.parametrize("resize", ["squash", "center_crop"])
+def test_transformers_sees_the_pixels_of_timm(tmp_path: Path, to: str, resize: str) -> None:
+    from transformers import AutoConfig, AutoImageProcessor
+
+    how = {"mean": MEAN, "std": STD, "eval_resize": resize, "eval_interpolation": "bicubic"}
+    reference = timm_pixels(exported(tmp_path / "timm", "timm", how), PHOTO)
+    folder = exported(tmp_path / "out", to, how)
+    # transformers' default backend differs from Pillow by one level; timm's wrapper has none.
+    options: dict[str, Any] = {"backend": "pil"} if to == "huggingface" else {}
+    processor: Any = AutoImageProcessor.from_pretrained(folder, **options)
+    found = levels(processor(PHOTO, return_tensors="pt")["pixel_values"][0])
+    assert (found - reference).abs().max() <= 1
+    if to == "huggingface":  # timm's wrapper takes RGB only
+        grey = processor(PHOTO.convert("L"), return_tensors="pt")["pixel_values"]
+        assert grey.shape == (1, 3, SIDE, SIDE)
+    labels: Any = AutoConfig.from_pretrained(folder)
+    assert [labels.id2label[label] for label in range(5)] == list("vwxyz")

@@ -1,0 +1,292 @@
+"""Attention, its distance and rollout, components and similarities equal slow computation; what
+is missing is said, and refused by name."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.decomposition import PCA
+from timm.utils import AttentionExtract
+from torch import nn
+
+from finetune.inspection.attention import (
+    attention_modules,
+    attention_rollout,
+    head_distances,
+    mean_distance,
+    patch_attention,
+    patch_distances,
+    patch_weights,
+    read_attention,
+    rolled_out,
+)
+from finetune.inspection.run import draw_pictures
+from finetune.inspection.visualized import Visualized
+from finetune.inspection.weights import first_filters, position_similarity, principal_components
+from finetune.settings import PICTURES, VisualizeRun
+from tests.contract.tree import ROOT
+from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
+from tests.support.engine.small_models import export, small_model
+from tests.support.engine.subjects import WORLD
+from tests.support.peak_memory import peak_mib
+from vitscale.config.errors import UserError
+from vitscale.data.index import read_split
+from vitscale.data.samples import EvaluationSamples
+from vitscale.data.settings import DataSettings
+from vitscale.evaluation.trained_model import InferenceModel
+from vitscale.images.sheet import caption
+from vitscale.models.positions import sincos_position_embedding
+
+
+def inference_model(**settings: Any) -> InferenceModel:
+    return small_model(num_classes=0, **settings).for_inference(WORLD)
+
+
+def random_images(count: int, *, size: int = 16) -> torch.Tensor:
+    """uint8 [count, 3, size, size]"""
+    random = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, size, size), generator=random, dtype=torch.uint8)
+
+
+def test_attention_is_timms_although_fused() -> None:
+    """timm's own extraction, in its graph mode, on the same fused modules."""
+    model, images = inference_model(), random_images(2)
+    assert all(each.fused_attn for each in attention_modules(model.network))
+    found: dict[tuple[int, int], torch.Tensor] = {}
+    read_attention(model, images, lambda layer, head, p: found.update({(layer, head): p.clone()}))
+    for each in attention_modules(model.network):
+        each.fused_attn = False
+    extract = AttentionExtract(model.network, method="hook")
+    with torch.no_grad():
+        expected = extract(images / 127.5 - 1)
+    assert len(found) == 2 * 3
+    for (layer, head), p_BTT in found.items():
+        of_timm = expected[f"blocks.{layer}.attn.attn_drop"][:, head]
+        torch.testing.assert_close(p_BTT, of_timm, atol=1e-6, rtol=1e-5)
+
+
+def test_a_pass_takes_the_memory_of_one_head() -> None:
+    """512 px: all maps of 6 layers and 16 heads would be 384 MiB, those of one layer 64 MiB.
+
+    Measured 69 MiB, of which one map is 4 MiB; a layer's scores and their softmax add 128 MiB.
+    """
+    peak = peak_mib(
+        imports="""
+import torch
+from finetune.inspection.attention import attention_rollout
+from tests.unit.finetune.test_inspection import inference_model, random_images
+torch.set_num_threads(1)
+model = inference_model(image_size=512, patch_size=16, width=64, num_heads=16, depth=6)
+images = random_images(1, size=512)
+attention_rollout(inference_model(), random_images(1))
+""",
+        work="attention_rollout(model, images)",
+    )
+    assert peak < 110
+
+
+def test_distances_of_known_attention() -> None:
+    """Identity: 0 px. Uniform: 116.49 px on 14 x 14 patches of 16 px, as the mean of all pairs."""
+    distances = patch_distances((14, 14), stride=16)
+    assert mean_distance(torch.eye(196)[None], distances).tolist() == [0.0]
+    # A query that attends to prefix tokens alone counts as uniform.
+    alone = torch.zeros(2, 197, 197)
+    alone[:, :, 0] = 1.0
+    uniform = patch_attention(alone, num_prefix_tokens=1)
+    places = [(16 * row, 16 * column) for row in range(14) for column in range(14)]
+    expected = sum(math.dist(one, other) for one in places for other in places) / 196**2
+    assert expected == pytest.approx(116.49, abs=0.005)
+    assert mean_distance(uniform, distances).tolist() == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def test_heads_of_a_model_equal_a_slow_loop() -> None:
+    """Batches of different sizes; a class token and registers; grids count rows first."""
+    model = inference_model(num_registers=2)
+    images = random_images(3)
+    found = head_distances(
+        model, [images[:2], images[2:]], grid=(4, 4), stride=4, num_prefix_tokens=3
+    )
+    maps = {}
+    read_attention(model, images, lambda layer, head, p: maps.update({(layer, head): p.clone()}))
+    places = [(4 * row, 4 * column) for row in range(4) for column in range(4)]
+    for (layer, head), p_BTT in maps.items():
+        total = 0.0
+        for rows in p_BTT[:, 3:, 3:].double():
+            for place, row in zip(places, rows, strict=True):
+                weighted = sum(
+                    float(weight) * math.dist(place, other)
+                    for weight, other in zip(row, places, strict=True)
+                )
+                total += weighted / float(row.sum()) / (3 * 16)
+        assert float(found[layer, head]) == pytest.approx(total, rel=1e-5)
+
+
+def test_rollout_is_the_product_of_all_layers() -> None:
+    """Later layers on the left, of the mean of heads, half of it the identity."""
+    model, images = inference_model(depth=3), random_images(2)
+    maps: dict[int, list[torch.Tensor]] = {}
+    read_attention(model, images, lambda layer, _, p: maps.setdefault(layer, []).append(p.clone()))
+    expected = torch.eye(17, dtype=torch.float64).expand(2, -1, -1)
+    for layer in range(3):
+        mixed = 0.5 * torch.stack(maps[layer]).double().mean(dim=0) + 0.5 * torch.eye(17)
+        expected = (mixed / mixed.sum(dim=-1, keepdim=True)) @ expected
+    found = attention_rollout(model, images)
+    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
+    identity = torch.eye(5).repeat(2, 1, 1)
+    assert torch.equal(rolled_out(identity.clone(), identity.clone()), identity)
+
+
+def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
+    rollout = torch.tensor([[[0.4, 0.2, 0.4], [0.2, 0.5, 0.3], [0.0, 0.1, 0.9]]])
+    options = {"num_prefix_tokens": 1, "grid": (1, 2)}
+    of_class = patch_weights(rollout, pooled=False, **options)  # type: ignore[arg-type]  # as named
+    torch.testing.assert_close(of_class, torch.tensor([[[0.5, 1.0]]]))
+    of_patches = patch_weights(rollout, pooled=True, **options)  # type: ignore[arg-type]  # as named
+    torch.testing.assert_close(of_patches, torch.tensor([[[0.5, 1.0]]]))
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def test_components_are_those_of_scikit_learn() -> None:
+    filters = torch.randn(40, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    components, shares = principal_components(filters, count=5)
+    expected = PCA(n_components=5, svd_solver="full").fit(filters.flatten(1).double().numpy())
+    assert shares.tolist() == pytest.approx(expected.explained_variance_ratio_.tolist())
+    for component, other in zip(components.flatten(1), expected.components_, strict=True):
+        assert abs(float(component @ torch.from_numpy(other))) == pytest.approx(1.0)
+        assert float(component.abs().max()) == float(component.max())
+    # Multiples of one filter, shifted by a common one, which PCA takes away.
+    alike = filters[0] + torch.linspace(-1, 3, 9)[:, None, None, None] * filters[1]
+    components, shares = principal_components(alike, count=28)
+    assert components.shape == (1, 3, 3, 3) and shares.tolist() == pytest.approx([1.0])
+
+
+def test_the_first_filters_are_those_that_see_colours() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(3, 4, 2), nn.Conv2d(3, 5, 1))
+    found = first_filters(network)
+    assert torch.equal(found, network[1].weight.detach().double())  # type: ignore[operator]  # a tensor
+
+
+GRID, WIDTH = (3, 5), 16
+
+
+def test_similarity_of_fixed_positions_equals_direct_computation() -> None:
+    """|e|^2 is half the width, and the product of two sums cos of their distance per frequency."""
+    pos_LD = sincos_position_embedding(GRID, width=WIDTH)
+    prefix = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
+    found = position_similarity(torch.cat([prefix, pos_LD]), grid=GRID)
+    assert found.shape == (*GRID, *GRID)
+    bands = WIDTH // 4
+    frequencies = [10_000 ** -(i / (bands - 1)) for i in range(bands)]
+    for (row, column, other_row, other_column), value in np.ndenumerate(found.numpy()):
+        differences = (row - other_row, column - other_column)
+        expected = sum(math.cos(w * d) for w in frequencies for d in differences) / (2 * bands)
+        assert value == pytest.approx(expected, abs=1e-6)
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+SIZE = 16
+
+
+def drawn(init: Path, output: Path, *images: Path, **values: Any) -> set[str]:
+    """Names of the pictures; all of them can be opened."""
+    run = VisualizeRun(
+        init=str(init), output=str(output), mlflow=False, images=tuple(map(str, images)), **values
+    )
+    written = draw_pictures(run, WORLD)
+    assert set(written) == set(output.iterdir())
+    for path in written:
+        with Image.open(path) as image:
+            image.load()
+    return {path.stem for path in written}
+
+
+def test_what_a_model_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vit = export(small_model(num_classes=0), "safetensors", tmp_path / "vit")
+    assert drawn(vit, tmp_path / "a") == {"patch_filters", "position_similarity"}
+    said = capsys.readouterr().out
+    assert "left out attention_distance, attention_rollout: no images" in said
+    assert "set images=PATH" in said
+    with pytest.raises(UserError, match="pictures: attention_rollout: no images"):
+        drawn(vit, tmp_path / "none", pictures=("attention_rollout",))
+    # A class name that matplotlib would read as mathematics, and fail.
+    make_shard_folder(tmp_path / "shards", lengths={"test": (3,)}, classes=("$a_{", "b"))
+    assert drawn(vit, tmp_path / "b", tmp_path / "shards", num_images=2) == set(PICTURES)
+    convnext = export(small_model("timm"), "timm", tmp_path / "convnext")
+    assert drawn(convnext, tmp_path / "c", tmp_path / "shards") == {"patch_filters"}
+    with pytest.raises(UserError, match="pictures: position_similarity: only models of the fam"):
+        drawn(convnext, tmp_path / "none", pictures=("position_similarity",))
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_documentation_lists_the_pictures() -> None:
+    page = (ROOT / "docs/evaluation.md").read_text().partition("\n## Look inside")[2]
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PICTURES)
+
+
+# ---- images -------------------------------------------------------------------------------------
+
+
+def visualized(*images: Path, **values: Any) -> Visualized:
+    run = VisualizeRun(init="x", images=tuple(map(str, images)), **values)
+    return Visualized(run, small_model(), WORLD)
+
+
+def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> None:
+    for number in range(12):
+        path = tmp_path / "abc"[number % 3] / f"{number:03}.png"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(image_bytes("png", seed=number))
+    titles, pixels = visualized(tmp_path).sheet(3)
+    assert titles == ["a", "b", "c"] and pixels.shape == (3, 3, SIZE, SIZE)
+    titles, pixels = visualized(tmp_path / "b/001.png").sheet(8)
+    assert titles == ["001"] and len(pixels) == 1
+    (tmp_path / "a/000.png").write_bytes(b"no image")
+    subject = visualized(tmp_path)
+    assert subject.sheet(3)[0] == ["b", "c"]
+    (skipped,) = subject.skipped
+    assert "000.png: cannot identify image file" in skipped and " at 0x" not in skipped
+    for path, split, message in (
+        (tmp_path / "a/000.png", None, "no image can be read"),
+        (tmp_path / "no", None, "no such file"),
+        (tmp_path, "test", "only shards have splits"),
+    ):
+        with pytest.raises(UserError, match=message):
+            visualized(path, split=split).sheet(3)
+
+
+def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
+    """Of a damaged sample it is said where it is."""
+    make_shard_folder(tmp_path / "shards", lengths={"test": (4, 3)})
+    index = read_split(str(tmp_path / "shards"), split="test")
+    with open(index.shards[0], "r+b") as file:
+        file.seek(int(index.offset[2]))
+        file.write(bytes(int(index.length[2])))
+    subject = visualized(tmp_path / "shards")
+    titles, pixels = subject.sheet(3)
+    expected = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)
+    settings = DataSettings(path="", global_batch=1)
+    samples = EvaluationSamples(index, settings=settings, image_size=SIZE)
+    for title, found, number in zip(titles, pixels, (0, 4), strict=True):
+        label, _ = samples.fill(number, expected)
+        assert torch.equal(found, expected) and title == index.classes[label]
+    (skipped,) = subject.skipped
+    assert f" in {index.shards[0]}: " in skipped
+
+
+def test_a_long_name_is_broken_between_words_and_shortened_in_the_middle() -> None:
+    assert caption("cat", width=3) == "cat"
+    assert caption("letter", width=4) == "le…r"
+    name = "capital_letter_a_with_acute"
+    assert caption(name, width=16, num_lines=2) == "capital letter a\nwith acute"
+    assert caption(name, width=15) == "capital…h acute"
+    assert caption("abcdefgh-ij", width=4, num_lines=3) == "abcd\nefgh\n-ij"

@@ -1,0 +1,403 @@
+"""Weights of other code bases give the logits of their own libraries; bad files are refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from timm.models import save_for_hf
+from torch import nn
+
+from tests.support.engine.small_models import export, small_model
+from vitscale.config.errors import UserError
+from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.models.costs import num_parameters
+from vitscale.models.settings import ViTSettings
+from vitscale.models.weights.reading import read_weights
+
+# ---- timm and Hugging Face -----------------------------------------------------------------------
+
+SIZE = 28
+IMAGES = torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": SIZE}
+SMALL |= {"patch_size": 7}
+NAMES = {label: f"animal {label}" for label in range(5)}
+TIMM: dict[str, Any] = {"img_size": SIZE, "patch_size": 7, "embed_dim": 32, "depth": 2}
+TIMM |= {"num_heads": 4, "num_classes": 5}
+TINY = "vit_tiny_patch16_224"
+
+
+@torch.no_grad()
+def shaken(model: nn.Module) -> Any:
+    """No parameter is at its usual start, where a lost one could go unnoticed."""
+    random = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=random) * 0.1)
+    return model.eval()
+
+
+def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") -> None:
+    with torch.no_grad():
+        found = ours.network(IMAGES, output=output)
+    assert expected.std() > 0.1
+    assert torch.allclose(found, expected, atol=1e-5)
+    counted = sum(parameter.numel() for parameter in ours.network.parameters())
+    assert num_parameters(ours.arch) == counted
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        ("ViT", {"hidden_act": "gelu", "intermediate_size": 48}),
+        ("ViT", {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
+        ("ViT", {"hidden_act": "gelu_new"}),
+        ("DeiT", {}),
+        ("Dinov2", {}),
+        ("Dinov2", {"use_swiglu_ffn": True}),
+        ("Dinov2WithRegisters", {}),
+    ],
+)
+def test_hugging_face_classifiers_give_their_logits(
+    tmp_path: Path, kind: str, more: dict[str, Any]
+) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SMALL, id2label=NAMES, **more)
+    theirs = shaken(getattr(transformers, f"{kind}ForImageClassification")(config))
+    theirs.save_pretrained(tmp_path)
+    ours = open_model(str(tmp_path))
+    with torch.no_grad():
+        check(ours, theirs(IMAGES).logits)
+    assert ours.classes == tuple(NAMES.values())
+    assert (ours.arch.image_size, ours.num_classes) == (SIZE, 5)
+
+
+@pytest.mark.parametrize("kind", ["ViT", "ViTMAE", "Dinov2", "Dinov2WithRegisters"])
+def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> None:
+    """Whole, and in shards."""
+    config = getattr(transformers, f"{kind}Config")(**SMALL)
+    theirs = shaken(getattr(transformers, f"{kind}Model")(config))
+    theirs.save_pretrained(tmp_path / "whole")
+    theirs.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
+    if kind == "ViTMAE":
+        theirs.config.mask_ratio = 0.0  # it shuffles the patches, which the class token ignores
+    with torch.no_grad():
+        expected = theirs(IMAGES).last_hidden_state[:, 0]
+    for name in ("whole", "sharded"):
+        check(open_model(str(tmp_path / name)), expected, "features")
+
+
+@pytest.mark.parametrize(
+    "written, expected",
+    [
+        (
+            {"do_center_crop": False, "image_mean": [0.1] * 3, "resample": 3},
+            {"eval_resize": "squash", "mean": (0.1,) * 3, "eval_interpolation": "bicubic"},
+        ),
+        (
+            {
+                "do_center_crop": True,
+                "size": {"shortest_edge": 32},
+                "crop_size": {"height": 28, "width": 28},
+            },
+            {"eval_resize": "center_crop", "eval_crop_fraction": 0.875},
+        ),
+        ({"do_normalize": False}, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),
+    ],
+)
+def test_preprocessing_comes_with_the_folder(
+    tmp_path: Path, written: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    transformers.ViTModel(transformers.ViTConfig(**SMALL)).save_pretrained(tmp_path)
+    assert open_model(str(tmp_path)).preprocessing.mean == (0.5, 0.5, 0.5)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(written))
+    found = open_model(str(tmp_path)).preprocessing
+    assert {key: getattr(found, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        (TINY, {}),
+        (TINY, {"act_layer": "gelu_tanh"}),
+        ("vit_base_patch16_224", {"global_pool": "avg"}),
+        ("vit_base_patch16_224", {"global_pool": "avg", "fc_norm": False, "class_token": False}),
+        ("deit_tiny_distilled_patch16_224", {}),
+        ("deit3_small_patch16_224", {}),
+        ("vit_small_patch14_dinov2", {}),
+        ("vit_small_patch14_reg4_dinov2", {}),
+        ("vit_giant_patch14_dinov2", {}),
+        ("vit_base_patch16_siglip_224", {}),
+    ],
+)
+def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+    theirs = shaken(timm.create_model(name, **TIMM, **more))
+    theirs.pretrained_cfg["crop_pct"] = 0.93
+    config = {"label_names": [f"n{label}" for label in range(5)]}
+    config |= {"label_descriptions": {"n1": "tench, Tinca tinca"}}
+    save_for_hf(theirs, tmp_path, model_config=config, model_args=TIMM | more)
+    ours = open_model(str(tmp_path))
+    with torch.no_grad():
+        check(ours, theirs(IMAGES))
+    # Descriptions are read instead of synsets.
+    assert ours.classes == ("n0", "tench, Tinca tinca", "n2", "n3", "n4")
+    assert ours.preprocessing.mean == theirs.pretrained_cfg["mean"]
+    assert ours.preprocessing.eval_crop_fraction == 0.93
+
+
+@pytest.mark.parametrize("name", ["deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
+def test_a_bare_file_needs_only_its_heads(tmp_path: Path, name: str) -> None:
+    """Its width of 32 is of no known model. Positions are resampled to another image size."""
+    theirs, path = shaken(timm.create_model(name, **TIMM)), str(tmp_path / "bare.safetensors")
+    weights = theirs.state_dict()
+    if name.startswith("deit3"):  # its authors' names
+        scales = [name for name in weights if ".ls" in name]
+        for scale in scales:
+            own = scale.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2")
+            weights[own] = weights.pop(scale)
+    save_file(weights, path)
+    with pytest.raises(UserError, match="set model.num_heads"):
+        open_model(path)
+    chosen = ViTSettings(num_heads=4)
+    ours = open_model(path, model=chosen)
+    with torch.no_grad():
+        check(ours, theirs(IMAGES))
+    assert "assumed gelu=erf, layer_norm_eps=1e-06, mean=(0.485" in ours.source
+    larger = open_model(
+        path,
+        model=ViTSettings(num_heads=4, gelu="tanh"),
+        preprocessing={"mean": (0.5,) * 3},
+        image_size=2 * SIZE,
+        position_embedding="dinov2",
+    )
+    assert "assumed layer_norm_eps=1e-06, std=" in larger.source
+    assert larger.preprocessing.mean == (0.5,) * 3
+    assert larger.preprocessing.image_size == 2 * SIZE and larger.arch.grid == (8, 8)
+    assert larger.network(torch.zeros(2, 3, 2 * SIZE, 2 * SIZE)).shape == (2, 5)
+    with pytest.raises(UserError, match="30 px is not a multiple of the 7 px patch"):
+        open_model(path, model=chosen, image_size=30)
+
+
+# ---- Google -------------------------------------------------------------------------------------
+
+Arrays = dict[str, np.ndarray]
+
+
+def big_vision(folder: Path) -> Arrays:
+    """Random weights under big_vision's names, which timm reads as well (`test_exporting`)."""
+    exported = export(small_model(class_position=False), "npz", folder / "exported")
+    with np.load(exported / "model.npz") as arrays:
+        return {name.removeprefix("params/"): arrays[name] for name in arrays.files}
+
+
+def npz(path: Path, content: Arrays, *, prefix: str = "") -> Path:
+    np.savez(path, **{f"{prefix}{name}": value for name, value in content.items()})
+    return path
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1)))
+
+
+def opened(path: Path) -> torch.Tensor:
+    return logits(open_model(str(path)).network)
+
+
+def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
+    """Blocks stacked by `scan=True`, a text tower, optimiser states, bf16 as NumPy has it."""
+    content = big_vision(tmp_path)
+    expected = opened(npz(tmp_path / "plain.npz", content, prefix="params/"))
+    block = "Transformer/encoderblock_0/"
+    stacked = {n: v for n, v in content.items() if "encoderblock_" not in n}
+    for name in (n for n in content if n.startswith(block)):
+        each = [content[name.replace("_0/", f"_{number}/", 1)] for number in range(2)]
+        stacked[name.replace("_0/", "/", 1)] = np.stack(each)
+    text = {f"params/img/{name}": value for name, value in stacked.items()}
+    text["params/txt/head/kernel"] = np.ones((2, 2), np.float32)
+    assert torch.equal(opened(npz(tmp_path / "stacked.npz", text)), expected)
+    old = npz(tmp_path / "old.npz", content, prefix="opt/target/")
+    with zipfile.ZipFile(old, "a") as archive:  # never read
+        archive.writestr("opt/state/step.npy", b"whatever")
+    assert torch.equal(opened(old), expected)
+    rounded = {k: torch.from_numpy(v).bfloat16() for k, v in content.items()}
+    raw = {k: v.view(torch.int16).numpy().view("V2") for k, v in rounded.items()}
+    exact = {k: v.float().numpy() for k, v in rounded.items()}
+    found = opened(npz(tmp_path / "bf16.npz", raw))
+    assert torch.equal(found, opened(npz(tmp_path / "fp32.npz", exact)))
+
+
+def test_positions_form_a_square(tmp_path: Path) -> None:
+    content = big_vision(tmp_path) | {"pos_embedding": np.zeros((1, 19, 24), np.float32)}
+    path = npz(tmp_path / "wide.npz", content)
+    with pytest.raises(UserError, match=r"form no square(?s:.*)config.json"):
+        read_weights(path)
+
+
+# ---- trainers ------------------------------------------------------------------------------------
+
+STATE = {
+    "cls_token": torch.full((1, 1, 8), 2.0),
+    "pos_embed": torch.arange(80.0).view(1, 10, 8),
+    "patch_embed.proj.weight": torch.ones(8, 3, 4, 4, dtype=torch.float16),
+    "blocks.0.norm1.weight": torch.ones(8),
+}
+ARGS = argparse.Namespace(lr=0.1, output_dir=Path("/somewhere"))
+HEADS_OF_DINO = {
+    "backbone.mask_token": torch.ones(1, 8),
+    "dino_head.mlp.0.weight": torch.ones(2, 2),
+}
+
+
+def under(prefix: str) -> dict[str, torch.Tensor]:
+    return {f"{prefix}{name}": value for name, value in STATE.items()}
+
+
+CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model": STATE, "optimizer": {"state": {0: {"step": 1}}}, "epoch": 3, "args": ARGS},
+        {"state_dict": under("module.")},
+        {"student": {}, "teacher": under("module.backbone."), "epoch": 1},
+        {"teacher": under("backbone.") | HEADS_OF_DINO},
+        {"model": {name: torch.nn.Parameter(value) for name, value in STATE.items()}},
+        CHUNKED,
+    ],
+    ids=["mae", "timm", "dino", "dinov2", "parameters", "chunks"],
+)
+@pytest.mark.parametrize("kind", ["zip", "old"])
+def test_files_of_trainers_load_as_their_weights(tmp_path: Path, content: Any, kind: str) -> None:
+    path = tmp_path / "model.pth"
+    torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
+    found = read_weights(path)
+    assert found.grid == (3, 3)
+    assert found.tensors.keys() - {"mask_token"} == STATE.keys()
+    assert all(torch.equal(found.tensors[name], STATE[name].float()) for name in STATE)
+    assert all(value.dtype == torch.float32 for value in found.tensors.values())
+
+
+# DeiT's Ti, SigLIP's So400m, H and DINOv2's g; any other has heads of 64 channels.
+@pytest.mark.parametrize(
+    ("width", "heads"), [(192, 3), (1152, 16), (1280, 16), (1536, 24), (640, 10)]
+)
+def test_heads_are_those_of_the_known_model(tmp_path: Path, width: int, heads: int) -> None:
+    path = tmp_path / "bare.safetensors"
+    sizes = {"width": width, "num_heads": heads, "depth": 1, "mlp_width": 8}
+    save_file(small_model(**sizes).network.state_dict(), path)
+    assert open_model(str(path)).arch.num_heads == heads  # type: ignore[attr-defined]  # a ViT's
+
+
+# ---- bad files ----------------------------------------------------------------------------------
+
+
+class Trap:
+    """Unpickled, it would create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("kind", ["zip", "old", "npz"])
+def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> None:
+    sprung, path = tmp_path / "sprung", tmp_path / "trap.pth"
+    if kind == "npz":
+        path = npz(
+            tmp_path / "trap.npz",
+            big_vision(tmp_path) | {"cls": np.array([Trap(sprung)], dtype=object)},
+        )
+    else:
+        content = {"model": STATE, "extra": Trap(sprung)}
+        torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
+    message = (
+        "Object arrays cannot be" if kind == "npz" else "may run code; nothing of it was loaded"
+    )
+    with pytest.raises(UserError, match=message):
+        read_weights(path)
+    assert not sprung.exists()
+    if kind != "npz":
+        torch.load(path, weights_only=False)  # the trap is a real one
+        assert sprung.exists()
+
+
+def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    whole = npz(tmp_path / "whole.npz", big_vision(tmp_path)).read_bytes()
+    torch.save(STATE, tmp_path / "whole.pth")
+    middle = len(whole) // 2
+    bad: dict[str, Any] = {
+        "cut.npz": whole[:middle],
+        # zip's own checksum detects a byte that changed.
+        "changed.npz": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "cut.pth": (tmp_path / "whole.pth").read_bytes()[:-300],
+        **{f"text{suffix}": b"<html>" * 9 for suffix in (".npz", ".safetensors", ".pth")},
+        **{f"empty{suffix}": b"" for suffix in (".npz", ".safetensors", ".pth")},
+    }
+    for name, content in bad.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match="is damaged or no file of weights") as caught:
+            read_weights(tmp_path / name)
+        assert name in str(caught.value) and len(str(caught.value).splitlines()) <= 3
+    for content, message in (
+        ({"model": {"x": 1}}, "'x' is no tensor"),
+        ([torch.ones(1)], "holds no tensors by name"),
+    ):
+        torch.save(content, tmp_path / "odd.pth")
+        with pytest.raises(UserError, match=message):
+            read_weights(tmp_path / "odd.pth")
+    with pytest.raises(UserError, match="cannot be read .No such file"):
+        read_weights(tmp_path / "missing.npz")
+    npz(tmp_path / "other.npz", {"a": np.ones(2), "b": np.ones(2)})
+    with pytest.raises(UserError, match="its first names: a, b"):
+        read_weights(tmp_path / "other.npz")
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    model = timm.create_model(TINY, **TIMM | {"embed_dim": 192, "depth": 1})
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no model") as caught:
+        open_model(str(tmp_path))
+    assert "set init to the file model.safetensors" in str(caught.value)
+    assert "config.json" in str(caught.value) and "checkpoints/" in str(caught.value)
+    (tmp_path / "run.npz/checkpoints").mkdir(parents=True)  # a folder, whatever its name
+    with pytest.raises(UserError, match="run.npz: "):
+        open_model(str(tmp_path / "run.npz"))
+    (tmp_path / "model.ckpt").write_text("")
+    with pytest.raises(UserError, match=r"'?.ckpt'? is no kind of weight file"):
+        open_model(str(tmp_path / "model.ckpt"))
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"model_type": "swin"}, "describes a model of type 'swin'"),
+        ({"model_type": "vit", "num_attention_heads": 3, "hidden_act": "quick_gelu"}, "quick_gelu"),
+        ({"architecture": "resnet50"}, "tensors do not fit"),
+        ({"architecture": TINY, "model_args": {"checkpoint_path": "/x"}}, "loads weights"),
+    ],
+)
+def test_other_models_are_refused(weights: Path, config: dict[str, Any], message: str) -> None:
+    (weights.parent / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        open_model(str(weights.parent))
+    name = "blocks.0.attn.q_norm.weight"
+    save_file({**load_file(weights), name: torch.ones(9)}, weights)
+    with pytest.raises(UserError, match=f"{name}: model not in(?s:.*)or model.name=timm"):
+        open_model(str(weights))
