@@ -132,25 +132,22 @@ class FakeEngine:
         self.value = 1.0
 
 
-@pytest.mark.parametrize("has_average", [False, True])
 def test_each_evaluation_runs_at_its_own_interval_and_last(
-    monkeypatch: pytest.MonkeyPatch, has_average: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of the weights, then of their average."""
     monkeypatch.setattr(schedule, "EVALUATIONS", {"a": Weights, "b": Weights})
     engine: Any = FakeEngine()
     subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)
     chosen = [
         EvaluationSettingsBase(name=name, every_steps=n) for name, n in (("a", 4), ("b", None))
     ]
-    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=has_average)
+    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=True)
     due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
     assert due == [4, 8, 9]
-    of_average = [{"val/ema_a_value": 2.0}, {"val/ema_b_value": 2.0}] if has_average else []
-    assert list(evaluations.run(4, is_last=False)) == [{"val/a_value": 1.0}, *of_average[:1]]
-    assert list(evaluations.run(9, is_last=True)) == [
-        *({"val/a_value": 1.0}, {"val/b_value": 1.0}),
-        *of_average,
-    ]
+    found = [evaluations.run(4, is_last=False), evaluations.run(9, is_last=True)]
+    a, b, of_average = {"val/a_value": 1.0}, {"val/b_value": 1.0}, {"val/ema_a_value": 2.0}
+    assert list(map(list, found)) == [[a, of_average], [a, b, of_average, {"val/ema_b_value": 2.0}]]
     assert engine.training
 
 

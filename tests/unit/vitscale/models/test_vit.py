@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from timm.models.deit import VisionTransformerDistilled
 
 from tests.support.engine.numpy_vit import vit_logits
 from vitscale.models.costs import num_parameters
@@ -230,29 +229,18 @@ def test_outputs_are_what_their_names_say() -> None:
     assert torch.allclose(found, torch.cat(expected, dim=1), atol=1e-6)
 
 
-def test_distilled_weights_and_logits_are_those_of_timm() -> None:
-    torch.manual_seed(0)
-    theirs: Any = VisionTransformerDistilled(
-        img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=2, num_classes=5
-    )
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    distilled = {"distillation_token": True, "mlp_width": 96, "gelu": "erf"}
-    ours = small(**distilled)
-    ours.load_state_dict(theirs.state_dict())
-    both = torch.stack(ours.eval()(PIXELS, output="heads"))
-    assert torch.equal(ours(PIXELS), theirs.eval()(PIXELS))
-    assert torch.equal(
-        ours(PIXELS, output="features"),
-        theirs.forward_head(theirs.forward_features(PIXELS), pre_logits=True),
-    )
-    theirs.set_distilled_training(True)
-    assert torch.equal(both, torch.stack(theirs.train()(PIXELS)))
+def test_a_distilled_model_has_a_head_for_each_token() -> None:
+    model = small(distillation_token=True, head_std=0.1)
+    heads = model(PIXELS, output="heads")
+    tokens = model.forward_features(PIXELS)
+    assert torch.equal(heads[0], model.head(tokens[:, 0]))
+    assert torch.equal(heads[1], model.head_dist(tokens[:, 1]))
+    assert torch.equal(model(PIXELS, output="features"), tokens[:, :2].mean(dim=1))
     # Training without a teacher trains both heads, through the mean that is used at test.
-    torch.testing.assert_close(ours.train()(PIXELS), both.mean(0))
-    ours(PIXELS).square().sum().backward()
-    assert all(p.grad is not None for p in ours.parameters())
-    arch = arch_of(**distilled)
+    torch.testing.assert_close(model(PIXELS), torch.stack(heads).mean(dim=0))
+    model(PIXELS).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    arch = arch_of(distillation_token=True)
     assert (layers_above("dist_token", arch), layers_above("head_dist.weight", arch)) == (3, 0)
 
 
