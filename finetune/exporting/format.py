@@ -6,16 +6,15 @@ Leaves out: the formats themselves (`to_*`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from vitscale.distributed.atomic_files import write_json
+from vitscale.distributed.atomic_files import write_bytes, write_json
 from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.weights.reading import DESCRIPTION, FORMAT_VERSION
 
@@ -58,12 +57,9 @@ class Format:
 
 
 def save_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a safetensors file that others may read as far as the umask lets them."""
+    """Write a safetensors file; `save_file` would let its owner alone read it."""
     contiguous = {name: value.contiguous() for name, value in weights.items()}
-    save_file(contiguous, path, metadata={"format": "pt"})
-    umask = os.umask(0)
-    os.umask(umask)
-    path.chmod(0o666 & ~umask)  # `save_file` lets its owner alone read it
+    write_bytes(path, save(contiguous, metadata={"format": "pt"}))
 
 
 def weights_of(model: TrainedModel) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from finetune.inspection.attention import draw_distance, draw_rollout
 from finetune.inspection.visualized import Visualized
 from finetune.inspection.weights import draw_filters, draw_positions
 from finetune.settings import PICTURES, VisualizeRun
-from vitscale.config.errors import UserError, UserErrors, not_written
+from vitscale.config.errors import UserError, not_written
 from vitscale.distributed.world import World
 from vitscale.evaluation.trained_model import open_model
 from vitscale.images.sheet import save_figure
@@ -41,18 +41,14 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
         name: why for name in PICTURES if (why := reason_unavailable(name, subject)) is not None
     }
     has = [name for name in PICTURES if name not in missing]
-    errors = [
-        UserError(
-            missing[name],
-            where=f"pictures: {name}",
-            allowed=", ".join(has),
-            next_step="remove it from pictures",
-        )
-        for name in run.pictures
-        if name in missing
-    ]
-    if errors:
-        raise UserErrors(errors)
+    for name in run.pictures:
+        if name in missing:
+            raise UserError(
+                missing[name],
+                where=f"pictures: {name}",
+                allowed=", ".join(has),
+                next_step="remove it from pictures",
+            )
     for why in dict.fromkeys(missing.values()) if not run.pictures else ():
         print(f"left out {', '.join(name for name in missing if missing[name] == why)}: {why}")
     written = []
