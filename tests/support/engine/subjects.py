@@ -1,4 +1,4 @@
-"""Subjects of evaluations in one process: tiny ViTs, and given outputs in padded batches."""
+"""Subjects of evaluations in one process, whose model's output is given, in padded batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.evaluation.evaluation import Outputs, Subject
-from vitscale.evaluation.trained_model import InferenceModel
-from vitscale.models.settings import ViTSettings
-from vitscale.models.vit import build_model
 
 WORLD = World(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
 
@@ -108,17 +105,3 @@ def given_outputs(
         classes=None if model_classes is None else tuple(model_classes),
         folder=folder,
     )
-
-
-def inference_model(*, seed: int = 0, **model: Any) -> InferenceModel:
-    """A tiny ViT with random weights. `model`: keys of the section `model`; by default 16 px."""
-    values = {"image_size": 16, "patch_size": 4, "width": 24, "depth": 1, "num_heads": 2}
-    settings = ViTSettings.model_validate({**values, "mlp_width": 48, **model})
-    network = build_model(settings.resolved(num_classes=0), seed=seed)
-    return InferenceModel(network, mean=(0.5,) * 3, std=(0.5,) * 3, world=WORLD)  # type: ignore[arg-type]  # three
-
-
-def random_images(count: int, *, size: int = 16, seed: int = 0) -> torch.Tensor:
-    """uint8 [count, 3, size, size]"""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count, 3, size, size), generator=generator, dtype=torch.uint8)
