@@ -66,8 +66,9 @@ class Knn(Evaluation):
 
         val, images = subject.features("val"), subject.val.num_samples
         correct = sum_over_ranks(val.num_correct(votes, device=device, size=QUERIES)).tolist()
-        names = ("knn_top1", *(f"knn{k}_top1" for k in settings.also_k))
-        return {name: Share(count, images) for name, count in zip(names, correct, strict=True)}
+        shares = [Share(count, images) for count in correct]
+        found = zip(settings.also_k, shares[1:], strict=True)
+        return {"knn_top1": shares[0], **{f"knn{k}_top1": share for k, share in found}}
 
 
 def evenly_spaced(total: int, *, at_most: int | None) -> np.ndarray:
