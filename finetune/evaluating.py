@@ -143,7 +143,7 @@ def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker
         name=run.name,
         stage=run.stage,
         tags={"vitscale.evaluated": model.source},
-        resume_step=0,
+        resume_step=-1,
         is_writer=world.is_first,
         origin=None if model.run is None else str(model.run.folder),
     )

@@ -47,7 +47,7 @@ def warm_starter() -> Iterator[WarmStarter]:
 def new_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without runs, to copy: making its tables flushes the disk 200 times."""
     database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    open_client(f"sqlite:///{database}", say=lambda text: None)
+    open_client(f"sqlite:///{database}")
     return database
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +16,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from vitscale.config.errors import FailureKind, UserError
-from vitscale.distributed.events import EVENTS_NAME
 from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import World, errors_on_all_ranks
 
-LOCK_NAME = ".lock"
 # After SILENT_S without a touch a holder on another node is gone. Under SLURM a start waits for
 # WAIT_S: the holder may be an attempt that is ending. The other ranks wait too, so not for longer.
 BEAT_S, SILENT_S, WAIT_S = 5.0, 20.0, 30.0
@@ -35,17 +32,12 @@ class FolderTakenError(UserError):
 
 @contextmanager
 def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
-    """Hold the run folder inside the block. Raises UserError, on all ranks, for a second job.
-
-    A run that fails before it has written anything leaves no new folder.
-    """
+    """Hold the run folder inside the block. Raises UserError, on all ranks, for a second job."""
     with ExitStack() as stack:
         with errors_on_all_ranks("cannot be used as run folder", folder):
             if world.is_first:
-                if not folder.exists():
-                    stack.callback(_remove_if_unused, folder)
                 folder.mkdir(parents=True, mode=0o700, exist_ok=True)
-                stack.enter_context(_held(folder / LOCK_NAME))
+                stack.enter_context(_held(folder / ".lock"))
         yield
 
 
@@ -101,11 +93,3 @@ def _acquire(path: Path, descriptor: int) -> None:
         if now - start > WAIT_S:
             raise FolderTakenError(what, where=str(path.parent), next_step=next_step)
         time.sleep(0.5)
-
-
-def _remove_if_unused(folder: Path) -> None:
-    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK_NAME, EVENTS_NAME}:
-        # Renamed first: another rank may record its failure meanwhile, in a folder still there.
-        unused = folder.with_name(f".{folder.name}.unused-{os.getpid()}")
-        folder.rename(unused)
-        shutil.rmtree(unused)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from vitscale.distributed.retry import open_log
 
@@ -47,25 +48,12 @@ def plain_line(
 class Console:
     """Lines of a training, printed and appended to its log. Silent on other ranks."""
 
-    def __init__(
-        self, folder: str | Path, *, total_steps: int, start_step: int = 0, is_writer: bool
-    ) -> None:
-        self._total = total_steps
-        self._start = self._since = start_step, time.monotonic()
-        path = Path(folder) / LOG_NAME
+    def __init__(self, folder: str | Path, *, is_writer: bool) -> None:
+        self._log: TextIO | None = None
         if is_writer:
+            path = Path(folder) / LOG_NAME
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = open_log(path) if is_writer else None
-
-    def end_warm_up(self, step: int) -> None:
-        """Estimate the end from the steps after `step`: the first compiles and fills caches."""
-        self._since = step, time.monotonic()
-
-    def update(self, step: int, **values: float) -> None:
-        """Write the line of an interval that ends with `step`. values: of `plain_line`."""
-        first, since = self._since if step > self._since[0] else self._start
-        eta_s = (time.monotonic() - since) / max(step - first, 1) * (self._total - step)
-        self.message(plain_line(step=step, total_steps=self._total, eta_s=eta_s, **values))
+            self._log = open_log(path)
 
     def message(self, text: str) -> None:
         """Write a sentence after the clock time."""
@@ -89,21 +77,19 @@ def item_progress(
 ) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds to the number of items done; print rate and time left.
 
-    A line every ITEM_INTERVAL_S; none for shorter work. The first items do not count for the rate.
+    A line every ITEM_INTERVAL_S and at the end; none for shorter work.
     """
     start = last = time.monotonic()
-    done = first = 0
+    done = 0
 
     def show() -> None:
-        rate = (done - first) / max(time.monotonic() - start, 1e-9)
-        left = (total - done) / rate if rate else 0.0
-        text = f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left:,.0f} s left"
-        print(text, flush=True)
+        rate = max(done, 1) / max(time.monotonic() - start, 1e-9)
+        left = f"{(total - done) / rate:,.0f} s left"
+        print(f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}", flush=True)
 
     def advance(num: int) -> None:
-        nonlocal done, first, last
+        nonlocal done, last
         done = min(done + num, total)
-        first = first or done
         if time.monotonic() - last >= ITEM_INTERVAL_S:
             last = time.monotonic()
             show()

@@ -15,12 +15,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitscale.distributed.atomic_files import atomic_file
+from vitscale.distributed.atomic_files import write_bytes
 
 JOURNAL_NAME = "journal.jsonl"
 
@@ -79,8 +79,6 @@ class Journal:
     def __init__(self, path: Path | str, *, resume_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
-        # Keys of the last step: an evaluation repeated after a resume is not written twice.
-        self._step, self._keys = -1, set[str]()
         if self.path.exists():
             self._truncate(resume_step)
         self._file = open(self.path, "ab", buffering=0)
@@ -93,32 +91,16 @@ class Journal:
         The file is replaced atomically, and only if lines are dropped: a kill leaves the old file.
         """
         lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = []
-        for line in lines:
-            row = decode(line)
-            if row is not None and row.step <= resume_step:
-                kept.append(line)
-                self._remember(row.step, row.metrics.keys())
+        kept = [line for line in lines if (row := decode(line)) and row.step <= resume_step]
         if len(kept) < len(lines):
-            with atomic_file(self.path) as file:
-                file.writelines(kept)
-
-    def _remember(self, step: int, keys: Iterable[str]) -> None:
-        self._keys = (self._keys if step == self._step else set()).union(keys)
-        self._step = step
+            write_bytes(self.path, b"".join(kept))
 
     def append(self, metrics: dict[str, float], *, step: int) -> None:
-        """Write one line, without keys that this step already has.
-
-        What the disk refuses is kept, and written with the next line: see `refused`.
-        """
-        assert step >= self._step, f"step {step} logged after step {self._step}"
-        known = self._keys if step == self._step else ()
-        values = {key: float(value) for key, value in metrics.items() if key not in known}
+        """Write one line. What the disk refuses is kept, and written with the next: `refused`."""
+        values = {key: float(value) for key, value in metrics.items()}
         if values:
             self._unwritten += encode(Row(step=step, time=time.time(), metrics=values))
             self._write()
-            self._remember(step, values)
 
     def _write(self) -> None:
         self.refused = None

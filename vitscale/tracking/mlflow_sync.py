@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "30",
 }
-ID_TAG, STATUS_TAG = "vitscale.tracking_id", "vitscale.status"
+ID_TAG = "vitscale.tracking_id"
 # MLflow's own metrics of nodes, which are not in the journal.
 SYSTEM_PREFIX = "system/"
 # Counts of what may never happen. MLflow has them from the first event on.
@@ -74,17 +74,15 @@ def prepare() -> None:
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
 
 
-def open_client(uri: str, *, say: Say) -> MlflowClient:
-    """A client of an absolute URI. Creates a missing SQLite database, with a message."""
+def open_client(uri: str) -> MlflowClient:
+    """A client of an absolute URI. Creates a missing SQLite database."""
     prepare()
     from mlflow.tracking import MlflowClient
 
     database = sqlite_path(uri)
     if database is None:
         return MlflowClient(tracking_uri=uri)
-    if not database.exists():
-        say(f"creating the MLflow database {database}; the first use takes some seconds")
-        database.parent.mkdir(parents=True, exist_ok=True)
+    database.parent.mkdir(parents=True, exist_ok=True)
     # One process at a time, since first uses race to create tables.
     with open(database.with_name(f".{database.name}.lock"), "ab") as lock:
         with suppress(OSError):  # a file system without locks
@@ -115,7 +113,7 @@ class MlflowRun:
         from mlflow.entities import Param, RunTag
 
         self.folder, self.uri, self._say = folder, uri, say
-        self.client = client = open_client(uri, say=say)
+        self.client = client = open_client(uri)
         record = read_record(folder)
         if record is None:  # a copy of journal and configuration
             record = RunRecord(tracking_id=str(folder.absolute()), name=folder.resolve().name)
@@ -137,12 +135,29 @@ class MlflowRun:
         new = [Param(*each) for each in params if each[0] not in run.data.params]
         changed = [RunTag(*each) for each in tags.items() - run.data.tags.items()]
         client.log_batch(self.run_id, params=new, tags=changed)
-        self._status = run.data.tags.get(STATUS_TAG)
+        self._shown: str = run.info.status
         self._last_step = {metric.key: metric.step for metric in run.data._metric_objs}
         self._offset = 0  # lines of the journal before it are sent
         self.num_points = self.num_files = 0
 
-    def send_points(self) -> None:
+    def sync(self, status: Status, *, ended: float | None = None) -> None:
+        """Send what the MLflow run lacks: points, status and, at the end of the run, files.
+
+        ended: unix seconds; None: now. MLflow shows PAUSED as SCHEDULED.
+        """
+        self._send_points()
+        shown = "SCHEDULED" if status == "PAUSED" else status
+        if shown != self._shown:
+            if status in ("RUNNING", "PAUSED"):
+                self.client.update_run(self.run_id, status=shown)
+            else:
+                moment = None if ended is None else int(ended * 1000)
+                self.client.set_terminated(self.run_id, status=shown, end_time=moment)
+            self._shown = shown
+        if status != "RUNNING":
+            self._send_files()
+
+    def _send_points(self) -> None:
         """Send each metric's points behind its last step. In order, so that none is lost."""
         from mlflow.entities import Metric
 
@@ -165,40 +180,27 @@ class MlflowRun:
                 self._last_step[key] = row.step
                 yield key, value
 
-    def set_status(self, status: Status, *, ended: float | None = None) -> None:
-        """ended: unix seconds; None: now. MLflow shows PAUSED as SCHEDULED; a tag says paused."""
-        if self._status == status.lower():
-            return
-        if status in ("RUNNING", "PAUSED"):
-            shown = "RUNNING" if status == "RUNNING" else "SCHEDULED"
-            self.client.update_run(self.run_id, status=shown)
-        else:
-            moment = None if ended is None else int(ended * 1000)
-            self.client.set_terminated(self.run_id, status=status, end_time=moment)
-        self.client.set_tag(self.run_id, STATUS_TAG, status.lower())
-        self._status = status.lower()
-
-    def send_files(self) -> None:
+    def _send_files(self) -> None:
         """Send files that the store lacks or has in another size. A failure is a warning."""
         root = self.folder.resolve()
-        found = {path for pattern in FILES for path in root.glob(pattern) if path.is_file()}
+        found = [path for pattern in FILES for path in sorted(root.glob(pattern))]
+        paths = [path for path in found if path.resolve().is_relative_to(root) and path.is_file()]
         try:
-            for path in sorted(path for path in found if path.resolve().is_relative_to(root)):
+            stored: dict[str, int | None] = {}
+            for place in {path.parent for path in paths} | {root}:
+                name = place.relative_to(root).as_posix() if place != root else None
+                for each in self.client.list_artifacts(self.run_id, name):
+                    stored[each.path] = each.file_size
+            for path in paths:
                 name = path.relative_to(root).as_posix()
-                place = name.rpartition("/")[0] or None
-                if self._stored_files(place).get(name) != path.stat().st_size:
-                    self.client.log_artifact(self.run_id, str(path), place)
+                if stored.get(name) != path.stat().st_size:
+                    self.client.log_artifact(self.run_id, str(path), name.rpartition("/")[0])
                     self.num_files += 1
-            if CONFIG_NAME not in self._stored_files(None):
-                shared = shared_yaml(_read_config(root))
-                self.client.log_text(self.run_id, shared, CONFIG_NAME)
+            if CONFIG_NAME not in stored:
+                self.client.log_text(self.run_id, shared_yaml(_read_config(root)), CONFIG_NAME)
                 self.num_files += 1
         except Exception as error:
             self._say(f"warning: files were not uploaded to MLflow ({short_reason(error)})")
-
-    def _stored_files(self, place: str | None) -> dict[str, int | None]:
-        stored = self.client.list_artifacts(self.run_id, place)
-        return {each.path: each.file_size for each in stored}
 
     def watch_node(self) -> SystemMetricsMonitor | None:
         """Send the use of CPU, memory, disk, network and GPUs of this node."""
@@ -260,10 +262,7 @@ def sync(
 ) -> MlflowRun:
     """Send all that the MLflow run of a folder lacks, with how and when the run ended."""
     run = MlflowRun(folder, uri, experiment=experiment, say=say)
-    run.send_points()
-    run.set_status(status, ended=ended)
-    if status != "RUNNING":
-        run.send_files()
+    run.sync(status, ended=ended)
     return run
 
 
@@ -290,7 +289,7 @@ def upload(folder: Path, files: Sequence[Path], *, place: str | None = None, say
 
 def stored_runs(uri: str, query: str, *, limit: int) -> Iterator[tuple[Any, list[Row]]]:
     """MLflow's runs that its filter finds, newest first, with the metrics of the training."""
-    client = open_client(uri, say=lambda text: None)
+    client = open_client(uri)
     for run in _find(client, query, limit=limit):
         keys = [key for key in run.data.metrics if not key.startswith(SYSTEM_PREFIX)]
         points = [p for key in keys for p in client.get_metric_history(run.info.run_id, key)]

@@ -26,7 +26,7 @@ from vitscale.config.loader import read_site
 from vitscale.config.redaction import redact
 from vitscale.config.source import shown_path
 from vitscale.distributed.events import read_events
-from vitscale.tracking.source_version import source_version
+from vitscale.tracking.source_version import SourceVersion
 
 CONFIG_NAME = "config.yaml"
 # Events of a run folder: a start of a run, and its end.
@@ -129,7 +129,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def process_tags() -> dict[str, str]:
+def process_tags(version: SourceVersion | None) -> dict[str, str]:
     """Tags about this process: user, version of the code, world size, job."""
     job = os.environ.get("SLURM_JOB_ID")
     tags = {
@@ -139,7 +139,7 @@ def process_tags() -> dict[str, str]:
     }
     with suppress(KeyError, OSError):  # containers may run under ids without a name
         tags["mlflow.user"] = getpass.getuser()
-    if version := source_version():
+    if version is not None:
         tags["mlflow.source.git.commit"] = version.commit
         tags["mlflow.source.git.dirty"] = str(bool(version.patch)).lower()
         tags[CODE_TAG] = version.short
@@ -160,10 +160,10 @@ def origin_line(tags: Mapping[str, str], *, time_s: float) -> str:
 def default_uri() -> str:
     """`tracking.uri` of the site file, else DEFAULT_URI. Raises UserErrors of the site file."""
     errors: list[UserError] = []
-    site = read_site(errors=errors).values
+    tracking = read_site(errors=errors).values.get("tracking")
     if errors:
         raise UserErrors(errors)
-    uri = site.get("tracking", {}).get("uri")
+    uri = tracking.get("uri") if isinstance(tracking, dict) else None
     return uri if isinstance(uri, str) else DEFAULT_URI
 
 

@@ -1,15 +1,14 @@
-"""Version of the source code: from git, or as recorded when a snapshot of it was taken.
-
-All functions return None outside a checkout and a snapshot, and where git is missing.
-"""
+"""Version of the source code: from git, or as recorded when a snapshot of it was taken."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 # A checkout, a snapshot (launch/jobs/snapshot.py), or site-packages.
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -37,30 +36,23 @@ class SourceVersion:
 
 
 def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
-    """The version of the code in `root`."""
-    try:
+    """The version of the code in `root`; None outside a checkout and a snapshot, or without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        how: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "timeout": TIMEOUT_S}
+        return subprocess.run(command, check=True, capture_output=True, **how).stdout
+
+    with suppress(OSError, ValueError, TypeError):
         recorded = json.loads((root / RECORD_NAME).read_text())
         return SourceVersion(**recorded) if recorded else None
-    except (OSError, ValueError, TypeError):
-        pass
-    commit = _git("rev-parse", "HEAD", root=root)
-    options = ("--no-ext-diff", "--no-color", "--relative")
-    diff = _git("diff", "HEAD", *options, "--", *CODE_FOLDERS, root=root)
-    others = ("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE_FOLDERS)
-    untracked = _git(*others, root=root)
-    if commit is None or diff is None or untracked is None:
-        return None
-    names = "".join(f"# untracked: {name}\n" for name in sorted(untracked.split("\0")) if name)
-    return SourceVersion(commit=commit.strip(), patch=names + diff)
-
-
-def _git(*arguments: str, root: Path) -> str | None:
-    """What git prints in `root`; None if it fails."""
-    command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors="replace", timeout=TIMEOUT_S
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        commit = git("rev-parse", "HEAD").strip()
+        options = ("--no-ext-diff", "--no-color", "--relative")
+        diff = git("diff", "HEAD", *options, "--", *CODE_FOLDERS)
+        listed = ("--others", "--exclude-standard", "-z")
+        untracked = git("ls-files", *listed, "--", *CODE_FOLDERS).split("\0")
+    except (OSError, subprocess.SubprocessError):
         return None
-    return None if done.returncode else done.stdout
+    names = "".join(f"# untracked: {name}\n" for name in sorted(untracked) if name)
+    return SourceVersion(commit=commit, patch=names + diff)

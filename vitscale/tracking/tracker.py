@@ -9,12 +9,12 @@ Importing this module imports neither mlflow nor torch.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import threading
 import uuid
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.redaction import redact, short_reason
@@ -24,7 +24,6 @@ from vitscale.distributed.retry import or_warn
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
 from vitscale.tracking.run_facts import (
-    CODE_TAG,
     CONFIG_NAME,
     ENDED,
     TRACKED,
@@ -37,6 +36,9 @@ from vitscale.tracking.run_facts import (
 )
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import source_version
+
+if TYPE_CHECKING:
+    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 # Between two looks at the journal; after a failure.
 SEND_S, RETRY_S = 1.0, 20.0
@@ -74,9 +76,13 @@ class Tracker:
             return
         uri = None if settings.uri is None else absolute_uri(settings.uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
-        tags = process_tags() | settings.tags | tags | {"vitscale.stage": stage}
-        made_with = hashlib.sha256((self.folder / CONFIG_NAME).read_bytes())
-        made_with.update(tags.get(CODE_TAG, "").encode())
+        version = source_version()
+        made_with = sha256((self.folder / CONFIG_NAME).read_bytes())
+        if version is not None:
+            made_with.update(version.short.encode())
+            if version.patch:
+                write_text(self.folder / f"source-{version.short}.diff", redact_yaml(version.patch))
+        tags = process_tags(version) | settings.tags | tags | {"vitscale.stage": stage}
         self._record(
             TRACKED,
             tracking_id=self._tracking_id(resume_step, made_with.hexdigest()),
@@ -88,20 +94,13 @@ class Tracker:
             note=redact(note),
             origin=origin,
         )
-        version = source_version()
-        if version is not None and version.patch:
-            write_text(self.folder / f"source-{version.short}.diff", redact_yaml(version.patch))
         if uri is None:
             return
         mlflow_sync.prepare()
         self._status: Status = "RUNNING"
         self._closing, self._is_complete = threading.Event(), False
-        self._thread = threading.Thread(
-            target=self._deliver,
-            args=(uri, settings.system_metrics),
-            name="mlflow-delivery",
-            daemon=True,
-        )
+        arguments = (uri, settings.system_metrics)
+        self._thread = threading.Thread(target=self._deliver, args=arguments, daemon=True)
         self._thread.start()
 
     def _tracking_id(self, resume_step: int, made_with: str) -> str:
@@ -155,25 +154,21 @@ class Tracker:
     def _deliver(self, uri: str, watches: bool) -> None:
         """Send new lines until the run is closed. No failure of the store stops training."""
         run: mlflow_sync.MlflowRun | None = None
-        monitor: Any = None
+        monitor: SystemMetricsMonitor | None = None
         is_away = is_last = False
         while not is_last:
-            is_last = self._closing.is_set()
+            is_last = self._closing.wait(RETRY_S if is_away else SEND_S if run else 0)
             try:
                 if run is None:
                     run = mlflow_sync.MlflowRun(self.folder, uri, say=self._say)
-                    run.set_status("RUNNING")
-                    if monitor is not None:
-                        monitor.finish()
-                    monitor = run.watch_node() if watches and not is_last else None
                     self._say(f"MLflow: {chart_page(uri, run.experiment)}")
-                run.send_points()
+                    if watches and monitor is None:
+                        monitor = run.watch_node()
+                run.sync(self._status)
+                is_away = False
                 if is_last:
-                    run.set_status(self._status)
-                    run.send_files()
                     self._is_complete = True
                     self._say(f"MLflow: {chart_page(uri, run.experiment)}")
-                is_away = False
             except Exception as error:
                 run = None
                 if not is_away:
@@ -182,8 +177,6 @@ class Tracker:
                         f"continues, metrics are kept in {JOURNAL_NAME} and sent later"
                     )
                 is_away = True
-            if not is_last:
-                self._closing.wait(RETRY_S if is_away else SEND_S)
         if monitor is not None and self._is_complete:
             monitor.finish()
 

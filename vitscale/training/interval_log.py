@@ -21,7 +21,7 @@ from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import sum_over_ranks
 from vitscale.engine.engine import Engine
 from vitscale.runs.training import TrainingPlan, TrainingRun
-from vitscale.tracking.console import Console
+from vitscale.tracking.console import Console, plain_line
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.detectors import SkippedUpdateMonitor, UnreadableSampleMonitor
 
@@ -163,7 +163,6 @@ class IntervalLog:
             if self._engine.world.device.type == "cuda":
                 torch.cuda.synchronize(self._engine.world.device)
             self._first, self._clock = self._clock, _Clock()
-            self.console.end_warm_up(step)
         self._profile()
 
     def write(self, step: int, *, lr: float) -> None:
@@ -189,8 +188,10 @@ class IntervalLog:
         if self._unreadable.num_replaced:
             metrics["vitals/unreadable"] = float(self._unreadable.num_replaced)
         self.tracker.log(metrics, step=step)
-        loss = metrics["train/loss"]
-        self.console.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
+        steps, loss = self._plan.total_steps, metrics["train/loss"]
+        eta_s = (steps - step) * self._plan.global_batch / speed
+        values = {"loss": loss, "lr": lr, "images_per_s": speed, "data_wait": wait, "eta_s": eta_s}
+        self.console.message(plain_line(step=step, total_steps=steps, **values))
         self._skipped.update(health, step=step, loss_scale=scale, say=say)
 
     def _speed(self) -> dict[str, float]:

@@ -194,9 +194,7 @@ class TrainingSession:
             write_text(folder / "config.yaml", run_to_yaml(run))
             if self.objective.trains_classifier:
                 write_json(folder / CLASSES_NAME, list(self.data.classes))
-        console = stack.enter_context(
-            Console(folder, total_steps=plan.total_steps, start_step=start, is_writer=is_first)
-        )
+        console = stack.enter_context(Console(folder, is_writer=is_first))
         tags = {"vitscale.model": run.model.title, **_data_tags(self.data, self.val_index)}
         if source is not None:
             tags["vitscale.init"] = redact(source)
