@@ -1,25 +1,22 @@
 """Checkpoints made by the real commit protocol without torch, for tests that need hundreds.
 
-Run as a program it is one rank that saves one step and can be stopped before its first system call:
+Run as a program it is one rank that saves one step and stops before its first system call:
 
-    python tests/support/light_checkpoints.py FOLDER STEP KEEP [RANK SOCKET]
+    python tests/support/light_checkpoints.py FOLDER STEP KEEP
 
-Exit code 0 means committed, 2 a disk error, 3 that another rank is gone. With RANK and
-SOCKET there are two ranks.
+Exit code 0 means committed, 2 a disk error.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
-import socket
 import sys
 from pathlib import Path
-from typing import Any
 
-from vitscale.checkpoint.commit import Commit, Gather, Save, commit_save
+from vitscale.checkpoint.commit import Commit, Save, commit_save
+from vitscale.checkpoint.folders import Gather, only_this_rank
 from vitscale.config.errors import UserError
 
 LENGTH = 24
@@ -40,7 +37,7 @@ def light_save(
     keep: int = 2,
     rank: int = 0,
     attempt: str = "light",
-    gather: Gather = lambda value: [value],
+    gather: Gather = only_this_rank,
 ) -> Commit:
     save = Save(
         checkpoints=checkpoints,
@@ -54,42 +51,14 @@ def light_save(
     return commit_save(save, [tensor_file(step, rank)], gather=gather)
 
 
-def two_ranks(path: str, rank: int) -> Gather:
-    """Gather values of two processes over a socket; fails when the other one is gone."""
-    if rank == 0:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(path)
-            door.listen()
-            connection = door.accept()[0]
-    else:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(path)
-    stream = connection.makefile("rwb")
-
-    def gather(value: Any) -> list[Any]:
-        pickle.dump(value, stream)
-        stream.flush()
-        try:
-            other = pickle.load(stream)
-        except EOFError:
-            raise ConnectionError("the other rank is gone") from None
-        return [value, other] if rank == 0 else [other, value]
-
-    return gather
-
-
 def main() -> None:
-    folder, step, keep, *two = sys.argv[1:]
-    rank = int(two[0]) if two else 0
-    gathered = {"gather": two_ranks(two[1], rank)} if two else {}
+    folder, step, keep = sys.argv[1:]
     os.kill(os.getpid(), signal.SIGSTOP)  # from here on a tracer counts
     code = 0
     try:
-        light_save(Path(folder), step=int(step), keep=int(keep), rank=rank, **gathered)
+        light_save(Path(folder), step=int(step), keep=int(keep))
     except UserError:
         code = 2
-    except ConnectionError:
-        code = 3
     os._exit(code)
 
 
