@@ -58,6 +58,7 @@ def _held(path: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{f'job {job}' if job else f'process {os.getpid()}'} on {node_name()}")
         file.flush()
+        os.fsync(file.fileno())
         threading.Thread(target=touch, name="run-folder-lock", daemon=True).start()
         try:
             yield
