@@ -14,7 +14,7 @@ import threading
 import uuid
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.redaction import redact, short_reason
@@ -36,9 +36,6 @@ from vitscale.tracking.run_facts import (
 )
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import source_version
-
-if TYPE_CHECKING:
-    from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 # Between two looks at the journal; after a failure.
 SEND_S, RETRY_S = 1.0, 20.0
@@ -154,7 +151,7 @@ class Tracker:
     def _deliver(self, uri: str, watches: bool) -> None:
         """Send new lines until the run is closed. No failure of the store stops training."""
         run: mlflow_sync.MlflowRun | None = None
-        monitor: SystemMetricsMonitor | None = None
+        monitor: Any = None
         is_away = is_last = False
         while not is_last:
             is_last = self._closing.wait(RETRY_S if is_away else SEND_S if run else 0)
