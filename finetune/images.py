@@ -16,7 +16,13 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, sample_keys
-from vitscale.data.samples import EvaluationResize, EvaluationSamples, Samples, Unreadable
+from vitscale.data.samples import (
+    EvaluationResize,
+    EvaluationSamples,
+    Samples,
+    Unreadable,
+    unreadable_sample,
+)
 from vitscale.data.settings import DataSettings
 from vitscale.data.storage import is_url
 from vitscale.images.crops import converted_pixels
@@ -120,14 +126,14 @@ class ShardSamples(EvaluationSamples):
     """Samples of an evaluation; unreadable ones are reported and do not end the command."""
 
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        label = self.reader.label(sample)
+        label = int(self.index.label[sample])
         try:
-            self.resize(self.reader.bytes_of(sample), out)
+            self.resize(self.index.read(sample), out)
         except UserError:
             raise  # the storage cannot be accessed
         except (OSError, ValueError) as error:
             out.zero_()
-            return label, [self.reader.unreadable(sample, error)]
+            return label, [unreadable_sample(self.index, sample, error)]
         return label, []
 
 

@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 from benchmarks.loader.ours import BATCH, SEED, SIDE, Batches, Task, ours
 from vitscale.data.index import read_split
 from vitscale.data.order import SampleOrder
-from vitscale.data.samples import SplitReader
 
 AREA = (0.05, 1.0)
 PNG_START = b"\x89PNG"
@@ -84,8 +83,8 @@ class _Stored(Dataset[tuple[torch.Tensor, int]]):
     """Samples by position in training, through our index."""
 
     def __init__(self, task: Task, make_decode: Callable[[int], Decode]) -> None:
-        index = read_split(task.shards, split="train")
-        self.order, self.reader = sample_order(task.shards), SplitReader(index)
+        self.index = read_split(task.shards, split="train")
+        self.order = sample_order(task.shards)
         self.make_decode, self.side = make_decode, task.side
         self.decode: Decode | None = None
 
@@ -93,7 +92,7 @@ class _Stored(Dataset[tuple[torch.Tensor, int]]):
         if self.decode is None:
             self.decode = self.make_decode(self.side)
         _, sample = self.order.at(position)
-        return self.decode(self.reader.bytes_of(sample)), self.reader.label(sample)
+        return self.decode(self.index.read(sample)), int(self.index.label[sample])
 
 
 def sample_order(shards: Path) -> SampleOrder:

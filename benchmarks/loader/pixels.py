@@ -22,7 +22,7 @@ from benchmarks.loader.contenders import AREA, sample_order
 from benchmarks.loader.ours import BATCH, SEED, SIDE, data_settings, training_loader
 from vitscale.data.index import read_split
 from vitscale.data.order import Draw
-from vitscale.data.samples import SplitReader, augmentation_key
+from vitscale.data.samples import augmentation_key
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images import crops
 
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     settings = data_settings(options.shards, workers=options.workers, decoder=options.decoder)
     index = read_split(options.shards, split="train")
-    order, reader = sample_order(options.shards), SplitReader(index)
+    order = sample_order(options.shards)
     stop = min(options.images, index.num_samples) // BATCH * BATCH
     psnr: list[float] = []
     wrong_labels = position = 0
@@ -51,11 +51,11 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
                 epoch, sample = order.at(position)
                 expected = _reference(
-                    reader.bytes_of(sample), epoch=epoch, sample=sample, side=options.side
+                    index.read(sample), epoch=epoch, sample=sample, side=options.side
                 )
                 error = (image.float() - expected.float()).square().mean().item()
                 psnr.append(10 * math.log10(255**2 / error) if error else IDENTICAL)
-                wrong_labels += label != reader.label(sample)
+                wrong_labels += label != int(index.label[sample])
                 position += 1
     assert position == stop, f"{position} of {stop} images"
     return {

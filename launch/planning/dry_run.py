@@ -180,8 +180,8 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     unlabelled = " without labels" if facts.num_classes == 0 else ""
     held_out = f" without {facts.num_dev:,} held out" if facts.num_dev else ""
     yield "data", f"{count} training images{unlabelled}{held_out}, from {facts.source}"
-    if facts.opened is not None and facts.opened.keys_text is not None:
-        yield "keys", f"{facts.opened.keys_text}, {data.only_keys}"
+    if facts.opened is not None and (text := facts.opened.parts[0].keys_text) is not None:
+        yield "keys", f"{text}, {data.only_keys}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
     plan = known_plan(run, facts)

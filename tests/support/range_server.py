@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-# Possible faults of one request.
-FAULTS = ("error", "drop", "short", "slow", "wrong", "missing", "no_ranges", "forbidden")
+# Status of a fault of one request; others are drop, short, slow, wrong and no_ranges.
+STATUS = {"error": 503, "forbidden": 403, "missing": 404}
 SLOW_S = 0.1
 
 
@@ -38,12 +38,8 @@ class RangeServer:
 
 
 @contextmanager
-def served(
-    folder: Path, *, fault: Callable[[str, int], str | None] | None = None
-) -> Iterator[RangeServer]:
+def served(folder: Path) -> Iterator[RangeServer]:
     server = RangeServer(folder)
-    if fault is not None:
-        server.fault = fault
 
     class Handler(_Handler):
         state = server
@@ -118,16 +114,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.state.requests[path] += 1
         self.state.encodings.add(self.headers.get("Accept-Encoding"))
         fault = self.state.fault(path, self.state.requests[path])
-        assert fault is None or fault in FAULTS
         file = self.state.folder / path
         query = {name: values[0] for name, values in parse_qs(asked_for.query).items()}
         about = _about(self.state.folder, path, query, google=google is not None)
-        if fault == "missing" or (about is None and not file.is_file()):
-            return self._end(404, b"")
-        if fault == "error":
-            return self._end(503, b"")
-        if fault == "forbidden":
-            return self._end(403, b"")
+        if fault in STATUS or (about is None and not file.is_file()):
+            return self._end(STATUS[fault or "missing"], b"")
         if fault == "drop":
             self.close_connection = True
             return

@@ -19,9 +19,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import UserError
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.shards import RemoteFile, local_or_remote
+from vitscale.data.shards import RemoteFile, local_or_remote, prefix_of_hash, read_shard
 from vitscale.data.storage import Location, Url, is_url, location_of, read_range, size_of
-from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file
+from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file, read_entry_points
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -129,6 +129,10 @@ class SplitIndex:
     """The local index.parquet, which has the keys."""
     stored: np.ndarray | None = None
     """Rows of the samples in the stored split; None: all rows, in order."""
+    key_hash: str | None = None
+    """Hash of the rows that `choose_by_key` left of the stored split."""
+    keys_text: str | None = None
+    """How many they are, for people."""
     entry_points: tuple[Path, ...] = ()
     """Files of the entry points of the images of each tar, which may be missing; empty: none."""
 
@@ -151,6 +155,28 @@ class SplitIndex:
             fingerprint=digest,
             stored=rows if self.stored is None else self.stored[rows],
         )
+
+    def read(self, sample: int, *, verify: bool = False) -> bytes:
+        """The image of a sample as stored.
+
+        verify: compare it with its hash, which is always done for remote shards.
+        Raises OSError if its bytes are lost or changed, UserError if the storage cannot be read.
+        """
+        shard, expected = self.shards[self.shard_of[sample]], int(self.hash_prefix[sample])
+        place = {"offset": int(self.offset[sample]), "num_bytes": int(self.length[sample])}
+        if isinstance(shard, RemoteFile):
+            return shard.read(**place, hash_prefix=expected)
+        data = read_shard(shard, **place)
+        if verify and prefix_of_hash(data) != expected:
+            raise OSError("its bytes do not have the hash in the index")
+        return data
+
+    def entry_points_of(self, sample: int) -> bytes:
+        """Where decoding of the image can start; empty: at its top."""
+        if not self.entry_points:
+            return b""
+        file = self.entry_points[self.shard_of[sample]]
+        return read_entry_points(file, key=int(self.hash_prefix[sample]))
 
 
 def index_schema() -> pa.Schema:
@@ -345,9 +371,8 @@ def read_columns(path: Path, split: str, columns: list[str]) -> pa.Table:
 # ---- keys ----------------------------------------------------------------------------------------
 
 
-def choose_by_key(index: SplitIndex, path: str) -> tuple[SplitIndex, str, str]:
-    """The samples of an index whose keys a text file lists, one per line; a hash of their rows in
-    the stored split, the same for every file that lists them; and for people, how many they are.
+def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
+    """The samples of an index whose keys a text file lists, one per line.
 
     Keys stay Arrow strings, about 30 bytes each: as Python's 14 million would take 2 GB.
     Raises UserError if the file cannot be read, or no sample has one of its keys.
@@ -381,7 +406,8 @@ def choose_by_key(index: SplitIndex, path: str) -> tuple[SplitIndex, str, str]:
     num_missing = len(wanted) - len(pc.unique(keys.filter(is_listed)))
     text = f"{len(rows):,} of {index.num_samples:,} samples by {len(wanted):,} keys"
     text += f"; {num_missing:,} keys are not in {index.split!r}" if num_missing else ""
-    return index.subset(rows, name=f"keys {digest}"), digest, text
+    chosen = index.subset(rows, name=f"keys {digest}")
+    return replace(chosen, key_hash=digest, keys_text=text)
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:

@@ -16,7 +16,6 @@ import os
 import signal
 import time
 import traceback
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from itertools import count
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -134,19 +133,13 @@ def training_batches(
     positions = rank_batches(
         start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
     )
+    more: dict[str, Any] = {"settings": settings, "image_size": image_size, "seed": seed}
     samples: Samples
     if training_set.order is not None:
-        samples = TrainingSamples(training_set, settings=settings, image_size=image_size, seed=seed)
+        samples = TrainingSamples(training_set, **more)
     else:
-        samples = StreamedSamples(
-            training_set,
-            settings=settings,
-            image_size=image_size,
-            seed=seed,
-            start=start,
-            rank=rank,
-            world_size=world_size,
-        )
+        more |= {"start": start, "rank": rank, "world_size": world_size}
+        samples = StreamedSamples(training_set, **more)
     return open_batches(
         samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory
     )
@@ -286,7 +279,6 @@ class Workers:
     ) -> None:
         """Start to fill batches. positions: of each batch, at most `batch` each."""
         self._positions = iter(positions)
-        self._sizes: deque[int] = deque()
         self._num_assigned = 0
         self._workers: list[_Worker] = []
         size = samples.image_size
@@ -342,7 +334,6 @@ class Workers:
         except OSError:
             raise self._dead() from None
         self._num_assigned += 1
-        self._sizes.append(len(positions))
 
     def _worker(self, number: int) -> _Worker:
         """The worker of a batch."""
@@ -352,9 +343,9 @@ class Workers:
         for number in count():
             if number == self._num_assigned:
                 return
-            reply = self._reply(self._worker(number))
+            labels, unreadable = self._reply(self._worker(number))
             self._assign()
-            yield (self._slots[number % len(self._slots), : self._sizes.popleft()], *reply)
+            yield self._slots[number % len(self._slots), : len(labels)], labels, unreadable
 
     def _reply(self, worker: _Worker) -> Labels:
         """Raises WorkerError if none comes or any worker dies, and the errors of the worker."""

@@ -113,21 +113,16 @@ def check_mixed(labels: np.ndarray, *, shard_lengths: Sequence[int], where: str)
     labels: of each sample, tar after tar. Blocks need a tenth of the classes that they would have
     if all samples were shuffled.
     """
-    lengths, shards = (
-        np.array(shard_lengths),
-        np.random.default_rng(0).permutation(len(shard_lengths)),
-    )
-    num_blocks = -(-len(shards) // BLOCK_SHARDS)
+    num_blocks = -(-len(shard_lengths) // BLOCK_SHARDS)
     if num_blocks < 2 or labels.max(initial=-1) < 0:
         return
-    block = np.empty(len(shards), np.int64)
-    block[shards] = np.arange(len(shards)) // BLOCK_SHARDS
+    block = np.random.default_rng(0).permutation(len(shard_lengths)) // BLOCK_SHARDS
     shares = np.bincount(labels[labels >= 0]) / len(labels)
-    found = len(np.unique(np.repeat(block, lengths) * len(shares) + labels)) / num_blocks
+    found = len(np.unique(np.repeat(block, shard_lengths) * len(shares) + labels)) / num_blocks
     shuffled = float((1 - (1 - shares) ** (len(labels) / num_blocks)).sum())
     if found < shuffled / 10:
         raise UserError(
-            f"the tars are sorted by class: training mixes {BLOCK_SHARDS} of its {len(shards):,} "
+            f"the tars are sorted by class: training mixes {BLOCK_SHARDS} of its {len(block):,} "
             f"tars at a time, which have {found:,.0f} classes; shuffled they would have "
             f"{shuffled:,.0f}",
             where=where,

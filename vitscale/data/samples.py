@@ -20,14 +20,13 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, sample_names
 from vitscale.data.order import Draw
 from vitscale.data.settings import DataSettings
-from vitscale.data.shards import RemoteFile, prefetch, prefix_of_hash, read_shard
+from vitscale.data.shards import RemoteFile, prefetch
 from vitscale.data.training_set import TrainingSet
 from vitscale.data.webdataset import tar_samples
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
 from vitscale.images.augment import augment
 from vitscale.images.decoders import DECODERS, resolve_decoder
-from vitscale.images.jpeg.entry_points import read_entry_points
 from vitscale.images.settings import AugmentSettings
 
 # Tried in place of an unreadable sample before the run ends.
@@ -69,52 +68,22 @@ class Samples(Protocol):
         ...
 
 
-class SplitReader:
-    """Samples of one split by number."""
+def unreadable_sample(
+    index: SplitIndex, sample: int, error: Exception, *, part: int = 0
+) -> Unreadable:
+    """The record of a sample of an index that gave this error."""
+    # Pillow's messages contain addresses; remove them, so equal damage gives equal messages.
+    text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
+    return Unreadable(part, sample, str(index.shards[index.shard_of[sample]]), text)
 
-    def __init__(self, index: SplitIndex, *, part: int = 0) -> None:
-        self.index, self.part = index, part
 
-    def bytes_of(self, sample: int, *, verify: bool = False) -> bytes:
-        """The image as stored.
-
-        verify: compare it with the hash in the index, which is always done for remote shards.
-        Raises OSError if its bytes are lost or changed, UserError if the storage cannot be read.
-        """
-        index = self.index
-        shard, hashes = index.shards[index.shard_of[sample]], index.hash_prefix
-        offset, num_bytes = int(index.offset[sample]), int(index.length[sample])
-        if isinstance(shard, RemoteFile):
-            assert hashes is not None
-            return shard.read(offset=offset, num_bytes=num_bytes, hash_prefix=int(hashes[sample]))
-        data = read_shard(shard, offset=offset, num_bytes=num_bytes)
-        if verify and hashes is not None and prefix_of_hash(data) != int(hashes[sample]):
-            raise OSError("its bytes do not have the hash in the index")
-        return data
-
-    def entry_points_of(self, sample: int) -> bytes:
-        """Where decoding of the image can start; empty: at its top."""
-        files, hashes = self.index.entry_points, self.index.hash_prefix
-        if hashes is None or not files:
-            return b""
-        return read_entry_points(files[self.index.shard_of[sample]], key=int(hashes[sample]))
-
-    def label(self, sample: int) -> int:
-        return int(self.index.label[sample])
-
-    def unreadable(self, sample: int, error: Exception) -> Unreadable:
-        shard = str(self.index.shards[self.index.shard_of[sample]])
-        # Pillow's messages contain addresses; remove them, so equal damage gives equal messages.
-        text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
-        return Unreadable(self.part, sample, shard, text)
-
-    def unreadable_error(
-        self, unreadable: Unreadable, *, more: str = "", next_step: str
-    ) -> UserError:
-        """The error that ends a run because of this sample."""
-        (name,) = sample_names([self.index], [(0, unreadable.sample)])
-        what = f"sample {name} cannot be read ({unreadable.error}){more}"
-        return UserError(what, where=unreadable.shard, next_step=next_step)
+def unreadable_error(
+    index: SplitIndex, unreadable: Unreadable, *, more: str = "", next_step: str
+) -> UserError:
+    """The error that ends a run because of this sample."""
+    (name,) = sample_names([index], [(0, unreadable.sample)])
+    what = f"sample {name} cannot be read ({unreadable.error}){more}"
+    return UserError(what, where=unreadable.shard, next_step=next_step)
 
 
 class Augmentation:
@@ -165,23 +134,18 @@ class TrainingSamples(Samples):
     def __init__(
         self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
     ) -> None:
-        self.parts = [
-            SplitReader(index, part=part) for part, index in enumerate(training_set.parts)
-        ]
-        shards = (shard for index in training_set.parts for shard in index.shards)
-        self.are_remote = any(isinstance(shard, RemoteFile) for shard in shards)
+        self.parts = training_set.parts
         assert training_set.order is not None
         self.order, self.seed, self.image_size = training_set.order, seed, image_size
         self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Fetch remote shards of this block of the order and the next in the background."""
-        if not self.are_remote:
+        if not any(isinstance(part.shards[0], RemoteFile) for part in self.parts):
             return
-        last = {draw.part: draw for draw in map(self.order.at, positions)}
         ahead = []
-        for part, draw in sorted(last.items()):
-            index = self.parts[part].index
+        for part, draw in {draw.part: draw for draw in map(self.order.at, positions)}.items():
+            index = self.parts[part]
             shard = int(index.shard_of[draw.sample])
             numbers = self.order.parts[part].shards_ahead(epoch=draw.epoch, shard=shard)
             ahead += [index.shards[number] for number in numbers]
@@ -195,20 +159,20 @@ class TrainingSamples(Samples):
         outages are transient, and substituting would make runs non-deterministic.
         """
         draw = self.order.at(position)
-        reader = self.parts[draw.part]
-        unreadable: list[Unreadable] = []
+        index, unreadable = self.parts[draw.part], list[Unreadable]()
         for attempt in range(MAX_SUBSTITUTES + 1):
             sample = self._substitute(draw, attempt) if attempt else draw.sample
             try:
-                data = reader.bytes_of(sample, verify=position % VERIFY_EVERY == 0)
-                entry_points = reader.entry_points_of(sample)
+                data = index.read(sample, verify=position % VERIFY_EVERY == 0)
+                entry_points = index.entry_points_of(sample)
                 self.augmentation.write(data, draw, out, entry_points=entry_points)
-                return reader.label(sample), unreadable
+                return int(index.label[sample]), unreadable
             except UserError:
                 raise
             except (OSError, ValueError) as error:
-                unreadable.append(reader.unreadable(sample, error))
-        raise reader.unreadable_error(
+                unreadable.append(unreadable_sample(index, sample, error, part=draw.part))
+        raise unreadable_error(
+            index,
             unreadable[0],
             more=f", nor can {MAX_SUBSTITUTES} substitutes",
             next_step="check the storage; data_prep/verify_shards.py names every damaged shard",
@@ -217,7 +181,7 @@ class TrainingSamples(Samples):
     def _substitute(self, draw: Draw, attempt: int) -> int:
         """Another sample of the same set; the same one on every layout and after every resume."""
         key = stream_key("substitute", self.seed, draw.part, draw.epoch, draw.sample, attempt)
-        return key % self.parts[draw.part].index.num_samples
+        return key % self.parts[draw.part].num_samples
 
 
 class StreamedSamples(Samples):
@@ -287,11 +251,9 @@ class EvaluationResize:
         """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
         if self.settings.eval_interpolation == "area":
             self.of_pixels(self.decoder.whole(data), out)
-        elif self.is_center:
+        else:
             request, window = self._plan(*self.decoder.size(data))
             out.copy_(self.decoder.crop(data, request)[window])
-        else:
-            self.decoder.crop(data, self._plan(*self.decoder.size(data))[0], out=out)
 
     def of_pixels(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
         """The same for a decoded image, uint8 [H, W, 3]."""
@@ -328,16 +290,13 @@ class EvaluationSamples(Samples):
     """Evaluation samples, by stored position; resized deterministically."""
 
     def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
-        self.reader = SplitReader(index)
-        self.image_size = image_size
+        self.index, self.image_size = index, image_size
         self.resize = EvaluationResize(settings, image_size=image_size)
 
     def prefetch(self, samples: Sequence[int]) -> None:
         """Fetch the remote shards of a batch, and the two after them, in the background."""
-        index = self.reader.index
-        if len(samples) and isinstance(index.shards[0], RemoteFile):
-            numbers = index.shard_of[samples]
-            prefetch(index.shards[int(numbers.min()) : int(numbers.max()) + 3])
+        numbers = self.index.shard_of[samples]
+        prefetch(self.index.shards[int(numbers.min()) : int(numbers.max()) + 3])
 
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the image of `sample` into `out`, uint8 [3, rows, columns]; returns its label.
@@ -345,12 +304,13 @@ class EvaluationSamples(Samples):
         Raises UserError if it cannot be read: substituting samples would change the metric.
         """
         try:
-            self.resize(self.reader.bytes_of(sample), out)
+            self.resize(self.index.read(sample), out)
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            raise self.reader.unreadable_error(
-                self.reader.unreadable(sample, error),
+            raise unreadable_error(
+                self.index,
+                unreadable_sample(self.index, sample, error),
                 next_step="make the shards again: they have changed since data preparation",
             ) from None
-        return self.reader.label(sample), []
+        return int(self.index.label[sample]), []

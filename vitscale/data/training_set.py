@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,6 @@ from vitscale.data.index import (
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.data.shards import RemoteFile
-from vitscale.data.storage import location_of
 from vitscale.data.webdataset import tars_of_split
 
 
@@ -45,12 +45,13 @@ class TrainingSet:
     """None for streamed tars, which have no positions."""
     dev: SplitIndex | None = None
     """The samples that `data.dev_percent` holds out; no part has them."""
-    key_hash: str | None = None
-    """Hash of the rows that `only_keys` chose; None: not set."""
-    keys_text: str | None = None
-    """How many samples `only_keys` chose, for people."""
     tars: tuple[Path, ...] = ()
     """With `reader: webdataset`."""
+
+    @property
+    def key_hash(self) -> str | None:
+        """Hash of the rows that `only_keys` chose; None: not set."""
+        return self.parts[0].key_hash if self.parts else None
 
 
 def open_training_set(
@@ -63,16 +64,14 @@ def open_training_set(
     if settings.is_streamed:
         return _streamed_set(settings)
 
-    def read(path: str, where: str) -> SplitIndex:
-        return read_split(
-            location_of(path, where=f"{where}.path"),
-            split=settings.train_split,
-            key="data.train_split",
-            remote_settings=settings.remote,
-            check_files=check_files,
-        )
-
-    whole, key_hash, keys_text = _selected(read(settings.path, "data"), settings)
+    read = partial(
+        read_split,
+        split=settings.train_split,
+        key="data.train_split",
+        remote_settings=settings.remote,
+        check_files=check_files,
+    )
+    whole = _selected(read(settings.path), settings)
     first, dev = whole, None
     if num_dev := settings.num_dev(whole.num_samples):
         # The tail is held out, as the ViT paper's code cuts it.
@@ -81,13 +80,12 @@ def open_training_set(
         dev = whole.subset(rows[-num_dev:], name=f"last {num_dev}")
     parts = [first]
     for number, mixed_in in enumerate(settings.mixture):
-        where = f"data.mixture[{number}]"
-        part = read(mixed_in.path, where)
+        part = read(mixed_in.path)
         if part.label_map_sha256 != first.label_map_sha256:
             raise UserError(
                 f"its label map has {_classes(part)} and differs from that of {settings.path}, "
                 f"which has {_classes(first)}",
-                where=f"{where}.path",
+                where=f"data.mixture[{number}].path",
                 next_step="prepare both with the same labels.space",
             )
         parts.append(part)
@@ -112,8 +110,6 @@ def open_training_set(
         parts=tuple(parts),
         order=order,
         dev=dev,
-        key_hash=key_hash,
-        keys_text=keys_text,
     )
 
 
@@ -153,11 +149,8 @@ def _streamed_set(settings: DataSettings) -> TrainingSet:
     )
 
 
-def _selected(
-    index: SplitIndex, settings: DataSettings
-) -> tuple[SplitIndex, str | None, str | None]:
-    """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split; hash and
-    text of the last."""
+def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
+    """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split."""
     if settings.first_percent < 100:
         num = settings.num_first(index.num_samples)
         index = index.subset(np.arange(num), name=f"first {num}")
@@ -181,7 +174,7 @@ def _selected(
             )
         index = index.subset(rows, name=f"labels {sorted(set(labels))}")
     if settings.only_keys is None:
-        return index, None, None
+        return index
     return choose_by_key(index, settings.only_keys)
 
 

@@ -14,6 +14,7 @@ import math
 import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
@@ -159,11 +160,10 @@ def matching(split: str, listed: Iterable[str] | None, *, where: str) -> list[st
 
 def expanded(text: str, *, where: str) -> list[str]:
     """All names of a pattern with braces. Raises UserError for a malformed or too large one."""
+    # Counted first: braceexpand makes whole lists of ranges.
     ranges = re.findall(r"\{(\d+)\.\.(\d+)\}", text)
-    try:
+    with suppress(ValueError):  # unbalanced
         if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) <= MAX_TARS:
             return list(braceexpand(text))
-    except ValueError:  # unbalanced
-        pass
     what = f"{text!r} is not a pattern of at most {MAX_TARS:,} names"
     raise UserError(what, where=where, allowed="{000000..000146} and {a,b}")

@@ -53,28 +53,22 @@ def batches(shards: Path, *, workers: int, ranks: int = 1, steps: int = 10) -> I
 def test_the_substitute_is_the_same_on_every_layout(shards: Path) -> None:
     undamaged = list(batches(shards, workers=0))
     damage(shards, [5, 17])
-    found = {
-        (ranks, workers): list(batches(shards, workers=workers, ranks=ranks))
-        for ranks, workers in ((1, 0), (1, 2), (3, 1))
-    }
+    found = list(batches(shards, workers=0))
     # Two epochs, hence twice each.
-    lost = [each for batch in found[1, 0] for each in batch.unreadable]
+    lost = [each for batch in found for each in batch.unreadable]
     assert sorted((each.part, each.sample) for each in lost) == [(0, 5), (0, 5), (0, 17), (0, 17)]
     assert {Path(each.shard).name for each in lost} == {"train-000000.tar"}
-    replaced = 0
-    for step, (before, after) in enumerate(zip(undamaged, found[1, 0], strict=True)):
+    with_workers = list(batches(shards, workers=2))
+    ranks = list(batches(shards, workers=1, ranks=3))
+    for step, (before, after) in enumerate(zip(undamaged, found, strict=True)):
         rows = [row for row in range(12) if not before.images[row].equal(after.images[row])]
-        replaced += len(rows)
         assert len(rows) == len(after.unreadable), step
         assert after.images[rows].float().std() > 1 if rows else True
-        assert found[1, 2][step].images.equal(after.images)
-        assert found[1, 2][step].unreadable == after.unreadable
-        thirds = [found[3, 1][step + 10 * rank] for rank in range(3)]
+        assert with_workers[step].images.equal(after.images)
+        assert with_workers[step].unreadable == after.unreadable
+        thirds = [ranks[step + 10 * rank] for rank in range(3)]
         assert [row for third in thirds for row in third.labels.tolist()] == after.labels.tolist()
-        assert all(
-            third.images.equal(after.images[4 * i : 4 * i + 4]) for i, third in enumerate(thirds)
-        )
-    assert replaced == 4
+        assert torch.cat([third.images for third in thirds]).equal(after.images)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -126,69 +120,56 @@ def test_a_worker_that_computes_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> 
         assert [batch.labels.tolist() for batch in found] == [[7]]
 
 
-ABANDONED = """
+# Arguments: shards, how it ends. Prints its processes, and the number of further batches.
+CHILD = """
 import os, signal, sys
 from pathlib import Path
 from tests.integration.data.test_loader_faults import batches
 from tests.support.loader_runs import server_pid, worker_pids
-found = batches(Path(sys.argv[1]), workers=2, steps=10_000)
+from vitscale.data import loader
+loader.TIMEOUT_S = 4.0
+found = batches(Path(sys.argv[1]), workers=2, steps=200)
 next(found)
-print(server_pid(), *worker_pids())
-sys.stdout.flush()
+print(server_pid(), *worker_pids(), flush=True)
+if sys.argv[2] == "continue":
+    sys.exit(sum(1 for _ in found))
 os.kill(worker_pids()[0], signal.SIGSTOP)
 if sys.argv[2] == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("end", ["kill", "finish"])
-def test_server_and_workers_end_with_their_rank(shards: Path, tmp_path: Path, end: str) -> None:
-    """Also a worker that is stopped, in the middle of a stream."""
-    result = subprocess.run(
-        [sys.executable, "-c", ABANDONED, str(shards), end],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        check=False,
-    )
-    assert result.returncode == {"kill": -signal.SIGKILL, "finish": 0}[end]
-    pids = [int(pid) for pid in result.stdout.split()]
-    assert len(pids) == 3
-    wait_until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-SUSPENDED = """
-import sys
-from pathlib import Path
-from tests.integration.data.test_loader_faults import batches
-from vitscale.data import loader
-from tests.support.loader_runs import worker_pids
-loader.TIMEOUT_S = 4.0
-found = batches(Path(sys.argv[1]), workers=2, steps=200)
-next(found)
-Path("begun.part").write_text(" ".join(map(str, worker_pids())))
-Path("begun.part").rename("begun")
-print(sum(1 for _ in found))
-"""
-
-
-@pytest.mark.slow
-def test_a_job_that_was_suspended_continues(shards: Path, tmp_path: Path) -> None:
-    """A pause of trainer and workers together is no hang of a worker."""
+def child(shards: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start CHILD; its server and two workers."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SUSPENDED, str(shards)],
-        cwd=tmp_path,
+        [sys.executable, "-c", CHILD, str(shards), end],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    wait_until((tmp_path / "begun").exists)
-    for worker in (tmp_path / "begun").read_text().split():
-        os.kill(int(worker), signal.SIGSTOP)
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 3
+    return process, pids
+
+
+@pytest.mark.parametrize(("end", "code"), [("kill", -signal.SIGKILL), ("finish", 0)])
+def test_server_and_workers_end_with_their_rank(shards: Path, end: str, code: int) -> None:
+    """Also a worker that is stopped, in the middle of a stream."""
+    process, pids = child(shards, end)
+    assert process.wait() == code
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.slow
+def test_a_job_that_was_suspended_continues(shards: Path) -> None:
+    """A pause of trainer and workers together is no hang of a worker."""
+    process, (_, *workers) = child(shards, "continue")
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
     time.sleep(1)  # for it to wait for a batch by then
     os.killpg(process.pid, signal.SIGSTOP)
     time.sleep(6)
     os.killpg(process.pid, signal.SIGCONT)
-    assert process.communicate() == ("199\n", None)
-    assert process.returncode == 0
+    assert process.wait() == 199

@@ -46,8 +46,8 @@ def server(folder: Path) -> Iterator[RangeServer]:
         yield running
 
 
-def with_cache(tmp_path: Path, **more: Any) -> dict[str, Any]:
-    return {"cache_path": str(tmp_path / "cache"), "cache_gib": 1.0} | more
+def with_cache(tmp_path: Path) -> dict[str, Any]:
+    return {"cache_path": str(tmp_path / "cache")}
 
 
 def flaky(path: str, number: int) -> str | None:
@@ -104,11 +104,7 @@ def test_a_damaged_cache_file_is_fetched_again(
 
 @pytest.mark.parametrize(("workers", "fault"), [(0, "error"), (2, "missing")])
 def test_an_outage_ends_the_run_and_names_the_shard(
-    workers: int,
-    fault: str,
-    server: RangeServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    workers: int, fault: str, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An outage is no bit rot: substituting would make runs non-deterministic."""
     monkeypatch.setattr(storage, "PATIENCE_S", 1.0)
@@ -147,10 +143,7 @@ def test_an_index_with_another_hash_is_refused(folder: Path, tmp_path: Path) -> 
     shutil.copytree(folder, copy)
     data = (copy / "index.parquet").read_bytes()
     (copy / "index.parquet").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    remote = RemoteSettings(**with_cache(tmp_path))
     with served(copy) as server:
         with pytest.raises(UserError, match=r"index.parquet: cannot be read: .*not have the hash"):
-            read_split(
-                server.url,
-                split="train",
-                remote_settings=RemoteSettings(**with_cache(tmp_path)),
-            )
+            read_split(server.url, split="train", remote_settings=remote)

@@ -1,20 +1,19 @@
 """Write the eight images of tests/golden/images as each kind of source, in two splits.
 
 JPEGs: grey, CMYK, progressive, rotated by EXIF, truncated; PNGs: RGB, palette; one text file.
-The split test holds every other image. Imports nothing of the product.
+The split test holds every other image.
 """
 
 from __future__ import annotations
 
-import io
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.golden import FOLDER
 
 IMAGES = FOLDER / "images"
@@ -36,25 +35,27 @@ def image_folder(root: Path) -> None:
 def class_tars(root: Path) -> None:
     """A folder of tars for train, one tar of them for test."""
     for split in ("train", "test"):
-        (root / split).mkdir(parents=True)
-        for class_name in ("cat", "dog"):
-            with tarfile.open(root / split / f"{class_name}.tar", "w") as tar:
-                for path in images(split):
-                    if path.parent.name == class_name:
-                        add(tar, path.name, (IMAGES / path).read_bytes())
-    with tarfile.open(root / "test.tar", "w") as outer:
-        for path in sorted((root / "test").iterdir()):
-            add(outer, path.name, path.read_bytes())
-    shutil.rmtree(root / "test")
+        tars = {
+            f"{name}.tar": {
+                path.name: (IMAGES / path).read_bytes()
+                for path in images(split)
+                if path.parent.name == name
+            }
+            for name in ("cat", "dog")
+        }
+        if split == "train":
+            write_tars(root / split, tars)
+        else:
+            write_tars(root, {"test.tar": {name: tar_bytes(tar) for name, tar in tars.items()}})
 
 
 def webdataset_tars(root: Path) -> None:
-    root.mkdir()
     for split, number in (("train", 0), ("train", 1), ("test", 0)):
-        with tarfile.open(root / f"{split}-{number}.tar", "w") as tar:
-            for path in images(split)[number :: 2 if split == "train" else 1]:
-                add(tar, f"{path.stem}{path.suffix}", (IMAGES / path).read_bytes())
-                add(tar, f"{path.stem}.cls", path.parent.name.encode())
+        members = {}
+        for path in images(split)[number :: 2 if split == "train" else 1]:
+            members[f"{path.stem}{path.suffix}"] = (IMAGES / path).read_bytes()
+            members[f"{path.stem}.cls"] = path.parent.name.encode()
+        write_tars(root, {f"{split}-{number}.tar": members})
 
 
 def parquet(root: Path) -> None:
@@ -75,12 +76,6 @@ def path_table(root: Path) -> None:
     for split in ("train", "test"):
         lines = [f"{path},{path.parent}" for path in images(split)]
         (root / f"{split}.csv").write_text("\n".join(["image,label", *lines]) + "\n")
-
-
-def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    tar.addfile(member, io.BytesIO(content))
 
 
 # kind -> (writer, source.splits)

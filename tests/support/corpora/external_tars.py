@@ -60,27 +60,15 @@ def img2dataset_layout(folder: Path, *, tars: int, samples: int) -> dict[str, tu
     for number in range(tars):
         rows, in_tar = [], []
         for i in range(samples):
-            key = f"{number * 10_000 + i:09d}"
-            class_name = f"n0000000{i % NUM_CLASSES}"
+            key, class_name = f"{number * 10_000 + i:09d}", f"n0000000{i % NUM_CLASSES}"
             failed = i % 5 == 4
-            row = {
-                "url": f"https://example.org/{key}.jpg",
-                "caption": f"a <b>{class_name}</b>",
-                "key": key,
-                "status": "failed_to_download" if failed else "success",
-                "error_message": "timed out" if failed else None,
-                "width": None if failed else SIDE[0],
-                "height": None if failed else SIDE[1],
-                "synset": class_name,
-            }
-            rows.append(row)
+            caption, status = f"a <b>{class_name}</b>", "failed" if failed else "success"
+            rows.append({"key": key, "caption": caption, "status": status, "synset": class_name})
             if not failed:
                 image = photo(number * samples + i)
                 stored[key] = (image, class_name)
-                text = json.dumps(row, indent=4)
-                in_tar.append(
-                    {"__key__": key, "jpg": image, "txt": row["caption"], "json": text.encode()}
-                )
+                text = json.dumps(rows[-1], indent=4).encode()
+                in_tar.append({"__key__": key, "jpg": image, "txt": caption, "json": text})
         write_tar(folder / f"{number:05d}.tar", in_tar)
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{number:05d}.parquet")
         (folder / f"{number:05d}_stats.json").write_text(json.dumps({"count": samples}))
@@ -99,16 +87,9 @@ def imagenet_22k_layout(
             rows = []
             for i in range(samples):
                 label, other = 7 * i + number, (i if i % 2 else -1)
-                key = f"n{number:08d}_{i}"
-                image = photo(i + 100 * number)
-                rows.append(
-                    {
-                        "__key__": key,
-                        "jpg": image,
-                        "cls": label,
-                        "json": {"label": label, "label_12k": other, "filename": f"{key}.JPEG"},
-                    }
-                )
+                key, image = f"n{number:08d}_{i}", photo(i + 100 * number)
+                facts = {"label": label, "label_12k": other, "filename": f"{key}.JPEG"}
+                rows.append({"__key__": key, "jpg": image, "cls": label, "json": facts})
                 yield split, key, image, label, other
             write_tar(folder / f"imagenet22k-{split}-{number:04d}.tar", rows)
     info = {"splits": {}}

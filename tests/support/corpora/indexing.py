@@ -60,14 +60,10 @@ def verify(folder: Path) -> None:
 def samples(folder: Path, split: str) -> dict[str, tuple[bytes, str]]:
     """key -> (image, class), read by the training loader."""
     entries = read_split(folder, split=split)
-    found = {}
-    for i, key in enumerate(sample_keys(entries, range(entries.num_samples))):
-        path = entries.shards[entries.shard_of[i]]
-        with open(path, "rb") as file:
-            file.seek(entries.offset[i])
-            image = file.read(entries.length[i])
-        found[key] = (image, entries.classes[entries.label[i]])
-    return found
+    return {
+        key: (entries.read(i), entries.classes[entries.label[i]])
+        for i, key in enumerate(sample_keys(entries, range(entries.num_samples)))
+    }
 
 
 def contents(folder: Path) -> dict[str, str]:

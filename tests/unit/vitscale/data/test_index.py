@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -76,13 +77,10 @@ def test_a_split_is_read_without_the_others(shards: Path) -> None:
     assert keys(index) == NAMES
 
 
-@pytest.mark.parametrize(
-    ("values", "dtype"),
-    [([-1], "int8"), ([0, 21_842], "int16"), ([2**31 - 1], "int32"), ([2**31], "int64")],
-)
-def test_columns_are_as_narrow_as_their_values(values: list[int], dtype: str) -> None:
-    found = narrowed(np.array(values))
-    assert (found.tolist(), found.dtype) == (values, dtype)
+def test_columns_are_as_narrow_as_their_values() -> None:
+    for value, dtype in ((-1, "int8"), (21_842, "int16"), (2**31 - 1, "int32"), (2**31, "int64")):
+        found = narrowed(np.array([0, value]))
+        assert (found.tolist(), found.dtype) == ([0, value], dtype)
 
 
 def test_keys_are_found_in_any_row_group(copy: Path) -> None:
@@ -141,26 +139,20 @@ def test_a_manifest_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("labels", "classes", "is_read"),
-    [
-        ((-1, -1), (), True),
-        ((-1, 0), (), False),
-        ((-1, 0), ("cat", "dog"), False),
-        ((0, 2), ("cat", "dog"), False),
-        ((0, 1), ("cat", "dog"), True),
-    ],
+    ("labels", "classes"),
+    [((-1, 0), ()), ((-1, 0), ("cat", "dog")), ((0, 2), ("cat", "dog")), ((-1, -1), ())],
 )
 def test_samples_have_no_label_if_there_are_no_classes(
-    copy: Path, labels: tuple[int, int], classes: tuple[str, ...], is_read: bool
+    copy: Path, labels: tuple[int, int], classes: tuple[str, ...]
 ) -> None:
     table = pq.read_table(copy / INDEX_NAME)
     column = pa.array([labels[i % 2] for i in range(len(table))], pa.int32())
     table = table.set_column(table.schema.get_field_index("label"), "label", column)
     write_tables(copy, [table.slice(0, 4), table.slice(4)])
     edit_manifest(copy, classes=classes)
-    if is_read:
+    if labels == (-1, -1):
         index = read_split(copy, split="train")
-        assert index.classes == classes and set(index.label.tolist()) == set(labels)
+        assert index.classes == () and set(index.label.tolist()) == {-1}
     else:
         with pytest.raises(UserError, match="disagrees with manifest.json"):
             read_split(copy, split="train")
@@ -193,12 +185,10 @@ def listed(path: Path, names: list[str]) -> str:
     ],
 )
 def test_a_subset_keeps_labels_and_places(
-    shards: Path, tmp_path: Path, settings: dict[str, object], rows: tuple[int, ...]
+    shards: Path, tmp_path: Path, settings: dict[str, Any], rows: tuple[int, ...]
 ) -> None:
     if "only_keys" in settings:
-        names = settings["only_keys"]
-        assert isinstance(names, list)
-        settings = settings | {"only_keys": listed(tmp_path / "keys.txt", names)}
+        settings = settings | {"only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])}
     whole, part = opened(shards), opened(shards, **settings)
     (stored,), (index,) = whole.parts, part.parts
     assert keys(index) == [NAMES[row] for row in rows] and part.num_samples == len(rows)
@@ -248,11 +238,7 @@ def test_what_does_not_fit_is_refused(shards: Path, tmp_path: Path) -> None:
             r"mixture\[0\].*2 cl.*labels.s",
         ),
         (shards, {"mixture": [{"path": str(unlabelled), "share": 0.5}]}, "no classes and differs"),
-        (
-            unlabelled,
-            {"only_classes": ["dog"]},
-            "no class .*manifest.json; it has none",
-        ),
+        (unlabelled, {"only_classes": ["dog"]}, "no class .*manifest.json; it has none"),
         (shards, {"only_classes": ["dgo"]}, "no class 'dgo'; did you mean 'dog'"),
         (shards, {"dev_percent": 1.0}, "1 % of 20 training samples is 0, .* none to evaluate"),
         (shards, {"dev_percent": 99.0}, "none to train on.*a share of 1 to 19 samples"),

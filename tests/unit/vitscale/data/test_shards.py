@@ -110,7 +110,8 @@ def test_names_are_joined_and_stay_on_their_host(folder: str, name: str, joined:
 @pytest.mark.parametrize("fault", ["error", "drop", "short", "no_ranges", "slow"])
 def test_a_transient_fault_is_retried(folder: Path, fault: str) -> None:
     expected = (folder / "a.bin").read_bytes()[10:500]
-    with served(folder, fault=lambda path, number: fault if number <= 2 else None) as server:
+    with served(folder) as server:
+        server.fault = lambda path, number: fault if number <= 2 else None
         assert read_range(Url(server.url) / "a.bin", offset=10, num_bytes=490) == expected
         assert server.encodings == {"identity"}
 
