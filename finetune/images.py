@@ -16,6 +16,7 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, sample_keys
+from vitscale.data.remote import is_url
 from vitscale.data.samples import (
     EvaluationResize,
     EvaluationSamples,
@@ -24,7 +25,6 @@ from vitscale.data.samples import (
     unreadable_sample,
 )
 from vitscale.data.settings import DataSettings
-from vitscale.data.storage import is_url
 from vitscale.images.crops import converted_pixels
 
 # Files with these names are images; others in a folder are left out.

@@ -22,8 +22,7 @@ from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.sources.files import is_image_name
 from data_prep.sources.protocol import printable
 from vitscale.config.errors import UserError
-from vitscale.data.index import INDEX_NAME, read_manifest
-from vitscale.data.shards import read_shard
+from vitscale.data.index import INDEX_NAME, read_manifest, read_shard
 from vitscale.distributed.atomic_files import blake3_of_file
 
 TRAIN = "train"

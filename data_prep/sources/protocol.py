@@ -18,7 +18,7 @@ from typing import ClassVar
 import pyarrow as pa
 
 from vitscale.config.errors import UserError
-from vitscale.data.shards import DATA_LOSS_ERRNOS
+from vitscale.data.index import DATA_LOSS_ERRNOS
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 MAX_CLASS_LENGTH = 4096

@@ -50,7 +50,7 @@ from vitscale.data.index import (
     index_schema,
 )
 from vitscale.data.order import check_mixed
-from vitscale.data.storage import Location, Url
+from vitscale.data.remote import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
 
 # The folder to commit, and the unit of its step, which is done when the output is there.

@@ -29,7 +29,7 @@ from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import StorageError
 from vitscale.data.index import NO_LABEL
-from vitscale.data.storage import (
+from vitscale.data.remote import (
     Location,
     MissingError,
     Url,

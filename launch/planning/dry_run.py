@@ -30,7 +30,7 @@ from vitscale.config.redaction import redact
 from vitscale.config.source import yaml_flow
 from vitscale.data.index import MANIFEST_NAME, read_split
 from vitscale.data.order import check_mixed
-from vitscale.data.storage import location_of
+from vitscale.data.remote import location_of
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
 from vitscale.data.webdataset import tars_of_split
 from vitscale.engine.settings import BUCKET_ELEMENTS

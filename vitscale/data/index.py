@@ -8,9 +8,13 @@ See docs/data_format.md.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,22 +22,33 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import UserError
+from vitscale.data.remote import (
+    Location,
+    RemoteFile,
+    Url,
+    is_url,
+    location_of,
+    open_cache,
+    prefix_of_hash,
+    read_range,
+    size_of,
+)
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.shards import RemoteFile, local_or_remote, prefix_of_hash, read_shard
-from vitscale.data.storage import Location, Url, is_url, location_of, read_range, size_of
 from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file, read_entry_points
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# About 300,000 tars.
-MAX_MANIFEST_BYTES = 1 << 26
 MAX_SHOWN = 10
 FORMAT_VERSION: Literal[2] = 2
 INDEX_NAME = "index.parquet"
 INFO_NAME = "_info.json"
 MANIFEST_NAME = "manifest.json"
 NO_LABEL = -1
+MAX_OPEN_SHARDS = 64
+# Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
+# errors (stale handle, no memory, too many open files, ...) are transient.
+DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 # Read by a training.
 COLUMNS = ("shard", "offset", "length", "label", "blake3")
 # Arrays of `SplitIndex` with one entry per sample.
@@ -179,6 +194,31 @@ class SplitIndex:
         return read_entry_points(file, key=int(self.hash_prefix[sample]))
 
 
+def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
+    """Bytes of one range. Raises OSError if they are lost or the file is too short, UserError if
+    the file cannot be accessed."""
+    try:
+        data = os.pread(_opened(path).fileno(), num_bytes, offset)
+    except OSError as error:
+        if error.errno in DATA_LOSS_ERRNOS:
+            raise
+        raise UserError(
+            f"cannot be read ({error.strerror})",
+            where=str(path),
+            next_step="check the storage and the limits of this machine (ulimit -n, memory), then "
+            "run the same command again",
+        ) from None
+    if len(data) < num_bytes:
+        raise OSError(f"ends after {offset + len(data)} bytes")
+    return data
+
+
+@lru_cache(maxsize=MAX_OPEN_SHARDS)
+def _opened(path: Path) -> FileIO:
+    """A file is closed when the cache forgets it."""
+    return open(path, "rb", buffering=0)
+
+
 def index_schema() -> pa.Schema:
     """Columns of index.parquet."""
     import pyarrow as pa
@@ -206,7 +246,7 @@ def read_manifest(folder: Location | str) -> Manifest:
     if isinstance(path, Path):
         text = _local_manifest(path)
     else:
-        text = read_range(path, offset=0, num_bytes=min(size_of(path), MAX_MANIFEST_BYTES))
+        text = read_range(path, offset=0, num_bytes=size_of(path))
     try:
         return TypeAdapter(Manifest).validate_json(text)
     except ValidationError as error:
@@ -265,7 +305,13 @@ def read_split(
             what=f"split {split!r}",
             where=str(folder),
         )
-    index_path, *shards = local_or_remote(files, remote_settings or RemoteSettings())
+    settings = remote_settings or RemoteSettings()
+    index_path, *shards = (
+        RemoteFile(place, num_bytes, digest, open_cache(settings))
+        if isinstance(place, Url)
+        else place
+        for place, num_bytes, digest in files
+    )
     if isinstance(index_path, RemoteFile):
         index_path = index_path.verified()
     table = read_columns(index_path, split, list(COLUMNS))

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing import reduction
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ TIMEOUT_S = 300.0
 NUM_WAITS = 16
 # Cores' time that workers spend in one wait if they fetch or decode; idle ones spend none.
 PROGRESS_S = 0.02
-# How long to wait for the exit codes of dead workers.
+# How long to wait for the exit code of a dead worker.
 EXIT_WAIT_S = 5.0
 
 
@@ -329,10 +329,11 @@ class Workers:
         if positions is None:
             return
         number = self._num_assigned
+        worker = self._worker(number)
         try:
-            self._worker(number).connection.send((number % len(self._slots), positions))
+            worker.connection.send((number % len(self._slots), positions))
         except OSError:
-            raise self._dead() from None
+            raise _death_of(worker) from None
         self._num_assigned += 1
 
     def _worker(self, number: int) -> _Worker:
@@ -348,42 +349,24 @@ class Workers:
             yield self._slots[number % len(self._slots), : len(labels)], labels, unreadable
 
     def _reply(self, worker: _Worker) -> Labels:
-        """Raises WorkerError if none comes or any worker dies, and the errors of the worker."""
-        sentinels = [each.process.sentinel for each in self._workers]
+        """Raises WorkerError if the worker dies or hangs, and its errors."""
         num_idle, spent_s = 0, 0.0
         while num_idle < NUM_WAITS:
-            ready = wait([worker.connection, *sentinels], TIMEOUT_S / NUM_WAITS)
-            if worker.connection in ready:
-                with suppress(EOFError, OSError):
+            if worker.connection.poll(TIMEOUT_S / NUM_WAITS):
+                try:
                     reply = worker.connection.recv()
-                    if isinstance(reply, Exception):
-                        raise reply
-                    return reply
-            if ready:
-                raise self._dead()
+                except (EOFError, OSError):
+                    raise _death_of(worker) from None
+                if isinstance(reply, Exception):
+                    raise reply
+                return reply
             now_s = sum(each.spent_s() for each in self._workers)
             num_idle = 0 if now_s - spent_s > PROGRESS_S else num_idle + 1
             spent_s = now_s
-        states = {each: process_state(each.process.pid or 0) for each in self._workers}
-        slow = ", ".join(
-            f"{each}, {state})"
-            for each, state in states.items()
-            if each is worker or state == "stopped"
-        )
         raise WorkerError(
-            f"{slow} gave no batch and did nothing for {TIMEOUT_S:g} s",
+            f"{worker}, {process_state(worker.process.pid or 0)}) gave no batch and no worker did "
+            f"anything for {TIMEOUT_S:g} s",
             next_step="check the storage of the shards; py-spy dump --pid PID shows what it does",
-        )
-
-    def _dead(self) -> WorkerError:
-        wait([worker.process.sentinel for worker in self._workers], EXIT_WAIT_S)
-        dead = [worker for worker in self._workers if not worker.process.is_alive()]
-        codes = ", ".join(f"{worker}): {worker.process.exitcode}" for worker in dead)
-        return WorkerError(
-            f"a loader worker died; exit codes: {codes or 'unknown'}",
-            where="data.num_workers",
-            next_step="exit code -9 usually means the OOM killer: lower data.num_workers or raise "
-            "the job's memory",
         )
 
     def close(self) -> None:
@@ -391,6 +374,16 @@ class Workers:
         for worker in self._workers:
             worker.process.kill()
             worker.connection.close()
+
+
+def _death_of(worker: _Worker) -> WorkerError:
+    worker.process.join(EXIT_WAIT_S)
+    return WorkerError(
+        f"a loader worker died: {worker}), exit code {worker.process.exitcode}",
+        where="data.num_workers",
+        next_step="exit code -9 usually means the OOM killer: lower data.num_workers or raise "
+        "the job's memory",
+    )
 
 
 def _run(

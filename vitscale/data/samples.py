@@ -19,8 +19,8 @@ import torch
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, sample_names
 from vitscale.data.order import Draw
+from vitscale.data.remote import RemoteFile, prefetch
 from vitscale.data.settings import DataSettings
-from vitscale.data.shards import RemoteFile, prefetch
 from vitscale.data.training_set import TrainingSet
 from vitscale.data.webdataset import tar_samples
 from vitscale.distributed.random_numbers import CounterRandom, stream_key

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
-from vitscale.data.storage import is_url, url_problem
+from vitscale.data.remote import is_url, url_problem
 from vitscale.images.settings import AugmentSettings
 
 

@@ -24,8 +24,8 @@ from vitscale.data.index import (
     read_split,
 )
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
+from vitscale.data.remote import RemoteFile
 from vitscale.data.settings import DataSettings, RemoteSettings
-from vitscale.data.shards import RemoteFile
 from vitscale.data.webdataset import tars_of_split
 
 

@@ -15,10 +15,10 @@ from tests.support.loader_runs import Run
 from tests.support.range_server import RangeServer, served
 from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError
-from vitscale.data import storage
+from vitscale.data import remote
 from vitscale.data.index import MANIFEST_NAME, read_split
+from vitscale.data.remote import RemoteFile, prefetch
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.shards import RemoteFile, prefetch
 
 STEPS = 4
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(storage, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_an_outage_ends_the_run_and_names_the_shard(
     workers: int, fault: str, server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An outage is no bit rot: substituting would make runs non-deterministic."""
-    monkeypatch.setattr(storage, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(remote, "PATIENCE_S", 1.0)
     run = Run(server.url, {"remote": with_cache(tmp_path)})
     server.fault = lambda path, number: fault if path.endswith(".tar") else None
     with pytest.raises(UserError, match=r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):

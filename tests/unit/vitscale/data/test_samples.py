@@ -14,7 +14,7 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
-from vitscale.data import shards as shard_files
+from vitscale.data import index as index_module
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
 from vitscale.data.samples import EvaluationSamples, TrainingSamples, augmentation_key
@@ -58,7 +58,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
             raise OSError(number, os.strerror(number))
         return real(*arguments)
 
-    monkeypatch.setattr(shard_files.os, "pread", fail)
+    monkeypatch.setattr(index_module.os, "pread", fail)
 
 
 def test_a_bad_block_is_substituted_in_training_only(

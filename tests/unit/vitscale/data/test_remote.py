@@ -15,20 +15,24 @@ from blake3 import blake3
 from tests.support.range_server import served
 from tests.support.waiting import wait_until
 from vitscale.config.errors import StorageError, UserError
-from vitscale.data import shards, storage
+from vitscale.data import remote
 from vitscale.data.index import read_manifest
-from vitscale.data.settings import RemoteSettings
-from vitscale.data.shards import RemoteFile, ShardCache, open_cache, prefetch, prefix_of_hash
-from vitscale.data.storage import (
+from vitscale.data.remote import (
     MissingError,
+    RemoteFile,
+    ShardCache,
     Url,
     is_url,
     location_of,
     names_below,
+    open_cache,
+    prefetch,
+    prefix_of_hash,
     read_range,
     size_of,
     url_problem,
 )
+from vitscale.data.settings import RemoteSettings
 
 SECRET = "hunter2"
 
@@ -42,13 +46,16 @@ class Clock:
     def monotonic(self) -> float:
         return time.monotonic() + self.skipped_s
 
+    def time(self) -> float:
+        return time.time()
+
     def sleep(self, seconds: float) -> None:
         self.skipped_s += seconds
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "time", Clock())
+    monkeypatch.setattr(remote, "time", Clock())
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
@@ -152,7 +159,7 @@ def test_buckets_answer_with_what_was_asked_for(
     keys = {"key": "key", "secret": "secret"} if scheme == "s3" else {"token": "anon"}
     with served(folder.parent) as server:
         monkeypatch.setitem(fsspec.config.conf, scheme, {"endpoint_url": server.url} | keys)
-        storage._filesystem.cache_clear()
+        remote._filesystem.cache_clear()
         url = Url(f"{scheme}://served")
         assert read_range(url / "a.bin", offset=5, num_bytes=9) == bytes(range(5, 14))
         assert size_of(url / "a.bin") == 10_240
@@ -166,15 +173,15 @@ def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> 
         def cat_file(self, url: str, **span: int) -> bytes:
             raise OSError(f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed")
 
-    monkeypatch.setattr(storage, "_filesystem", lambda *which: Failing())
+    monkeypatch.setattr(remote, "_filesystem", lambda *which: Failing())
     with pytest.raises(StorageError, match=r"GET https://host/a.bin\?\*\*\* failed") as caught:
         read_range(Url("http://host/a.bin"), offset=0, num_bytes=9)
     assert SECRET not in str(caught.value)
 
 
 def test_a_silent_server_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "PATIENCE_S", 0.8)
-    monkeypatch.setattr(storage, "REQUEST_S", 0.2)
+    monkeypatch.setattr(remote, "PATIENCE_S", 0.8)
+    monkeypatch.setattr(remote, "REQUEST_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = Url(f"http://127.0.0.1:{silent.getsockname()[1]}/a.bin")
         with pytest.raises(StorageError, match="cannot be read"):
@@ -202,7 +209,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             file.write(f"{number}\n")
         return [content(98 if number == 99 else number)]
 
-    monkeypatch.setattr(shards, "read_chunks", answered)
+    monkeypatch.setattr(remote, "read_chunks", answered)
     return path
 
 
@@ -252,9 +259,9 @@ def test_the_least_recently_used_file_is_evicted_first(cache: ShardCache) -> Non
 def test_a_prefetch_evicts_nothing_in_use(cache: ShardCache) -> None:
     for number in range(3):
         used(cache, number, seconds_ago=0)
-    used(cache, 0, seconds_ago=shards.IDLE_S + 1)
+    used(cache, 0, seconds_ago=remote.IDLE_S + 1)
     prefetch([file(cache, number) for number in (1, 3, 4)])
-    wait_until(lambda: not shards._prefetching.is_alive())
+    wait_until(lambda: not remote._prefetching.is_alive())
     assert held(cache) == [1, 2, 3]
 
 
@@ -273,7 +280,7 @@ def test_damage_on_the_local_disk_is_fetched_again(cache: ShardCache, log: Path)
 def test_bytes_with_a_wrong_hash_are_never_kept(cache: ShardCache, log: Path) -> None:
     with pytest.raises(UserError, match="bucket/99: cannot be read: its bytes do not have"):
         file(cache, 99).path()
-    assert held(cache) == [] and requests(log) == [99] * shards.DAMAGED_READS
+    assert held(cache) == [] and requests(log) == [99] * remote.DAMAGED_READS
 
 
 def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path: Path, log: Path) -> None:

@@ -1,8 +1,11 @@
-"""Read byte ranges of shards: of local ones, and of those at a URL through a cache of whole files.
+"""Read shards at a URL through a cache of whole files on a local disk.
 
-Owns: open files; which errors mean lost data; the files of the cache folder and their total size.
-A file is in the cache whole and verified, or not at all.
-Leaves out: the ranges of samples (`index`), requests (`storage`), the order of reading (`order`).
+Owns: which URLs are allowed, requests and their repetition, the files of the cache folder and their
+total size. A file is in the cache whole and verified, or not at all.
+Leaves out: the ranges of samples (`index`), the order of reading (`order`).
+
+The only module that calls fsspec, which supports schemes that run commands, and chains of schemes
+(`pipe:`, `a::b`). Both are refused here: fsspec gets plain URLs with a scheme of `SCHEMES` only.
 
 A cached file is named by its BLAKE3, so several sets and jobs can share a folder, and no name from
 a manifest becomes a path. `HASH.part` is being fetched by the process that locks `HA.lock`, a lock
@@ -18,67 +21,221 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from io import BufferedWriter, FileIO
+from functools import cache
+from io import BufferedWriter
 from pathlib import Path
+from posixpath import normpath
+from random import SystemRandom
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
 import blake3
 
-from vitscale.config.errors import UserError, not_written
-from vitscale.data.settings import RemoteSettings
-from vitscale.data.storage import Location, Url, read_chunks
+from vitscale.config.errors import StorageError, UserError, not_written
+from vitscale.config.redaction import redact_queries
 from vitscale.distributed.atomic_files import blake3_of_file
 
-MAX_OPEN_SHARDS = 64
-# Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
-# errors (stale handle, no memory, too many open files, ...) are transient.
-DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+if TYPE_CHECKING:
+    from vitscale.data.settings import RemoteSettings
+
+# Time limit of one read, retries included, after which the run ends; of one request.
+PATIENCE_S, REQUEST_S = 120.0, 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+CHUNK_BYTES = 8 << 20
+# Scheme -> optional package that it needs.
+SCHEMES: dict[str, str | None] = {
+    "http": None,
+    "https": None,
+    "s3": "s3fs",
+    "gs": "gcsfs",
+}
+_PLAIN = re.compile(
+    rf"((?:{'|'.join(SCHEMES)})://[A-Za-z0-9._~:-]+|file://)(/[A-Za-z0-9._~%+=,@!:/ -]*)?"
+)
 # Bytes that are wrong this often are damaged: where they are stored, or in their index.
 DAMAGED_READS = 3
 # A prefetch evicts no shard that was used this recently: it may be one of the current block.
 IDLE_S = 60.0
-# A part that grew no more for this long has no process that fetches it.
-ABANDONED_S = 600.0
+# A part that grew no more for this long, longer than requests are repeated, is nobody's.
+ABANDONED_S = 200.0
 # Resolution of the last use.
 TOUCH_S = 1.0
 # Other files in the folder are neither counted nor touched.
 _OURS = re.compile(r"[0-9a-f]{64}(?P<part>\.part)?")
+T = TypeVar("T")
 
 
-def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes of one range. Raises OSError if they are lost or the file is too short, UserError if
-    the file cannot be accessed."""
+def is_url(text: str) -> bool:
+    """Whether a text starts like a URL, with a scheme and a colon."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) is not None
+
+
+def url_problem(text: str) -> str | None:
+    """Why a URL of a folder is refused. Never quotes the URL: it may contain a password."""
+    if _PLAIN.fullmatch(text) and "::" not in text and ".." not in text.split("/"):
+        return None
+    return (
+        f"is not a plain URL of {', '.join(SCHEMES)} or file: one without a user name, password, "
+        "'?', '#', '::', '..', quotes or wildcards (credentials belong where fsspec looks for "
+        "them: environment, ~/.netrc, ~/.aws); write ./ before a path with a colon"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """A folder or file at a URL with a scheme of `SCHEMES`; `/` joins names as with paths."""
+
+    text: str
+
+    @property
+    def scheme(self) -> str:
+        return self.text.partition(":")[0]
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __truediv__(self, name: str) -> Url:
+        """Join a relative name. Whatever it contains, the result is on this host or bucket."""
+        scheme, _, rest = self.text.partition("://")
+        authority, _, folder = rest.partition("/")
+        name = quote(name) if scheme in ("http", "https") else name
+        path = normpath("/" + f"{folder}/{name}".lstrip("/"))
+        return Url(f"{scheme}://{authority}{path}".rstrip("/"))
+
+
+# A folder or file, on a file system or at a URL.
+Location = Path | Url
+
+
+def location_of(place: Location | str, *, where: str = "data.path") -> Location:
+    """Parse a path or URL. Raises UserError for a URL that is not allowed."""
+    if not isinstance(place, str):
+        return place
+    if not is_url(place):
+        return Path(place)
+    if problem := url_problem(place):
+        raise UserError(problem, where=where)
+    path = place.removeprefix("file://")
+    return Path(path) if path != place else Url(place.rstrip("/"))
+
+
+class MissingError(UserError):
+    """There is no such file, which no retry changes."""
+
+
+def read_range(url: Url, *, offset: int, num_bytes: int) -> bytes:
+    """Bytes of one range. Raises StorageError or MissingError, as all that read here."""
+
+    def whole(data: bytes) -> bytes:
+        if len(data) != num_bytes:
+            raise OSError(
+                f"sends {len(data)} instead of {num_bytes} bytes from {offset} on; a server must "
+                "support range requests"
+            )
+        return bytes(data)
+
+    return _ask(url, "cat_file", whole, start=offset, end=offset + num_bytes) if num_bytes else b""
+
+
+def read_chunks(url: Url, num_bytes: int) -> Iterator[bytes]:
+    """The first bytes of a file, in parts that are each tried again."""
+    for offset in range(0, num_bytes, CHUNK_BYTES):
+        yield read_range(url, offset=offset, num_bytes=min(CHUNK_BYTES, num_bytes - offset))
+
+
+def size_of(url: Url) -> int:
+    """Size of a file in bytes."""
+
+    def known(info: dict[str, Any]) -> int:
+        if info["size"] is None:
+            raise OSError("the server does not send the size of the file")
+        return int(info["size"])
+
+    return _ask(url, "info", known)
+
+
+def names_below(folder: Url) -> list[str]:
+    """Names of the files directly below a URL."""
+    found = _ask(folder, "ls", list, detail=True)
+    return [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
+
+
+def _ask(url: Url, method: str, use: Callable[[Any], T], **arguments: Any) -> T:
+    """What `use` makes of the answer of the URL's file system; both are tried again.
+
+    Raises StorageError after `PATIENCE_S`, or at once if refused; MissingError for no such file.
+    """
+    pause_s, tries = FIRST_PAUSE_S, 0
+    filesystem = _filesystem(url.scheme, os.getpid())  # not counted: the first imports a lot
+    start, text = time.monotonic(), "no answer"
+    while True:
+        tries += 1
+        try:
+            # timeout: of fsspec's event loop
+            return use(getattr(filesystem, method)(url.text, timeout=REQUEST_S, **arguments))
+        except Exception as error:  # every backend has its own kinds
+            cause: BaseException = error
+            if isinstance(error, FileNotFoundError):  # fsspec's for any HTTP failure
+                cause = error.__cause__ or error
+            status = getattr(cause, "status", None)
+            # A timeout has no text: keep the last error that has one.
+            if str(cause):
+                text = redact_queries(f"{type(cause).__name__}: {cause}")
+            spent_s = time.monotonic() - start
+            is_missing = isinstance(error, FileNotFoundError) and status in (None, 404, 410)
+            is_refused = isinstance(error, PermissionError) or status in (401, 403)
+            if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
+                raise (MissingError if is_missing else StorageError)(
+                    f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
+                    where=str(url),
+                    next_step="check address, network and credentials, then run the same command "
+                    "again",
+                ) from None
+        # System randomness: workers are forks of one server and would pause equally long.
+        time.sleep(pause_s * SystemRandom().uniform(0.5, 1.5))
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+@cache
+def _filesystem(scheme: str, process: int) -> Any:
+    """Per process: connections and their thread do not survive a fork."""
+    import fsspec
+
+    options: dict[str, Any] = dict(fsspec.config.conf.get(scheme, {}))
+    if scheme in ("http", "https"):
+        # Ranges of a compressed transfer would count other bytes. Proxies and ~/.netrc are used,
+        # as by other programs.
+        client = {"trust_env": True} | options.get("client_kwargs", {})
+        options["client_kwargs"] = client | {"auto_decompress": False}
+        options["headers"] = {"Accept-Encoding": "identity"} | options.get("headers", {})
     try:
-        data = os.pread(_opened(path).fileno(), num_bytes, offset)
-    except OSError as error:
-        if error.errno in DATA_LOSS_ERRNOS:
-            raise
+        kind: Any = fsspec.get_filesystem_class(scheme)
+        if scheme == "gs":  # its default class reads some buckets by gRPC
+            from gcsfs.core import GCSFileSystem
+
+            kind = GCSFileSystem
+        filesystem = kind(**options, skip_instance_cache=True)
+    except ImportError:
+        package = SCHEMES[scheme]
         raise UserError(
-            f"cannot be read ({error.strerror})",
-            where=str(path),
-            next_step="check the storage and the limits of this machine (ulimit -n, memory), then "
-            "run the same command again",
+            f"{scheme}:// needs the package {package}", next_step=f"pip install {package}"
         ) from None
-    if len(data) < num_bytes:
-        raise OSError(f"ends after {offset + len(data)} bytes")
-    return data
+    if scheme in ("http", "https"):
+        from fsspec.asyn import sync
+
+        sync(filesystem.loop, filesystem.set_session)  # must not run in two threads at once
+    return filesystem
 
 
-@lru_cache(maxsize=MAX_OPEN_SHARDS)
-def _opened(path: Path) -> FileIO:
-    """A file is closed when the cache forgets it."""
-    return open(path, "rb", buffering=0)
+# ---- the cache -----------------------------------------------------------------------------------
 
 
 def prefix_of_hash(data: bytes) -> int:
     """The first 8 bytes of the BLAKE3 of `data`, little-endian."""
     return int.from_bytes(blake3.blake3(data).digest(8), "little")
-
-
-# ---- shards at a URL -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,26 +375,9 @@ class ShardCache:
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def local_or_remote(
-    files: Sequence[tuple[Location, int, str]], settings: RemoteSettings
-) -> list[Path | RemoteFile]:
-    """Paths as they are; URLs with size, BLAKE3 and the cache, which one needs.
-
-    Raises UserError if no folder for it is set, or it cannot be written.
-    """
-    cache: ShardCache | None = None
-    found: list[Path | RemoteFile] = []
-    for place, num_bytes, blake3_hex in files:
-        if isinstance(place, Url):
-            cache = cache or open_cache(settings)
-            found.append(RemoteFile(place, num_bytes, blake3_hex, cache))
-        else:
-            found.append(place)
-    return found
-
-
+@cache
 def open_cache(settings: RemoteSettings) -> ShardCache:
-    """Raises UserError if no folder is set, or it cannot be written."""
+    """Make the folder of the cache. Raises UserError if none is set or it cannot be written."""
     if settings.cache_path is None:
         raise UserError(
             "shards at a URL are fetched to a local disk first",
