@@ -124,7 +124,7 @@ def check_bad(work: WorkFolder, done: Sequence[str]) -> None:
 def list_tars(work: WorkFolder, unit: str) -> None:
     source, root = work.run.source, root_of(work)
     if isinstance(root, Url):
-        listed = None
+        listed = []
         if root.scheme not in ("http", "https"):
             listed = [name for name in names_below(root) if name.endswith(".tar")]
         found = [

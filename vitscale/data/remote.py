@@ -46,12 +46,7 @@ PATIENCE_S, REQUEST_S = 120.0, 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 CHUNK_BYTES = 8 << 20
 # Scheme -> optional package that it needs.
-SCHEMES: dict[str, str | None] = {
-    "http": None,
-    "https": None,
-    "s3": "s3fs",
-    "gs": "gcsfs",
-}
+SCHEMES: dict[str, str | None] = {"http": None, "https": None, "s3": "s3fs", "gs": "gcsfs"}
 _PLAIN = re.compile(
     rf"((?:{'|'.join(SCHEMES)})://[A-Za-z0-9._~:-]+|file://)(/[A-Za-z0-9._~%+=,@!:/ -]*)?"
 )
@@ -84,22 +79,18 @@ def url_problem(text: str) -> str | None:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Url:
+class Url(str):
     """A folder or file at a URL with a scheme of `SCHEMES`; `/` joins names as with paths."""
 
-    text: str
+    __slots__ = ()
 
     @property
     def scheme(self) -> str:
-        return self.text.partition(":")[0]
-
-    def __str__(self) -> str:
-        return self.text
+        return self.partition(":")[0]
 
     def __truediv__(self, name: str) -> Url:
         """Join a relative name. Whatever it contains, the result is on this host or bucket."""
-        scheme, _, rest = self.text.partition("://")
+        scheme, _, rest = self.partition("://")
         authority, _, folder = rest.partition("/")
         name = quote(name) if scheme in ("http", "https") else name
         path = normpath("/" + f"{folder}/{name}".lstrip("/"))
@@ -112,7 +103,7 @@ Location = Path | Url
 
 def location_of(place: Location | str, *, where: str = "data.path") -> Location:
     """Parse a path or URL. Raises UserError for a URL that is not allowed."""
-    if not isinstance(place, str):
+    if isinstance(place, Path | Url):
         return place
     if not is_url(place):
         return Path(place)
@@ -175,7 +166,7 @@ def _ask(url: Url, method: str, use: Callable[[Any], T], **arguments: Any) -> T:
         tries += 1
         try:
             # timeout: of fsspec's event loop
-            return use(getattr(filesystem, method)(url.text, timeout=REQUEST_S, **arguments))
+            return use(getattr(filesystem, method)(url, timeout=REQUEST_S, **arguments))
         except Exception as error:  # every backend has its own kinds
             cause: BaseException = error
             if isinstance(error, FileNotFoundError):  # fsspec's for any HTTP failure
@@ -251,7 +242,7 @@ class RemoteFile:
     cache: ShardCache
 
     def __str__(self) -> str:
-        return self.url.text
+        return self.url
 
     def path(self, *, ahead: bool = False) -> Path:
         """Local path; the file is fetched if it is missing, once for all processes.

@@ -180,10 +180,10 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:
     """Raise UserError if the cache cannot hold the shards that the order reads at once."""
-    needed = 0
-    for part in parts:
-        sizes = [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)]
-        needed += sum(sorted(sizes, reverse=True)[:BLOCK_SHARDS])
+    sizes = [
+        [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)] for part in parts
+    ]
+    needed = sum(sum(sorted(of_part)[-BLOCK_SHARDS:]) for of_part in sizes)
     if needed > remote_settings.cache_gib * 2**30:
         raise UserError(
             f"{remote_settings.cache_gib:g} GiB are less than the shards that are read at once "

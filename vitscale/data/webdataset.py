@@ -133,27 +133,20 @@ def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
     return tars
 
 
-def matching(split: str, listed: Iterable[str] | None, *, where: str) -> list[str]:
+def matching(split: str, listed: Iterable[str], *, where: str) -> list[str]:
     """Names of the tars of a split, sorted. Raises UserError for none, or a malformed pattern.
 
-    listed: names that `*` and `?` choose among; None: nothing can list them.
+    listed: names that `*` and `?` choose among.
     """
     names = expanded(split if ".tar" in split else f"{split}-*.tar", where=where)
     if any("*" in name or "?" in name for name in names):
-        if listed is None:
-            raise UserError(
-                "a web server cannot list its files",
-                where=where,
-                allowed="patterns with * and ? on s3 and gs",
-                next_step="give the names, such as train-{000000..000146}.tar",
-            )
         names = [each for each in listed if any(fnmatchcase(each, name) for name in names)]
     if not names:
         raise UserError(
             f"no tars {split!r}",
             where=where,
             allowed="names such as train-{000000..000146}.tar or train-*.tar (in short: train)",
-            next_step="correct it, or the folder",
+            next_step="correct it, or the folder; a web server cannot list its files: name them",
         )
     return sorted(set(names))
 

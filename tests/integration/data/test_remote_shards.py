@@ -114,33 +114,23 @@ def test_an_outage_ends_the_run_and_names_the_shard(
         run.batches(ranks=1, workers=workers, start=0, stop=STEPS)
 
 
-@pytest.mark.parametrize(
-    "root, message",
-    [
-        ("pipe:touch CANARY", "is not a plain URL"),
-        ("http://127.0.0.1/a::pipe:touch CANARY", "is not a plain URL"),
+def test_an_external_manifest_cannot_name_other_places(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    path = copy / MANIFEST_NAME
+    text = json.loads(path.read_text())
+    for root, message in (
+        (f"pipe:touch {tmp_path}/canary", "is not a plain URL"),
+        (f"http://127.0.0.1/a::pipe:touch {tmp_path}/canary", "is not a plain URL"),
         ("/somewhere/else", "a path on one machine"),
-    ],
-)
-def test_an_external_manifest_cannot_name_other_places(
-    root: str, message: str, folder: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    root = root.replace("CANARY", str(tmp_path / "canary"))
-    text = json.loads((copy / MANIFEST_NAME).read_text()) | {"shards_root": root}
-    (copy / MANIFEST_NAME).write_text(json.dumps(text))
-    with served(copy) as server, pytest.raises(UserError, match=message):
-        read_split(server.url, split="train")
-    if "::" in root or root.startswith("pipe"):
-        with pytest.raises(UserError, match=message):
-            read_split(copy, split="train")
+    ):
+        path.write_text(json.dumps(text | {"shards_root": root}))
+        with served(copy) as server, pytest.raises(UserError, match=message):
+            read_split(server.url, split="train")
     assert not (tmp_path / "canary").exists()
 
 
 def test_an_index_with_another_hash_is_refused(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
+    copy = shutil.copytree(folder, tmp_path / "copy")
     data = (copy / "index.parquet").read_bytes()
     (copy / "index.parquet").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
     remote = RemoteSettings(**with_cache(tmp_path))

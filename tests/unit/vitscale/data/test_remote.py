@@ -100,18 +100,16 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
 @pytest.mark.parametrize(
     "folder, name, joined",
     [
-        ("http://host/a/b/", "c 1.tar", "http://host/a/b/c%201.tar"),
-        ("http://host", "c#1?.tar", "http://host/c%231%3F.tar"),
+        ("http://host/a/b/", "c#1? .tar", "http://host/a/b/c%231%3F%20.tar"),
+        ("https://host/a", "pipe:touch x", "https://host/a/pipe%3Atouch%20x"),
         ("s3://bucket/a", "../tars/c 1.tar", "s3://bucket/tars/c 1.tar"),
         ("s3://bucket/a", ".", "s3://bucket/a"),
-        ("https://host/a", "pipe:touch x", "https://host/a/pipe%3Atouch%20x"),
         ("s3://bucket/a", "../../../other", "s3://bucket/other"),
         ("s3://bucket", "/etc/passwd", "s3://bucket/etc/passwd"),
     ],
 )
 def test_names_are_joined_and_stay_on_their_host(folder: str, name: str, joined: str) -> None:
-    place = location_of(folder)
-    assert isinstance(place, Url) and str(place / name) == joined
+    assert str(location_of(folder) / name) == joined
 
 
 @pytest.mark.parametrize("fault", ["error", "drop", "short", "no_ranges", "slow"])
@@ -138,14 +136,9 @@ def test_a_lasting_fault_is_one_error(
 ) -> None:
     """In time; a refusal at once."""
     with served(folder) as server:
-        url = Url(server.url) / "a.bin"
-        assert size_of(url) == 10_240
         server.fault = lambda path, number: fault
         with pytest.raises(kind, match=rf"a\.bin: cannot be read .*{text}"):
-            read_range(url, offset=0, num_bytes=9)
-        if fault in ("forbidden", "missing"):
-            with pytest.raises(kind, match=text):
-                size_of(url)
+            read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
 
 
 @pytest.mark.slow
@@ -204,7 +197,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.touch()
 
     def answered(url: Url, num_bytes: int) -> list[bytes]:
-        number = int(url.text.rpartition("/")[2])
+        number = int(url.rpartition("/")[2])
         with open(path, "a") as file:
             file.write(f"{number}\n")
         return [content(98 if number == 99 else number)]
