@@ -106,7 +106,7 @@ class BusySamples(Samples):
     image_size = 2
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        stop = time.process_time() + 4
+        stop = time.process_time() + 5
         while time.process_time() < stop:
             pass
         return 7, []
@@ -114,7 +114,7 @@ class BusySamples(Samples):
 
 def test_a_worker_that_computes_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its batch takes longer than the limit."""
-    monkeypatch.setattr(loader_module, "TIMEOUT_S", 2.0)
+    monkeypatch.setattr(loader_module, "TIMEOUT_S", 4.0)
     data = DataSettings(path="x", global_batch=1, num_workers=1)
     with open_batches(BusySamples(), [[0]], batch=1, settings=data, pin_memory=False) as found:
         assert [batch.labels.tolist() for batch in found] == [[7]]
