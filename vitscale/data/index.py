@@ -307,7 +307,7 @@ def read_split(
         )
     settings = remote_settings or RemoteSettings()
     index_path, *shards = (
-        RemoteFile(place, num_bytes, digest, open_cache(settings))
+        RemoteFile(place, num_bytes, digest, open_cache(settings.cache_path, settings.cache_gib))
         if isinstance(place, Url)
         else place
         for place, num_bytes, digest in files

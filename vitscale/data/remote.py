@@ -29,7 +29,7 @@ from io import BufferedWriter
 from pathlib import Path
 from posixpath import normpath
 from random import SystemRandom
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import blake3
@@ -37,9 +37,6 @@ import blake3
 from vitscale.config.errors import StorageError, UserError, not_written
 from vitscale.config.redaction import redact_queries
 from vitscale.distributed.atomic_files import blake3_of_file
-
-if TYPE_CHECKING:
-    from vitscale.data.settings import RemoteSettings
 
 # Time limit of one read, retries included, after which the run ends; of one request.
 PATIENCE_S, REQUEST_S = 120.0, 30.0
@@ -367,17 +364,17 @@ class ShardCache:
 
 
 @cache
-def open_cache(settings: RemoteSettings) -> ShardCache:
+def open_cache(cache_path: str | None, cache_gib: float) -> ShardCache:
     """Make the folder of the cache. Raises UserError if none is set or it cannot be written."""
-    if settings.cache_path is None:
+    if cache_path is None:
         raise UserError(
             "shards at a URL are fetched to a local disk first",
             where="remote.cache_path",
             next_step="set data.remote.cache_path (predict, visualize: remote.cache_path) to a "
             "folder on a disk of each node",
         )
-    folder = Path(settings.cache_path).expanduser().absolute()
-    made = ShardCache(folder, max_bytes=int(settings.cache_gib * 2**30))
+    folder = Path(cache_path).expanduser().absolute()
+    made = ShardCache(folder, max_bytes=int(cache_gib * 2**30))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with made.locked("space"):

@@ -32,7 +32,6 @@ from vitscale.data.remote import (
     size_of,
     url_problem,
 )
-from vitscale.data.settings import RemoteSettings
 
 SECRET = "hunter2"
 
@@ -211,8 +210,7 @@ def requests(log: Path) -> list[int]:
 
 
 def new_cache(folder: Path, *, num_files: float = 3) -> ShardCache:
-    gib = num_files * SIZE / 2**30
-    return open_cache(RemoteSettings(cache_path=str(folder / "cache"), cache_gib=gib))
+    return open_cache(str(folder / "cache"), num_files * SIZE / 2**30)
 
 
 @pytest.fixture
@@ -283,7 +281,7 @@ def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path: Path, log: Path)
     with pytest.raises(UserError, match=r"data.remote.cache_path=.*cannot be written"):
         new_cache(log)
     with pytest.raises(UserError, match="fetched to a local disk first"):
-        open_cache(RemoteSettings())
+        open_cache(None, 1.0)
 
 
 def test_partial_files_of_a_killed_process_are_removed(cache: ShardCache) -> None:
