@@ -12,7 +12,6 @@ from pydantic import Field, PositiveInt
 from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.section import Run, Section
 from vitscale.config.source import read_yaml
-from vitscale.data.remote import is_url, url_problem
 from vitscale.data.settings import RemoteSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings
