@@ -4,6 +4,7 @@ is missing is said, and refused by name."""
 from __future__ import annotations
 
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from sklearn.decomposition import PCA
 from timm.utils import AttentionExtract
 from torch import nn
 
+from finetune.images import Images
 from finetune.inspection.attention import (
     attention_modules,
     attention_rollout,
@@ -30,7 +32,8 @@ from finetune.inspection.attention import (
 from finetune.inspection.run import draw_pictures
 from finetune.inspection.visualized import Visualized
 from finetune.inspection.weights import first_filters, position_similarity, principal_components
-from finetune.settings import PICTURES, VisualizeRun
+from finetune.predicting import find_inputs
+from finetune.settings import PICTURES, PredictRun, VisualizeRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.engine.small_models import export, small_model
@@ -281,6 +284,21 @@ def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
         assert torch.equal(found, expected) and title == index.classes[label]
     (skipped,) = subject.skipped
     assert f" in {index.shards[0]}: " in skipped
+
+
+def test_names_that_are_no_utf8_are_escaped() -> None:
+    files = Images(paths=[os.fsdecode(b"\xff.jpg"), "b.jpg"])
+    assert files.names([1, 0]) == ["b.jpg", "\\xff.jpg"]
+
+
+def test_shards_come_alone(tmp_path: Path) -> None:
+    make_shard_folder(tmp_path / "shards")
+    shards = str(tmp_path / "shards")
+    images = find_inputs(PredictRun(init="x", images=(shards,)))
+    assert (images.total, images.label_name(1), images.label_name(-1)) == (2, "dog", None)
+    assert len(set(images.names([0, 1]))) == 2
+    with pytest.raises(UserError, match="is a shard folder, and 2 inputs are given"):
+        find_inputs(PredictRun(init="x", images=(shards, shards)))
 
 
 def test_a_long_name_is_broken_between_words_and_shortened_in_the_middle() -> None:

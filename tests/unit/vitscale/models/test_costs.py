@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vitscale.models import costs as vit_costs
-from vitscale.models.costs import (
-    activation_bytes_per_image,
-    num_parameters,
-    train_flops_per_image,
-)
+from vitscale.models import costs
 from vitscale.models.settings import ViTSettings
 
 
@@ -32,7 +27,7 @@ def arch_of(preset: str, num_classes: int = 1000, **settings: object) -> ViTSett
 def test_sizes_have_the_published_number_of_parameters(
     preset: str, options: dict[str, object], expected: int
 ) -> None:
-    assert num_parameters(arch_of(preset, **options)) == expected
+    assert costs.num_parameters(arch_of(preset, **options)) == expected
 
 
 # Forward GMACs as timm's benchmark tables list them.
@@ -40,46 +35,38 @@ def test_sizes_have_the_published_number_of_parameters(
     ("preset", "gmacs"), [("B/16", 17.58), ("L/16", 61.6), ("L/14", 81.08), ("H/14", 167.4)]
 )
 def test_flops_match_published_multiply_adds(preset: str, gmacs: float) -> None:
-    assert train_flops_per_image(arch_of(preset)) / 6e9 == pytest.approx(gmacs, rel=2e-3)
+    assert costs.train_flops_per_image(arch_of(preset)) / 6e9 == pytest.approx(gmacs, rel=2e-3)
 
 
 def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
     arch = arch_of("L/16")
-    kept = activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=False)
+    kept = costs.activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=False)
     assert kept == 34 * 197 * 1024 * 24
-    less = activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=True)
+    less = costs.activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=True)
     assert less < kept / 6
 
 
 @pytest.mark.parametrize(
-    ("stage", "accumulation", "bytes_per_parameter"),
+    ("precision", "stage", "accumulation", "bytes_per_parameter"),
     [
-        (0, 2, 4 + 2 + 4 + 8),  # autocast: fp32 weights and gradients, a copy of the weights
-        (1, 1, 2 + 2 + 12 / 8),
-        (1, 3, 2 + 4 + 12 / 8),  # gradients of several micro-batches are summed in fp32
-        (2, 3, 2 + 16 / 8),
-        (3, 3, 18 / 8),
+        ("fp32", 0, 2, 4 + 4 + 8),
+        ("bf16", 0, 2, 4 + 2 + 4 + 8),  # autocast: fp32 weights and gradients, a copy of weights
+        ("bf16", 1, 1, 2 + 2 + 12 / 8),
+        ("bf16", 1, 3, 2 + 4 + 12 / 8),  # several micro-batches are summed in fp32
+        ("bf16", 2, 3, 2 + 16 / 8),
+        ("bf16", 3, 3, 18 / 8),
     ],
 )
 def test_zero_stages_shard_what_the_paper_says(
-    stage: int, accumulation: int, bytes_per_parameter: float
+    precision: str, stage: int, accumulation: int, bytes_per_parameter: float
 ) -> None:
     arch = arch_of("L/16")
-    memory = vit_costs.memory_estimate(
-        arch, costs=vit_costs, zero_stage=stage, world_size=8, precision="bf16", micro_batch=64,
+    memory = costs.memory_estimate(
+        arch, costs=costs, zero_stage=stage, world_size=8, precision=precision, micro_batch=64,
         activation_checkpointing=False, optimizer_bytes=8, accumulation=accumulation,
         bucket_elements=25_000_000,
     )  # fmt: skip
     states = memory.total - memory.activations
     states -= 25_000_000 * (4 if stage == 0 or accumulation > 2 else 2)  # a bucket
     states -= 2 * 50_000_000 if stage == 3 else 0  # what is gathered ahead
-    assert states == pytest.approx(bytes_per_parameter * num_parameters(arch), rel=4e-3)
-
-
-def test_fp32_adam_needs_sixteen_bytes_without_sharding_too() -> None:
-    arch = arch_of("S/16")
-    memory = vit_costs.memory_estimate(
-        arch, costs=vit_costs, zero_stage=0, world_size=1, precision="fp32", micro_batch=2,
-        activation_checkpointing=False, optimizer_bytes=8, accumulation=2,
-    )  # fmt: skip
-    assert memory.total - memory.activations == 16 * num_parameters(arch)
+    assert states == pytest.approx(bytes_per_parameter * costs.num_parameters(arch), rel=4e-3)
