@@ -17,15 +17,20 @@ from vitscale.distributed.atomic_files import write_text
 from vitscale.tracking.source_version import PROJECT_ROOT
 
 PAGE = PROJECT_ROOT / "docs/configuration.md"
+ALL_RUN_TYPES: dict[str, type[Run]] = {
+    **RUN_TYPES,
+    "predict": PredictRun,
+    "export": ExportRun,
+    "visualize": VisualizeRun,
+    "chain": ChainRun,
+}
 
 
 def renewed(page: str) -> str:
     """The page with its introduction, and the settings as they are."""
     introduction, heading, _ = page.partition("\n## ")
     assert heading, f"{PAGE} has lost its introduction"
-    own: dict[str, type[Run]] = {"predict": PredictRun, "export": ExportRun}
-    own |= {"visualize": VisualizeRun, "chain": ChainRun}
-    return introduction + as_markdown(settings_reference({**RUN_TYPES, **own}))
+    return introduction + as_markdown(settings_reference(ALL_RUN_TYPES))
 
 
 if __name__ == "__main__":

@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from finetune.run import FinetuneRun
-from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
-from launch.chains.settings import ChainRun
-from launch.planning.configuration import PAGE, renewed
-from pretrain.run import PretrainRun
+from launch.planning.configuration import ALL_RUN_TYPES, PAGE, renewed
 from tests.contract.tree import ROOT
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, load_run_file, run_to_yaml
 from vitscale.config.reference import settings_reference
-from vitscale.config.section import Run
-from vitscale.runs.data_prep import DataPrepRun
 
-RUN_TYPES: dict[str, type[Run]] = {
-    "data_prep": DataPrepRun,
-    "pretrain": PretrainRun,
-    "finetune": FinetuneRun,
-    "evaluate": EvaluateRun,
-    "predict": PredictRun,
-    "export": ExportRun,
-    "visualize": VisualizeRun,
-    "chain": ChainRun,
-}
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))
 CARD = ("What", "Command", "Hardware", "Expect", "Source")
 
@@ -39,12 +23,12 @@ def test_configs_load_and_are_read_back(tmp_path: Path) -> None:
     wrong = {}
     for path in CONFIGS:
         try:
-            loaded = load_run(RUN_TYPES, path)
+            loaded = load_run(ALL_RUN_TYPES, path)
         except UserErrors as error:
             wrong[_name(path)] = str(error)
             continue
         resolved.write_text(run_to_yaml(loaded.run))
-        if load_run_file(RUN_TYPES, resolved) != loaded.run:
+        if load_run_file(ALL_RUN_TYPES, resolved) != loaded.run:
             wrong[_name(path)] = "differs when written and read back"
         if ("stage",) not in loaded.places:
             wrong[_name(path)] = "neither the file nor its base names the stage"
@@ -68,7 +52,7 @@ def test_configs_begin_with_a_run_card() -> None:
 
 
 def test_every_setting_and_group_has_a_docstring() -> None:
-    entries = [each for group in settings_reference(RUN_TYPES).values() for each in group]
+    entries = [each for group in settings_reference(ALL_RUN_TYPES).values() for each in group]
     assert len(entries) > 150
     assert not [entry.key for entry in entries if not entry.text]
 
