@@ -285,7 +285,11 @@ def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
 
 def _is_sweep(run_type: type[Run], key: str, value: Any) -> bool:
     """True if there is such a key, and the list is no value of it."""
-    nodes = [each.node for each in settings_of(run_type).values() if each.key == key]
+    settings = settings_of(run_type).values()
+    nodes = [each.node for each in settings if each.key == key]
+    # A group of free keys stands for each of them.
+    above = [each.node for each in settings if key.startswith(f"{each.key}.")]
+    nodes += [node for node in above if node.get("type") == "object" and not groups_of(node)]
     if not isinstance(value, list) or not nodes or any(groups_of(node) for node in nodes):
         return False
     return not any(map(is_list, nodes)) or all(isinstance(each, list) for each in value)

@@ -200,6 +200,7 @@ def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
         "data.val_split=[test,null]": ["test", None],
         "data.crop_area=[[0.2,1],[0.5,1]]": [[0.2, 1], [0.5, 1]],
         "objective.mask_ratio=[0.5,0.75]": [0.5, 0.75],
+        "launch.sbatch.nice=[1,2]": [1, 2],
     }
     values = ["data.crop_area=[0.2,1]", "evaluate=[{name: knn}]", "optim.rate=[1,2]", "optim=[1,2]"]
     values += ["optim.lr=[1,", "optim.lr=0.1"]
