@@ -1,6 +1,6 @@
-"""What no import may bring, and when ranks may wait for each other.
+"""What importing a package does, and when ranks may wait for each other.
 
-Who may import whom is in pyproject.toml: `[tool.importlinter]`; what would fork: `[tool.ruff]`.
+Who may import what is in pyproject.toml: `[tool.importlinter]`; what would fork: `[tool.ruff]`.
 """
 
 from __future__ import annotations
@@ -9,45 +9,7 @@ import ast
 import itertools
 from collections.abc import Iterable, Iterator
 
-from tests.contract.tree import (
-    ROOT,
-    imports_of,
-    module_files,
-    parsed,
-    scripts,
-    top_level_imports_of,
-)
-
-# Entries of registries, whose settings need no torch, and checkpoint folders, which are listed
-# without it; their methods need it. Of these only imports at module level count.
-LAZY = (
-    "finetune.objectives",
-    "pretrain.objectives.",
-    "vitscale.evaluation.",
-    "vitscale.training.",
-)
-LAZY += ("vitscale.checkpoint.folders",)
-TORCHLESS_FOLDERS = ("launch.", "data_prep.", "vitscale.config.", "vitscale.runs.")
-
-
-def test_settings_and_launching_never_import_torch() -> None:
-    """Followed through all own imports, since a login node may have no torch at all."""
-    reached = {}
-    for start in module_files():
-        if not start.startswith(TORCHLESS_FOLDERS) and not start.endswith(".settings"):
-            continue
-        stack, seen = [start], set()
-        while stack:
-            module = stack.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            lazy = module.startswith(LAZY)
-            names = top_level_imports_of(module) if lazy else imports_of(module)
-            if any(name.split(".")[0] in ("torch", "torchvision", "timm") for name in names):
-                reached[start] = module
-            stack += [name for name in names if name in module_files()]
-    assert not reached
+from tests.contract.tree import ROOT, imports_of, module_files, parsed, scripts
 
 
 def test_package_files_are_empty() -> None:

@@ -6,7 +6,6 @@ Owns: reading imports with `ast`, anywhere in a file. Nothing of the project is 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -34,17 +33,8 @@ def parsed(path: Path) -> ast.Module:
 @cache
 def imports_of(module: str) -> frozenset[str]:
     """Absolute names that a module imports; `from a import b` is a.b when that is a module."""
-    return _imports(module, ast.walk(parsed(module_files()[module])))
-
-
-def top_level_imports_of(module: str) -> frozenset[str]:
-    """Those that run when the module is imported."""
-    return _imports(module, parsed(module_files()[module]).body)
-
-
-def _imports(module: str, nodes: Iterable[ast.AST]) -> frozenset[str]:
     found = set()
-    for node in nodes:
+    for node in ast.walk(parsed(module_files()[module])):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
