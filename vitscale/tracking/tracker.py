@@ -9,6 +9,7 @@ Importing this module imports neither mlflow nor torch.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import uuid
@@ -33,6 +34,7 @@ from vitscale.tracking.run_facts import (
     process_tags,
     read_record,
     redact_yaml,
+    sqlite_path,
 )
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import source_version
@@ -92,6 +94,13 @@ class Tracker:
             origin=origin,
         )
         if uri is None:
+            return
+        if "SLURM_JOB_ID" in os.environ and sqlite_path(uri) is not None:
+            say(
+                "MLflow: jobs of a cluster cannot share an SQLite file; metrics are in "
+                f"{JOURNAL_NAME}, and go to MLflow by "
+                f"python launch/compare.py sync {self.folder} --uri {redact(uri)}"
+            )
             return
         mlflow_sync.prepare()
         self._status: Status = "RUNNING"

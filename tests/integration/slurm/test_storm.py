@@ -290,8 +290,9 @@ def test_interruptions_change_no_bit(
     undisturbed = subprocess.Popen([sys.executable, *map(str, here)], cwd=tmp_path)
     disk = mounted(run / "checkpoints", "tmpfs", "-t", "tmpfs", "-o", "size=256m")
     with disk, undisturbed, slurm_cluster(more=PARTITIONS) as cluster:
+        uri = f"sqlite:///{database}"
         there = ["launch/slurm.py", *training, *LAUNCH, f"output={run}"]
-        there += [f"tracking.uri=sqlite:///{database}"]
+        there += [f"tracking.uri={uri}"]
         storm = Storm(cluster=cluster, run_folder=run, command=there, rng=rng)
         storm.submit()
         for fault in faults:
@@ -301,6 +302,7 @@ def test_interruptions_change_no_bit(
         assert not storm.processes()
         assert undisturbed.wait() == 0
         assert differences(read_state(run), read_state(calm)) == []
+        cluster.script("launch/compare.py", "sync", run, "--uri", uri, cwd=tmp_path)
     with sqlite3.connect(database) as connection:
         assert connection.execute("select status from runs").fetchall() == [("FINISHED",)]
     print("fault, times, seconds to the next new step (least and most)")

@@ -92,6 +92,7 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: 
     assert "edited while queued" in log(second)
     assert len([*jobs.glob("code-*")]) == 2
 
+    slurm.script("launch/compare.py", "sync", jobs.parent, cwd=checkout)
     with sqlite3.connect(checkout / "runs/mlflow.db") as connection:
         tags = dict(connection.execute("select key, value from tags"))
     head = slurm.run(["git", "rev-parse", "HEAD"], cwd=checkout).strip()

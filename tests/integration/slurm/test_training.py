@@ -44,6 +44,8 @@ def test_the_demo_model_trains_on_two_nodes(slurm, digits_shards: Path, tmp_path
     assert "train/loss" in json.dumps(journal)
     assert (run / "config.yaml").exists()
     assert [path.name for path in run.glob(f"checkpoints/step-{STEPS:08d}")]
+    assert not (tmp_path / "runs/mlflow.db").exists()
+    slurm.script("launch/compare.py", "sync", "runs/slurm-demo", cwd=tmp_path)
     assert_tracked(tmp_path / "runs/mlflow.db", steps=STEPS)
 
 

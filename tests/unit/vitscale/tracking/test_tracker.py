@@ -137,7 +137,7 @@ def test_what_a_run_shows_is_without_secrets(
     mlflow_database: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")  # several nodes cannot share an SQLite file
     patch = "# untracked: vitscale/new.py\n+  api_key: abc\n+uri: http://me:pw@host/x\n"
     version = SourceVersion(commit="c" * 40, patch=patch)
     set_version(monkeypatch, version)
@@ -148,6 +148,8 @@ def test_what_a_run_shows_is_without_secrets(
         pictures = tracker.folder / "pictures"
         pictures.mkdir()
         (pictures / "a.png").write_bytes(b"a picture")
+    assert "compare.py sync" in said[-1] and select(store, "count(*) from runs") == [0]
+    send(tracker.folder, mlflow_database)
     found = tags(store)
     assert (found["mlflow.runName"], found["vitscale.stage"]) == ("digits", "pretrain")
     assert (found["vitscale.job_id"], found["model"], found["team"]) == ("4711", "B/16", "a")
