@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,23 +56,21 @@ class Golden:
         path.write_text(text)
 
 
-def differences(found: Any, expected: Any, *, rel: float, place: str = "") -> list[str]:
+def differences(found: Any, expected: Any, *, rel: float) -> list[str]:
     """List the places in which two JSON values differ."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        lines = [f"{place}/{key}: missing" for key in expected if key not in found]
-        lines += [f"{place}/{key}: unexpected" for key in found if key not in expected]
-        for key in [key for key in expected if key in found]:
-            lines += differences(found[key], expected[key], rel=rel, place=f"{place}/{key}")
-        return lines
-    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
-        pairs = enumerate(zip(found, expected, strict=True))
-        return [
-            line
-            for row, (one, other) in pairs
-            for line in differences(one, other, rel=rel, place=f"{place}/{row}")
-        ]
-    if isinstance(found, float) and isinstance(expected, float) and rel:
-        equal = found == pytest.approx(expected, rel=rel, nan_ok=True)
+    ours, theirs, lines = dict(_leaves(found)), dict(_leaves(expected)), []
+    for place in theirs | ours:
+        one, other = (each.get(place, "missing") for each in (ours, theirs))
+        is_near = rel and isinstance(one, float) and isinstance(other, float)
+        wanted = pytest.approx(other, rel=rel, nan_ok=True) if is_near else other
+        lines += [] if one == wanted else [f"{place}: {one!r}, expected {other!r}"]
+    return lines
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value that holds no others, with its place."""
+    if value and isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(each, f"{place}/{key}")
     else:
-        equal = found == expected
-    return [] if equal else [f"{place}: {found!r}, expected {expected!r}"]
+        yield place, value

@@ -55,8 +55,7 @@ class Engine:
         states; None: none. compile_input: normalise pixels in one compiled kernel.
         """
         self.world, self.dtype = world, dtype
-        self._kind = OPTIMIZERS[optimizer_name]
-        self._state_names = self._kind.state_names + ((AVERAGE,) if ema else ())
+        self._state_names = OPTIMIZERS[optimizer_name].state_names + ((AVERAGE,) if ema else ())
         self._accumulation = int(config["gradient_accumulation_steps"])
         self._ema, self._num_averaged, self._micro_step = ema, 0, 0
         self._buffer_names = sorted(set(model.state_dict()) - dict(model.named_parameters()).keys())
@@ -228,10 +227,7 @@ class Engine:
 
     def optimizer_steps(self) -> int:
         """Updates the optimiser has counted for its bias correction."""
-        steps = [
-            int(state["step"]) for state in self.base_optimizer.state.values() if "step" in state
-        ]
-        return max(steps, default=0)
+        return max(int(state["step"]) for state in self.base_optimizer.state.values())
 
     def export_counters(self) -> dict[str, Any]:
         """State that is not a tensor, as JSON values; the same on every rank."""
@@ -285,6 +281,5 @@ class Engine:
             }
             if AVERAGE in state:
                 state[AVERAGE].copy_(weights.detach())
-            if self._kind.counts_steps:
-                state["step"] = torch.tensor(float(steps), device=weights.device)
+            state["step"] = torch.tensor(float(steps), device=weights.device)
             optimizer.state[weights] = state

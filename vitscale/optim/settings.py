@@ -21,9 +21,7 @@ class OptimizerKind:
     settings: tuple[str, ...]
     """Keys of `optim` that not every optimiser has; another optimiser refuses them."""
     state_names: tuple[str, ...]
-    """Tensors it keeps for each parameter, of the parameter's shape, in fp32."""
-    counts_steps: bool = True
-    """Whether it also keeps `step`, the number of updates."""
+    """Tensors it keeps for each parameter, of its shape, in fp32; `step` may lie beside them."""
     needs_whole_tensors: bool = False
     """Whether it needs norms of whole tensors: ZeRO 1 to 3 give it slices of many together."""
 
@@ -33,9 +31,7 @@ OPTIMIZERS = {
     "adamw": OptimizerKind(
         settings=("betas", "eps", "momentum_dtype", "weight_decay_mode"), state_names=MOMENTS
     ),
-    "sgd": OptimizerKind(
-        settings=("momentum",), state_names=("momentum_buffer",), counts_steps=False
-    ),
+    "sgd": OptimizerKind(settings=("momentum",), state_names=("momentum_buffer",)),
     "lamb": OptimizerKind(settings=("betas", "eps"), state_names=MOMENTS, needs_whole_tensors=True),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,36 +27,29 @@ def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a GPU would be told to do, in order."""
     found: list[str] = []
-
-    class Stream:
-        def __init__(self, device: torch.device | None = None) -> None:
-            assert device in (None, GPU)
-
-        def wait_stream(self, other: Stream) -> None:
-            found.append("wait for copies")
+    copies = object()
+    kernels = SimpleNamespace(wait_stream=lambda other: found.append("wait for copies"))
 
     @contextlib.contextmanager
-    def stream(own: Stream) -> Iterator[None]:
-        assert own is not current
+    def stream(own: object) -> Iterator[None]:
+        assert own is copies
         found.append("on the stream of copies")
         yield
         found.append("on the stream of kernels")
 
     def copied(batch: Batch, device: torch.device) -> Batch:
-        assert device == GPU
         found.append(f"copy {batch.labels[0]}")
         return batch
 
-    def recorded(tensor: torch.Tensor, used_by: Any) -> None:
-        assert used_by is current
+    def kept(tensor: torch.Tensor, used_by: object) -> None:
+        assert used_by is kernels
         found.append("keep until its kernels ran")
 
-    current = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: copies)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: kernels)
     monkeypatch.setattr(Batch, "to", copied)
-    monkeypatch.setattr(torch.Tensor, "record_stream", recorded)
+    monkeypatch.setattr(torch.Tensor, "record_stream", kept)
     return found
 
 

@@ -139,11 +139,16 @@ def test_skipped_updates_are_reported_with_their_samples(ranks: Ranks) -> None:
     assert update(monitor, health(2)) == []
 
 
-def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks) -> None:
+@pytest.mark.parametrize("loss_scale", [None, 1.0])
+def test_too_many_skipped_updates_in_a_row_end_the_run(
+    ranks: Ranks, loss_scale: float | None
+) -> None:
+    """But while fp16 searches its scale."""
     monitor = skipped_monitor()
-    assert update(monitor, health(9, longest=9))
+    assert update(monitor, health(9, longest=9), loss_scale=loss_scale)
+    assert update(monitor, health(19, longest=10), loss_scale=1024.0)
     with pytest.raises(UserError, match="10 updates in a row were skipped, the last at step 3"):
-        update(monitor, health(10, longest=10))
+        update(monitor, health(20, longest=10), loss_scale=loss_scale)
 
 
 @pytest.mark.parametrize("interval", [1, 7, 100, 400])
@@ -160,13 +165,6 @@ def test_one_update_in_twenty_may_be_skipped(ranks: Ranks, interval: int) -> Non
     monitor = skipped_monitor()
     for step in range(interval, 801, interval):
         update(monitor, health(step // 20), step=step)
-
-
-def test_fp16_may_skip_while_it_searches_its_scale(ranks: Ranks) -> None:
-    monitor = skipped_monitor()
-    update(monitor, health(9, longest=9), loss_scale=1024.0)
-    with pytest.raises(UserError, match="10 updates in a row were skipped"):
-        update(monitor, health(10, longest=10), loss_scale=1.0)
 
 
 def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:
