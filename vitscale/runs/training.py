@@ -165,19 +165,13 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
     # Exactly one of `steps` and `epochs` is set.
     total = schedule.steps or max(1, int((schedule.epochs or 0) * num_samples) // batch)
     warmup = warmup_steps(schedule, num_samples=num_samples, global_batch=batch)
-    if warmup >= total:
-        raise UserError(
-            f"{warmup} warm-up steps leave nothing of {total} steps",
-            where="schedule.warmup_" + ("epochs" if schedule.warmup_epochs else "steps"),
-            next_step="shorten the warm-up or raise schedule.epochs",
-        )
     cooldown = cooldown_steps(schedule.cooldown_share, total_steps=total)
-    if warmup + cooldown > total:
+    if warmup >= total or warmup + cooldown > total:
+        unit = "warmup_epochs" if schedule.warmup_epochs else "warmup_steps"
         raise UserError(
-            f"{cooldown} steps of cool-down begin before the {warmup} steps of "
-            f"warm-up end, in {total} steps",
-            where="schedule.cooldown_share",
-            next_step="lower schedule.cooldown_share or schedule.warmup_steps",
+            f"{warmup} warm-up steps and {cooldown} of cool-down do not fit in {total} steps",
+            where=f"schedule.{'cooldown_share' if cooldown else unit}",
+            next_step=f"lower schedule.{unit} or schedule.cooldown_share, or lengthen the run",
         )
     return TrainingPlan(
         world_size=world_size,

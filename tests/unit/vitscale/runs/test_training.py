@@ -27,36 +27,25 @@ def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
     )
     assert (plan.total_steps, plan.cooldown_steps) == (100, 25)
     assert training_plan(run(), world_size=1, num_samples=8).cooldown_steps == 0
+    late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
+    with pytest.raises(UserError, match="schedule.cooldown_share: 10 .* and 95 of cool-down"):
+        training_plan(late, world_size=1, num_samples=8)
 
 
 def test_warmup_of_a_plan_may_be_given_in_epochs() -> None:
     short = run(schedule={"warmup_steps": 0, "warmup_epochs": 3})
     assert training_plan(short, world_size=1, num_samples=80).warmup_steps == 30
-    with pytest.raises(UserError, match="schedule.warmup_epochs: 150 warm-up steps leave nothing"):
+    with pytest.raises(UserError, match="schedule.warmup_epochs: 150 .* in 100 steps"):
         training_plan(short, world_size=1, num_samples=400)
 
 
-def test_cooldown_that_begins_inside_the_warmup_is_refused() -> None:
-    late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
-    with pytest.raises(UserError, match="95 steps of cool-down begin before the 10 steps"):
-        training_plan(late, world_size=1, num_samples=8)
-
-
-def test_schedule_and_optimizer_conflicts_come_together() -> None:
+def test_conflicts_of_several_sections_come_together() -> None:
     wrong = run(schedule={"cooldown_share": 0.1}, optim={"name": "lamb"}, engine={"zero_stage": 2})
     keys = [key for key, _ in wrong.problems()]
     assert keys == ["schedule.cooldown_share", "engine.zero_stage"]
-    assert not list(run().problems())
-
-
-def test_compiling_under_zero_3_is_refused() -> None:
     ((key, why),) = run(engine={"compile": True, "zero_stage": 3}).problems()
     assert key == "engine.compile" and "hooks break blocks apart" in why
-
-
-def test_warmup_as_long_as_the_run_is_refused() -> None:
-    with pytest.raises(UserError, match="100 warm-up steps leave nothing of 100 steps"):
-        training_plan(run(schedule={"warmup_steps": 100}), world_size=1, num_samples=8)
+    assert not list(run().problems())
 
 
 def test_micro_batch_is_the_largest_that_fits() -> None:
