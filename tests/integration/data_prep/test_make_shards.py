@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import shutil
 import subprocess
@@ -13,11 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import blake3
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import webdataset
-from PIL import Image
 
 from tests.support.corpora.image_corpus import (
     REPOSITORY,
@@ -249,22 +245,3 @@ def test_labels_follow_a_space_and_others_are_refused(tmp_path: Path) -> None:
     text = make(root, tmp_path / "other", "labels.space=imagenet_1k", rc=2)
     assert "n99999999" in text and "1 class" in text and "next:" in text
     assert not (tmp_path / "other").exists()
-
-
-def test_images_are_resized_on_request_with_ledger_detail(tmp_path: Path) -> None:
-    root = tmp_path / "images/cat"
-    root.mkdir(parents=True)
-    for side in (300, 60):
-        Image.open(io.BytesIO(photo(side, width=side + 40, height=side))).save(root / f"{side}.png")
-    Image.fromarray(np.full((80, 80), 40_000, np.uint16)).save(root / "deep.png")
-    make(root.parent, tmp_path / "shards", "images.short_side=100")
-    rows = ledger(tmp_path / "shards")
-    assert {path: (row["status"], row["reason"]) for path, row in rows.items()} == {
-        "cat/300.png": ("repaired", "short_side"),
-        "cat/60.png": ("kept", None),
-        "cat/deep.png": ("repaired", "16_bit"),
-    }
-    index = pq.read_table(tmp_path / "shards/index.parquet").to_pylist()
-    assert sorted(min(row["width"], row["height"]) for row in index) == [60, 80, 100]
-    info = json.loads((tmp_path / "shards" / "manifest.json").read_text())
-    assert info["inputs"]["num_repaired"] == 2

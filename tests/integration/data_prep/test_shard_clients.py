@@ -18,9 +18,9 @@ from blake3 import blake3
 from PIL import Image
 
 from tests.support.corpora.external_tars import imagenet_22k_layout
+from tests.support.corpora.indexing import index
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import by_level
-from tests.support.ranks.rank_processes import ROOT
 from vitscale.data.index import read_manifest, read_split
 
 # Key, label and BLAKE3 of the image's bytes, equal for all readers.
@@ -130,17 +130,10 @@ def test_timm_reads_the_indexed_samples(shards: Shards) -> None:
         assert timm_pixels(shards.folder, split) == shards.pixels(split)
 
 
-def index_of(tars: Path, output: Path, *overrides: str) -> Path:
-    config = ROOT / "configs/data/index_shards.yaml"
-    script = ROOT / "data_prep/index_shards.py"
-    places = [f"source.path={tars}", f"output={output}"]
-    subprocess.run([sys.executable, script, "--config", config, *places, *overrides], check=True)
-    return output
-
-
 def test_timm_reads_external_tars_through_our_index(tmp_path: Path) -> None:
     list(imagenet_22k_layout(tmp_path / "tars", splits={"train": 2}, samples=5))
     settings = ["labels.space=imagenet_22k", "labels.values=index"]
-    folder = index_of(tmp_path / "tars", tmp_path / "index", *settings)
+    folder = tmp_path / "index"
+    index(tmp_path / "tars", folder, *settings)
     found = Shards(folder, "jpg")
     assert timm_pixels(folder, "train") == found.pixels("train")
