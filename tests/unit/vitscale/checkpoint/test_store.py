@@ -120,32 +120,28 @@ def test_storage_may_refuse_saves_for_an_hour(
     assert len(said) == 5 and "training goes on" in said[0]
 
 
-@pytest.mark.parametrize("ending", ["good", "stopped", "error"])
+@pytest.mark.parametrize("stop", [None, SystemExit(75), KeyError("other")])
 def test_store_waits_for_its_last_save(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, ending: str
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, stop: BaseException | None
 ) -> None:
-    write = commit.write_new_file
-    monkeypatch.setattr(commit, "write_new_file", lambda *a: time.sleep(0.2) or write(*a))
-    endings = {"good": None, "stopped": SystemExit(75), "error": KeyError("other")}
-    with contextlib.suppress(SystemExit, KeyError):
+    """Exit code 75 would claim a checkpoint; another error stays and notes a failed save."""
+
+    def save_and_stop() -> None:
         with CheckpointStore(tmp_path, keep=2, world=world) as store:
             store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
-            if endings[ending] is not None:
-                raise endings[ending]
-    assert read_checkpoint(tmp_path / "checkpoints/step-00000001").step == 1
-
-
-def test_failed_last_save_is_reported_on_exit(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exit code 75 would claim a checkpoint; another error stays and notes the failed save."""
-    monkeypatch.setattr(commit, "commit_folder", refuse)
-    for stop, shown in ((SystemExit(75), UserError), (KeyError("other"), KeyError)):
-        with pytest.raises(shown) as caught:
-            with CheckpointStore(tmp_path, keep=2, world=world) as store:
-                store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
+            if stop is not None:
                 raise stop
-    assert any("not committed" in note for note in caught.value.__notes__)
+
+    write = commit.write_new_file
+    monkeypatch.setattr(commit, "write_new_file", lambda *a: time.sleep(0.2) or write(*a))
+    with contextlib.suppress(SystemExit, KeyError):
+        save_and_stop()
+    assert read_checkpoint(tmp_path / "checkpoints/step-00000001").step == 1
+    monkeypatch.setattr(commit, "commit_folder", refuse)
+    with pytest.raises(KeyError if isinstance(stop, KeyError) else StorageError) as caught:
+        save_and_stop()
+    if isinstance(stop, KeyError):
+        assert any("not committed" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(
