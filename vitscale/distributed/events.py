@@ -16,11 +16,11 @@ import errno
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import node_name
@@ -29,6 +29,8 @@ EVENTS_NAME = "events"
 # Names one attempt to run a job; set by what starts the ranks.
 ATTEMPT_VARIABLE = "VITSCALE_ATTEMPT"
 STARTED, FAILED = "started", "failed"
+# Kinds of reports by ranks that do not know the cause, the best guess first.
+GUESSES = (FailureKind.OTHER, FailureKind.HANG, FailureKind.PEER_LOST)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,10 @@ class Failure:
         when = f", step {self.step}" if self.step is not None else ""
         return f"{self.what} ({self.kind}{when})"
 
+    def values(self) -> dict[str, Any]:
+        """What a line has of it; the time is when that is written."""
+        return {k: v for k, v in asdict(self).items() if v is not None and k != "time"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStart:
@@ -72,24 +78,31 @@ class TrainingStart:
     """Of rank 0, which runs on `node`."""
 
 
-def append_event(run_folder: Path | str, event: str, values: dict[str, Any]) -> None:
+Event = TypeVar("Event", Failure, TrainingStart)
+
+
+def parsed(kind: type[Event], row: Mapping[str, Any]) -> Event:
+    """The event of a line. Raises TypeError or ValueError for a line without its values."""
+    values = {field.name: row[field.name] for field in fields(kind) if field.name in row}
+    if "kind" in values:
+        values["kind"] = FailureKind(values["kind"])
+    return kind(**values)
+
+
+def append_event(run_folder: Path | str, event: str, values: Mapping[str, Any]) -> None:
     """Append one line to this node's events of a run folder that exists. Raises OSError.
 
     Appends of several nodes to one file would be lost on NFS; those of one node are whole.
     """
-    row = {"event": event, "time": round(time.time(), 3)} | values
+    row = {"event": event, "time": round(time.time(), 3)} | dict(values)
     folder = Path(run_folder) / EVENTS_NAME
     folder.mkdir(exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    descriptor = os.open(folder / f"{node_name()}.jsonl", flags, 0o666)
-    try:
-        # A line that was cut off must not swallow this one.
-        line = b"\n" + json.dumps(row).encode() + b"\n"
-        if os.write(descriptor, line) < len(line):
+    # A line that was cut off must not swallow this one.
+    line = b"\n" + json.dumps(row).encode() + b"\n"
+    with open(folder / f"{node_name()}.jsonl", "ab", buffering=0) as file:
+        if file.write(line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.fsync(file.fileno())
 
 
 def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
@@ -100,8 +113,17 @@ def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
             for line in path.read_bytes().splitlines():
                 with suppress(ValueError, TypeError, KeyError):
                     row = json.loads(line)
-                    rows.append((float(row["time"]), row))
-    return [row for _, row in sorted(rows, key=lambda each: each[0]) if "event" in row]
+                    rows.append((float(row["time"]), row["event"], row))
+    return [row for _, _, row in sorted(rows, key=lambda each: each[0])]
+
+
+def _read(kind: type[Event], event: str, run_folder: Path | str) -> list[Event]:
+    found = []
+    for row in read_events(run_folder):
+        if row["event"] == event:
+            with suppress(TypeError, ValueError):
+                found.append(parsed(kind, row))
+    return found
 
 
 def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -> None:
@@ -112,18 +134,7 @@ def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -
 
 def read_start(run_folder: Path | str) -> TrainingStart | None:
     """The last start of a training; None without one."""
-    found = None
-    for row in read_events(run_folder):
-        if row["event"] == STARTED:
-            with suppress(KeyError, TypeError, ValueError):
-                found = TrainingStart(
-                    time=float(row["time"]),
-                    first_step=int(row["first_step"]),
-                    total_steps=int(row["total_steps"]),
-                    node=row.get("node"),
-                    pid=row.get("pid"),
-                )
-    return found
+    return next(reversed(_read(TrainingStart, STARTED, run_folder)), None)
 
 
 def record_failure(run_folder: Path | str, failure: Failure) -> None:
@@ -131,23 +142,16 @@ def record_failure(run_folder: Path | str, failure: Failure) -> None:
 
     A full or failing disk, or no such folder, loses the line, not the process.
     """
-    values = asdict(failure) | {"attempt": failure.attempt or os.environ.get(ATTEMPT_VARIABLE)}
-    del values["time"]
+    attempt = os.environ.get(ATTEMPT_VARIABLE)
+    values = {"attempt": attempt} if attempt else {}
     with suppress(OSError):
-        append_event(run_folder, FAILED, {k: v for k, v in values.items() if v is not None})
+        append_event(run_folder, FAILED, values | failure.values())
 
 
 def read_failures(run_folder: Path | str, *, attempt: str | None = None) -> list[Failure]:
     """All reports in the order of the file, or those of one attempt."""
-    known = {field.name for field in fields(Failure)}
-    found = []
-    for row in read_events(run_folder):
-        if row["event"] != FAILED or (attempt is not None and row.get("attempt") != attempt):
-            continue
-        with suppress(TypeError, ValueError):
-            values = {key: value for key, value in row.items() if key in known}
-            found.append(Failure(**values | {"kind": FailureKind(row["kind"])}))
-    return found
+    found = _read(Failure, FAILED, run_folder)
+    return [each for each in found if attempt is None or each.attempt == attempt]
 
 
 def cause(reports: Sequence[Failure]) -> Failure | None:
@@ -158,13 +162,8 @@ def cause(reports: Sequence[Failure]) -> Failure | None:
     """
     spoke = {each.rank for each in reports if each.rank == each.reported_by is not None}
     reports = [each for each in reports if each.rank not in spoke or each.rank == each.reported_by]
-    for unsure in (
-        (FailureKind.PEER_LOST, FailureKind.HANG, FailureKind.OTHER),
-        (FailureKind.PEER_LOST, FailureKind.HANG),
-        (FailureKind.PEER_LOST,),
-        (),
-    ):
-        for report in reports:
-            if report.kind not in unsure:
-                return report
-    return None
+    return min(
+        reports,
+        key=lambda each: GUESSES.index(each.kind) + 1 if each.kind in GUESSES else 0,
+        default=None,
+    )

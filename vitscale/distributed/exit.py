@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -25,9 +24,10 @@ from vitscale.distributed.retry import forgive_output
 EXIT_S = 10.0
 # The interpreter's own watch needs no GIL, which a hanging extension may hold.
 LATER_S = 2.0
+STDERR = 2
 
 _exit_code = EXIT_FAILED
-_deadline: threading.Thread | None = None
+_deadline: threading.Timer | None = None
 
 
 def end_now(exit_code: int) -> None:
@@ -54,21 +54,18 @@ def end_within(seconds: float, *, exit_code: int) -> None:
     """
     global _exit_code, _deadline
     _exit_code = exit_code
-    if _deadline is not None:
-        return
-    stderr = sys.__stderr__
-    assert stderr is not None
+    if _deadline is None:
+        faulthandler.dump_traceback_later(seconds + LATER_S, exit=True, file=STDERR)
+        _deadline = threading.Timer(seconds, _end_late, [seconds])
+        _deadline.daemon = True
+        _deadline.start()
 
-    def wait() -> None:
-        time.sleep(seconds)
-        with suppress(OSError):
-            print(f"error: this process has not ended for {seconds:g} s; it does:", file=stderr)
-        faulthandler.dump_traceback(file=stderr, all_threads=True)
-        end_now(_exit_code)
 
-    faulthandler.dump_traceback_later(seconds + LATER_S, exit=True, file=stderr)
-    _deadline = threading.Thread(target=wait, name="deadline", daemon=True)
-    _deadline.start()
+def _end_late(seconds: float) -> None:
+    with suppress(OSError):
+        print(f"error: this process has not ended for {seconds:g} s; it does:", file=sys.stderr)
+    faulthandler.dump_traceback(file=STDERR, all_threads=True)
+    end_now(_exit_code)
 
 
 def run_rank_script(main: Callable[[], None]) -> None:
@@ -89,28 +86,23 @@ def run_rank_script(main: Callable[[], None]) -> None:
 
 
 def skip_teardown(exit_code: int) -> None:
-    """Make this process exit with `exit_code`, and without interpreter teardown.
+    """Make this process exit with `exit_code` within `EXIT_S`, and without interpreter teardown.
 
     DeepSpeed keeps process groups, and thereby gloo's threads, alive past
     `destroy_process_group`. A thread that frees a tensor during interpreter teardown aborts the
     process ("terminate called without an active exception", exit code -6), and the launcher
     reports a finished run as failed (pytorch/pytorch#179291).
-    Exit handlers still run, and output is flushed. From the end of the main thread all that takes
-    `EXIT_S` at most, joining other threads included. The last call sets the exit code.
+    Threads are joined, exit handlers run, and output is flushed. The last call sets the exit code.
     """
-    global _exit_code
-    _exit_code = exit_code
-    # Called before threads are joined, which has no limit.
-    threading._register_atexit(  # type: ignore[attr-defined]  # not in the type stubs
-        lambda: end_within(EXIT_S, exit_code=_exit_code)
-    )
+    end_within(EXIT_S, exit_code=exit_code)
+    atexit.unregister(_end)
+    atexit.register(_end)
 
-    def end() -> None:
-        atexit.unregister(end)
-        # First: handlers wait for children, multiprocessing's without a limit.
-        kill_children()
-        # In the order that multiprocessing uses for its children.
-        atexit._run_exitfuncs()
-        end_now(_exit_code)
 
-    atexit.register(end)
+def _end() -> None:
+    atexit.unregister(_end)
+    # First: handlers wait for children, multiprocessing's without a limit.
+    kill_children()
+    # In the order that multiprocessing uses for its children.
+    atexit._run_exitfuncs()
+    end_now(_exit_code)

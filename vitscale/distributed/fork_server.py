@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
@@ -83,24 +82,15 @@ def end_with_server() -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # private
 
 
-def accept_signals() -> None:
-    """Let SIGNALS end this worker."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-
-
-def names_of_threads(pid: int) -> set[str]:
-    """Names of the threads of a process of this machine, without its first one."""
-    names = set()
+def has_one_thread(pid: int | None = None) -> bool:
+    """Whether a fork of a process is safe; None: of this one."""
+    pid = pid or os.getpid()
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
-            if thread.name != str(pid):
-                names.add((thread / "comm").read_text().strip())
-    return names
-
-
-def has_one_thread() -> bool:
-    """Whether a fork of this process is safe."""
-    return names_of_threads(os.getpid()) <= HARMLESS_THREADS
+            name = (thread / "comm").read_text().strip()
+            if thread.name != str(pid) and name not in HARMLESS_THREADS:
+                return False
+    return True
 
 
 @contextmanager
@@ -148,27 +138,17 @@ def _become_server(command: str, descriptors: set[int]) -> None:
 
 
 class _Process(ForkServerProcess):
-    def start(self) -> None:
-        super().start()
-        # Python waits for these at exit, without a limit; this one ends with its server.
-        multiprocessing.process._children.discard(self)  # type: ignore[attr-defined]  # private
-
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        with _no_main_module():
+        """Start a worker. It would import the main script, with all that this imports, if it found
+        one."""
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
             return ForkServerProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = main
 
 
 class _Context(ForkServerContext):
     Process = _Process
-
-
-@contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Otherwise each worker would import the main script, with all that the script imports."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main

@@ -21,7 +21,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import FailureKind, PeerLostError, RankError, UserError
-from vitscale.distributed.events import Failure, record_failure
+from vitscale.distributed.events import Failure, parsed, record_failure
 from vitscale.distributed.exit import EXIT_S, end_now, end_within
 from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import HERE, SAVES, World, process_group
@@ -70,7 +69,6 @@ class Beat(NamedTuple):
     """That the rank has reached: its loop, and its device, too."""
     collectives: int
     """That the rank has begun; fewer if the others wait for it between two marks."""
-    node: str
     doing: str
     """Since the mark that it has reached."""
     has_lost: bool
@@ -94,7 +92,6 @@ class Watchdog:
         self.late_s = timeout_min * 60 * SHARE_OF_TIMEOUT
         self.dead_s = min(self.late_s, LONGEST_SILENCE_S)
         self.period_s = min(LONGEST_PERIOD_S, self.late_s / CHECKS_PER_TIMEOUT)
-        self._node = node_name()
         # Marks that the device has not reached yet.
         self._ahead: deque[tuple[int, str, torch.cuda.Event | None]] = deque()
         self._num_marks, self._reached = 0, (0, "starting")
@@ -123,7 +120,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self.world.store is not None:
-            self._first_node = self.world.store.get(f"{HERE}/0").decode()
+            self._first_node = self._node(0)
             for thread in self._threads:
                 thread.start()
         return self
@@ -165,8 +162,8 @@ class Watchdog:
         if is_agreed and not self.world.is_first:
             return  # the first rank says it
         rank = self.world.rank
-        what = f"rank {rank} on {self._node} ended with an error: {text}"
-        self._tell(self._failure(kind, what, rank, self._node))
+        what = f"rank {rank} on {node_name()} ended with an error: {text}"
+        self._tell(self._failure(kind, what, rank, node_name()))
 
     def _failure(self, kind: FailureKind, what: str, rank: int, node: str) -> Failure:
         return Failure(
@@ -175,14 +172,14 @@ class Watchdog:
 
     def _tell(self, failure: Failure) -> Failure:
         """Tell all ranks of a failure and record it, unless they know another; returns that one."""
-        text = json.dumps({k: v for k, v in asdict(failure).items() if v is not None})
+        text = json.dumps(failure.values())
         told = text.encode()
         if self.world.store is not None:
             with suppress(RuntimeError):  # rank 0 is gone
                 told = self.world.store.compare_set(FAILURE, "", text)
         if told.decode() == text:
             self._record(failure)
-        return _failure_of(told)
+        return parsed(Failure, json.loads(told))
 
     def _record(self, failure: Failure) -> None:
         """Record a failure, unless storage hangs."""
@@ -235,6 +232,9 @@ class Watchdog:
         assert self.world.store is not None
         return self.world.store
 
+    def _node(self, rank: int) -> str:
+        return self._store.get(f"{HERE}/{rank}").decode()
+
     def _send(self, *, ended: bool) -> None:
         with suppress(RuntimeError):  # the device has failed, and with it the loop
             while self._ahead and (self._ahead[0][2] is None or self._ahead[0][2].query()):
@@ -245,7 +245,6 @@ class Watchdog:
             number=self._num_beats,
             marks=self._reached[0],
             collectives=collectives_begun(),
-            node=self._node,
             doing=self._reached[1],
             has_lost=self._has_lost,
             ended=ended,
@@ -254,7 +253,9 @@ class Watchdog:
 
     def _read(self) -> Failure | None:
         """The failure that ends the run, as another rank has found it."""
-        return _failure_of(self._store.get(FAILURE)) if self._store.check([FAILURE]) else None
+        if not self._store.check([FAILURE]):
+            return None
+        return parsed(Failure, json.loads(self._store.get(FAILURE)))
 
     def _find(self) -> Failure | None:
         """Find ranks that are silent or behind, and tell the others."""
@@ -297,11 +298,11 @@ class Watchdog:
     def _named(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure | None:
         if not ranks:
             return None
-        nodes = [beat.node for beat in self._beats]
-        who = ", ".join(f"rank {rank} on {nodes[rank]}" for rank in ranks[:MOST_NAMED])
+        nodes = [self._node(rank) for rank in ranks[:MOST_NAMED]]
+        who = ", ".join(f"rank {rank} on {node}" for rank, node in zip(ranks, nodes, strict=False))
         if len(ranks) > MOST_NAMED:
             who += f" and {len(ranks) - MOST_NAMED} more ranks"
-        return self._failure(kind, f"{who} {what}", ranks[0], nodes[ranks[0]])
+        return self._failure(kind, f"{who} {what}", ranks[0], nodes[0])
 
     def _stop(self, failure: Failure) -> None:
         """End the process, whose loop may hang in a collective and cannot raise."""
@@ -319,11 +320,6 @@ class Watchdog:
         if failure.kind in (FailureKind.HANG, FailureKind.PEER_LOST):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         end_now(failure.kind.exit_code)
-
-
-def _failure_of(text: bytes) -> Failure:
-    values = json.loads(text)
-    return Failure(**values | {"kind": FailureKind(values["kind"])})
 
 
 def collectives_begun() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import PeerLostError, RankError, StorageError, UserError
+from vitscale.config.errors import EXIT_FAILED, PeerLostError, RankError, StorageError, UserError
+from vitscale.distributed.exit import EXIT_S, end_now
 from vitscale.distributed.processes import free_port, node_name, threads_per_rank
 
 # Longest that ranks wait for the others to start: nodes of large jobs differ by minutes.
@@ -30,8 +32,8 @@ INIT_TIMEOUT_MIN = 30.0
 HERE, LEFT = "vitscale/here", "vitscale/left"
 # The group of the threads that save, see `control_group`.
 SAVES = "saves"
-# How long rank 0 serves the store for ranks that are still reading it.
-LEAVE_S = 60.0
+# How long rank 0 serves the store for ranks that still use it.
+LEAVE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,25 +227,32 @@ def process_group(
             or threads_per_rank(world_size=world.world_size, local_world_size=local_world)
         )
         yield world
-    except SystemExit:
-        _leave(store, world)
+    except SystemExit as end:
+        _leave(store, world, exit_code=end.code if isinstance(end.code, int) else EXIT_FAILED)
         raise
     except BaseException:
         # Of several ranks, others may be in a collective, for which NCCL's end would wait.
         if world.world_size == 1:
             dist.destroy_process_group()
         raise
-    _leave(store, world)
+    _leave(store, world, exit_code=0)
 
 
-def _leave(store: dist.Store, world: World) -> None:
-    """At a planned end, which all ranks come to; rank 0 serves the store until then."""
+def _leave(store: dist.Store, world: World, *, exit_code: int) -> None:
+    """At a planned end, which all ranks come to; rank 0 serves the store until then.
+
+    A rank that cannot leave, because it or rank 0 hangs, ends with `exit_code`.
+    """
+    late = threading.Timer(LEAVE_S + EXIT_S, end_now, [exit_code])
+    late.daemon = True
+    late.start()
     dist.destroy_process_group()
     with suppress(RuntimeError):  # rank 0 is gone, or does not wait any longer
         if store.add(LEFT, 1) == world.world_size:
             store.set(f"{LEFT}/all", "")
         if world.is_first:
             store.wait([f"{LEFT}/all"], timedelta(seconds=LEAVE_S))
+    late.cancel()
 
 
 def control_group(purpose: str, *, timeout: timedelta | None = None) -> dist.ProcessGroup | None:

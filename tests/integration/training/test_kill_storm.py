@@ -1,30 +1,33 @@
-"""Runs that are killed at random moments end with the bits of undisturbed ones.
+"""Faults at random moments: all ranks end in time, and the run resumes to undisturbed bits.
 
     pytest tests/integration/training/test_kill_storm.py --storm-kills 200 --storm-seed 1
 
-Every run is tiny and real (see `fault_runs`), under each ZeRO stage in turn. A rank, a loader
-worker or all ranks get SIGKILL, or bursts of SIGTERM and SIGUSR2, during start, training and saves.
-The same command restarts the run until it is done. The seed decides the plan; which instruction a
-kill interrupts depends on timing.
+Every run is tiny and real (see `fault_runs`). In one test a rank, a loader worker or all ranks get
+SIGKILL, or bursts of SIGTERM and SIGUSR2, under each ZeRO stage in turn. In the other, one rank is
+at fault at a known place. The same command restarts the run until it is done. The seed decides the
+plan; which instruction a kill interrupts depends on timing.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from tests.support.ranks.fault_runs import FaultRuns, wait_all
+from tests.support.ranks.fault_runs import FaultRuns, fault, output, wait_all
 from tests.support.ranks.run_states import differences, read_state
-from tests.support.ranks.warm_ranks import WarmRank, session_of
-from tests.support.waiting import wait_until
+from tests.support.ranks.warm_ranks import WarmRank, end_session, session_of
+from tests.support.waiting import stacks, wait_until
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.distributed.processes import node_name
 
 STAGES = (1, 0, 2, 3)
 # Out of 100.
@@ -33,11 +36,9 @@ VICTIMS = {"rank": 45, "worker": 25, "all ranks": 15, "signals": 15}
 # A closed connection means that the other rank died, a signal that a worker died.
 EXIT_S = 120.0
 STARTS_WITHOUT_PROGRESS = 40
+pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed, pytest.mark.timeout(0)]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.timeout(0)
 def test_runs_killed_at_random_moments_end_with_the_same_bits(
     fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
@@ -151,3 +152,85 @@ def end_as_a_launcher(ranks: list[WarmRank], *, patience_s: float) -> None:
         time.sleep(0.02)
     for rank in ranks:
         rank.send_signal(signal.SIGKILL)
+
+
+# Of each phase of a training: the places of a fault, and the number of the call.
+PHASES = {
+    "start": {"start": range(1, 2)},
+    "training": dict.fromkeys(("batch", "forward", "backward", "step"), range(7, 20)),
+    "save": dict.fromkeys(("export", "write", "rename", "prune"), range(2, 5)),
+    "evaluation": {"evaluation": range(1, 3), "evaluated batch": range(40, 46)},
+    "end": {"close": range(1, 2), "leave": range(1, 2)},
+}
+HARMS = ("raise", "EIO", "kill", "crash", "leave", "exit 3", "stop", "hang")
+# From the fault until all other ranks are gone, and what a launcher waits after the first one.
+GONE_S, GRACE_S = 20.0, 5.0
+# For 2 to 4 ranks.
+SETTINGS = "data.global_batch=24"
+
+
+class Case(NamedTuple):
+    phase: str
+    place: str
+    nth_call: int
+    do: str
+    rank: int
+    num_ranks: int
+    has_launcher: bool
+
+
+def test_one_rank_at_fault_is_named_and_ends_the_others(
+    fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    seed, failed = pytestconfig.getoption("--storm-seed"), []
+    for number in range(pytestconfig.getoption("--storm-kills")):
+        case, folder = draw_case(random.Random(f"{seed} {number}")), tmp_path / str(number)
+        planted = {case.rank: [fault(case.place, case.nth_call, case.do)]}
+        ranks = fault_runs.start(
+            folder, SETTINGS, "engine.timeout_min=0.2", faults=planted, num_ranks=case.num_ranks
+        )
+        try:
+            check_end(case, ranks, folder)
+            fault_runs.assert_resumes_exactly(folder, SETTINGS, num_ranks=case.num_ranks)
+            print(f"{number}: {case}", flush=True)
+        except (AssertionError, TimeoutError) as error:
+            failed.append(f"{number}: {case}: {error}\n{output(folder)[-9000:]}")
+            print(f"FAILED {failed[-1]}", flush=True)
+        finally:
+            for rank in ranks:
+                end_session(rank.pid)
+    assert not failed, f"{len(failed)} failed\n" + "\n".join(failed)
+
+
+def draw_case(rng: random.Random) -> Case:
+    phase, do = rng.choice([*PHASES]), rng.choice(HARMS)
+    place = rng.choice([*PHASES[phase]])
+    num_ranks, nth = rng.randint(2, 4), rng.choice(PHASES[phase][place])
+    rank = 0 if place in ("rename", "prune") else rng.randrange(num_ranks)
+    if place in ("write", "rename", "prune"):  # which are tried again, and may take an hour
+        do = {"EIO": "raise", "hang": "stop"}.get(do, do)
+    return Case(phase, place, nth, do, rank, num_ranks, has_launcher=rng.random() < 0.5)
+
+
+def check_end(case: Case, ranks: list[WarmRank], folder: Path) -> None:
+    """Raise AssertionError unless all end in time with their workers, and the culprit is named."""
+    others = [rank for rank in ranks if rank.rank != case.rank]
+    waiting = others if case.do == "stop" and not case.has_launcher else ranks
+    wait_until(lambda: (folder / "fault").exists() or all(rank.poll() == 0 for rank in ranks))
+    begun, first_end = time.monotonic(), None
+    while left := [rank for rank in waiting if rank.poll() is None]:
+        now = time.monotonic()
+        assert now < begun + GONE_S, "hangs: " + stacks([rank.pid for rank in left])
+        if first_end is None and any(rank.poll() is not None for rank in ranks):
+            first_end = now
+        if case.has_launcher and first_end is not None and now > first_end + GRACE_S:
+            for rank in ranks:
+                rank.send_signal(signal.SIGKILL)
+        time.sleep(0.02)
+    ranks[case.rank].send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(session_of(rank.pid) for rank in ranks))
+    if not case.has_launcher and case.phase != "end":
+        assert all(rank.poll() for rank in others), "a rank ended with code 0"
+        named = rf"rank {case.rank} on {node_name()} .*?( \(.*)\n"
+        said = re.findall(named, "".join(rank.output() for rank in others))
+        assert said and (case.phase == "start" or "step " in said[0]), f"named: {said}"

@@ -9,7 +9,6 @@ call of a save (test_checkpoint_faults), at random moments (test_kill_storm).
 from __future__ import annotations
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -43,7 +42,6 @@ from vitscale.distributed.processes import free_port
 
 pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
-exhaustive = pytest.mark.exhaustive
 HERE = socket.gethostname()
 
 # Of objectives without labels.
@@ -286,32 +284,6 @@ def test_surviving_rank_ends_and_names_the_other(
     world[rank].send_signal(signal.SIGKILL)
     assert wait_all(world)[rank] == code or code is None
     fault_runs.assert_resumes_exactly(tmp_path)
-
-
-@exhaustive
-@pytest.mark.timeout(0)
-def test_any_failing_rank_ends_the_other_and_is_named(
-    fault_runs: FaultRuns, tmp_path: Path, pytestconfig: pytest.Config
-) -> None:
-    """At a random call of a random place: see --storm-kills and --storm-seed. No launcher helps."""
-    rng = random.Random(pytestconfig.getoption("--storm-seed"))
-    for number in range(pytestconfig.getoption("--storm-kills")):
-        case = rng.choice([case for case in KILLS if case != "at start"])
-        _, _, rank, place, nth, _ = KILLS[case]
-        if place not in ("log", "rename", "prune"):
-            rank, nth = rng.randrange(2), rng.randint(1, nth)
-        do = rng.choice(["kill", "crash", "leave", "exit 3", "raise", "hang", "stop"])
-        if place in ("write", "rename", "prune") and do == "hang":
-            do = "stop"  # a save may take an hour
-        folder, planted = tmp_path / str(number), {rank: [fault(place, nth, do)]}
-        world = fault_runs.start(folder, "engine.timeout_min=0.2", faults=planted)
-        said = f"{number}: rank {rank}, {place}, call {nth}: {do}"
-        assert world[1 - rank].wait(timeout_s=90) > 0, said
-        assert f"rank {rank} on {HERE}" in world[1 - rank].output(), said
-        world[rank].send_signal(signal.SIGKILL)
-        wait_all(world)
-        fault_runs.assert_resumes_exactly(folder)
-        print(said, flush=True)
 
 
 @slow

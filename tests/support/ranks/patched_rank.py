@@ -39,6 +39,8 @@ PLACES = {
     "write": ("vitscale.checkpoint.commit", "write_new_file"),
     "rename": ("vitscale.checkpoint.commit", "commit_folder"),
     "prune": ("vitscale.checkpoint.commit", "_prune"),
+    "close": ("vitscale.tracking.tracker", "Tracker.close"),
+    "leave": ("vitscale.distributed.world", "_leave"),
 }
 Call = Callable[[], Any]
 
@@ -158,6 +160,7 @@ def plant(fault: dict[str, Any]) -> None:
         calls += 1
         if fault["nth"] not in (calls, "every"):
             return call()
+        (Path(os.environ.get("VITSCALE_HOLD", ".")) / "fault").touch()
         return ACTIONS[fault["do"]](call, args)
 
     setattr(owner, name, faulty)

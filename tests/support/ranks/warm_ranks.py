@@ -1,60 +1,118 @@
-"""Start ranks in about a second, by forking a process that has imported everything.
+"""Start ranks in about a second, as forks of a process that has imported everything.
 
-Owns: the client of `warm_server`: starts with a launcher's environment, signals, exit codes, and
-the list of processes that ranks leave.
+Owns: starts with a launcher's environment, what makes a fork look like a fresh `python script.py`,
+signals, exit codes, and the list of processes that ranks leave.
 Leaves out: what runs. test_training_runs shows that a cold start gives the same bits.
+
+The process is a fork server of the standard library, which reports process ids and exit codes.
+Forks of one server, unlike fresh starts, share the seed of str hashes, the imported modules and the
+address layout.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
 import os
+import pickle
+import random
+import runpy
 import select
 import signal
-import subprocess
 import sys
-import time
+import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.forkserver import ForkServer, read_signed
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from unittest import mock
 
 import psutil
 
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.waiting import stacks
+from vitscale.distributed.fork_server import end_with_server, has_one_thread
 from vitscale.distributed.processes import free_port, process_state
 
-SERVER = Path(__file__).with_name("warm_server.py")
-# Importing torch, deepspeed and the project takes 8 s on two quiet cores, November 2026.
-START_WAIT_S = 300.0
+# Everything a rank imports, some of it late. DeepSpeed imports the last one, which is not in every
+# release, in `initialize`, and torch.compile with it: 5 s.
+WARMED = (
+    __name__,
+    "numpy",
+    "torch",
+    "vitscale.training.session",
+    "vitscale.evaluation.classification",
+    "vitscale.models.vit",
+    "vitscale.training.supervised",
+    "deepspeed.runtime.zero.muon.original_muon",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What a fork of the server runs."""
+
+    path: str
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    log: str
+
+    def _bootstrap(self, parent_sentinel: int) -> int:
+        """Run the script as Python does; returns the exit code. The server calls this."""
+        assert has_one_thread(os.getppid()), "a fork never releases the locks of other threads"
+        end_with_server()
+        os.setsid()
+        log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for fd, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+            os.dup2(fd, target)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.argv = [self.path, *self.arguments]
+        sys.path[0] = str(Path(self.path).parent)
+        # A fresh process seeds both from the system; all forks would draw the same numbers.
+        random.seed()
+        sys.modules["numpy"].random.seed()
+        code = 0
+        try:
+            runpy.run_path(self.path, run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        threading._shutdown()  # type: ignore[attr-defined]  # as at Python's end
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        return code
 
 
 @dataclass(kw_only=True)
 class WarmRank:
     """The process of one rank. It leads a session that its loader workers belong to."""
 
-    starter: WarmStarter
     pid: int
     rank: int
     log: Path
+    status: int
+    """Descriptor that has the exit code, once there is one."""
+    _code: int | None = field(default=None, init=False)
 
-    def poll(self) -> int | None:
+    def poll(self, *, wait_s: float = 0.0) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
-        self.starter.read_answers(wait_s=0)
-        return self.starter.exit_codes.get(self.pid)
+        if self._code is None and select.select([self.status], [], [], wait_s)[0]:
+            self._code = read_signed(self.status)
+            os.close(self.status)
+        return self._code
 
     def wait(self, *, timeout_s: float) -> int:
         """Its exit code. Raises TimeoutError."""
-        deadline = time.monotonic() + timeout_s
-        while (code := self.poll()) is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                what = f"rank {self.rank} (pid {self.pid}) still runs; log: {self.log}"
-                raise TimeoutError(f"{what}\n{stacks(session_of(self.pid))}")
-            self.starter.read_answers(wait_s=left)
+        code = self.poll(wait_s=timeout_s)
+        if code is None:
+            what = f"rank {self.rank} (pid {self.pid}) still runs; log: {self.log}"
+            raise TimeoutError(f"{what}\n{stacks(session_of(self.pid))}")
         return code
 
     def send_signal(self, number: int) -> None:
@@ -78,47 +136,27 @@ class WarmRank:
 
 
 class WarmStarter:
-    """A server process and the ranks forked from it. Leaving the block kills what still runs."""
+    """A server and the ranks forked from it. Leaving the block kills what still runs."""
 
-    def __init__(self, *, environment: Mapping[str, str] | None = None) -> None:
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
-        # Before an installed vitscale: run the tree of this file.
-        paths = [str(ROOT), self.environment.get("PYTHONPATH", "")]
-        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        self.exit_codes: dict[int, int] = {}
+    def __init__(self) -> None:
+        # Before an installed vitscale: run the tree of this file. OpenMP's threads would be lost
+        # in a fork, which waits for them.
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        path = os.pathsep.join(filter(None, paths))
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self._server = ForkServer()
         self._leaders: list[int] = []
-        self._received = b""
-        self._started: list[int] = []
-        self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> WarmStarter:
-        self._server = subprocess.Popen(
-            [sys.executable, SERVER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=self.environment,
-            start_new_session=True,
-        )
-        self._ready = False
-        deadline = time.monotonic() + START_WAIT_S
-        while not self._ready:
-            self.read_answers(wait_s=deadline - time.monotonic())
-            assert time.monotonic() < deadline, "the warm server does not answer"
+        self._server.set_forkserver_preload(list(WARMED))
+        with mock.patch.dict(os.environ, self.environment):
+            self._server.ensure_running()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._server is not None and self._server.stdin is not None
+    def __exit__(self, *_: object) -> None:
         for leader in self._leaders:
             end_session(leader)
-        self._server.stdin.close()
-        self._server.wait(timeout=60)
-        assert self._server.stdout is not None
-        self._server.stdout.close()
+        self._server._stop()  # type: ignore[attr-defined]  # not in the type stubs
 
     def start(
         self,
@@ -136,7 +174,7 @@ class WarmStarter:
         # The system uses ids again, so a session that is over must not be ended later.
         self._leaders = [leader for leader in self._leaders if session_of(leader)]
         port = str(free_port())
-        script, *arguments = map(str, command)
+        path, *arguments = map(str, command)
         ranks = []
         for rank in range(num_ranks):
             variables = {
@@ -149,52 +187,22 @@ class WarmStarter:
             }
             own = own_environment[rank] if own_environment else {}
             log = folder / f"rank-{rank}.log"
-            self._request(
-                {
-                    "script": str(Path(script).resolve()),
-                    "arguments": arguments,
-                    "environment": {
-                        **self.environment,
-                        **variables,
-                        **(environment or {}),
-                        **own,
-                    },
-                    "folder": str(folder),
-                    "log": str(log),
-                }
+            script = Script(
+                path=str(Path(path).resolve()),
+                arguments=arguments,
+                environment={**self.environment, **variables, **(environment or {}), **own},
+                folder=str(folder),
+                log=str(log),
             )
-            while not self._started:
-                self.read_answers(wait_s=START_WAIT_S)
-            pid = self._started.pop()
-            ranks.append(WarmRank(starter=self, pid=pid, rank=rank, log=log))
+            status, request = self._server.connect_to_new_process([])
+            with open(request, "wb") as file:
+                # What a Process of the standard library sends: preparations, and itself.
+                pickle.dump({}, file)
+                pickle.dump(script, file)
+            pid = read_signed(status)
+            self._leaders.append(pid)
+            ranks.append(WarmRank(pid=pid, rank=rank, log=log, status=status))
         return ranks
-
-    def _request(self, request: dict[str, Any]) -> None:
-        assert self._server is not None and self._server.stdin is not None
-        self._server.stdin.write(json.dumps(request).encode() + b"\n")
-        self._server.stdin.flush()
-
-    def read_answers(self, *, wait_s: float) -> None:
-        """Read the server's messages; wait at most `wait_s` for the first."""
-        assert self._server is not None and self._server.stdout is not None
-        stream = self._server.stdout
-        readable, _, _ = select.select([stream], [], [], max(0.0, wait_s))
-        if not readable:
-            return
-        data = os.read(stream.fileno(), 1 << 16)
-        assert data, f"the warm server ended with code {self._server.wait()}"
-        *lines, self._received = (self._received + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if "ended" in message:
-                self.exit_codes[message["ended"]] = message["code"]
-            elif "started" in message:
-                # The system reuses process ids.
-                self.exit_codes.pop(message["started"], None)
-                self._started.append(message["started"])
-                self._leaders.append(message["started"])
-            else:
-                self._ready = True
 
 
 def session_of(leader: int) -> list[int]:
