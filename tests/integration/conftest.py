@@ -16,8 +16,8 @@ from tests.support.ranks.fault_runs import (
     micro_step,
     wait_and_end_others,
 )
-from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.warm_ranks import WarmStarter
+from tests.support.waiting import ROOT
 
 
 @pytest.fixture(scope="session")

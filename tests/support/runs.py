@@ -20,8 +20,8 @@ from PIL import Image
 
 from tests.support.golden import FOLDER
 from tests.support.ranks.fault_runs import wait_all, wait_and_end_others
-from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.warm_ranks import WarmStarter
+from tests.support.waiting import ROOT
 
 SHARDS = FOLDER / "training/shards"
 OTHER_SHARDS = FOLDER / "training/other_shards"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 # Below pytest's time limit, which would not say what the test waited for.
 PATIENCE_S = 600.0
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import EXIT_FAILED, PeerLostError, RankError, StorageError, UserError
-from vitscale.distributed.exit import EXIT_S, end_now
+from vitscale.distributed.exit import end_now
 from vitscale.distributed.processes import free_port, node_name, threads_per_rank
 
 # Longest that ranks wait for the others to start: nodes of large jobs differ by minutes.
@@ -32,8 +32,8 @@ INIT_TIMEOUT_MIN = 30.0
 HERE, LEFT = "vitscale/here", "vitscale/left"
 # The group of the threads that save, see `control_group`.
 SAVES = "saves"
-# How long rank 0 serves the store for ranks that still use it.
-LEAVE_S = 10.0
+# Of a planned end: how long ranks may take until all have left.
+LEAVE_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,17 +241,17 @@ def process_group(
 def _leave(store: dist.Store, world: World, *, exit_code: int) -> None:
     """At a planned end, which all ranks come to; rank 0 serves the store until then.
 
-    A rank that cannot leave, because it or rank 0 hangs, ends with `exit_code`.
+    A rank ends with `exit_code` if that takes long: it hangs, or rank 0 or a missing rank does.
     """
-    late = threading.Timer(LEAVE_S + EXIT_S, end_now, [exit_code])
+    late = threading.Timer(LEAVE_S, end_now, [exit_code])
     late.daemon = True
     late.start()
     dist.destroy_process_group()
-    with suppress(RuntimeError):  # rank 0 is gone, or does not wait any longer
+    with suppress(RuntimeError):  # rank 0 is gone
         if store.add(LEFT, 1) == world.world_size:
             store.set(f"{LEFT}/all", "")
         if world.is_first:
-            store.wait([f"{LEFT}/all"], timedelta(seconds=LEAVE_S))
+            store.wait([f"{LEFT}/all"])
     late.cancel()
 
 

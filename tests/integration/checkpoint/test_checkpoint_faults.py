@@ -23,9 +23,8 @@ import pytest
 
 from tests.conftest import mounted
 from tests.support.light_checkpoints import LENGTH, light_save
-from tests.support.ranks.rank_processes import ROOT
 from tests.support.required import skip_or_fail
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import UserError
 

@@ -14,8 +14,8 @@ from PIL import Image
 
 from tests.support.corpora.image_corpus import corpus, make_shards
 from tests.support.corpora.shard_folders import make_shard_folder
-from tests.support.ranks.rank_processes import ROOT
 from tests.support.required import skip_or_fail
+from tests.support.waiting import ROOT
 from vitscale.data.samples import TrainingSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set

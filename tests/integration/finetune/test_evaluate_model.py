@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from tests.support.ranks.fault_runs import FaultRuns, wait_all
-from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.run_states import journal_rows
+from tests.support.waiting import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launch.demo import link_some
-from tests.support.ranks.rank_processes import ROOT
+from tests.support.waiting import ROOT
 from vitscale.config.errors import UserError
 
 

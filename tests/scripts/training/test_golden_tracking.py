@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
-from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import run
+from tests.support.waiting import ROOT
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.ranks.rank_processes import ROOT
+from tests.support.waiting import ROOT
 from vitscale.data.index import read_split, sample_keys
 
 SCRIPT = ROOT / "data_prep/index_shards.py"

@@ -30,8 +30,7 @@ from unittest import mock
 
 import psutil
 
-from tests.support.ranks.rank_processes import ROOT
-from tests.support.waiting import stacks
+from tests.support.waiting import ROOT, stacks
 from vitscale.distributed.fork_server import end_with_server, has_one_thread
 from vitscale.distributed.processes import free_port, process_state
 

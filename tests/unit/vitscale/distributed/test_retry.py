@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import begin_attempt, read_attempts
-from tests.support.ranks.rank_processes import ROOT
+from tests.support.waiting import ROOT
 from vitscale.config.errors import EXIT_CODES, FailureKind
 from vitscale.distributed import retry
 from vitscale.distributed.events import Failure, read_failures, record_failure
