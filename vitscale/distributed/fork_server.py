@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing.process
 import multiprocessing.util
 import os
 import signal
@@ -138,6 +139,11 @@ def _become_server(command: str, descriptors: set[int]) -> None:
 
 
 class _Process(ForkServerProcess):
+    def start(self) -> None:
+        super().start()
+        # Python waits for these at exit, without a limit; this one ends with its server.
+        multiprocessing.process._children.discard(self)  # type: ignore[attr-defined]  # private
+
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         """Start a worker. It would import the main script, with all that this imports, if it found

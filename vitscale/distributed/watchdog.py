@@ -39,7 +39,7 @@ LONGEST_SILENCE_S = 45.0
 # Shorter than the timeout of collectives, which names no rank.
 SHARE_OF_TIMEOUT = 0.7
 CHECKS_PER_TIMEOUT = 10
-# Without a heartbeat of a rank, once any rank has lost a connection.
+# Without a heartbeat of a rank, or an answer of the store, once a connection is lost.
 PERIODS_TO_CONFIRM = 2
 # How long a rank that lost a peer waits for the name of the one that failed.
 PERIODS_TO_FIND = 5
@@ -49,8 +49,6 @@ PERIODS_TO_READ = 1.5
 SEND_S = 1.0
 # Two, since one may be the rank that is gone.
 FIRST_RANKS = 2
-# In a row, without an answer, when rank 0 is gone.
-FAILED_REQUESTS = 3
 FAILURE = "vitscale/failure"
 MOST_NAMED = 4
 # How gloo, NCCL and the store say that a peer is gone.
@@ -95,8 +93,8 @@ class Watchdog:
         # Marks that the device has not reached yet.
         self._ahead: deque[tuple[int, str, torch.cuda.Event | None]] = deque()
         self._num_marks, self._reached = 0, (0, "starting")
-        self._num_beats = self._periods_unanswered = 0
-        self._has_lost = self._is_failing = False
+        self._num_beats = self._unanswered = 0
+        self._has_lost = self._is_failing = self._is_store_lost = False
         # What the first ranks know: the last heartbeat of each rank and, in periods, how long it is
         # the last, and how long no rank made progress.
         self._beats: list[Beat] = []
@@ -195,37 +193,37 @@ class Watchdog:
         """Send heartbeats, read what others have found, and find what they have not."""
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)  # or the thread would use GPU 0
-        num_failed, is_over = 0, False
+        is_over = False
         while not is_over:
             is_over = self._end.is_set()
+            found = None
             try:
                 self._send(ended=is_over and not self._is_failing)
-                found = None if is_over or self._is_failing else self._read() or self._find()
-                self._periods_unanswered = num_failed = 0
-            except RuntimeError:  # the connection is lost, or there was no answer
-                found, num_failed = None, num_failed + 1
-                if not is_over and (self._has_lost or num_failed >= FAILED_REQUESTS):
-                    self._lose_store("was killed or exited: its key-value store is gone")
+                if not (is_over or self._is_failing):
+                    found = self._read() or self._find()
+                self._unanswered = 0
+            except RuntimeError:
+                self._is_store_lost = True
             if found is not None:
                 self._stop(found)
             self._end.wait(self.period_s)
 
     def _watch_store(self) -> None:
-        """Check that the store still answers this rank."""
+        """End this rank if the store of rank 0 is gone or does not answer."""
         while not self._end.wait(self.period_s):
-            self._periods_unanswered += 1
-            if (self._periods_unanswered - 1) * self.period_s > self.dead_s:
-                self._lose_store(
-                    "was stopped or killed, or its node is gone: its key-value store has not "
-                    f"answered for {self.dead_s:.0f} s"
-                )
-
-    def _lose_store(self, what: str) -> None:
-        node = self._first_node
-        failure = self._failure(FailureKind.KILLED, f"rank 0 on {node} {what}", 0, node)
-        if not self._is_failing and (self.world.rank < FIRST_RANKS or self.world.local_rank == 0):
-            self._record(failure)
-        self._stop(failure)
+            self._unanswered += 1
+            if self._is_store_lost and self._unanswered > PERIODS_TO_CONFIRM:
+                what = "was killed or exited: its key-value store is gone"
+            elif (self._unanswered - 1) * self.period_s > self.dead_s:
+                what = "was stopped or killed, or its node is gone: its key-value store has not "
+                what += f"answered for {self.dead_s:.0f} s"
+            else:
+                continue
+            node, world = self._first_node, self.world
+            failure = self._failure(FailureKind.KILLED, f"rank 0 on {node} {what}", 0, node)
+            if not self._is_failing and (world.rank < FIRST_RANKS or world.local_rank == 0):
+                self._record(failure)
+            self._stop(failure)
 
     @property
     def _store(self) -> dist.Store:

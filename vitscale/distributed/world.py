@@ -99,9 +99,8 @@ def _usable_gpus() -> int:
             raise UserError(
                 f"torch {torch.__version__} cannot use the GPU: {warning}",
                 where="engine.device",
-                next_step="update the driver; or take a torch for older ones: pip install "
-                "'torch>=2.11' torchvision --index-url https://download.pytorch.org/whl/cu126 "
-                "(driver 525 or newer); or set engine.device=cpu",
+                next_step="update the driver, install a torch for older ones (see "
+                "docs/troubleshooting.md), or set engine.device=cpu",
             ) from None
 
 

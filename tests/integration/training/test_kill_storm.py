@@ -21,10 +21,10 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.ranks.fault_runs import FaultRuns, fault, output, wait_all
+from tests.support.ranks.fault_runs import FaultRuns, fault, output
 from tests.support.ranks.run_states import differences, read_state
 from tests.support.ranks.warm_ranks import WarmRank, end_session, session_of
-from tests.support.waiting import stacks, wait_until
+from tests.support.waiting import PATIENCE_S, stacks, wait_until
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.distributed.processes import node_name
@@ -74,12 +74,10 @@ def strike(
     if hit:
         killed = inject(victim, ranks, rng)
     # Before the rendezvous, only a launcher can know that a rank is gone.
-    if killed and (moment == "start" or rng.random() < 0.7):
-        end_as_a_launcher(ranks, patience_s=rng.uniform(0, 3))
-    try:
-        codes = [rank.wait(timeout_s=EXIT_S) if hit else wait_all([rank])[0] for rank in ranks]
-    except TimeoutError as error:
-        pytest.fail(f"hangs after {victim} at {moment}: {error}")
+    has_launcher = killed and (moment == "start" or rng.random() < 0.7)
+    patience_s = rng.uniform(0, 3) if has_launcher else None
+    await_end(ranks, ranks, within_s=EXIT_S if hit else PATIENCE_S, patience_s=patience_s)
+    codes = [rank.poll() for rank in ranks]
     said = f"{victim} at {moment}: exit codes {codes}\n{ranks[0].output()[-3000:]}"
     if not hit:
         assert codes == [0, 0], said
@@ -144,14 +142,24 @@ def inject(victim: str, ranks: list[WarmRank], rng: random.Random) -> int:
     return len(pids)
 
 
-def end_as_a_launcher(ranks: list[WarmRank], *, patience_s: float) -> None:
-    """As launch/local.py and srun --kill-on-bad-exit do; workers must end by themselves."""
-    wait_until(lambda: any(rank.poll() is not None for rank in ranks), else_say=ranks[0].output)
-    deadline = time.monotonic() + patience_s
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+def await_end(
+    waiting: list[WarmRank], ranks: list[WarmRank], *, within_s: float, patience_s: float | None
+) -> None:
+    """Raise AssertionError with stacks unless the ranks of `waiting` end in time.
+
+    patience_s: after the first end, as launch/local.py and srun --kill-on-bad-exit do, all ranks
+    are killed, and workers must end by themselves; None: without a launcher.
+    """
+    begun = first_end = time.monotonic()
+    while left := [rank for rank in waiting if rank.poll() is None]:
+        now = time.monotonic()
+        assert now < begun + within_s, "hangs: " + stacks([rank.pid for rank in left])
+        if all(rank.poll() is None for rank in ranks):
+            first_end = now
+        elif patience_s is not None and now > first_end + patience_s:
+            for rank in ranks:
+                rank.send_signal(signal.SIGKILL)
         time.sleep(0.02)
-    for rank in ranks:
-        rank.send_signal(signal.SIGKILL)
 
 
 # Of each phase of a training: the places of a fault, and the number of the call.
@@ -217,16 +225,8 @@ def check_end(case: Case, ranks: list[WarmRank], folder: Path) -> None:
     others = [rank for rank in ranks if rank.rank != case.rank]
     waiting = others if case.do == "stop" and not case.has_launcher else ranks
     wait_until(lambda: (folder / "fault").exists() or all(rank.poll() == 0 for rank in ranks))
-    begun, first_end = time.monotonic(), None
-    while left := [rank for rank in waiting if rank.poll() is None]:
-        now = time.monotonic()
-        assert now < begun + GONE_S, "hangs: " + stacks([rank.pid for rank in left])
-        if first_end is None and any(rank.poll() is not None for rank in ranks):
-            first_end = now
-        if case.has_launcher and first_end is not None and now > first_end + GRACE_S:
-            for rank in ranks:
-                rank.send_signal(signal.SIGKILL)
-        time.sleep(0.02)
+    patience_s = GRACE_S if case.has_launcher else None
+    await_end(waiting, ranks, within_s=GONE_S, patience_s=patience_s)
     ranks[case.rank].send_signal(signal.SIGKILL)
     wait_until(lambda: not any(session_of(rank.pid) for rank in ranks))
     if not case.has_launcher and case.phase != "end":

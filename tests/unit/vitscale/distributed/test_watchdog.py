@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import FailureKind, PeerLostError, UserError, WorkerError
-from vitscale.distributed import watchdog as watchdog_module
 from vitscale.distributed.events import Failure
 from vitscale.distributed.watchdog import Watchdog, kind_and_text
-from vitscale.distributed.world import World
+from vitscale.distributed.world import HERE, World
 
 RANKS_PER_NODE = 8
 
@@ -20,11 +19,10 @@ RANKS_PER_NODE = 8
 class Ranks:
     """Watchdogs of one process, which take turns instead of running threads."""
 
-    def __init__(self, num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, num_ranks: int) -> None:
         store, self.dogs = dist.HashStore(), list[Watchdog]()
         for rank in range(num_ranks):
-            node = f"n{rank // RANKS_PER_NODE}"
-            monkeypatch.setattr(watchdog_module, "node_name", lambda node=node: node)
+            store.set(f"{HERE}/{rank}", f"n{rank // RANKS_PER_NODE}")
             world = World(
                 rank=rank,
                 world_size=num_ranks,
@@ -48,8 +46,8 @@ class Ranks:
         return None
 
 
-def test_a_silent_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(24, monkeypatch)
+def test_a_silent_node_is_named() -> None:
+    ranks = Ranks(24)
     ranks.dogs[0].step = 5
     rest = [rank for rank in range(24) if rank // 8 != 1]
     assert ranks.turns(3, range(24)) is None
@@ -64,8 +62,8 @@ def test_a_silent_node_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("gone", [1, 2])
-def test_a_lost_peer_is_named_within_periods(monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
-    ranks, rest = Ranks(4, monkeypatch), [rank for rank in range(4) if rank != gone]
+def test_a_lost_peer_is_named_within_periods(gone: int) -> None:
+    ranks, rest = Ranks(4), [rank for rank in range(4) if rank != gone]
     assert ranks.turns(2, range(4)) is None
     ranks.dogs[3]._has_lost = True
     assert ranks.turns(1, range(4)) is None, "all are there"
@@ -73,14 +71,14 @@ def test_a_lost_peer_is_named_within_periods(monkeypatch: pytest.MonkeyPatch, go
     assert found is not None and found.what.startswith(f"rank {gone} on n0 was killed or exited")
 
 
-def test_a_rank_that_has_ended_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(4, monkeypatch)
+def test_a_rank_that_has_ended_is_not_missed() -> None:
+    ranks = Ranks(4)
     ranks.dogs[2]._send(ended=True)
     assert ranks.turns(100, [0, 1, 3]) is None
 
 
-def test_the_rank_that_is_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks, everyone = Ranks(4, monkeypatch), range(4)
+def test_the_rank_that_is_behind_is_named() -> None:
+    ranks, everyone = Ranks(4), range(4)
     for dog in ranks.dogs:
         dog.mark("waiting for data")
     assert ranks.turns(300, everyone) is None, "all at the same place: collectives have timeouts"

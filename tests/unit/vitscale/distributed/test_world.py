@@ -44,7 +44,7 @@ def test_a_driver_too_old_for_torch_is_an_error(monkeypatch: pytest.MonkeyPatch)
     assert _pick_device("auto", 0).type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
     for wanted in ("auto", "cuda"):
-        with pytest.raises(UserError, match=r"driver on your system is too old(.|\n)*--index-url"):
+        with pytest.raises(UserError, match="driver on your system is too old"):
             _pick_device(wanted, 0)  # type: ignore[arg-type]  # a literal
     assert _pick_device("cpu", 0).type == "cpu"
 
