@@ -2,9 +2,9 @@
 
 Leaves out: what is shared. Needs no torch.
 
-One rank of a node writes the arrays to memory without a name, which all ranks map through
-`/proc/PID/fd/NUMBER`. Pickling such an array writes that path, so a worker maps it, too. The kernel
-frees the memory when the last of these processes ends, however it does.
+One rank of a node writes the arrays to memory without a name, which all ranks open through
+`/proc/PID/fd/NUMBER`. Pickling such an array writes the path in this rank, so its workers map it,
+too. The kernel frees the memory when the last of these processes ends, however it does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ class Column(np.ndarray[Any, Any]):
 
 
 def read_column(path: str) -> Column:
-    """Map the array of a `.npy` file."""
+    """Map the array of a `.npy` file.
+
+    This process keeps it open for those that it gives the path: its maker may be gone by then.
+    """
+    path = f"/proc/{os.getpid()}/fd/{os.open(path, os.O_RDONLY)}"
     column = np.load(path, mmap_mode="r").view(Column)
     column.path = path
     return column
