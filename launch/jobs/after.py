@@ -65,6 +65,8 @@ FINAL_TEXTS = {
     FailureKind.DIVERGED: "the training diverged: a restart would end in the same way. Change the "
     "learning rate or the data, and submit again.",
 }
+# Restarts in a row that may fail without a newer checkpoint.
+MAX_FRUITLESS_RESTARTS = 3
 # How long a job waits for a folder that cannot be written, and until when before its time limit.
 STORAGE_WAIT_S, STORAGE_POLL_S, STORAGE_MARGIN_S = 1800.0, 10.0, 60.0
 
@@ -80,7 +82,6 @@ def main() -> None:
     parser.add_argument("--code", type=int, required=True, help="of srun")
     parser.add_argument("--signal-delay", type=int, required=True, help="seconds")
     parser.add_argument("--max-requeues", type=int, required=True)
-    parser.add_argument("--max-fruitless-restarts", type=int, required=True)
     options = parser.parse_args()
     print(after(options, sys.stdin.read().splitlines()))
 
@@ -113,11 +114,7 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
         say(f"SLURM is ending job {job_id}: not requeued from here")
         return outcome.exit_code
     say(f"attempt {ended.number} ended: {ended.reason}")
-    why = restart_refusal(
-        attempts,
-        max_requeues=options.max_requeues,
-        max_fruitless_restarts=options.max_fruitless_restarts,
-    )
+    why = restart_refusal(attempts, max_requeues=options.max_requeues)
     if why is None:
         say(f"requeueing job {job_id} ({restart + 1} of {options.max_requeues})")
         if message := requeue(job_id):
@@ -200,18 +197,14 @@ def failure_of_srun(code: int, srun_errors: Sequence[str]) -> Failure:
 # ---- again or not -----------------------------------------------------------------------------
 
 
-def restart_refusal(
-    attempts: Sequence[Attempt], *, max_requeues: int, max_fruitless_restarts: int
-) -> str | None:
+def restart_refusal(attempts: Sequence[Attempt], *, max_requeues: int) -> str | None:
     """Why the job of the last attempt, which has ended, is not to start again; None: it is."""
     last = attempts[-1]
     if last.kind in FINAL_TEXTS:
         return FINAL_TEXTS[last.kind]
     row = fruitless_row(attempts)
-    if row and not max_fruitless_restarts:
-        return "launch.max_fruitless_restarts=0: a failure is final."
-    if len(row) > max_fruitless_restarts:
-        return crash_loop_text(row, max_fruitless_restarts)
+    if len(row) > MAX_FRUITLESS_RESTARTS:
+        return crash_loop_text(row)
     if last.restart >= max_requeues:
         return (
             f"launch.max_requeues={max_requeues} is reached. "
@@ -242,7 +235,7 @@ def blamed_node(attempts: Sequence[Attempt]) -> str | None:
     return node if len(attempts) > 1 and not others and ending is Ending.FAILED else None
 
 
-def crash_loop_text(row: Sequence[Attempt], max_fruitless_restarts: int) -> str:
+def crash_loop_text(row: Sequence[Attempt]) -> str:
     """The reason of each attempt, and what to do."""
     lines = [f"{len(row) - 1} restarts in a row brought no newer checkpoint:"]
     for attempt in row:
@@ -250,10 +243,9 @@ def crash_loop_text(row: Sequence[Attempt], max_fruitless_restarts: int) -> str:
         lines.append(
             f"  attempt {attempt.number}, ended {at} at step {attempt.last_step}: {attempt.reason}"
         )
-    lines.append(f"launch.max_fruitless_restarts={max_fruitless_restarts} is reached.")
     nodes = {attempt.failed_node for attempt in row}
     if len(nodes) == 1 and (node := nodes.pop()):
-        lines.append(f"Each of them failed on {node}. To avoid it: launch.exclude='{node}'")
+        lines.append(f"Each of them failed on {node}. To avoid it: launch.sbatch.exclude='{node}'")
     lines.append("Submit the same command again when the cause is removed.")
     return "\n".join(lines)
 

@@ -60,7 +60,7 @@ REASONS = {
     "BeginTime": "waits for its start time; SLURM holds a requeued job back for two minutes",
     "DependencyNeverSatisfied": "waits for a job that has failed: it will never start",
     "Dependency": "waits for another job",
-    "JobArrayTaskLimit": "launch.max_running_tasks tasks are running",
+    "JobArrayTaskLimit": "as many of its tasks run as its array allows at a time",
     "JobHeldAdmin": "held by an administrator",
     "JobHeldUser": "held by its user: `scontrol release` lets it start",
     "Max": "your account has reached a limit",

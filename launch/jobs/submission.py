@@ -117,7 +117,6 @@ def _executor(
     where = shlex.quote(run_folder) if run_folder else f'{shlex.quote(str(folder))}/{job_id}/"$job"'
     after = [sys.executable, "-u", "-m", "launch.jobs.after"]
     options = ["--signal-delay", launch.signal_delay_s, "--max-requeues", launch.max_requeues]
-    options += ["--max-fruitless-restarts", launch.max_fruitless_restarts]
     words = {
         "job": "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if is_array else job_id,
         "attempt": ATTEMPT_VARIABLE,
@@ -139,7 +138,7 @@ def _executor(
             "requeue": True,
             **{key: value for key, value in launch.sbatch.items() if value is not False},
         },
-        "array_parallelism": launch.max_running_tasks or launch.num_tasks,
+        "array_parallelism": launch.num_tasks,
         **_gpu_parameters(launch),
         "setup": [
             IGNORE_SIGNALS,
@@ -158,7 +157,7 @@ def _executor(
     }
     if launch.mem_gb is not None:
         parameters["mem"] = f"{launch.mem_gb}GB"
-    for field in ("partition", "account", "qos", "exclude"):
+    for field in ("partition", "account"):
         if (value := getattr(launch, field)) is not None:
             parameters[field] = value
     # One folder per submission, named after the job or the whole array.

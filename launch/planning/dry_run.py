@@ -168,8 +168,6 @@ def _data_prep_rows(run: DataPrepRun) -> Rows:
     size = f"{launch.num_tasks:,} task(s) x {launch.cpus_per_task} core(s) = {cores:,} core(s)"
     if launch.num_tasks > 1:
         size += ", as a SLURM array"
-    if launch.max_running_tasks is not None:
-        size += f", at most {launch.max_running_tasks:,} task(s) at a time"
     yield "tasks", size
 
 

@@ -27,8 +27,6 @@ class LaunchSettings(Section):
     """Processes per node: one per GPU."""
     num_tasks: int = Field(default=1, gt=0)
     """Data preparation only: tasks that share the work, one node each, as a SLURM array."""
-    max_running_tasks: int | None = Field(default=None, gt=0)
-    """Limit of tasks that run at a time; null: no limit."""
     gpus_per_node: int = Field(default=0, ge=0)
     """GPUs of each node; 0: CPU only."""
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
@@ -45,16 +43,10 @@ class LaunchSettings(Section):
     """How long before its end a job is warned, to save and requeue."""
     max_requeues: int = Field(default=100, ge=0)
     """Times that a job is requeued, for any reason, before it stops for good."""
-    max_fruitless_restarts: int = Field(default=3, ge=0)
-    """Restarts in a row that may fail without a newer checkpoint; 0: a failure is final."""
     partition: str | None = None
     """SLURM partition, or several with commas; null: the site's default."""
     account: str | None = None
     """SLURM account; null: the site's default."""
-    qos: str | None = None
-    """SLURM quality of service; null: the site's default."""
-    exclude: str | None = None
-    """Nodes not to run on, for example node[3,5-7]."""
     setup: tuple[str, ...] = Field(default=(), strict=False)
     """Shell lines run in the batch script before srun (module load ..., export ...)."""
     srun_args: tuple[str, ...] = Field(default=(), strict=False)
@@ -64,7 +56,7 @@ class LaunchSettings(Section):
     snapshot: bool = True
     """SLURM only: the job runs a copy of the code as submitted; false: the code on disk."""
     sbatch: dict[str, str | int | bool] = {}
-    """Further sbatch options, passed unchanged, for example {constraint: a100&ib}."""
+    """Further sbatch options, passed unchanged, for example {qos: high, exclude: "n[3,5-7]"}."""
 
 
 # One name, or several separated by commas.
@@ -74,8 +66,6 @@ FIELD_PATTERNS = {
     "gpu_type": (re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*"), "letters, digits, '_', '.', '-'"),
     "partition": (_NAMES, "names separated by commas"),
     "account": (_NAMES, "a name"),
-    "qos": (_NAMES, "a name"),
-    "exclude": (re.compile(r"[A-Za-z0-9_.,\[\]-]+"), "node names such as node[3,5-7]"),
     "python": (_LINE, "a command on one line"),
     # Shell by design.
     "setup": (re.compile(r".*"), "one line; use one entry per line"),
@@ -87,7 +77,7 @@ SBATCH_OWNERS = {
     field.replace("_", "-"): f"launch.{field}" for field in LaunchSettings.model_fields
 }
 SBATCH_OWNERS |= {
-    "array": "launch.num_tasks and launch.max_running_tasks",
+    "array": "launch.num_tasks",
     "gres": "launch.gpus_per_node with launch.gpu_request=gres",
     "job-name": "name",
     "mem": "launch.mem_gb",
@@ -128,7 +118,7 @@ def launch_problems(
             f"{SIGNAL_EARLY_S} s earlier) leaves no time of launch.timeout_min="
             f"{launch.timeout_min}; lower it or request more time",
         )
-    unused: tuple[str, ...] = ("num_tasks", "max_running_tasks")
+    unused: tuple[str, ...] = ("num_tasks",)
     why = "is for data preparation only; the size of this job is launch.nodes x "
     why += "launch.tasks_per_node"
     if independent_tasks:

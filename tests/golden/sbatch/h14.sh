@@ -42,7 +42,7 @@ srun --unbuffered --output FOLDER/runs/vit_h14-imagenet21k/slurm/%j/%j_%t_log.ou
 # teardown
 } 2>&1 | tee "$srun_errors"
 code=${PIPESTATUS[0]}
-next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/vit_h14-imagenet21k --signal-delay 300 --max-requeues 100 --max-fruitless-restarts 3 --job "$job" --code "$code" < "$srun_errors")
+next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/vit_h14-imagenet21k --signal-delay 300 --max-requeues 100 --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
 [ -z "$next" ] || exit "$next"
 if [ "$code" != 0 ] && [ "$restart" -lt 100 ] &&

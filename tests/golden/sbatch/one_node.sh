@@ -39,7 +39,7 @@ srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-t
 # teardown
 } 2>&1 | tee "$srun_errors"
 code=${PIPESTATUS[0]}
-next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 120 --max-requeues 9 --max-fruitless-restarts 3 --job "$job" --code "$code" < "$srun_errors")
+next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 120 --max-requeues 9 --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
 [ -z "$next" ] || exit "$next"
 if [ "$code" != 0 ] && [ "$restart" -lt 9 ] &&

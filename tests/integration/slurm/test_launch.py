@@ -17,7 +17,6 @@ LAUNCH = LaunchSettings(
     timeout_min=5,
     signal_delay_s=30,
     max_requeues=3,
-    max_fruitless_restarts=0,
 )
 
 # Behaves as a stage: its own handlers, a flag read between steps, 75 after the checkpoint.

@@ -100,11 +100,9 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:
 
 def test_a_data_preparation_is_an_array(submitted: FakeSlurm) -> None:
     (submitted.folder / "data.yaml").write_text(DATA)
-    output = submitted.call(
-        "launch/slurm.py", "--dry-run", "--config", "data.yaml", "launch.max_running_tasks=16"
-    )
+    output = submitted.call("launch/slurm.py", "--dry-run", "--config", "data.yaml")
     assert "64 task(s) x 8 core(s) = 512 core(s), as a SLURM array" in output
-    assert "at most 16 task(s) at a time" in output and "#SBATCH --array=0-63%16" in output
+    assert "#SBATCH --array=0-63%64" in output
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in output
     follow = ("launch/slurm.py", "--config", "data.yaml", "--follow")

@@ -153,8 +153,8 @@ def attempts(*endings: tuple[Ending, int], job_id: str = "17") -> list[Attempt]:
     return found
 
 
-def refusal(found: Sequence[Attempt], *, requeues: int = 9, fruitless: int = 2) -> str | None:
-    return restart_refusal(found, max_requeues=requeues, max_fruitless_restarts=fruitless)
+def refusal(found: Sequence[Attempt], *, requeues: int = 9) -> str | None:
+    return restart_refusal(found, max_requeues=requeues)
 
 
 FAIL_0, STOP_0, FAIL_5 = (Ending.FAILED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
@@ -163,13 +163,13 @@ FAIL_0, STOP_0, FAIL_5 = (Ending.FAILED, 0), (Ending.STOPPED, 0), (Ending.FAILED
 @pytest.mark.parametrize(
     ("row", "restarted"),
     [
-        ([FAIL_0] * 2, True),
-        ([FAIL_0] * 3, False),
-        ([FAIL_0, FAIL_0, FAIL_5], True),
-        ([FAIL_0, FAIL_5, FAIL_0], True),
+        ([FAIL_0] * 3, True),
+        ([FAIL_0] * 4, False),
+        ([FAIL_0, FAIL_0, FAIL_0, FAIL_5], True),
+        ([FAIL_0, FAIL_5, FAIL_0, FAIL_0], True),
         # A preemption neither counts nor ends the row.
-        ([FAIL_0, FAIL_0, STOP_0, FAIL_0], False),
-        ([FAIL_0, FAIL_0, FAIL_0, STOP_0], True),
+        ([FAIL_0, FAIL_0, STOP_0, FAIL_0, FAIL_0], False),
+        ([*[FAIL_0] * 4, STOP_0], True),
         ([STOP_0] * 9, True),
         ([STOP_0] * 10, False),
         ([FAIL_5] * 10, False),
@@ -180,12 +180,10 @@ def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) ->
 
 
 def test_another_job_and_storage_do_not_count() -> None:
-    before, now = attempts(*[FAIL_0] * 3), attempts(FAIL_0, FAIL_0, job_id="18")
+    before, now = attempts(*[FAIL_0] * 4), attempts(FAIL_0, FAIL_0, job_id="18")
     assert refusal(before) is not None and refusal([*before, *now]) is None
     outage = [replace(each, kind=FailureKind.STORAGE) for each in before]
     assert refusal(outage) is None
-    assert "is final" in (refusal(attempts(FAIL_5), fruitless=0) or "")
-    assert refusal(attempts(STOP_0), fruitless=0) is None
 
 
 def test_two_failures_in_a_row_blame_a_node() -> None:
