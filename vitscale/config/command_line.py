@@ -16,8 +16,8 @@ from typing import Any, Generic, NoReturn
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
-from vitscale.config.reference import WIDTH, as_overview, as_text, settings_reference
-from vitscale.config.schema import is_list, tree_of
+from vitscale.config.reference import WIDTH, as_markdown, as_overview, settings_reference
+from vitscale.config.section import is_list, tree_of
 from vitscale.config.source import COMMAND_LINE
 
 EPILOG = """\
@@ -90,10 +90,8 @@ def load_command(
     found, rest = parser.parse_known_args(argv)
     if found.help is not None:
         reference = settings_reference(by_stage)
-        if found.help:
-            print(as_text(reference, found.help))
-        else:
-            print(parser.format_help(), as_overview(reference), sep="\n")
+        overview = f"{parser.format_help()}\n{as_overview(reference)}"
+        print(as_markdown(reference, found.help) if found.help else overview)
         raise SystemExit(0)
     errors = []
     for name in (word.partition("=")[0] for word in rest if word.startswith("-")):

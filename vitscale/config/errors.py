@@ -7,7 +7,6 @@ Leaves out: internal errors, which stay `assert` and show a traceback.
 from __future__ import annotations
 
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -166,15 +165,10 @@ def run_script(main: Callable[[], None]) -> None:
             time.sleep(FIRST_RANK_S)
         raise SystemExit(error.kind.exit_code) from None
     except BrokenPipeError:
-        if _stdout_has_reader():
-            raise
-        # The reader, such as `head`, has enough. The flush at exit must not fail either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-
-
-def _stdout_has_reader() -> bool:
-    """False for a pipe whose other end is closed."""
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return not poll.poll(0)
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            # The reader, such as `head`, has enough. The flush at exit must not fail either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None
+        raise

@@ -2,7 +2,7 @@
 
 Owns: the order of layers (command line > file > base > site file > default), validation, one error
 per invalid key (place, value, what is allowed, the nearest key), and writing a run as YAML.
-Leaves out: the YAML dialect and merging (`source`), what a key may hold (`schema`).
+Leaves out: the YAML dialect and merging (`source`), what a key may hold (`section`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from functools import partial, reduce
 from pathlib import Path as FilePath
 from typing import Any, Generic, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
-from vitscale.config.schema import (
+from vitscale.config.section import (
     NAME,
     Path,
+    Run,
     chosen,
     describe,
     groups_of,
     settings_of,
     tree_of,
 )
-from vitscale.config.section import Run
 from vitscale.config.source import (
     COMMAND_LINE,
     Source,
@@ -71,24 +71,24 @@ def load_run(
     Raises UserErrors with all errors, including `errors`; conflicts between values come alone,
     once each value by itself is valid, and so do values once their file can be read.
     """
-    found, given, is_readable = list(errors), Source({}, {}), True
-    files = [Source({}, {(): COMMAND_LINE if path is None else shown_path(str(path))})]
-    try:
-        files += [] if path is None else read_chain(str(path))
-    except UserError as error:
-        found, is_readable = [*found, error], False
+    found, given = list(errors), Source({}, {})
     for text in overrides:
         try:
             given = merge(given, read_override(text))
         except UserError as error:
             found.append(error)
-    if not is_readable:
-        raise UserErrors(_in_order(found))
+    files = [Source({}, {(): COMMAND_LINE if path is None else shown_path(str(path))})]
+    try:
+        files += [] if path is None else read_chain(str(path))
+    except UserError as error:
+        raise UserErrors([*found, error]) from None
     merged = reduce(merge, [*files, given])
     try:
         run_type = _choose_type(run_types, merged)
         site = read_site(errors=found) if with_site else Source({}, {})
-        known = {k: site.values[k] for k in site.values.keys() & run_type.model_fields.keys()}
+        # A group whose keys are all comments is null.
+        fields = run_type.model_fields
+        known = {k: v for k, v in site.values.items() if k in fields and v is not None}
         layers = [Source(known, site.places), *files, given]
         merged = reduce(partial(merge, group=tree_of(run_type)), layers)
         run = run_type.model_validate({"# card": _card(path)} | merged.values)
@@ -100,7 +100,7 @@ def load_run(
     except UserError as error:
         found.append(error)
     if found:
-        raise UserErrors(_in_order(found))
+        raise UserErrors(found)
     return Loaded(run=run, places=merged.places)
 
 
@@ -132,18 +132,12 @@ def read_site(*, errors: list[UserError]) -> Source:
     except UserError as error:
         errors.append(error)
         return Source({}, {})
-    for key, value in site.values.items():
-        if key not in SITE_GROUPS:
-            what = f"{key} cannot be set in a site file"
-        elif isinstance(value, dict | None):  # null: its keys are all comments
-            continue
-        else:
-            what = f"{key} is {kind_of(value)} instead of keys and values"
+    for key in [key for key in site.values if key not in SITE_GROUPS]:
+        what, step = f"{key} cannot be set in a site file", "set it in the run's file"
         where, allowed = _where([key], site), ", ".join(SITE_GROUPS)
-        step = did_you_mean(key, SITE_GROUPS, "set it in the run's file")
         errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
-    groups = {key: value for key, value in site.values.items() if isinstance(value, dict)}
-    return Source(groups, site.places)
+        del site.values[key]
+    return site
 
 
 def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
@@ -179,12 +173,6 @@ def _card(path: FilePath | str | None) -> str:
 MISSING: Any = object()
 # Starts of pydantic's names of errors in values of the right type.
 LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "value_error", "union_tag")
-# What turns values of other types, by the start of pydantic's name of the error.
-LENIENT: dict[str, TypeAdapter[Any]] = {
-    "bool": TypeAdapter(bool),
-    "int": TypeAdapter(int),
-    "float": TypeAdapter(float, config=ConfigDict(allow_inf_nan=False)),
-}
 # Names in other trainers; by spelling alone an unrelated key would be nearest.
 OTHER_NAMES = {
     "learning_rate": "optim.lr",
@@ -196,8 +184,7 @@ OTHER_NAMES = {
     "gradient_clipping": "optim.clip_norm",
     "heads": "model.num_heads",
     "stochastic_depth": "model.drop_path",
-    "constraint": "launch.sbatch",
-    "reservation": "launch.sbatch",
+    **dict.fromkeys(("constraint", "exclude", "qos", "reservation"), "launch.sbatch"),
 }
 
 
@@ -212,7 +199,7 @@ def explain(error: ValidationError, run_type: type[Run], source: Source) -> list
         allowed = describe(node := settings[place].node)
         if kind == "missing" and isinstance(loc[-1], str):  # an int: in a list of fixed length
             path = (*path, loc[-1])
-        elif kind.startswith("union_tag"):
+        elif kind.startswith("union_tag") and isinstance(value_at(source.values, path), dict):
             path, allowed = (*path, NAME), ", ".join(groups_of(node))
         value = value_at(source.values, path, MISSING)
         if kind == "extra_forbidden":
@@ -249,18 +236,6 @@ def _where(path: Sequence[str], source: Source) -> str:
     return f"{source.places[known]}: {'.'.join(path)}"
 
 
-def _in_order(errors: Sequence[UserError]) -> list[UserError]:
-    """By file and line, what is missing from a file first; the command line last."""
-    files: list[str] = []
-
-    def order(error: UserError) -> tuple[bool, int, int]:
-        file, _, line = (error.where or COMMAND_LINE).split(": ")[0].partition(":")
-        files.append(file)
-        return file == COMMAND_LINE, files.index(file), int(line) if line.isdecimal() else 0
-
-    return sorted(errors, key=order)
-
-
 def _what(value: Any, kind: str) -> str:
     if kind.startswith(LIMIT_ERRORS):
         return f"{show_value(value)} is not allowed"
@@ -274,14 +249,7 @@ def _hint(value: Any, kind: str, allowed: str) -> str | None:
         return did_you_mean(value, allowed.split(", ")) if isinstance(value, str) else None
     if kind.startswith("string") and value is not None and not isinstance(value, list | dict):
         return f'put it in quotes: "{show_value(value)}"'
-    lenient = LENIENT.get(kind.partition("_")[0])
-    if lenient is None or isinstance(value, bool):
-        return None
-    try:
-        meant = show_value(lenient.validate_python(value))
-    except ValidationError:
-        return None
-    return f"write {meant} without quotes" if meant == value else f"write {meant}"
+    return None
 
 
 def _known_instead(

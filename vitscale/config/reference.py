@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import mode
 from typing import NamedTuple
 
 from vitscale.config.errors import UserError, did_you_mean
-from vitscale.config.schema import (
+from vitscale.config.section import (
     NAME,
     Node,
+    Run,
     default_name,
     describe,
     groups_of,
     settings_of,
     tree_of,
 )
-from vitscale.config.section import Run
 from vitscale.config.source import yaml_flow
 
 WIDTH = 98
@@ -92,10 +91,13 @@ def as_overview(reference: Reference) -> str:
     return "\n".join(["Settings, listed by --help NAME:", *lines])
 
 
-def as_text(reference: Reference, names: Sequence[str]) -> str:
-    """The settings of these names, and in groups of these names. Raises UserError for others."""
+def as_markdown(reference: Reference, names: Sequence[str] = ()) -> str:
+    """A line per setting: all, or those of these names and in groups of these names.
+
+    Raises UserError for a name that there is not.
+    """
     keys = [entry.key for entries in reference.values() for entry in entries]
-    asked: set[str] = set()
+    asked = {key for key in keys if not names}
     for name in names:
         inside = {key for key in keys if f"{key}.".startswith(f"{name}.")}
         if not inside:
@@ -104,20 +106,9 @@ def as_text(reference: Reference, names: Sequence[str]) -> str:
             allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
             raise UserError(what, where="--help", allowed=allowed, next_step=step)
         asked |= inside
-    wrapped = partial(textwrap.fill, width=WIDTH, subsequent_indent="      ")
     lines = []
     for title, entries in reference.items():
         shown = [entry for entry in entries if entry.key in asked]
-        lines += ["", f"[{title}]"] if shown else []
-        for key, facts, text in shown:
-            lines += [wrapped(f"  {key}: {facts}"), wrapped(f"      {text}")]
-    return "\n".join(lines[1:])
-
-
-def as_markdown(reference: Reference) -> str:
-    """For the documentation: a line per setting."""
-    lines = []
-    for title, entries in reference.items():
-        lines += ["", f"## {title}", ""]
-        lines += [f"- **`{key}`** ({facts}). {text}" for key, facts, text in entries]
+        lines += ["", f"## {title}", ""] if shown else []
+        lines += [f"- **`{key}`** ({facts}). {text}" for key, facts, text in shown]
     return "\n".join(lines) + "\n"

@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from vitscale.config.errors import UserError, nearest
-from vitscale.config.schema import Node, Path, chosen, is_list
+from vitscale.config.errors import UserError, did_you_mean
+from vitscale.config.section import Node, Path, chosen, is_list
 
 COMMAND_LINE = "command line"
 MAX_FILE_BYTES = 1 << 20
@@ -188,16 +188,9 @@ def _read_file(path: str, *, where: str | None) -> Source:
             data = file.read(MAX_FILE_BYTES + 1)
         text = data.decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
-        folder = os.path.dirname(path) or "."
-        files = sorted(glob.glob("*.y*ml", root_dir=folder))
-        listed = ", ".join(files[:20]) + (", ..." if len(files) > 20 else "")
-        best = nearest(os.path.basename(path), files)
-        raise UserError(
-            f"there is no file {name}",
-            where=where,
-            allowed=f"in {shown_path(folder)}: {listed or 'no YAML files'}",
-            next_step=f"did you mean {shown_path(os.path.join(folder, best))}?" if best else None,
-        ) from None
+        files = glob.glob(os.path.join(os.path.dirname(path), "*.y*ml"))
+        step = did_you_mean(name, sorted(map(shown_path, files)))
+        raise UserError(f"there is no file {name}", where=where, next_step=step) from None
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=where or name) from None
     except UnicodeDecodeError:

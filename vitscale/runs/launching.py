@@ -2,7 +2,7 @@
 
 Owns: the fields and their validation. A batch script is shell, and sbatch reads options from its
 comment lines: a newline inside a value would end the line, and the rest would run as shell. Hence
-every field allows only certain characters, all printable.
+every text is printable and on one line; submitit quotes it.
 Leaves out: the script itself (launch/jobs/submission.py).
 """
 
@@ -59,19 +59,6 @@ class LaunchSettings(Section):
     """Further sbatch options, passed unchanged, for example {qos: high, exclude: "n[3,5-7]"}."""
 
 
-# One name, or several separated by commas.
-_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,+@-]*")
-_LINE = re.compile(r".+")
-FIELD_PATTERNS = {
-    "gpu_type": (re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*"), "letters, digits, '_', '.', '-'"),
-    "partition": (_NAMES, "names separated by commas"),
-    "account": (_NAMES, "a name"),
-    "python": (_LINE, "a command on one line"),
-    # Shell by design.
-    "setup": (re.compile(r".*"), "one line; use one entry per line"),
-    "srun_args": (re.compile(r"-.*"), "an option of srun such as --cpu-bind=none"),
-    "sbatch": (_LINE, "printable text on one line"),
-}
 # sbatch options that other keys set.
 SBATCH_OWNERS = {
     field.replace("_", "-"): f"launch.{field}" for field in LaunchSettings.model_fields
@@ -99,17 +86,18 @@ def launch_problems(
 
     independent_tasks: the stage's tasks share work through files; none waits for another.
     """
-    for field, (pattern, meaning) in FIELD_PATTERNS.items():
-        for key, text in _texts_of(launch, field):
-            if not (text.replace("\t", " ").isprintable() and pattern.fullmatch(text)):
-                yield (f"launch.{key}", f"{text!r} is not {meaning}")
-            elif found := SECRET_ASSIGNMENT.search(text):
-                name = found["name"]
-                yield (
-                    f"launch.{key}",
-                    f"gives the value of {name}, which the run's files would show; read it on the "
-                    f"nodes from a file that only you can read: export {name}=$(cat FILE)",
-                )
+    for key, text in _texts_of(launch):
+        if not text.replace("\t", " ").isprintable():
+            yield (f"launch.{key}", f"{text!r} is not one line of printable text")
+        elif found := SECRET_ASSIGNMENT.search(text):
+            name = found["name"]
+            yield (
+                f"launch.{key}",
+                f"gives the value of {name}, which the run's files would show; read it on the "
+                f"nodes from a file that only you can read: export {name}=$(cat FILE)",
+            )
+        elif key.startswith("srun_args") and not text.startswith("-"):
+            yield (f"launch.{key}", f"{text!r} is not an option of srun such as --cpu-bind=none")
     yield from _sbatch_problems(launch.sbatch)
     if launch.signal_delay_s + SIGNAL_EARLY_S >= 60 * launch.timeout_min:
         yield (
@@ -135,15 +123,15 @@ def launch_problems(
         yield ("launch.tasks_per_node", f"{what}; set both to the same number, one process per GPU")
 
 
-def _texts_of(launch: LaunchSettings, field: str) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) for each text in the field."""
-    value = getattr(launch, field)
-    texts = {field: value}
-    if isinstance(value, tuple):
-        texts = {f"{field}[{position}]": each for position, each in enumerate(value)}
-    if isinstance(value, dict):
-        texts = {f"{field}.{key}": each for key, each in value.items()}
-    yield from ((key, text) for key, text in texts.items() if isinstance(text, str))
+def _texts_of(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
+    """Yield (key, text) for each text."""
+    for field, value in launch:
+        texts = {field: value}
+        if isinstance(value, tuple):
+            texts = {f"{field}[{position}]": each for position, each in enumerate(value)}
+        if isinstance(value, dict):
+            texts = {f"{field}.{key}": each for key, each in value.items()}
+        yield from ((key, text) for key, text in texts.items() if isinstance(text, str))
 
 
 def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str, str]]:

@@ -59,11 +59,10 @@ def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> No
     assert "\n  optim          a group with the keys name, lr, " in short
     assert "\n  objective      a group with the key name: masked_patch_prediction, " in short
     optim = shown(capsys, "--help", "optim", "schedule")
-    assert "optim.lr: a number above 0; required\n      Peak learning rate" in optim
-    assert "schedule.epochs: " in optim and "data.path: " not in optim
-    key = shown(capsys, "seed=1", "--help=optim.lr")
-    assert "optim.lr: a number above 0; required" in key and "optim.ema" not in key
-    assert shown(capsys, "-h", "optim.ema").startswith("[optim]\n  optim.ema: ")
+    assert "\n- **`optim.lr`** (a number above 0; required). Peak learning rate" in optim
+    assert "`schedule.epochs`" in optim and "data.path" not in optim
+    key = shown(capsys, "seed=1", "--help=optim.ema")
+    assert key.startswith("\n## optim\n\n- **`optim.ema`** (") and "optim.lr" not in key
     with pytest.raises(UserError, match="no group or key 'optm'.*\n.*\n.* did you mean optim?"):
         command("--help", "optm")
 

@@ -15,8 +15,7 @@ from finetune.settings import VisualizeRun
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import OTHER_NAMES, load_run, load_run_file, run_to_yaml
-from vitscale.config.schema import settings_of
-from vitscale.config.section import Run
+from vitscale.config.section import Run, settings_of
 from vitscale.config.source import read_override, read_yaml, yaml_flow
 
 STAGES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
@@ -214,7 +213,7 @@ def test_mistakes_in_the_site_file_are_reported_with_their_place(
         "site.yaml:3: launch.cpus_per_task: 'many' was read as text",
         "site.yaml:4: data: data cannot be set in a site file",
         "site.yaml:5: traking: traking cannot be set in a site file",
-        "site.yaml:6: tracking: tracking is text instead of keys and values",
+        "site.yaml:6: tracking: 'http://mlflow' was read as text",
     ]
     # A run without these groups ignores them.
     site.write_text("launch: {partitoin: gpu}\n")
