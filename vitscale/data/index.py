@@ -49,8 +49,6 @@ MAX_OPEN_SHARDS = 64
 # Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
 # errors (stale handle, no memory, too many open files, ...) are transient.
 DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
-# Read by a training.
-COLUMNS = ("shard", "offset", "length", "label", "blake3")
 # Arrays of `SplitIndex` with one entry per sample.
 ARRAYS = ("shard_of", "offset", "length", "label", "hash_prefix")
 MAKE_SHARDS = (
@@ -300,11 +298,7 @@ def read_split(
     files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
     files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
     if check_files:
-        _check_sizes(
-            {place: size for place, size, _ in files if isinstance(place, Path)},
-            what=f"split {split!r}",
-            where=str(folder),
-        )
+        _check_sizes({place: size for place, size, _ in files}, split=split, where=str(folder))
     settings = remote_settings or RemoteSettings()
     index_path, *shards = (
         RemoteFile(place, num_bytes, digest, open_cache(settings.cache_path, settings.cache_gib))
@@ -314,12 +308,12 @@ def read_split(
     )
     if isinstance(index_path, RemoteFile):
         index_path = index_path.verified()
-    table = read_columns(index_path, split, list(COLUMNS))
+    table = read_columns(index_path, split, ["shard", "offset", "length", "label", "blake3"])
     names = table.column("shard").combine_chunks()
     numbers = {shard.name: number for number, shard in enumerate(entry.shards)}
     found = [numbers.get(name, -1) for name in names.dictionary.to_pylist()]
     shard_of = narrowed(np.array(found))[names.indices.to_numpy()]
-    offset, length, label = (table.column(name).to_numpy() for name in COLUMNS[1:4])
+    offset, length, label = (table.column(i).to_numpy() for i in ("offset", "length", "label"))
     # Cheap enough for 14 million rows.
     shard_bytes = np.array([shard.bytes for shard in entry.shards])
     counts = np.bincount(shard_of[shard_of >= 0], minlength=len(entry.shards))
@@ -361,12 +355,12 @@ def read_split(
     )
 
 
-def _check_sizes(sizes: dict[Path, int], *, what: str, where: str) -> None:
-    """Raise UserError that names the files that are missing or have another size."""
+def _check_sizes(sizes: dict[Location, int], *, split: str, where: str) -> None:
+    """Raise UserError that names the local files that are missing or have another size."""
     wrong = []
     for path, num_bytes in sizes.items():
         try:
-            found = path.stat().st_size
+            found = path.stat().st_size if isinstance(path, Path) else num_bytes
         except OSError as error:
             wrong.append(f"{path}: missing ({error.strerror})")
         else:
@@ -374,7 +368,7 @@ def _check_sizes(sizes: dict[Path, int], *, what: str, where: str) -> None:
                 wrong.append(f"{path}: {found} bytes, but the manifest says {num_bytes}")
     if wrong:
         raise UserError(
-            f"{len(wrong)} of {len(sizes)} files of {what} cannot be used, such as\n"
+            f"{len(wrong)} of {len(sizes)} files of split {split!r} cannot be used, such as\n"
             + "\n".join(f"    {each}" for each in wrong[:MAX_SHOWN]),
             where=where,
             next_step="copy the folder again, or make the shards again",
@@ -457,36 +451,14 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
-    """Keys of some samples of a split, in the order given.
+    """Keys of some samples of a split, in the order given. Raises UserError if they are not there.
 
-    Decodes only their row groups, each of which has rows of one split.
-    Raises UserError if the index cannot be read or lacks them.
+    Reads the column of keys: a second for 14 million.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    path, rows = index.index_path, np.asarray(samples, np.int64)
-    rows = rows if index.stored is None else index.stored[rows].astype(np.int64)
-    found: dict[int, str] = {}
-    try:
-        with pq.ParquetFile(path) as file:
-            split, start = file.schema_arrow.get_field_index("split"), 0
-            for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
-                if group.column(split).statistics.min != index.split:
-                    continue
-                here = np.unique(rows[(rows >= start) & (rows < start + group.num_rows)])
-                if len(here):
-                    keys = file.read_row_group(number, columns=["key"]).column(0).take(here - start)
-                    found |= zip(here.tolist(), keys.to_pylist(), strict=True)
-                start += group.num_rows
-        return [found[row] for row in rows.tolist()]
-    except (OSError, KeyError, AttributeError, pa.ArrowException) as error:
-        raise UserError(
-            f"the keys of samples cannot be read ({error})",
-            where=str(path),
-            next_step="make the shards again",
-        ) from None
+    rows = np.asarray(samples, np.int64)
+    rows = rows if index.stored is None else index.stored[rows]
+    keys = read_columns(index.index_path, index.split, ["key"]).column("key")
+    return keys.take(rows).to_pylist()
 
 
 def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]) -> list[str]:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -52,12 +52,10 @@ from vitscale.distributed.processes import process_state
 IMPORTS = ("vitscale.data.loader",)
 # Batches that each worker prepares ahead.
 PREFETCH = 2
-# A run ends with an error if its workers neither give the next batch nor compute for this long.
-TIMEOUT_S = 300.0
-# A worker hangs when this many waits in a row end without progress. If the machine is suspended,
-# only one of them expires, however long the pause.
-NUM_WAITS = 16
-# Cores' time that workers spend in one wait if they fetch or decode; idle ones spend none.
+# A run ends with an error if its workers neither give the next batch nor compute for this long. It
+# is waited for in parts: if the machine is suspended, only one expires, however long the pause.
+TIMEOUT_S, NUM_WAITS = 300.0, 16
+# Cores' time that workers spend in one part if they fetch or decode; idle ones spend none.
 PROGRESS_S = 0.02
 # How long to wait for the exit code of a dead worker.
 EXIT_WAIT_S = 5.0
@@ -234,8 +232,6 @@ def _fill(samples: Samples, positions: Sequence[int], images: torch.Tensor) -> L
             label, skipped = samples.fill(position, row)
             labels.append(label)
             unreadable += skipped
-    except RankError:
-        raise
     except UserError as error:
         raise RankError(
             error.what, where=error.where, allowed=error.allowed, next_step=error.next_step
@@ -253,12 +249,13 @@ class _Worker(NamedTuple):
     def __str__(self) -> str:
         return f"{self.process.name} (pid {self.process.pid}"
 
-    def spent_s(self) -> float:
-        """Its time on cores."""
-        with suppress(OSError):  # it has just ended
-            # The kernel's name for the clock of another process: clock_getcpuclockid(3).
-            return time.clock_gettime(~(self.process.pid or 0) << 3 | 2)
-        return 0.0
+
+def core_seconds(pid: int) -> float:
+    """Time that a process has spent on cores."""
+    with suppress(OSError):  # it has just ended
+        # The kernel's name for the clock of another process: clock_getcpuclockid(3).
+        return time.clock_gettime(~pid << 3 | 2)
+    return 0.0
 
 
 class Workers:
@@ -281,9 +278,9 @@ class Workers:
         self._positions = iter(positions)
         self._num_assigned = 0
         self._workers: list[_Worker] = []
-        size = samples.image_size
         # One more than the batches ahead: the one that is being read.
-        shape = (num_workers * PREFETCH + 1, batch, 3, size, size)
+        slots = num_workers * PREFETCH + 1
+        shape = (slots, batch, 3, samples.image_size, samples.image_size)
         # No file: the size of /dev/shm is no limit.
         memory = os.memfd_create("batches", os.MFD_CLOEXEC)
         try:
@@ -325,16 +322,13 @@ class Workers:
 
     def _assign(self) -> None:
         """Send the next batch, if there is one, to its worker."""
-        positions = next(self._positions, None)
-        if positions is None:
-            return
-        number = self._num_assigned
-        worker = self._worker(number)
-        try:
-            worker.connection.send((number % len(self._slots), positions))
-        except OSError:
-            raise _death_of(worker) from None
-        self._num_assigned += 1
+        for positions in islice(self._positions, 1):
+            worker = self._worker(self._num_assigned)
+            try:
+                worker.connection.send((self._num_assigned % len(self._slots), positions))
+            except OSError:
+                raise _death_of(worker) from None
+            self._num_assigned += 1
 
     def _worker(self, number: int) -> _Worker:
         """The worker of a batch."""
@@ -360,7 +354,7 @@ class Workers:
                 if isinstance(reply, Exception):
                     raise reply
                 return reply
-            now_s = sum(each.spent_s() for each in self._workers)
+            now_s = sum(core_seconds(each.process.pid or 0) for each in self._workers)
             num_idle = 0 if now_s - spent_s > PROGRESS_S else num_idle + 1
             spent_s = now_s
         raise WorkerError(
@@ -403,20 +397,16 @@ def _run(
         samples.start(worker=number, num_workers=num_workers)
         while True:
             slot, positions = connection.recv()
-            connection.send(_filled_or_error(samples, positions, slots[slot]))
+            reply: Labels | Exception
+            try:
+                reply = _fill(samples, positions, slots[slot])
+            except RankError as error:
+                reply = error
+            except Exception:
+                reply = RuntimeError(f"a loader worker failed:\n{traceback.format_exc()}")
+            connection.send(reply)
     # Threads that read ahead may wait for the network.
     os._exit(0)
-
-
-def _filled_or_error(
-    samples: Samples, positions: Sequence[int], images: torch.Tensor
-) -> Labels | Exception:
-    try:
-        return _fill(samples, positions, images)
-    except UserError as error:
-        return error
-    except Exception:
-        return RuntimeError(f"a loader worker failed:\n{traceback.format_exc()}")
 
 
 def _mapped(memory: int, shape: tuple[int, ...]) -> torch.Tensor:

@@ -26,9 +26,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from io import BufferedWriter
+from itertools import count
 from pathlib import Path
 from posixpath import normpath
-from random import SystemRandom
+from random import uniform
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -56,7 +57,7 @@ ABANDONED_S = 200.0
 # Resolution of the last use.
 TOUCH_S = 1.0
 # Other files in the folder are neither counted nor touched.
-_OURS = re.compile(r"[0-9a-f]{64}(?P<part>\.part)?")
+_OURS = re.compile(r"[0-9a-f]{64}(\.part)?")
 T = TypeVar("T")
 
 
@@ -117,7 +118,8 @@ class MissingError(UserError):
 def read_range(url: Url, *, offset: int, num_bytes: int) -> bytes:
     """Bytes of one range. Raises StorageError or MissingError, as all that read here."""
 
-    def whole(data: bytes) -> bytes:
+    def read(storage: Any) -> bytes:
+        data = storage.cat_file(url, start=offset, end=offset + num_bytes, timeout=REQUEST_S)
         if len(data) != num_bytes:
             raise OSError(
                 f"sends {len(data)} instead of {num_bytes} bytes from {offset} on; a server must "
@@ -125,7 +127,7 @@ def read_range(url: Url, *, offset: int, num_bytes: int) -> bytes:
             )
         return bytes(data)
 
-    return _ask(url, "cat_file", whole, start=offset, end=offset + num_bytes) if num_bytes else b""
+    return _retried(url, read) if num_bytes else b""
 
 
 def read_chunks(url: Url, num_bytes: int) -> Iterator[bytes]:
@@ -136,86 +138,69 @@ def read_chunks(url: Url, num_bytes: int) -> Iterator[bytes]:
 
 def size_of(url: Url) -> int:
     """Size of a file in bytes."""
-
-    def known(info: dict[str, Any]) -> int:
-        if info["size"] is None:
-            raise OSError("the server does not send the size of the file")
-        return int(info["size"])
-
-    return _ask(url, "info", known)
+    # int: a server that sends no size gives None
+    return _retried(url, lambda storage: int(storage.info(url, timeout=REQUEST_S)["size"]))
 
 
 def names_below(folder: Url) -> list[str]:
     """Names of the files directly below a URL."""
-    found = _ask(folder, "ls", list, detail=True)
+    found = _retried(folder, lambda storage: storage.ls(folder, detail=True, timeout=REQUEST_S))
     return [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
 
 
-def _ask(url: Url, method: str, use: Callable[[Any], T], **arguments: Any) -> T:
-    """What `use` makes of the answer of the URL's file system; both are tried again.
+def _retried(url: Url, read: Callable[[Any], T]) -> T:
+    """What `read` makes of the URL's file system; tried again after an error.
 
     Raises StorageError after `PATIENCE_S`, or at once if refused; MissingError for no such file.
     """
-    pause_s, tries = FIRST_PAUSE_S, 0
-    filesystem = _filesystem(url.scheme, os.getpid())  # not counted: the first imports a lot
-    start, text = time.monotonic(), "no answer"
-    while True:
-        tries += 1
+    pause_s = FIRST_PAUSE_S
+    storage = _filesystem(url.scheme)  # not counted: the first imports a lot
+    start = time.monotonic()
+    for tries in count(1):
         try:
-            # timeout: of fsspec's event loop
-            return use(getattr(filesystem, method)(url, timeout=REQUEST_S, **arguments))
+            return read(storage)
         except Exception as error:  # every backend has its own kinds
-            cause: BaseException = error
-            if isinstance(error, FileNotFoundError):  # fsspec's for any HTTP failure
-                cause = error.__cause__ or error
+            # FileNotFoundError is fsspec's for any HTTP failure.
+            cause = (isinstance(error, FileNotFoundError) and error.__cause__) or error
             status = getattr(cause, "status", None)
-            # A timeout has no text: keep the last error that has one.
-            if str(cause):
-                text = redact_queries(f"{type(cause).__name__}: {cause}")
-            spent_s = time.monotonic() - start
             is_missing = isinstance(error, FileNotFoundError) and status in (None, 404, 410)
             is_refused = isinstance(error, PermissionError) or status in (401, 403)
+            spent_s = time.monotonic() - start
             if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
+                text = redact_queries(f"{type(cause).__name__}: {cause}")
                 raise (MissingError if is_missing else StorageError)(
                     f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
                     where=str(url),
                     next_step="check address, network and credentials, then run the same command "
                     "again",
                 ) from None
-        # System randomness: workers are forks of one server and would pause equally long.
-        time.sleep(pause_s * SystemRandom().uniform(0.5, 1.5))
+        time.sleep(pause_s * uniform(0.5, 1.5))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    raise AssertionError
 
 
-@cache
-def _filesystem(scheme: str, process: int) -> Any:
-    """Per process: connections and their thread do not survive a fork."""
+def _filesystem(scheme: str) -> Any:
+    """One per process and thread: fsspec keeps them."""
     import fsspec
 
-    options: dict[str, Any] = dict(fsspec.config.conf.get(scheme, {}))
-    if scheme in ("http", "https"):
-        # Ranges of a compressed transfer would count other bytes. Proxies and ~/.netrc are used,
-        # as by other programs.
-        client = {"trust_env": True} | options.get("client_kwargs", {})
-        options["client_kwargs"] = client | {"auto_decompress": False}
-        options["headers"] = {"Accept-Encoding": "identity"} | options.get("headers", {})
     try:
-        kind: Any = fsspec.get_filesystem_class(scheme)
-        if scheme == "gs":  # its default class reads some buckets by gRPC
+        if scheme == "gs":  # fsspec's default reads some buckets by gRPC
             from gcsfs.core import GCSFileSystem
 
-            kind = GCSFileSystem
-        filesystem = kind(**options, skip_instance_cache=True)
+            return GCSFileSystem()
+        if scheme not in ("http", "https"):
+            return fsspec.filesystem(scheme)
     except ImportError:
         package = SCHEMES[scheme]
         raise UserError(
             f"{scheme}:// needs the package {package}", next_step=f"pip install {package}"
         ) from None
-    if scheme in ("http", "https"):
-        from fsspec.asyn import sync
-
-        sync(filesystem.loop, filesystem.set_session)  # must not run in two threads at once
-    return filesystem
+    # Ranges of a compressed transfer would count other bytes. Proxies and ~/.netrc are used, as by
+    # other programs.
+    options = fsspec.config.conf.get(scheme, {})
+    client = {"trust_env": True} | options.get("client_kwargs", {}) | {"auto_decompress": False}
+    headers = {"Accept-Encoding": "identity"} | options.get("headers", {})
+    return fsspec.filesystem(scheme, client_kwargs=client, headers=headers)
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -268,8 +253,7 @@ class RemoteFile:
         path = self.path()
         if blake3_of_file(path) != self.blake3_hex:
             path.unlink(missing_ok=True)
-            path = self.path()
-        return path
+        return self.path()
 
     def read(self, *, offset: int, num_bytes: int, hash_prefix: int) -> bytes:
         """Bytes of one range; fetched again if those on the local disk are damaged.
@@ -293,27 +277,27 @@ class RemoteFile:
         try:
             with open(partial, "wb") as out:
                 self.cache.reserve(out, num_bytes=self.num_bytes, idle_s=idle_s)
-                self._copy(out)
+                if not any(self._copy(out) == self.blake3_hex for _ in range(DAMAGED_READS)):
+                    raise UserError(
+                        "cannot be read: its bytes do not have the hash of the manifest",
+                        where=str(self.url),
+                        next_step="upload it again; make the shards again if the local copy is "
+                        "damaged too",
+                    )
             with self.cache.locked("space"):  # a process that counts the files would miss this one
                 os.rename(partial, final)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
 
-    def _copy(self, out: BufferedWriter) -> None:
-        for _ in range(DAMAGED_READS):
-            digest = blake3.blake3()
-            out.seek(0)
-            for data in read_chunks(self.url, self.num_bytes):
-                digest.update(data)
-                out.write(data)
-            if digest.hexdigest() == self.blake3_hex:
-                return
-        raise UserError(
-            "cannot be read: its bytes do not have the hash of the manifest",
-            where=str(self.url),
-            next_step="upload it again; make the shards again if the local copy is damaged too",
-        )
+    def _copy(self, out: BufferedWriter) -> str:
+        """Write all bytes; returns their hash."""
+        digest = blake3.blake3()
+        out.seek(0)
+        for data in read_chunks(self.url, self.num_bytes):
+            digest.update(data)
+            out.write(data)
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,23 +313,19 @@ class ShardCache:
         idle_s: how long those have not been used. Raises OSError if there is no space.
         """
         with self.locked("space"):
-            used, evictable, now = 0, [], time.time()
-            for entry in list(os.scandir(self.folder)):
-                ours = _OURS.fullmatch(entry.name)
-                if ours:
-                    with suppress(FileNotFoundError):  # just removed as damaged
-                        stat = entry.stat()
-                        used += stat.st_size
-                        if now - stat.st_mtime >= (ABANDONED_S if ours["part"] else idle_s):
-                            evictable.append((stat.st_mtime, stat.st_size, entry.path))
-            evictable.sort(reverse=True)
-            excess = used + num_bytes - self.max_bytes
-            if excess > sum(size for _, size, _ in evictable):
+            files = []
+            for path in self.folder.iterdir():
+                with suppress(FileNotFoundError):  # just removed as damaged
+                    if _OURS.fullmatch(path.name):
+                        files.append((path.stat().st_mtime, path.stat().st_size, path))
+            excess = num_bytes + sum(size for _, size, _ in files) - self.max_bytes
+            for last_use, size, path in sorted(files):
+                is_idle = time.time() - last_use >= (ABANDONED_S if path.suffix else idle_s)
+                if excess > 0 and is_idle:
+                    path.unlink(missing_ok=True)
+                    excess -= size
+            if excess > 0:
                 raise OSError(errno.ENOSPC, f"no space for {num_bytes} bytes")
-            while excess > 0:
-                _, size, path = evictable.pop()
-                excess -= size
-                Path(path).unlink(missing_ok=True)
             out.truncate(num_bytes)
 
     @contextmanager

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError, WorkerError
 from vitscale.data import loader as loader_module
 from vitscale.data.index import read_split, sample_keys
-from vitscale.data.loader import Batch, open_batches
+from vitscale.data.loader import Batch, core_seconds, open_batches
 from vitscale.data.samples import Samples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.processes import is_alive
@@ -102,21 +103,23 @@ def test_a_dead_or_hung_worker_is_named(
     assert len(list(batches(shards, workers=2))) == 10
 
 
-class BusySamples(Samples):
+class SlowSamples(Samples):
     image_size = 2
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        stop = time.process_time() + 5
-        while time.process_time() < stop:
-            pass
+        time.sleep(1)
         return 7, []
 
 
 def test_a_worker_that_computes_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its batch takes longer than the limit."""
-    monkeypatch.setattr(loader_module, "TIMEOUT_S", 4.0)
+    """Its batch takes longer than the limit, while it spends time on cores."""
+    before, spent, after = time.process_time(), core_seconds(os.getpid()), time.process_time()
+    assert before <= spent <= after
+    seconds = count(1)
+    monkeypatch.setattr(loader_module, "core_seconds", lambda pid: next(seconds))
+    monkeypatch.setattr(loader_module, "TIMEOUT_S", 0.2)
     data = DataSettings(path="x", global_batch=1, num_workers=1)
-    with open_batches(BusySamples(), [[0]], batch=1, settings=data, pin_memory=False) as found:
+    with open_batches(SlowSamples(), [[0]], batch=1, settings=data, pin_memory=False) as found:
         assert [batch.labels.tolist() for batch in found] == [[7]]
 
 

@@ -83,11 +83,8 @@ def test_columns_are_as_narrow_as_their_values() -> None:
         assert (found.tolist(), found.dtype) == ([0, value], dtype)
 
 
-def test_keys_are_found_in_any_row_group(copy: Path) -> None:
-    table = pq.read_table(copy / INDEX_NAME)
-    pq.write_table(table, copy / INDEX_NAME, row_group_size=2)
-    edit_manifest(copy, index_bytes=(copy / INDEX_NAME).stat().st_size)
-    index = read_split(copy, split="train")
+def test_keys_of_a_subset_are_its_own(shards: Path) -> None:
+    index = read_split(shards, split="train")
     assert index.subset(np.array([0, 2]), name="first").shard_lengths == (2, 0, 0)
     some = index.subset(np.array([1, 4, 6]), name="some")
     assert sample_keys(some, [2, 0, 2]) == [NAMES[6], NAMES[1], NAMES[6]]
@@ -96,8 +93,6 @@ def test_keys_are_found_in_any_row_group(copy: Path) -> None:
 def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path) -> None:
     index = read_split(copy, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
-    with pytest.raises(UserError, match="keys of samples"):
-        sample_keys(index, [20])
     (copy / INDEX_NAME).write_bytes(b"damaged")
     assert sample_names([index], [(0, 6)]) == ["number 6 of 'train'"]
 
