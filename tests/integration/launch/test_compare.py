@@ -127,6 +127,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database
         (("small-lr", "--filter", "params.seed = '7'"), "both runs and --filter"),
         (("--filter", "params.seed = '7'"), "no run with metrics matches"),
         (("runs/empty",), "no run folder in runs/empty"),
+        (("stored", "--uri", "mlruns"), "'mlruns' is not a tracking URI"),
         (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
         (("small-lr", "--output", "x.pdf"), "'x.pdf' is no HTML file"),
     ],

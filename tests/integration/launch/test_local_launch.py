@@ -197,3 +197,16 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, errors
     await_end(tasks)
+
+
+def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job() -> None:
+    program = """
+import os, signal
+from types import SimpleNamespace
+from launch.jobs import submission
+submission._enter_task = lambda: SimpleNamespace(global_rank=1)
+submission.run_in_process = lambda _: os.kill(os.getpid(), signal.SIGUSR2)
+submission.StageJob(script="stage.py", config="c")()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, "stopped by SIGUSR2; finished work is kept\n")

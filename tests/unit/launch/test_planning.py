@@ -136,6 +136,8 @@ def test_a_run_that_fits_has_no_finding() -> None:
     assert list(found) == ["configuration", "data", "loader", "cores", "disk"]
     assert found["data"].detail == "train: 16 samples in 4 shards; as in the manifest"
     assert found["loader"].detail.startswith("2.0 shards and 8 samples for each of 1 rank(s) x 2")
+    # 5.5 million parameters, each with two moments of AdamW.
+    assert found["disk"].detail.startswith("a checkpoint has 0.0617 GiB; ")
 
 
 def tar_of(folder: Path) -> Path:

@@ -102,6 +102,11 @@ def test_next_save_waits_and_raises_the_previous_error(
     assert not list(store.folder.glob(".step-*")), "the failed save still takes space"
     store.save(tensors, step=4, progress={}, description={})
     assert store.wait().step == 4
+    monkeypatch.setattr(store._host_copy, "take", refuse)
+    store.save(tensors, step=5, progress={}, description={})
+    with pytest.raises(OSError):
+        store.wait()
+    assert store._copied.wait(60), "the next update waits for ever"
 
 
 def test_storage_may_refuse_saves_for_an_hour(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 from contextlib import suppress
@@ -325,3 +326,8 @@ def test_many_processes_fetch_each_file_once_and_keep_the_size(
     assert max(map(int, sizes.read_text().split())) <= limit * SIZE
     if limit == 100:
         assert requests(log) == list(range(6))
+    with cache.locked("space"):
+        child = context.Process(target=signal.pause)
+        child.start()
+    with cache.locked("space", wait=False):  # the child does not keep it
+        child.kill()

@@ -189,6 +189,7 @@ def test_ordinary_jpegs_are_decoded_without_libjpeg(vectors: None, coding: str) 
 def test_ordinary_webp_is_not_left_to_pillow() -> None:
     fast = {n for n, d in small_samples().items() if decoders.decode_webp(d) is not None}
     assert fast == {"webp", "webp smooth", "webp lossless", "webp lossless rgba"}
+    assert decoders.decode_webp(small_samples()["webp"] + b"more") is None
 
 
 @pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None])
