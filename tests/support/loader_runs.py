@@ -15,8 +15,6 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 
 GLOBAL_BATCH = 24
-RANKS, WORKERS = (1, 2, 3, 4, 8), (0, 1, 2, 3)
-GRID = [(ranks, workers) for ranks in RANKS for workers in WORKERS]
 SEED = 7
 
 

@@ -98,12 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self._answer(with_body=False)
+        self.do_GET()
 
     def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def _answer(self, *, with_body: bool) -> None:
         asked_for = urlsplit(self.path)
         path = unquote(asked_for.path).lstrip("/")
         # Google's paths: storage/v1/b/BUCKET/o/NAME, and download/... for the content.
@@ -121,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._end(STATUS[fault or "missing"], b"")
         if fault == "drop":
             self.close_connection = True
-            return
+            return None
         if fault == "slow":
             time.sleep(SLOW_S)
         data = file.read_bytes() if about is None else about
@@ -136,23 +133,16 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "wrong":
             place = secrets.randbelow(len(data))
             data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
-        self._end(status, data, headers, with_body=with_body, short=fault == "short")
+        headers["Content-Length"] = str(len(data))
+        if fault == "short":
+            data, self.close_connection = data[: len(data) // 2], True
+        self._end(status, data, headers)
 
-    def _end(
-        self,
-        status: int,
-        data: bytes,
-        headers: dict[str, str] | None = None,
-        *,
-        with_body: bool = True,
-        short: bool = False,
-    ) -> None:
+    def _end(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
-        for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
+        for name, value in (headers or {"Content-Length": "0"}).items():
             self.send_header(name, value)
         self.end_headers()
-        if with_body:
+        if self.command == "GET":
             self.state.sent[unquote(self.path).lstrip("/")] += len(data)
-            self.wfile.write(data[: len(data) // 2] if short else data)
-        if short:
-            self.close_connection = True
+            self.wfile.write(data)

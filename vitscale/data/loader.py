@@ -16,10 +16,11 @@ import os
 import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -187,18 +188,18 @@ def open_batches(
     Raises WorkerError, naming the worker, if one dies or hangs, and RankError for what a worker
     cannot read. The end of the block waits for no worker.
     """
-    source: Workers | Generator[Filled, None, None]
+    source: AbstractContextManager[Iterator[Filled]]
     if settings.num_workers:
-        source = Workers(samples, positions, batch=batch, num_workers=settings.num_workers)
+        source = _filled_by_workers(samples, positions, batch, settings.num_workers)
     else:
-        source = _filled_here(samples, positions, batch)
-    with closing(source):
-        yield (_copied(each, pinned=pin_memory) for each in source)
+        source = nullcontext(_filled_here(samples, positions, batch))
+    with source as filled:
+        yield (_copied(each, pinned=pin_memory) for each in filled)
 
 
 def _filled_here(
     samples: Samples, positions: Iterable[Sequence[int]], batch: int
-) -> Generator[Filled, None, None]:
+) -> Iterator[Filled]:
     size = samples.image_size
     images = torch.empty(batch, 3, size, size, dtype=torch.uint8)
     samples.start(worker=0, num_workers=1)
@@ -258,116 +259,99 @@ def core_seconds(pid: int) -> float:
     return 0.0
 
 
-class Workers:
-    """The batches of one source of samples, in order. Batch n comes from worker n modulo their
-    number.
+@contextmanager
+def _filled_by_workers(
+    samples: Samples, positions: Iterable[Sequence[int]], batch: int, num_workers: int
+) -> Iterator[Iterator[Filled]]:
+    """The batches in order; batch n comes from worker n modulo their number.
 
     Iteration raises WorkerError, the RankError of a worker, RuntimeError for any other of its
     errors.
     """
+    # One more than the batches ahead: the one that is being read.
+    num_slots = num_workers * PREFETCH + 1
+    shape = (num_slots, batch, 3, samples.image_size, samples.image_size)
+    # No file: the size of /dev/shm is no limit.
+    memory = os.memfd_create("batches", os.MFD_CLOEXEC)
+    workers, assigned, to_do = list[_Worker](), deque[int](), enumerate(positions)
 
-    def __init__(
-        self,
-        samples: Samples,
-        positions: Iterable[Sequence[int]],
-        *,
-        batch: int,
-        num_workers: int,
-    ) -> None:
-        """Start to fill batches. positions: of each batch, at most `batch` each."""
-        self._positions = iter(positions)
-        self._num_assigned = 0
-        self._workers: list[_Worker] = []
-        # One more than the batches ahead: the one that is being read.
-        slots = num_workers * PREFETCH + 1
-        shape = (slots, batch, 3, samples.image_size, samples.image_size)
-        # No file: the size of /dev/shm is no limit.
-        memory = os.memfd_create("batches", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(memory, math.prod(shape))
-            self._slots = _mapped(memory, shape)
-            for number in range(num_workers):
-                self._start(memory, samples, shape, number, num_workers)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(memory)  # its memory lives as long as a tensor shows it
-        for _ in range(PREFETCH * num_workers):
-            self._assign()
-
-    def _start(
-        self, memory: int, samples: Samples, shape: tuple[int, ...], number: int, num_workers: int
-    ) -> None:
-        context = worker_context(IMPORTS)
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_run,
-            args=(theirs, samples, shape, number, num_workers),
-            name=f"loader-{number}",
-            daemon=True,
-        )
-        try:
-            process.start()
-            reduction.send_handle(ours, memory, process.pid)
-        except (EOFError, OSError) as error:
-            raise WorkerError(
-                f"a loader worker cannot be started ({error or 'its server has ended'})",
-                where="data.num_workers",
-                next_step="see the error printed above this one; free memory, or lower the number",
-            ) from None
-        finally:
-            theirs.close()
-        self._workers.append(_Worker(process, ours))
-
-    def _assign(self) -> None:
+    def assign() -> None:
         """Send the next batch, if there is one, to its worker."""
-        for positions in islice(self._positions, 1):
-            worker = self._worker(self._num_assigned)
+        for number, each in islice(to_do, 1):
+            worker = workers[number % num_workers]
             try:
-                worker.connection.send((self._num_assigned % len(self._slots), positions))
+                worker.connection.send((number % num_slots, each))
             except OSError:
                 raise _death_of(worker) from None
-            self._num_assigned += 1
+            assigned.append(number)
 
-    def _worker(self, number: int) -> _Worker:
-        """The worker of a batch."""
-        return self._workers[number % len(self._workers)]
+    def filled() -> Iterator[Filled]:
+        while assigned:
+            number = assigned.popleft()
+            labels, unreadable = _reply(workers[number % num_workers], workers)
+            assign()
+            yield slots[number % num_slots, : len(labels)], labels, unreadable
 
-    def __iter__(self) -> Iterator[Filled]:
-        for number in count():
-            if number == self._num_assigned:
-                return
-            labels, unreadable = self._reply(self._worker(number))
-            self._assign()
-            yield self._slots[number % len(self._slots), : len(labels)], labels, unreadable
-
-    def _reply(self, worker: _Worker) -> Labels:
-        """Raises WorkerError if the worker dies or hangs, and its errors."""
-        num_idle, spent_s = 0, 0.0
-        while num_idle < NUM_WAITS:
-            if worker.connection.poll(TIMEOUT_S / NUM_WAITS):
-                try:
-                    reply = worker.connection.recv()
-                except (EOFError, OSError):
-                    raise _death_of(worker) from None
-                if isinstance(reply, Exception):
-                    raise reply
-                return reply
-            now_s = sum(core_seconds(each.process.pid or 0) for each in self._workers)
-            num_idle = 0 if now_s - spent_s > PROGRESS_S else num_idle + 1
-            spent_s = now_s
-        raise WorkerError(
-            f"{worker}, {process_state(worker.process.pid or 0)}) gave no batch and no worker did "
-            f"anything for {TIMEOUT_S:g} s",
-            next_step="check the storage of the shards; py-spy dump --pid PID shows what it does",
-        )
-
-    def close(self) -> None:
-        """Kill the workers. Waits for none."""
-        for worker in self._workers:
+    try:
+        os.ftruncate(memory, math.prod(shape))
+        slots = _mapped(memory, shape)
+        for number in range(num_workers):
+            workers.append(_started(memory, samples, shape, number, num_workers))
+        for _ in range(PREFETCH * num_workers):
+            assign()
+        yield filled()
+    finally:
+        os.close(memory)
+        for worker in workers:  # waits for none
             worker.process.kill()
             worker.connection.close()
+
+
+def _started(
+    memory: int, samples: Samples, shape: tuple[int, ...], number: int, num_workers: int
+) -> _Worker:
+    context = worker_context(IMPORTS)
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_run,
+        args=(theirs, samples, shape, number, num_workers),
+        name=f"loader-{number}",
+        daemon=True,
+    )
+    try:
+        process.start()
+        reduction.send_handle(ours, memory, process.pid)
+    except (EOFError, OSError) as error:
+        raise WorkerError(
+            f"a loader worker cannot be started ({error or 'its server has ended'})",
+            where="data.num_workers",
+            next_step="see the error printed above this one; free memory, or lower the number",
+        ) from None
+    finally:
+        theirs.close()
+    return _Worker(process, ours)
+
+
+def _reply(worker: _Worker, workers: Sequence[_Worker]) -> Labels:
+    """Raises WorkerError if the worker dies, or hangs while no other computes, and its errors."""
+    num_idle, spent_s = 0, 0.0
+    while num_idle < NUM_WAITS:
+        if worker.connection.poll(TIMEOUT_S / NUM_WAITS):
+            try:
+                reply = worker.connection.recv()
+            except (EOFError, OSError):
+                raise _death_of(worker) from None
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
+        now_s = sum(core_seconds(each.process.pid or 0) for each in workers)
+        num_idle = 0 if now_s - spent_s > PROGRESS_S else num_idle + 1
+        spent_s = now_s
+    raise WorkerError(
+        f"{worker}, {process_state(worker.process.pid or 0)}) gave no batch and no worker did "
+        f"anything for {TIMEOUT_S:g} s",
+        next_step="check the storage of the shards; py-spy dump --pid PID shows what it does",
+    )
 
 
 def _death_of(worker: _Worker) -> WorkerError:

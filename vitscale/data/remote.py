@@ -43,8 +43,7 @@ from vitscale.distributed.atomic_files import blake3_of_file
 PATIENCE_S, REQUEST_S = 120.0, 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 CHUNK_BYTES = 8 << 20
-# Scheme -> optional package that it needs.
-SCHEMES: dict[str, str | None] = {"http": None, "https": None, "s3": "s3fs", "gs": "gcsfs"}
+SCHEMES = ("http", "https", "s3", "gs")
 _PLAIN = re.compile(
     rf"((?:{'|'.join(SCHEMES)})://[A-Za-z0-9._~:-]+|file://)(/[A-Za-z0-9._~%+=,@!:/ -]*)?"
 )
@@ -190,10 +189,9 @@ def _filesystem(scheme: str) -> Any:
             return GCSFileSystem()
         if scheme not in ("http", "https"):
             return fsspec.filesystem(scheme)
-    except ImportError:
-        package = SCHEMES[scheme]
+    except ImportError as error:
         raise UserError(
-            f"{scheme}:// needs the package {package}", next_step=f"pip install {package}"
+            f"{scheme}:// cannot be read: {error}", next_step="pip install s3fs, or gcsfs for gs://"
         ) from None
     # Ranges of a compressed transfer would count other bytes. Proxies and ~/.netrc are used, as by
     # other programs.

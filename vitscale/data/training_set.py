@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vitscale.config.errors import UserError, nearest
+from vitscale.config.errors import UserError, did_you_mean
 from vitscale.data.index import (
     MANIFEST_NAME,
     SplitIndex,
@@ -78,9 +78,8 @@ def open_training_set(
         rows = np.arange(whole.num_samples)
         first = whole.subset(rows[:-num_dev], name=f"without the last {num_dev}")
         dev = whole.subset(rows[-num_dev:], name=f"last {num_dev}")
-    parts = [first]
-    for number, mixed_in in enumerate(settings.mixture):
-        part = read(mixed_in.path)
+    parts = [first, *(read(mixed_in.path) for mixed_in in settings.mixture)]
+    for number, part in enumerate(parts[1:]):
         if part.label_map_sha256 != first.label_map_sha256:
             raise UserError(
                 f"its label map has {_classes(part)} and differs from that of {settings.path}, "
@@ -88,16 +87,14 @@ def open_training_set(
                 where=f"data.mixture[{number}].path",
                 next_step="prepare both with the same labels.space",
             )
-        parts.append(part)
     _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
-    orders = [
+    orders = tuple(
         SampleOrder(shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed)
         for part in parts
-    ]
-    order = TrainingOrder(
-        parts=tuple(orders), shares=(MILLION - sum(shares), *shares), views=settings.views
     )
+    shares = [MILLION - sum(shares), *shares]
+    order = TrainingOrder(parts=orders, shares=tuple(shares), views=settings.views)
     fingerprint = first.fingerprint
     if len(parts) > 1 or settings.views > 1:
         facts = [[part.fingerprint for part in parts], order.shares, order.views]
@@ -135,8 +132,7 @@ def open_val_split(settings: DataSettings, *, check_files: bool = True) -> Split
 
 def _streamed_set(settings: DataSettings) -> TrainingSet:
     tars = tars_of_split(Path(settings.path), settings.train_split, where="data.train_split")
-    num_samples, classes = settings.webdataset.num_samples, class_names(settings)
-    assert num_samples is not None  # the settings are validated
+    num_samples, classes = settings.webdataset.num_samples or 0, class_names(settings)
     facts = ["webdataset", [tar.name for tar in tars], num_samples, classes]
     # As in a manifest.
     names = json.dumps(classes, ensure_ascii=False, separators=(",", ":"))
@@ -157,12 +153,12 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
     if settings.only_classes:
         unknown = [name for name in settings.only_classes if name not in index.classes]
         if unknown:
-            like = nearest(unknown[0], index.classes)
             known = f", such as {index.classes[0]!r}" if index.classes else "; it has none"
             raise UserError(
-                f"no class {unknown[0]!r}" + (f"; did you mean {like!r}?" if like else ""),
+                f"no class {unknown[0]!r}",
                 where="data.only_classes",
                 allowed=f"class names in {index.folder / MANIFEST_NAME}{known}",
+                next_step=did_you_mean(unknown[0], index.classes),
             )
         labels = [index.classes.index(name) for name in settings.only_classes]
         rows = np.flatnonzero(np.isin(index.label, labels))
@@ -180,10 +176,10 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:
     """Raise UserError if the cache cannot hold the shards that the order reads at once."""
-    sizes = [
-        [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)] for part in parts
-    ]
-    needed = sum(sum(sorted(of_part)[-BLOCK_SHARDS:]) for of_part in sizes)
+    needed = 0
+    for part in parts:
+        sizes = [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)]
+        needed += sum(sorted(sizes)[-BLOCK_SHARDS:])
     if needed > remote_settings.cache_gib * 2**30:
         raise UserError(
             f"{remote_settings.cache_gib:g} GiB are less than the shards that are read at once "

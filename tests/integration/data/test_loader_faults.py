@@ -144,13 +144,9 @@ if sys.argv[2] == "kill":
 
 def child(shards: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
     """Start CHILD; its server and two workers."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(shards), end],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", CHILD, str(shards), end]
+    more = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "start_new_session": True}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **more)
     assert process.stdout is not None
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 3

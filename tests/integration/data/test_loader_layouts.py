@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.loader_runs import GLOBAL_BATCH, GRID, SEED, Run
+from tests.support.loader_runs import GLOBAL_BATCH, SEED, Run
 from vitscale.data.samples import augmentation_key
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 STEPS = 6
-# Layouts (ranks, workers) of the fast test; every pair of `GRID` is in the exhaustive one.
-FEW = [(1, 0), (2, 3), (3, 1)]
+# Layouts (ranks, workers) of the fast test and of the exhaustive one.
+FEW, GRID = [(1, 0), (2, 3), (3, 1)], list(product((1, 2, 3, 4, 8), (0, 1, 2, 3)))
 # One set; or two, in two views, a part of the one and all of the other, augmented.
 SETS = ("plain", "mixed")
 Folders = tuple[Path, Path]

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 
 from pretrain.run import OBJECTIVES as REGISTERED
-from tests.support.corpora.image_corpus import encoded
-from tests.support.corpora.preparing import prepare_here, run_of
+from tests.support.corpora.image_corpus import encoded, prepare_here, run_of
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import (
     INTERVAL,

@@ -1,17 +1,21 @@
-"""Make a small folder of images and run data_prep/make_shards.py on it."""
+"""Make a small folder of images and run data_prep/make_shards.py on it, or its steps here."""
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
-from PIL import Image
+
+from data_prep.make_shards import STEPS
+from data_prep.steps.work import WorkFolder, open_work_folder, run_steps
+from tests.support.corpora import image_samples
+from vitscale.runs.data_prep import DataPrepRun
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = "configs/data/image_folder.yaml"
@@ -19,9 +23,7 @@ CONFIG = "configs/data/image_folder.yaml"
 
 def encoded(format: str, *, seed: int, side: int = 16) -> bytes:
     pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format=format)
-    return file.getvalue()
+    return image_samples.encoded(pixels, format)
 
 
 def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) -> Path:
@@ -43,15 +45,8 @@ def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) ->
 
 
 def command(source: Path, output: Path, *options: str) -> list[str]:
-    return [
-        sys.executable,
-        "data_prep/make_shards.py",
-        "--config",
-        CONFIG,
-        f"source.path={source}",
-        f"output={output}",
-        *options,
-    ]
+    paths = [f"source.path={source}", f"output={output}"]
+    return [sys.executable, "data_prep/make_shards.py", "--config", CONFIG, *paths, *options]
 
 
 def make_shards(source: Path, output: Path, *options: str, rc: int = 0) -> str:
@@ -70,3 +65,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def ledger(folder: Path) -> dict[str, dict[str, object]]:
     return {row["path"]: row for row in pq.read_table(folder / "ledger.parquet").to_pylist()}
+
+
+def run_of(path: Path, output: Path, **sections: Any) -> DataPrepRun:
+    """`sections`: more settings, such as shards={"min_shards": 2}."""
+    sections["source"] = {"path": str(path), **sections.get("source", {})}
+    return DataPrepRun.model_validate({"output": str(output), **sections})
+
+
+def prepare_here(run: DataPrepRun, *, until: str | None = None) -> WorkFolder:
+    """Work through the steps before the one named `until`, or all; no process is started."""
+    titles = [step.title for step in STEPS]
+    wanted = STEPS if until is None else STEPS[: titles.index(until)]
+    work = WorkFolder(run)
+    open_work_folder(work)
+    run_steps(work, wanted, num_workers=1)
+    return work

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from data_prep.formats.index_files import (
 )
 from data_prep.formats.ledger import LEDGER_SCHEMA, write_ledger
 from data_prep.formats.tar_writer import TarShard
+from tests.support.corpora.image_samples import encoded
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -50,19 +50,14 @@ class Sample(NamedTuple):
 def image_bytes(extension: str, *, seed: int, side: tuple[int, int] | None = None) -> bytes:
     width, height = side or SIDES[extension]
     pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format=FORMATS[extension])
-    return file.getvalue()
+    return encoded(pixels, FORMATS[extension])
 
 
 def photo(seed: int, *, width: int = 40, height: int = 30, format: str = "JPEG") -> bytes:
     """A smooth random picture, different for every seed."""
-    random = np.random.default_rng(seed)
-    small = random.integers(0, 255, (5, 6, 3), dtype=np.uint8)
+    small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
     image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
-    file = io.BytesIO()
-    image.save(file, format=format, quality=90)
-    return file.getvalue()
+    return encoded(image, format, quality=90)
 
 
 def make_shard_folder(

@@ -18,7 +18,7 @@ from PIL import Image
 from finetune.exporting.folder import EXPORTS, check_packages
 from finetune.exporting.to_vitscale import SafetensorsFormat
 from finetune.settings import ExportRun
-from tests.support.corpora.photographs import jpeg, photograph
+from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.engine.small_models import export, images_of, off_by, small_model
 from vitscale.config.errors import UserError
 from vitscale.data.samples import EvaluationResize
@@ -280,7 +280,8 @@ def test_timm_makes_the_same_pixels(
     folder = exported(tmp_path / "out", "timm", how)
     for width, height in ((101, 100), (250, 187), (187, 251)):
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        data = jpeg(PHOTO if fraction is None else Image.fromarray(noise))
+        image = PHOTO if fraction is None else Image.fromarray(noise)
+        data = encoded(image, "JPEG", quality=95)
         found = timm_pixels(folder, Image.open(io.BytesIO(data)))
         assert (found - own_pixels(how, data)).abs().max() <= 1, (width, height)
 

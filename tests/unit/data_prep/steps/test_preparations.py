@@ -28,8 +28,7 @@ from data_prep.steps.list_inputs import check_input, make_key, rows_table
 from data_prep.steps.plan_shards import _ordered, held_out
 from data_prep.steps.work import WorkFolder, changed_settings, content_config, find_existing
 from data_prep.verification import check_folder
-from tests.support.corpora.image_corpus import corpus, encoded, ledger
-from tests.support.corpora.preparing import prepare_here, run_of
+from tests.support.corpora.image_corpus import corpus, encoded, ledger, prepare_here, run_of
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_manifest
 

@@ -14,7 +14,7 @@ import pytest
 from data_prep.steps import work as sharing
 from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder, machine
 from data_prep.worker_processes import ordered_results
-from tests.support.corpora.preparing import run_of
+from tests.support.corpora.image_corpus import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
 from vitscale.distributed.processes import descendants

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from tests.support.corpora.image_samples import encoded
-from tests.support.corpora.photographs import jpeg, photograph
+from tests.support.corpora.image_samples import encoded, photograph
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.crops import (
     CropBox,
@@ -177,10 +176,10 @@ def test_what_cannot_be_read_raises_oserror_or_valueerror() -> None:
 def test_unprepared_images_become_upright_and_opaque() -> None:
     """By the rules of data preparation; upright JPEGs are left to the decoders."""
     for exif in (b"", b"Exif\0\0" + b"II*\0\xff\xff\xff\xff"):  # none, and broken
-        assert converted_pixels(jpeg(PHOTO, exif=exif)) is None
+        assert converted_pixels(encoded(PHOTO, "JPEG", quality=95, exif=exif)) is None
     tag = Image.Exif()
     tag[274] = 6
-    data = jpeg(PHOTO, exif=tag)
+    data = encoded(PHOTO, "JPEG", quality=95, exif=tag)
     turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
     clear = PHOTO.copy()
     clear.putalpha(0)

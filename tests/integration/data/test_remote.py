@@ -1,23 +1,28 @@
-"""Shards at a URL: which URLs are read, what is tried again, and what the cache keeps."""
+"""Shards at a URL: which are read, what is tried again, what the cache keeps, and the same run."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from blake3 import blake3
 
-from tests.support.range_server import served
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.loader_runs import Run
+from tests.support.range_server import RangeServer, served
 from tests.support.waiting import wait_until
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data import remote
-from vitscale.data.index import read_manifest
+from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.remote import (
     MissingError,
     RemoteFile,
@@ -35,19 +40,17 @@ from vitscale.data.remote import (
 )
 
 SECRET = "hunter2"
+STEPS = 4
 
 
 class Clock:
     """Replaces `time`: pauses between requests take no real time."""
 
-    def __init__(self) -> None:
-        self.skipped_s = 0.0
+    time = staticmethod(time.time)
+    skipped_s = 0.0
 
     def monotonic(self) -> float:
         return time.monotonic() + self.skipped_s
-
-    def time(self) -> float:
-        return time.time()
 
     def sleep(self, seconds: float) -> None:
         self.skipped_s += seconds
@@ -59,11 +62,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = write_shard_folder(
+        tmp_path_factory.mktemp("remote") / "bucket", num_per_class=40, num_shards=20
+    )
+    (made / "a.bin").write_bytes(bytes(range(256)) * 40)
+    return made
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "served").mkdir()
-    (tmp_path / "served" / "a.bin").write_bytes(bytes(range(256)) * 40)
-    return tmp_path / "served"
+def server(folder: Path) -> Iterator[RangeServer]:
+    with served(folder) as running:
+        yield running
 
 
 # Texts that make some tool run a command or read another resource, or that have secrets.
@@ -112,13 +123,30 @@ def test_names_are_joined_and_stay_on_their_host(folder: str, name: str, joined:
     assert str(location_of(folder) / name) == joined
 
 
+def test_an_external_manifest_cannot_name_other_places(folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    path = copy / MANIFEST_NAME
+    text = json.loads(path.read_text())
+    for root, message in (
+        (f"pipe:touch {tmp_path}/canary", "is not a plain URL"),
+        (f"http://127.0.0.1/a::pipe:touch {tmp_path}/canary", "is not a plain URL"),
+        ("/somewhere/else", "a path on one machine"),
+    ):
+        path.write_text(json.dumps(text | {"shards_root": root}))
+        with served(copy) as server, pytest.raises(UserError, match=message):
+            read_split(server.url, split="train")
+    assert not (tmp_path / "canary").exists()
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("fault", ["error", "drop", "short", "no_ranges", "slow"])
-def test_a_transient_fault_is_retried(folder: Path, fault: str) -> None:
+def test_a_transient_fault_is_retried(folder: Path, server: RangeServer, fault: str) -> None:
     expected = (folder / "a.bin").read_bytes()[10:500]
-    with served(folder) as server:
-        server.fault = lambda path, number: fault if number <= 2 else None
-        assert read_range(Url(server.url) / "a.bin", offset=10, num_bytes=490) == expected
-        assert server.encodings == {"identity"}
+    server.fault = lambda path, number: fault if number <= 2 else None
+    assert read_range(Url(server.url) / "a.bin", offset=10, num_bytes=490) == expected
+    assert server.encodings == {"identity"}
 
 
 @pytest.mark.parametrize(
@@ -132,13 +160,12 @@ def test_a_transient_fault_is_retried(folder: Path, fault: str) -> None:
     ],
 )
 def test_a_lasting_fault_is_one_error(
-    folder: Path, fault: str, kind: type[UserError], text: str
+    server: RangeServer, fault: str, kind: type[UserError], text: str
 ) -> None:
     """In time; a refusal at once."""
-    with served(folder) as server:
-        server.fault = lambda path, number: fault
-        with pytest.raises(kind, match=rf"a\.bin: cannot be read .*{text}"):
-            read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
+    server.fault = lambda path, number: fault
+    with pytest.raises(kind, match=rf"a\.bin: cannot be read .*{text}"):
+        read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
 
 
 @pytest.mark.slow
@@ -152,12 +179,12 @@ def test_buckets_answer_with_what_was_asked_for(
     keys = {"key": "key", "secret": "secret"} if scheme == "s3" else {"token": "anon"}
     with served(folder.parent) as server:
         monkeypatch.setitem(fsspec.config.conf, scheme, {"endpoint_url": server.url} | keys)
-        url = Url(f"{scheme}://served")
+        url = Url(f"{scheme}://bucket")
         assert read_range(url / "a.bin", offset=5, num_bytes=9) == bytes(range(5, 14))
         assert size_of(url / "a.bin") == 10_240
         with pytest.raises(MissingError):
             size_of(url / "b.bin")
-        assert names_below(url) == ["a.bin"]
+        assert sorted(names_below(url)) == sorted(path.name for path in folder.iterdir())
 
 
 def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,3 +358,75 @@ def test_many_processes_fetch_each_file_once_and_keep_the_size(
         child.start()
     with cache.locked("space", wait=False):  # the child does not keep it
         child.kill()
+
+
+# ---- the same run as of local shards -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> list[list[bytes]]:
+    return Run(folder).batches(ranks=1, workers=0, start=0, stop=STEPS)
+
+
+@pytest.fixture
+def run(server: RangeServer, tmp_path: Path) -> Run:
+    return Run(server.url, {"remote": {"cache_path": str(tmp_path / "cache")}})
+
+
+def flaky(path: str, number: int) -> str | None:
+    """Every fault, one request in two."""
+    faults = ("error", None, "drop", None, "short", "wrong", None, "slow", None, None)
+    return faults[number % len(faults)] if path.endswith(".tar") else None
+
+
+def test_every_layout_gives_the_batches_of_local_shards(
+    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
+) -> None:
+    server.fault = flaky
+    found = run.batches(ranks=1, workers=0, start=0, stop=1)
+    found += run.batches(ranks=3, workers=2, start=1, stop=STEPS)
+    assert found == undisturbed
+    assert len(list((tmp_path / "cache").iterdir())) > 15
+
+
+def test_each_shard_is_prefetched_once_within_the_cache_size(
+    run: Run, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
+) -> None:
+    # In this process: workers end in the middle of a fetch, which another then begins again.
+    assert run.batches(ranks=1, workers=0, start=0, stop=1) == undisturbed[:1]
+    # Two blocks of 16 fit; the second is fetched while the first is read.
+    index = read_split(server.url, split="train", remote_settings=run.settings(0).remote)
+    files = [shard for shard in index.shards if isinstance(shard, RemoteFile)]
+
+    def are_fetched() -> bool:
+        prefetch(files)  # as each batch asks for it
+        return all((tmp_path / "cache" / file.blake3_hex).exists() for file in files)
+
+    wait_until(are_fetched)
+    sent = dict(server.sent)
+    tars = sum(num for name, num in sent.items() if name.endswith(".tar"))
+    assert tars == sum(file.num_bytes for file in files)
+    assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
+    # All from the cache but the manifest.
+    assert {name for name, num in server.sent.items() if num != sent[name]} == {MANIFEST_NAME}
+
+
+def test_a_damaged_cache_file_is_fetched_again(
+    run: Run, undisturbed: list[list[bytes]], tmp_path: Path
+) -> None:
+    assert run.batches(ranks=1, workers=0, start=0, stop=STEPS) == undisturbed
+    cached = [path for path in (tmp_path / "cache").iterdir() if len(path.name) == 64]
+    for path in cached:
+        path.write_bytes(b"x" * path.stat().st_size)
+    assert run.batches(ranks=1, workers=1, start=0, stop=STEPS) == undisturbed
+    assert not any(path.exists() and path.read_bytes()[:9] == b"x" * 9 for path in cached)
+
+
+@pytest.mark.parametrize(("workers", "fault"), [(0, "error"), (2, "missing")])
+def test_an_outage_ends_the_run_and_names_the_shard(
+    run: Run, server: RangeServer, workers: int, fault: str
+) -> None:
+    """An outage is no bit rot: substituting would make runs non-deterministic."""
+    server.fault = lambda path, number: fault if path.endswith(".tar") else None
+    with pytest.raises(UserError, match=r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):
+        run.batches(ranks=1, workers=workers, start=0, stop=STEPS)
