@@ -132,9 +132,12 @@ def read_site(*, errors: list[UserError]) -> Source:
     except UserError as error:
         errors.append(error)
         return Source({}, {})
-    for key in [key for key in site.values if key not in SITE_GROUPS]:
-        what, step = f"{key} cannot be set in a site file", "set it in the run's file"
-        where, allowed = _where([key], site), ", ".join(SITE_GROUPS)
+    for key, value in list(site.values.items()):
+        if key in SITE_GROUPS and isinstance(value, dict | None):
+            continue
+        what = f"{key} as {kind_of(value)} cannot be set in a site file"
+        where, allowed = _where([key], site), f"the groups {', '.join(SITE_GROUPS)}"
+        step = "set it in the run's file"
         errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
         del site.values[key]
     return site

@@ -5,23 +5,19 @@ from __future__ import annotations
 import re
 
 _USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#'\"]*@")
-_SECRET_QUERY = re.compile(
-    r"(?P<key>[?&;](?:[\w-]*(?:password|passwd|secret|token|key|signature|credential)[\w-]*|sig|pwd)=)"
-    r"[^&;\s'\"]+",
-    re.IGNORECASE,
-)
+# Signed URLs carry secrets under any name.
+_QUERY = re.compile(r"\?[^\s'\"=?]+=[^\s'\"]+")
 # NAME=VALUE in shell, such as HF_TOKEN=abc; not HF_TOKEN=$(cat FILE), HF_TOKEN_PATH=FILE.
 SECRET_ASSIGNMENT = re.compile(
     r"(?P<name>\b\w*(?:password|passwd|secret|token|api_?key|access_?key))=(?![\"']?(?:[\s$]|$))"
     r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)",
     re.IGNORECASE,
 )
-_QUERY = re.compile(r"\?[^\s'\"]+")
 
 
 def redact(text: str) -> str:
-    """Remove user:password from URLs, and values of query keys and variables that sound secret."""
-    text = _SECRET_QUERY.sub(r"\g<key>***", _USERINFO.sub(r"\g<scheme>", text))
+    """Remove user:password and queries from URLs, and values of variables that sound secret."""
+    text = _QUERY.sub("?***", _USERINFO.sub(r"\g<scheme>", text))
     return SECRET_ASSIGNMENT.sub(r"\g<name>=***", text)
 
 
@@ -29,8 +25,3 @@ def short_reason(error: BaseException) -> str:
     """The first line of an error's text, `redact`ed and cut; the type if there is no text."""
     lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]
-
-
-def redact_queries(text: str) -> str:
-    """`redact`, and remove whole queries: signed URLs carry secrets under any name."""
-    return _QUERY.sub("?***", redact(text))

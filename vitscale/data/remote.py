@@ -36,7 +36,7 @@ from urllib.parse import quote
 import blake3
 
 from vitscale.config.errors import StorageError, UserError, not_written
-from vitscale.config.redaction import redact_queries
+from vitscale.config.redaction import redact
 from vitscale.distributed.atomic_files import blake3_of_file
 
 # Time limit of one read, retries included, after which the run ends; of one request.
@@ -166,7 +166,7 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
             is_refused = isinstance(error, PermissionError) or status in (401, 403)
             spent_s = time.monotonic() - start
             if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
-                text = redact_queries(f"{type(cause).__name__}: {cause}")
+                text = redact(f"{type(cause).__name__}: {cause}")
                 raise (MissingError if is_missing else StorageError)(
                     f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
                     where=str(url),

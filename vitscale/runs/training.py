@@ -69,39 +69,34 @@ class TrainingRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.model.problems()
         yield from data_problems(self.data)
-        yield from _section_problems(self)
+        yield from _conflicts(self)
         yield from schedule_problems(self.schedule)
         yield from optim_problems(self.optim, zero_stage=self.engine.zero_stage)
         yield from raw_problems(self.deepspeed)
         yield from launch_problems(self.launch)
 
 
-def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
+def _conflicts(run: TrainingRun) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong in, or between, values of all sections."""
+    schedule, data, engine = run.schedule, run.data, run.engine
     if not RUN_NAME.fullmatch(run.name):
         yield ("name", f"{run.name!r}: use letters, digits, '.', '-', '_', at most 100 of them")
-    schedule, data, engine = run.schedule, run.data, run.engine
     if (schedule.epochs is None) == (schedule.steps is None):
-        yield (
-            "schedule",
-            f"give either epochs or steps (epochs={schedule.epochs}, steps={schedule.steps})",
-        )
+        given = f"(epochs={schedule.epochs}, steps={schedule.steps})"
+        yield ("schedule", f"give either epochs or steps {given}")
     if schedule.final_lr > run.optim.lr:
         yield ("schedule.final_lr", f"{schedule.final_lr} exceeds the peak optim.lr {run.optim.lr}")
-    for key, (low, high), bound in (
-        ("data.crop_area", data.crop_area, 1.0),
-        ("data.crop_aspect", data.crop_aspect, math.inf),
-    ):
+    for key, bound in {"crop_area": 1.0, "crop_aspect": math.inf}.items():
+        low, high = getattr(data, key)
         if not 0 < low <= high <= bound:
-            yield (key, f"({low}, {high}) is not an increasing pair above 0, at most {bound}")
+            what = "is not an increasing pair above 0, at most"
+            yield (f"data.{key}", f"({low}, {high}) {what} {bound}")
     if data.mixture and sum(part.share for part in data.mixture) > 0.999:
         yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
     if min(data.std) <= 0:
         yield ("data.std", f"{data.std} must be positive")
     if engine.compile is True and engine.zero_stage == 3:
         yield ("engine.compile", "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2")
-    if engine.precision in ("bf16", "fp16") and engine.device == "cpu":
-        what = f"{engine.precision} is for GPUs"
-        yield ("engine.precision", f"{what}; use fp32 (or auto) with engine.device=cpu")
     if engine.zero_stage == 0 and engine.precision == "fp16":
         yield ("engine.precision", "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1")
     names = [evaluation.name for evaluation in run.evaluate or ()]

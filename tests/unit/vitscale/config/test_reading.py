@@ -211,9 +211,9 @@ def test_mistakes_in_the_site_file_are_reported_with_their_place(
         "b.yaml:2: sede: unknown key sede",
         "site.yaml:2: launch.partitoin: unknown key launch.partitoin",
         "site.yaml:3: launch.cpus_per_task: 'many' was read as text",
-        "site.yaml:4: data: data cannot be set in a site file",
-        "site.yaml:5: traking: traking cannot be set in a site file",
-        "site.yaml:6: tracking: 'http://mlflow' was read as text",
+        "site.yaml:4: data: data as a group of keys cannot be set in a site file",
+        "site.yaml:5: traking: traking as a group of keys cannot be set in a site file",
+        "site.yaml:6: tracking: tracking as text cannot be set in a site file",
     ]
     # A run without these groups ignores them.
     site.write_text("launch: {partitoin: gpu}\n")
