@@ -330,7 +330,7 @@ def as_table(checks: Sequence[Check]) -> str:
     previous = ""
     for check in checks:
         name = "" if check.name == previous else check.name
-        rows.append((name, check.result, check.detail.replace("\n", " ")))
+        rows.append((name, check.result, " ".join(check.detail.split())))
         if check.next_step:
             rows.append(("", "", f"next: {check.next_step}"))
         previous = check.name
