@@ -264,13 +264,15 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     folders: list[Path] = []
     errors = []
     for name in names or [str(RUNS_FOLDER)]:
-        there = next((each for each in (Path(name), RUNS_FOLDER / name) if each.is_dir()), None)
-        found = [] if there is None else list(_below(there, depth=MAX_DEPTH))
+        # A run may have the name of a folder of the code, such as "pretrain".
+        places = [path for path in (Path(name), RUNS_FOLDER / name) if path.is_dir()]
+        below = (list(_below(path, depth=MAX_DEPTH)) for path in places)
+        found = next(filter(None, below), [])
         folders += found
         if not found:
             known = [path.name for path in _below(RUNS_FOLDER, depth=MAX_DEPTH)]
             otherwise = "change to the folder that you started the run from, or name its output"
-            what = f"no such run: {name}" if there is None else f"no run folder in {there}"
+            what = f"no run folder in {places[0]}" if places else f"no such run: {name}"
             errors.append(
                 UserError(
                     what,

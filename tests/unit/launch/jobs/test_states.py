@@ -168,7 +168,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         file = tmp_path / "runs" / path
         file.parent.mkdir(parents=True)
         file.touch()
-    for folder in ("runs/submitted/slurm", "runs/mlartifacts/1", "images"):
+    for folder in ("runs/submitted/slurm", "runs/mlartifacts/1", "images", "vit"):
         (tmp_path / folder).mkdir(parents=True)
     return tmp_path
 
