@@ -117,11 +117,14 @@ class Outcomes:
         at_least = "" if num_images is None else "at least "
         num_images = self.num_images if num_images is None else num_images
         if self.num_bad > max_bad_fraction * num_images:
+            next_step = "fix, convert or remove these files, or raise images.max_bad_fraction"
+            if 2 * self.reasons["no_label"] > self.num_bad:
+                next_step = "set source.label to where the labels are, or labels.values=none"
             raise UserError(
                 f"{at_least}{self.num_bad} of {num_images} images are bad, more than the fraction "
                 f"{max_bad_fraction} allowed\n{self.describe(BAD)}",
                 where="images.max_bad_fraction",
-                next_step="fix, convert or remove these files, or raise images.max_bad_fraction",
+                next_step=next_step,
             )
 
 

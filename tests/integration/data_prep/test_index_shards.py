@@ -115,6 +115,8 @@ def test_labels_without_a_space_keep_their_numbers(tmp_path: Path) -> None:
 def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> None:
     rows = [{"__key__": f"k{i}", "jpg": photo(i)} for i in range(3)]
     write_tar(tmp_path / "tars/a.tar", [*rows, {"__key__": "k3", "jpg": photo(3), "cls": 7}])
+    refused = run_index(tmp_path / "tars", tmp_path / "index")
+    assert "next: set source.label to where the labels are, or labels.values=none" in refused.stderr
     text = index(tmp_path / "tars", tmp_path / "index", "labels.values=none")
     assert "no labels" in text and "configs/mae/b16.yaml" in text and "data.val_split=null" in text
     assert read_split(tmp_path / "index", split="train").label.tolist() == [-1] * 4
