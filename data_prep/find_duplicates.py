@@ -30,7 +30,7 @@ try:
     )
     from data_prep.duplicates.similar import NUM_FREQUENCIES, first_equal, first_similar, similarity
     from data_prep.images.sheet import draw_rows
-    from data_prep.worker_processes import ordered_results
+    from data_prep.worker_processes import Workers
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, make_folders, write_text
     from vitscale.distributed.processes import num_cores
@@ -123,17 +123,22 @@ def main() -> None:
 
 def describe_all(images: pa.Table, *, num_workers: int | None) -> np.ndarray:
     """Return the descriptors of all images; warn if some cannot be decoded."""
-    parts, num_lost = [np.zeros((0, NUM_FREQUENCIES), np.int16)], 0
+    starts, num_lost = range(0, len(images), DESCRIBED_ROWS), 0
+    descriptors = np.zeros((len(images), NUM_FREQUENCIES), np.int16)
     # Rows: a pickled slice of a table would have the whole of it.
-    batches = (part.to_pylist() for part in images.to_batches(max_chunksize=DESCRIBED_ROWS))
-    with item_progress("describe images", total=len(images)) as advance:
-        for batch, (found, lost) in ordered_results(describe, batches, num_workers=num_workers):
-            parts.append(found)
+    batches = (images.slice(start, DESCRIBED_ROWS).to_pylist() for start in starts)
+    num, imports = min(num_workers or num_cores(), len(starts)), [describe.__module__]
+    with (
+        item_progress("describe images", total=len(images)) as advance,
+        Workers(describe, num=num, imports=imports) as workers,
+    ):
+        for number, batch, (found, lost) in workers.results(batches):
+            descriptors[starts[number] :][: len(batch)] = found
             num_lost += lost
             advance(len(batch))
     if num_lost:
         print(f"warning: {num_lost:,} images cannot be decoded and are compared by bytes only")
-    return np.concatenate(parts)
+    return descriptors
 
 
 if __name__ == "__main__":

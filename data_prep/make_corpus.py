@@ -190,12 +190,6 @@ def render(letter: str, font: str, random: CounterRandom) -> bytes:
 @cache
 def _open_font(font: str, em_px: int) -> ImageFont.FreeTypeFont:
     path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{font}.ttf"
-    if not path.is_file():
-        raise UserError(
-            "this font of matplotlib's wheel does not exist",
-            where=str(path),
-            next_step="pip install --force-reinstall matplotlib",
-        )
     # The basic layout needs no further library and is the same everywhere.
     return ImageFont.truetype(path, em_px, layout_engine=ImageFont.Layout.BASIC)
 

@@ -25,7 +25,7 @@ from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
 from data_prep.images.sheet import draw_rows
-from data_prep.worker_processes import ordered_results
+from data_prep.worker_processes import Workers
 from vitscale.data.index import (
     INDEX_NAME,
     INFO_NAME,
@@ -35,11 +35,10 @@ from vitscale.data.index import (
     index_schema,
 )
 from vitscale.distributed.atomic_files import blake3_of_file
+from vitscale.distributed.processes import num_cores
 from vitscale.images.jpeg import entry_points
 from vitscale.tracking.console import item_progress
 
-# Reading less than this takes no longer than starting processes.
-SMALL_BYTES = 256 << 20
 # Of the sheet: at most this many classes, and images of each.
 MAX_CLASSES, PER_CLASS = 40, 10
 
@@ -58,8 +57,12 @@ def check_folder(
 
     write_entry_points: of the images of each tar without a finding.
     """
-    index, found = _read_index(folder, manifest)
-    num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
+    index = _read_index(folder)
+    found = [
+        *_findings(INDEX_NAME, _check_index(folder, manifest, index)),
+        *_findings(LEDGER_NAME, _check_ledger(folder, manifest, index)),
+        *_findings(INFO_NAME, _check_info(folder, manifest)),
+    ]
     check = partial(
         check_tar,
         folder=folder,
@@ -67,22 +70,25 @@ def check_folder(
         ours=manifest.shards_root == "." and index is not None,
         write_entry_points=write_entry_points,
     )
-    if num_workers is None and num_bytes < SMALL_BYTES:
-        num_workers = 1
-    tasks = tar_tasks(index, manifest)
+    tasks = list(tar_tasks(index, manifest))
     num_samples = sum(entry.num_samples for entry in manifest.splits.values())
-    with item_progress("verify", total=num_samples) as advance:
-        for (shard, _), findings in ordered_results(check, tasks, num_workers=num_workers):
+    num = min(num_workers or num_cores(), len(tasks))
+    with (
+        item_progress("verify", total=num_samples) as advance,
+        Workers(check, num=num, imports=[__name__]) as workers,
+    ):
+        for _, (shard, _), findings in workers.results(tasks):
             found += [f"{shard.name}: {finding}" for finding in findings]
             advance(shard.samples)
-    found += [f"{LEDGER_NAME}: {one}" for one in _check_ledger(folder, manifest, index)]
-    info = info_of(manifest.splits, shards_root=manifest.shards_root)
+    return sorted(found)
+
+
+def _findings(name: str, check: Iterator[str]) -> Iterator[str]:
+    """Yield what is wrong with a file; if it cannot be read, that."""
     try:
-        if json.loads((folder / INFO_NAME).read_text()) != json.loads(json.dumps(info)):
-            found.append(f"{INFO_NAME}: is not what the manifest says")
-    except (OSError, ValueError) as error:
-        found.append(f"{INFO_NAME}: cannot be read ({error})")
-    return found
+        yield from (f"{name}: {one}" for one in check)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        yield f"{name}: cannot be read ({error})"
 
 
 def tar_tasks(index: pa.Table | None, manifest: Manifest) -> Iterator[Task]:
@@ -93,23 +99,23 @@ def tar_tasks(index: pa.Table | None, manifest: Manifest) -> Iterator[Task]:
         start += shard.samples
 
 
-def _read_index(folder: Path, manifest: Manifest) -> tuple[pa.Table | None, list[str]]:
-    """(the index, if it can be used, and what is wrong with it)."""
-    path, found = folder / INDEX_NAME, list[str]()
+def _read_index(folder: Path) -> pa.Table | None:
     try:
-        if blake3_of_file(path) != manifest.index_blake3:
-            found.append(f"{INDEX_NAME}: content differs from the manifest (BLAKE3)")
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowException) as error:
-        return None, [*found, f"{INDEX_NAME}: cannot be read ({error})"]
+        table = pq.read_table(folder / INDEX_NAME)
+    except (OSError, pa.ArrowException):
+        return None
     if not table.schema.equals(index_schema()):
-        return None, [*found, f"{INDEX_NAME}: has other columns than this version writes"]
-    index = table.drop_null().unify_dictionaries().combine_chunks()
-    return index, [*found, *(f"{INDEX_NAME}: {one}" for one in _check_index(index, manifest))]
+        return None
+    return table.drop_null().unify_dictionaries().combine_chunks()
 
 
-def _check_index(index: pa.Table, manifest: Manifest) -> Iterator[str]:
+def _check_index(folder: Path, manifest: Manifest, index: pa.Table | None) -> Iterator[str]:
     """Compare labels with the classes, and the samples with each split's fingerprint."""
+    if blake3_of_file(folder / INDEX_NAME) != manifest.index_blake3:
+        yield "content differs from the manifest (BLAKE3)"
+    if index is None:
+        yield "is no table, or has other columns than this version writes"
+        return
     labels = index.column("label").to_numpy()
     low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
     if wrong := int(np.count_nonzero((labels < low) | (labels >= high))):
@@ -185,11 +191,7 @@ def _check_sample(
 
 def _check_ledger(folder: Path, manifest: Manifest, index: pa.Table | None) -> Iterator[str]:
     """Check that it has all inputs, and that those not rejected are the samples."""
-    try:
-        ledger = pq.read_table(folder / LEDGER_NAME, columns=["split", "key", "status"])
-    except (OSError, pa.ArrowException) as error:
-        yield f"cannot be read ({error})"
-        return
+    ledger = pq.read_table(folder / LEDGER_NAME, columns=["split", "key", "status"])
     if len(ledger) != manifest.inputs.get("num_rows"):
         yield "has other sums than the manifest"
     kept = ledger.filter(pc.not_equal(ledger["status"].cast(pa.string()), "rejected"))
@@ -201,6 +203,12 @@ def _names(rows: pa.Table) -> list[tuple[str, str]]:
     """Split and key of each row, sorted."""
     parts = (rows[name].cast(pa.string()).to_pylist() for name in ("split", "key"))
     return sorted(zip(*parts, strict=True))
+
+
+def _check_info(folder: Path, manifest: Manifest) -> Iterator[str]:
+    info = info_of(manifest.splits, shards_root=manifest.shards_root)
+    if json.loads((folder / INFO_NAME).read_text()) != json.loads(json.dumps(info)):
+        yield "is not what the manifest says"
 
 
 def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:

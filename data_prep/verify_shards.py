@@ -14,7 +14,7 @@ try:
     from pathlib import Path
 
     from data_prep.verification import check_folder, draw_sheet
-    from vitscale.config.errors import EXIT_BAD_INPUT, UserError, run_script
+    from vitscale.config.errors import EXIT_BAD_INPUT, run_script
     from vitscale.data.index import read_manifest
     from vitscale.distributed.processes import num_cores
     from vitscale.images.jpeg.entry_points import require_entry_points
@@ -44,9 +44,6 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.num_workers is not None and arguments.num_workers < 1:
-        what = f"{arguments.num_workers} is too small"
-        raise UserError(what, where="--num-workers", allowed="at least 1")
     if arguments.entry_points:
         require_entry_points(where="--entry-points")
     folder = Path(arguments.shards)

@@ -11,27 +11,32 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain, islice
+from itertools import islice
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from data_prep.sources.protocol import Outage
 from vitscale.distributed.fork_server import end_with_server, worker_context
-from vitscale.distributed.processes import num_cores
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 class Workers:
     """Processes that apply a function, which is pickled once; killed at the end of the block."""
 
     def __init__(self, function: Callable[[Any], Any], *, num: int, imports: Sequence[str]) -> None:
-        """imports: modules that the function needs; none of them may be the main script."""
+        """num: 1 works in this process.
+
+        imports: modules that the function needs; none of them may be the main script.
+        """
+        self._function, self._pipes = function, list[Connection]()
+        self._processes = list[BaseProcess]()
+        if num == 1:
+            return
         context = worker_context(imports)
         pipes = [context.Pipe() for _ in range(num)]
         self._pipes = [ours for ours, _ in pipes]
-        self._processes = []
         for _, theirs in pipes:
             process = context.Process(target=_work, args=(theirs, function), daemon=True)
             with _deaths_named():
@@ -51,6 +56,9 @@ class Workers:
 
         Raises what the function raises, and Outage if a worker dies.
         """
+        if not self._pipes:
+            yield from ((number, item, self._function(item)) for number, item in enumerate(items))
+            return
         idle, busy = [*self._pipes], dict[Connection, tuple[int, Item]]()
         numbered = enumerate(items)
         while True:
@@ -69,30 +77,6 @@ class Workers:
                     raise error
                 idle.append(ready)
                 yield *busy.pop(ready), result
-
-
-def ordered_results(
-    function: Callable[[Item], Result], items: Iterable[Item], *, num_workers: int | None
-) -> Iterator[tuple[Item, Result]]:
-    """Yield (item, result) in the order of the items.
-
-    num_workers: None for one per core; 1 works in this process. `function` and items are pickled.
-    """
-    num_workers, items = num_workers or num_cores(), iter(items)
-    first = list(islice(items, 2))
-    items = chain(first, items)
-    if num_workers == 1 or len(first) < 2:
-        for item in items:
-            yield item, function(item)
-        return
-    module = getattr(function, "func", function).__module__  # of a partial: of what it calls
-    done, due = dict[int, tuple[Item, Result]](), 0
-    with Workers(function, num=num_workers, imports=[module]) as workers:
-        for number, item, result in workers.results(items):
-            done[number] = item, result
-            while due in done:
-                yield done.pop(due)
-                due += 1
 
 
 @contextmanager

@@ -6,8 +6,9 @@ Leaves out: which images are copies (`similar`).
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ def list_images(folder: Path) -> pa.Table:
         return samples.set_column(0, "name", names)
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
+    below = glob.iglob(os.path.join(glob.escape(str(folder)), "**", "*"), recursive=True)
+    files = sorted(file for file in below if is_image_name(file) and not os.path.isdir(file))
     try:
-        files = list(_image_files(folder))
         hashes = [bytes.fromhex(blake3_of_file(file)) for file in files]
         sizes = [os.path.getsize(file) for file in files]
     except OSError as error:
@@ -59,23 +61,8 @@ def list_images(folder: Path) -> pa.Table:
     if not files:
         raise UserError("has no images", where=str(folder), allowed="image files, or shards")
     names, paths = [printable(file) for file in files], [os.fsencode(file) for file in files]
-    columns = zip(IMAGES, (names, hashes, paths, [0] * len(files), sizes), strict=True)
-    return pa.table([pa.array(values, field.type) for field, values in columns], schema=IMAGES)
-
-
-def _image_files(folder: Path) -> Iterator[str]:
-    """Yield visible files with image names, sorted in each folder; links are followed once."""
-    seen = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith(".") and is_image_name(name):
-                yield os.path.join(parent, name)
+    columns = (names, hashes, paths, [0] * len(files), sizes)
+    return pa.table(dict(zip(IMAGES.names, columns, strict=True)), schema=IMAGES)
 
 
 def list_samples(folder: Path) -> pa.Table:

@@ -80,11 +80,7 @@ def write_info(folder: Path, *, splits: Mapping[str, SplitEntry], shards_root: s
 
 
 def write_card(
-    folder: Path,
-    *,
-    splits: Mapping[str, SplitEntry],
-    classes: Sequence[str],
-    formats: Iterable[str],
+    folder: Path, *, splits: Iterable[str], classes: Sequence[str], formats: Iterable[str]
 ) -> None:
     """Write README.md, from which Hugging Face `datasets` knows the splits and the classes.
 
@@ -101,12 +97,8 @@ def write_card(
         "dataset_info": {"features": features},
     }
     front = yaml.safe_dump(facts, sort_keys=False, width=math.inf)
-    counts = "".join(
-        f"- {name}: {entry.num_samples:,} images in {len(entry.shards):,} tars\n"
-        for name, entry in sorted(splits.items())
-    )
-    text = f"---\n{front}---\n\n# Images as WebDataset tars\n\n{counts}"
-    write_text(folder / CARD_NAME, text + f"- {len(classes):,} classes\n" if classes else text)
+    text = "Images as WebDataset tars; manifest.json has their numbers."
+    write_text(folder / CARD_NAME, f"---\n{front}---\n\n{text}\n")
 
 
 def write_manifest(folder: Path, *, manifest: Manifest) -> None:

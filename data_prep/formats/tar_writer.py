@@ -12,42 +12,30 @@ from __future__ import annotations
 
 import tarfile
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import blake3
 
 BLOCK = tarfile.BLOCKSIZE
 BUFFER_BYTES = 1 << 20
-NAME_BYTES, SIZE_FIELD, SUM_FIELD = 100, slice(124, 136), slice(148, 156)
 MAX_MEMBER_BYTES = 8**11
 END_MARK = bytes(2 * BLOCK)
 # Two headers, one block for the label, half a block of padding on average.
 SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
-
-
-@cache
-def _template() -> tuple[bytearray, int]:
-    """A ustar header without name, size and checksum; and the sum of its bytes."""
-    member = tarfile.TarInfo("")
-    member.mtime, member.mode = 0, 0o644
-    header = bytearray(member.tobuf(tarfile.USTAR_FORMAT))
-    header[SIZE_FIELD] = bytes(12)
-    header[SUM_FIELD] = b" " * 8
-    return header, sum(header)
+# A header has a name of 100 bytes, owner and mode, 12 bytes for the size, the time, 8 bytes for the
+# sum of its bytes, in which these count as spaces, and more.
+TEMPLATE = tarfile.TarInfo("").tobuf(tarfile.USTAR_FORMAT)
+NAME_BYTES = 100
+OWNER, TIME, MORE = TEMPLATE[NAME_BYTES:124], TEMPLATE[136:148], TEMPLATE[156:]
+SUM_OF_MORE = sum(MORE) + sum(b" " * 8)
 
 
 def ustar_header(name: str, num_bytes: int) -> bytes:
     """The 512 bytes before a member, as `tarfile.TarInfo(name).tobuf(USTAR_FORMAT)` makes them."""
     raw = name.encode("ascii")
     assert 0 < len(raw) <= NAME_BYTES and 0 <= num_bytes < MAX_MEMBER_BYTES
-    size = b"%011o\0" % num_bytes
-    template, template_sum = _template()
-    header = bytearray(template)
-    header[: len(raw)] = raw
-    header[SIZE_FIELD] = size
-    header[SUM_FIELD] = b"%06o\0 " % (template_sum + sum(raw) + sum(size))
-    return bytes(header)
+    start = raw.ljust(NAME_BYTES, b"\0") + OWNER + b"%011o\0" % num_bytes + TIME
+    return start + b"%06o\0 " % (sum(start) + SUM_OF_MORE) + MORE
 
 
 def around_image(

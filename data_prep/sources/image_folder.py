@@ -76,14 +76,10 @@ class ImageFolder(Source):
         return found
 
     def inputs(self, container: Container) -> Iterator[Input]:
-        listed, folder = self.settings.val_labels, self.root / container.path
-        classes = {}
-        if (
-            listed is not None
-            and container.class_name is None
-            and not _visible(folder, folders=True)
-        ):
-            classes = _listed_classes(listed, folder)
+        listed, classes = self.settings.val_labels, dict[str, str]()
+        folder = self.root / container.path
+        if listed is not None and container.class_name is None:
+            classes = {} if _visible(folder, folders=True) else _listed_classes(listed, folder)
         top = "" if container.path == "." else container.path
         for row in self._files(container, top, start=len(top) + 1 if top else 0, hidden=False):
             if row.reason == "no_class" and row.name in classes:

@@ -37,13 +37,8 @@ from vitscale.config.errors import UserError
 from vitscale.data.webdataset import IMAGE_SUFFIXES
 
 BLOCK = tarfile.BLOCKSIZE
-COMPRESSED = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"\x04\x22\x4d\x18": "lz4",
-}
+# First bytes of gzip, bzip2, xz, zstd and lz4.
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 # Stands for the suffix of whichever image a sample has; suffixes have no slash.
 IMAGE = "/"
 MAX_JSON_BYTES = 1 << 20
@@ -259,16 +254,14 @@ def members(file: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterat
     """
     end = file.seek(0, io.SEEK_END) if end is None else end
     file.seek(start)
-    first = file.read(6)
-    for mark, method in COMPRESSED.items():
-        if first.startswith(mark):
-            place = f"{file.name} (byte {start})" if start else file.name
-            raise UserError(
-                f"{place!r} is compressed with {method}: its images cannot be read one by one",
-                where="source.path",
-                allowed="plain tar files",
-                next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
-            )
+    if file.read(6).startswith(COMPRESSED):
+        place = f"{file.name} (byte {start})" if start else file.name
+        raise UserError(
+            f"{place!r} is compressed: its images cannot be read one by one",
+            where="source.path",
+            allowed="plain tar files",
+            next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
+        )
     file.seek(start)
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:

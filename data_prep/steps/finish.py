@@ -37,7 +37,7 @@ from data_prep.sources.protocol import ChangedSource, Outage
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
 from data_prep.steps.plan_shards import CLASSES_SHOWN, REJECTED, TRAIN, counts_of, read_plan
-from data_prep.steps.tars import facts_of, root_of, tar_units
+from data_prep.steps.tars import facts_of, root_of, split_of, tar_units
 from data_prep.steps.work import WorkFolder, check_settings, content_config, tool_version
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
@@ -61,7 +61,6 @@ FINAL, FINISHED = "final", "finish"
 class Tar:
     """One tar and its samples, in its order."""
 
-    outcomes: str
     split: str
     entry: ShardEntry
     samples: pa.Table
@@ -69,23 +68,17 @@ class Tar:
     @classmethod
     def of(cls, work: WorkFolder, outcomes: str, *, split: str, name: str) -> Tar:
         facts, table = facts_of(work, outcomes), work.table(outcomes)
-        num, num_bytes = int(facts["samples"]), int(facts["bytes"])
-        entry = ShardEntry(name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"])
         samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
-        return cls(outcomes, split, entry, samples.drop(["path", "input_hash"]))
+        num, num_bytes = len(samples), int(facts["bytes"])
+        entry = ShardEntry(name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"])
+        return cls(split, entry, samples.drop(["path", "input_hash"]))
 
     def rows(self, classes: Sequence[str]) -> pa.Table:
         """Return its samples as rows of the index."""
-        table = self.samples
-        labels = pc.index_in(table["class"], value_set=pa.array(classes, pa.string()))
-        made = {
-            "split": pa.array([self.split] * len(table), pa.string()),
-            "shard": pa.array([self.entry.name] * len(table), pa.string()),
-            "label": labels.fill_null(NO_LABEL),
-        }
-        names = index_schema().names
-        columns = [made[name] if name in made else table[name] for name in names]
-        return pa.table(columns, names=names).cast(index_schema())
+        labels = pc.index_in(self.samples["class"], value_set=pa.array(classes, pa.string()))
+        rows = self.samples.append_column("label", labels.fill_null(NO_LABEL))
+        rows = rows.append_column("shard", pa.repeat(self.entry.name, len(rows)))
+        return rows.select(index_schema().names).cast(index_schema())
 
 
 def finish_shards(work: WorkFolder, unit: str) -> None:
@@ -93,12 +86,23 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
     plan, tars, numbers = read_plan(work), [], Counter[str]()
     sums, fingerprint = _write_ledger(work, [*plan.units, REJECTED])
     kept, final = Counter[str](), work.path / FINAL
-    for (split, _, _), outcomes in zip(plan.shards, plan.units, strict=True):
+    for outcomes in plan.units:
+        split = split_of(outcomes)
         tar = Tar.of(work, outcomes, split=split, name=f"{split}-{numbers[split]:06d}.tar")
-        if tar.entry.samples:
-            tars.append(tar)
-            numbers[split] += 1
-            kept += counts_of(tar.samples["class"])
+        if not tar.entry.samples:
+            continue
+        tars.append(tar)
+        numbers[split] += 1
+        kept += counts_of(tar.samples["class"])
+        path = final / tar.entry.name
+        with suppress(FileNotFoundError):  # of a process that died here
+            os.rename((work.path / outcomes).with_suffix(".tar"), path)
+        if not path.exists() or path.stat().st_size != tar.entry.bytes:
+            raise Outage(
+                f"{path.name}, written before, is missing or has another size",
+                where=str(work.path),
+                next_step="remove this folder and run the same command again",
+            )
     lost = [name for name in plan.present if plan.classes and name not in kept]
     if not tars or (lost and load_labels(work.run.labels).space is None):
         shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
@@ -107,16 +111,6 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
             where="source.path",
             next_step="fix these files" + (" or remove the classes" if lost else ""),
         )
-    for tar in tars:
-        path = final / tar.entry.name
-        with suppress(FileNotFoundError):  # of a process that died here
-            os.rename((work.path / tar.outcomes).with_suffix(".tar"), path)
-        if not path.exists() or path.stat().st_size != tar.entry.bytes:
-            raise Outage(
-                f"{path.name}, written before, is missing or has another size",
-                where=str(work.path),
-                next_step="remove this folder and run the same command again",
-            )
     _commit(work, tars, plan.classes, inputs=sums, source_fingerprint=fingerprint)
 
 

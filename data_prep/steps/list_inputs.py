@@ -6,7 +6,6 @@ listed.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -208,15 +207,11 @@ def check_input(
             raise ChangedSource(os.fsdecode(name)) from None
         raise_if_outage(error, os.fsdecode(row["path"]))
         return CheckedImage("unreadable", b"")
-    is_whole = len(data) == row["num_bytes"]
-    if row["spooled"]:
-        if not is_whole:
-            raise OSError(errno.EIO, "the spool is too short")
-    elif (
-        not is_whole
-        or status.st_mtime_ns != row["modified_ns"]
-        or (not row["file"] and status.st_size != row["num_bytes"])
-    ):
+    is_changed = len(data) != row["num_bytes"]
+    if not row["spooled"]:
+        is_changed |= status.st_mtime_ns != row["modified_ns"]
+        is_changed |= not row["file"] and status.st_size != row["num_bytes"]
+    if is_changed:
         raise ChangedSource(os.fsdecode(name))
     return check_image(data, settings=work.run.images, convert=convert)
 

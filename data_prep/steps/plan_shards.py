@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -39,8 +39,6 @@ from vitscale.runs.data_prep import ShardSettings
 ROWS, REJECTED = "rows.arrow", "rejected.arrow"
 TRAIN = "train"
 CLASSES_SHOWN = 10
-# Index, ledger and manifest, per sample; measured 60-120 bytes.
-SIDE_FILE_BYTES = 256
 # Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
 # What writing a shard needs of its rows.
@@ -73,18 +71,14 @@ class Plan:
 
     num_images: int
     """Inputs without hidden files and other names."""
-    num_bad: int
-    """Inputs that listing rejected as faulty."""
     classes: list[str]
     """In label order; none if they are ignored."""
     present: list[str]
     """Classes with images; labels that the source itself skips never had one."""
-    shards: list[tuple[str, int, int]]
-    """(split, number, images): batch i of rows.arrow has the rows of shard i."""
-
-    @cached_property
-    def units(self) -> list[str]:
-        return [f"tars/{split}-{number:06d}.arrow" for split, number, _ in self.shards]
+    units: list[str]
+    """Of shards, tars/SPLIT-NUMBER.arrow: batch i of rows.arrow has the rows of the i-th one."""
+    num_rows: list[int]
+    """Of each of these."""
 
 
 def plan_shards(work: WorkFolder, unit: str) -> None:
@@ -122,13 +116,13 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     for name in ("class", "file"):  # few values, whose bytes in one column could exceed 2 GiB
         planned = _with(planned, name, planned[name].dictionary_encode())
     planned = planned.combine_chunks()
-    shards, positions = _divided(work, planned, order[kept[order]], rows["split"], listed)
+    units, positions = _divided(work, planned, order[kept[order]], rows["split"], listed)
     plan = Plan(
         num_images=len(rows) - listed.num_rows + listed.num_images,
-        num_bad=listed.num_bad,
         classes=list(classes),
         present=sorted(present),
-        shards=shards,
+        units=units,
+        num_rows=list(map(len, positions)),
     )
     work.commit_table(REJECTED, rejected)
     temporary = work.temporary("rows")
@@ -254,8 +248,8 @@ def held_out(
 
 def _divided(
     work: WorkFolder, planned: pa.Table, order: np.ndarray, split: pa.ChunkedArray, listed: Outcomes
-) -> tuple[list[tuple[str, int, int]], Iterator[np.ndarray]]:
-    """The shards as (split, number, images), and the rows of each. Raises UserError."""
+) -> tuple[list[str], list[np.ndarray]]:
+    """The names of the shards' tables, and the rows of each. Raises UserError."""
     run = work.run
     of_split = {
         name: order[pc.equal(split, name).to_numpy()[order]] for name in split.unique().to_pylist()
@@ -273,15 +267,15 @@ def _divided(
     ratio = 1.0
     if run.images.short_side:
         ratio = _size_ratio(work, planned.take(order[:RATIO_IMAGES]))
-    shards, parts, needed = [], [], 0.0
+    units, parts, needed = list[str](), list[np.ndarray](), 0.0
     for name, rows in sorted(of_split.items()):
         if not len(rows):
             continue
         total = ratio * int(sizes[rows].sum()) + SAMPLE_OVERHEAD * len(rows)
         lengths = shard_lengths(len(rows), num_bytes=total, shards=run.shards, split=name)
-        shards += [(name, number, length) for number, length in enumerate(lengths)]
-        parts.append(np.split(rows, np.cumsum(lengths)[:-1]))
-        needed += total + SIDE_FILE_BYTES * len(rows)
+        units += [f"tars/{name}-{number:06d}.arrow" for number in range(len(lengths))]
+        parts += np.split(rows, np.cumsum(lengths)[:-1])
+        needed += total
     free = shutil.disk_usage(work.path).free
     if free < needed:
         raise Outage(
@@ -291,7 +285,7 @@ def _divided(
             next_step="free space and run the same command again; or remove that folder and choose "
             "another output",
         )
-    return shards, (rows for part in parts for rows in part)
+    return units, parts
 
 
 def shard_lengths(

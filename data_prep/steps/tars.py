@@ -12,16 +12,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.formats.ledger import BAD, Outcomes
+from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
-from data_prep.sources.protocol import (
-    ChangedSource,
-    Outage,
-    printable,
-    source_read_error,
-    with_damage,
-)
+from data_prep.sources.protocol import Outage, printable, source_read_error, with_damage
 from data_prep.sources.tars import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, read_containers, set_class
@@ -29,35 +23,31 @@ from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import StorageError
 from vitscale.data.index import NO_LABEL
-from vitscale.data.remote import (
-    Location,
-    MissingError,
-    Url,
-    location_of,
-    names_below,
-    read_chunks,
-    size_of,
-)
+from vitscale.data.remote import Location, Url, location_of, names_below, read_chunks, size_of
 from vitscale.data.webdataset import matching
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 
 # Reason for sound images that must be converted to be usable, which would mean rewriting the tar.
 PACKED = "packed"
+# So many inputs are read in any case, so that the error for a small corpus has all of its faults.
+COMPLETE_ROWS = 5000
 
 
 def shard_units(work: WorkFolder) -> list[str]:
     return read_plan(work).units
 
 
+def split_of(unit: str) -> str:
+    return Path(unit).stem.rpartition("-")[0]
+
+
 def num_images(work: WorkFolder) -> list[int]:
-    return [num for _, _, num in read_plan(work).shards]
+    return read_plan(work).num_rows
 
 
 def write_shard(work: WorkFolder, unit: str) -> None:
     """Read, check and store every image of one shard. Its outcomes commit it."""
-    plan = read_plan(work)
-    number = plan.units.index(unit)
-    split = plan.shards[number][0]
+    number, split = read_plan(work).units.index(unit), split_of(unit)
     with pa.memory_map(str(work.path / ROWS)) as file:
         rows = pa.ipc.open_file(file).get_batch(number).to_pylist()
     outcomes, temporary = [], work.temporary("tar")
@@ -91,10 +81,8 @@ def outcome(
 def commit_outcomes(
     work: WorkFolder, unit: str, outcomes: Sequence[Mapping[str, Any]], **facts: Any
 ) -> None:
-    """Write the table of one tar with facts about it, and its number of samples and bad images."""
+    """Write the table of one tar, with facts about it."""
     table = pa.Table.from_pylist(list(outcomes), schema=OUTCOMES)
-    reasons = [row["reason"] for row in outcomes]
-    facts |= {"samples": reasons.count(None), "num_bad": sum(reason in BAD for reason in reasons)}
     text = {name: str(value) for name, value in facts.items()}
     work.commit_table(unit, table.replace_schema_metadata(text))
 
@@ -106,19 +94,23 @@ def facts_of(work: WorkFolder, unit: str) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in stored.items()}
 
 
-def check_bad(work: WorkFolder, done: Sequence[str]) -> None:
-    """Raise UserError if too many images are bad among those of these units.
+@cache
+def _so_far(work: WorkFolder) -> Outcomes:
+    """Outcomes of the inputs that were rejected unread, and of the units done since."""
+    found = Outcomes()
+    found.add(work.table(REJECTED))
+    return found
+
+
+def check_bad(work: WorkFolder, unit: str) -> None:
+    """Add a unit that is done; raise UserError if too many images are bad among those so far.
 
     Never stricter than the check at the end: it compares them with all images.
     """
-    plan, limit = read_plan(work), work.run.images.max_bad_fraction
-    num_bad = plan.num_bad + sum(int(facts_of(work, unit)["num_bad"]) for unit in done)
-    if num_bad <= limit * plan.num_images:
-        return
-    so_far = Outcomes()
-    for unit in (REJECTED, *done):
-        so_far.add(work.table(unit))
-    so_far.check(max_bad_fraction=limit, num_images=plan.num_images)
+    found, limit = _so_far(work), work.run.images.max_bad_fraction
+    found.add(work.table(unit).select(["path", "reason"]))
+    if found.num_rows > COMPLETE_ROWS:
+        found.check(max_bad_fraction=limit, num_images=read_plan(work).num_images)
 
 
 def list_tars(work: WorkFolder, unit: str) -> None:
@@ -168,8 +160,6 @@ def _fetch(url: Url, path: Path) -> None:
         try:
             for data in read_chunks(url, size_of(url)):
                 file.write(data)
-        except MissingError:
-            raise ChangedSource(path.name) from None
         except StorageError as error:
             raise Outage(error.what, where=error.where, next_step=error.next_step) from None
 

@@ -23,7 +23,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -54,16 +54,15 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.console import item_progress
 from vitscale.tracking.run_facts import flatten_params
 
-# Settings that do not change the bytes of the result.
-EXECUTION_KEYS = ("output", "launch", "num_workers", "script")
+# Settings that do not change the bytes of the result, besides the path of the source.
+EXECUTION = dict.fromkeys(("output", "launch", "num_workers", "script"), True)
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
 FOLDERS = ("claims", "list", "spool", "tars", "tmp")
 HEARTBEAT_NAME, HEARTBEAT_S = "alive", 5.0
 # A process of another machine is dead when its heartbeat is this old by the file system's clock.
 DEAD_AFTER_S = 60.0
-# Pauses start short, since most waits are, and grow: no pause is longer than a quarter of the wait.
-FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.005, 1.25, 1.0
-CHECK_S = 1.0
+# Between two looks at units that others are doing.
+WAIT_S = 0.2
 # What workers need; pyarrow imports pandas at first use: 0.3 s and 45 MiB in each of them.
 IMPORTS = ("data_prep.steps.finish", "pandas", "pyarrow.parquet", "PIL.JpegImagePlugin")
 
@@ -178,11 +177,8 @@ class WorkFolder:
 @cache
 def machine() -> str:
     """Name of the machine and its process id namespace: containers may share their host's name."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-        return f"{socket.gethostname()}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return f"{socket.gethostname()}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def this_process() -> str:
@@ -208,8 +204,8 @@ class Step:
     """Make one of them, with the same bytes in any process."""
     images: Callable[[WorkFolder], Sequence[int]] | None = None
     """Images in each unit, which progress counts instead of units."""
-    check: Callable[[WorkFolder, Sequence[str]], None] | None = None
-    """Raise UserError if the units done so far show that the work is in vain."""
+    check: Callable[[WorkFolder, str], None] | None = None
+    """Called for each unit done; raises UserError if those so far show that the work is in vain."""
 
 
 def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> None:
@@ -219,20 +215,12 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
     corpus that cannot be used.
     """
     task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
-    try:
+    with _storage_errors(work):
         work.open()
-        with ExitStack() as stack:
-            workers = None
-            if num_workers > 1:
-                workers = Workers(partial(_attempt_here, work), num=num_workers, imports=IMPORTS)
-                stack.enter_context(workers)
+        with Workers(partial(attempt, work), num=num_workers, imports=IMPORTS) as workers:
             for step in steps:
                 if not work.is_finished:
                     _share(work, step, workers, start=task * num_workers)
-    except (OSError, pa.ArrowException) as error:
-        # Another task may have finished the work, and removed the folder.
-        if not work.is_finished:
-            raise storage_error(error, work) from error
 
 
 def _stop(*_: object) -> None:
@@ -243,7 +231,7 @@ def _stop(*_: object) -> None:
     raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
 
-def _share(work: WorkFolder, step: Step, workers: Workers | None, *, start: int) -> None:
+def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> None:
     """Return when every unit is done, here or elsewhere.
 
     start: the unit to begin with, so that tasks do not all try the same claims first.
@@ -251,44 +239,31 @@ def _share(work: WorkFolder, step: Step, workers: Workers | None, *, start: int)
     units = step.units(work)
     sizes = dict(zip(units, step.images(work) if step.images else [1] * len(units), strict=True))
     first = start % max(1, len(units))
-    waiting, done = [*units[first:], *units[:first]], list[str]()
-    pause, checked = FIRST_WAIT_S, time.monotonic()
+    waiting = [*units[first:], *units[:first]]
     counted = "images" if step.images else "units"
     with item_progress(step.title, total=sum(sizes.values()), unit=counted) as advance:
         while waiting:
             busy = []
-            for unit, is_done in _attempts(work, step, waiting, workers):
+            for _, (_, unit), is_done in workers.results((step.do, unit) for unit in waiting):
+                work.raise_failure()
                 if not is_done:
                     busy.append(unit)
                     continue
-                done.append(unit)
                 advance(sizes[unit])
-                if time.monotonic() - checked > CHECK_S:
-                    work.raise_failure()
-                    if step.check:
-                        step.check(work, sorted(done))
-                    checked = time.monotonic()
-            work.raise_failure()
+                if step.check:
+                    step.check(work, unit)
             if len(busy) == len(waiting):
                 if not work.path.exists() and not work.is_finished:
                     raise FileNotFoundError(errno.ENOENT, "it was removed", str(work.path))
-                time.sleep(pause)
-                pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
+                time.sleep(WAIT_S)
             waiting = busy
 
 
-def _attempts(
-    work: WorkFolder, step: Step, units: Sequence[str], workers: Workers | None
-) -> Iterator[tuple[str, bool]]:
-    if workers is None:
-        yield from ((unit, attempt(work, step.do, unit)) for unit in units)
-        return
-    for _, (_, unit), is_done in workers.results((step.do, unit) for unit in units):
-        yield unit, is_done
-
-
-def attempt(work: WorkFolder, do: Callable[[WorkFolder, str], None], unit: str) -> bool:
+def attempt(work: WorkFolder, task: tuple[Callable[[WorkFolder, str], None], str]) -> bool:
     """Do a unit, unless it is done. False: another process is doing it."""
+    do, unit = task
+    # The default allocator keeps what is freed: a quarter of a worker's memory.
+    pa.set_memory_pool(pa.system_memory_pool())
     claim = work.path / "claims" / unit.replace("/", "-")
     try:
         if work.is_done(unit):
@@ -316,23 +291,25 @@ def attempt(work: WorkFolder, do: Callable[[WorkFolder, str], None], unit: str) 
     return True
 
 
-def _attempt_here(work: WorkFolder, unit: tuple[Callable[[WorkFolder, str], None], str]) -> bool:
-    """Do a unit in a worker process."""
-    # The default allocator keeps what is freed: a quarter of a worker's memory.
-    pa.set_memory_pool(pa.system_memory_pool())
-    return attempt(work, *unit)
+@contextmanager
+def _storage_errors(work: WorkFolder) -> Iterator[None]:
+    """Raise Outage for an output that cannot be written, or the failure of another task.
 
-
-def storage_error(error: Exception, work: WorkFolder) -> UserError:
-    """Return the error for an output that cannot be written. Raises the failure of another task."""
-    work.raise_failure()
-    text = getattr(error, "strerror", None) or str(error)
-    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    return Outage(
-        f"cannot be written ({text}); what was finished so far is kept in {work.path.name}",
-        where=str(work.output),
-        next_step=f"{'free space' if is_full else 'fix this'} and rerun; the run resumes",
-    )
+    Nothing if another task has finished the work, and removed the folder.
+    """
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        if work.is_finished:
+            return
+        work.raise_failure()
+        text = getattr(error, "strerror", None) or str(error)
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        raise Outage(
+            f"cannot be written ({text}); what was finished so far is kept in {work.path.name}",
+            where=str(work.output),
+            next_step=f"{'free space' if is_full else 'fix this'} and rerun; the run resumes",
+        ) from error
 
 
 def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
@@ -403,21 +380,13 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     Paths of source and output and settings of the execution are left out. Raises UserError for a
     file that cannot be read.
     """
-    config = run.model_dump(mode="json")
-    for key in EXECUTION_KEYS:
-        del config[key]
-    del config["source"]["path"]
+    config = run.model_dump(mode="json", exclude={**EXECUTION, "source": {"path"}})
     load_labels(run.labels)  # its errors say more than one of a missing file
-    for section, key in (
-        ("labels", "map"),
-        ("labels", "space"),
-        ("source", "leave_out"),
-        ("source", "val_labels"),
-    ):
+    for name in ("labels.map", "labels.space", "source.leave_out", "source.val_labels"):
+        section, key = name.split(".")
         file = config[section][key]
         if file is not None and file not in LABEL_SPACES:
-            content = read_named(file, where=f"{section}.{key}")
-            config[section][f"{key}_blake3"] = blake3(content).hexdigest()
+            config[section][f"{key}_blake3"] = blake3(read_named(file, where=name)).hexdigest()
     return config
 
 
@@ -456,7 +425,7 @@ def open_work_folder(work: WorkFolder) -> None:
     """
     settings = _settings(work.run)
     aside = work.path.with_name(f"{work.path.name}-{this_process()}")
-    try:
+    with _storage_errors(work):
         if (failure := work.failure()) is not None:
             if failure["job"] is not None and failure["job"] == _array_job():
                 raise UserError(failure["text"])
@@ -473,10 +442,6 @@ def open_work_folder(work: WorkFolder) -> None:
                 aside.rename(work.path)  # one of several processes succeeds
             shutil.rmtree(aside, ignore_errors=True)
         check_settings(work)
-    except OSError as error:
-        if work.is_finished:
-            return  # another task has just finished it
-        raise storage_error(error, work) from None
 
 
 def _store_failure(work: WorkFolder, error: UserError) -> None:

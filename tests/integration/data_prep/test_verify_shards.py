@@ -42,17 +42,10 @@ def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
     assert all((row < 250).any() for row in pixels)
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["nowhere"], "no such folder"),
-        ([".", "--num-workers", 0], "--num-workers: 0 is too small"),
-    ],
-)
-def test_bad_arguments_end_with_one_clear_message(arguments: list[object], message: str) -> None:
-    finished = verify(*arguments)
+def test_a_missing_folder_ends_with_one_clear_message() -> None:
+    finished = verify("nowhere")
     assert finished.returncode == 2
-    assert message in finished.stderr and "Traceback" not in finished.stderr
+    assert "no such folder" in finished.stderr and "Traceback" not in finished.stderr
 
 
 SIZE = 24

@@ -100,10 +100,7 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
         (lambda rows: rows[2].update(key="x"), "sample 'x': has another name, size, place or"),
         (lambda rows: rows[2].update(key="x"), "are not the samples of the index"),
         (lambda rows: rows[2].update(label=7), "1 labels are outside 0 to 2"),
-        (
-            lambda rows: rows[2].update(label=1),
-            "'train-c0-0': has another name, size, place",
-        ),
+        (lambda rows: rows[2].update(label=1), "'train-c0-0': has another name, size, place"),
         (lambda rows: rows[2].update(offset=1 << 40), "lies outside the tar"),
         (lambda rows: rows[3].update(offset=rows[2]["offset"]), "has another name, size, place"),
         (lambda rows: rows.pop(2), "holds more than the samples of the index"),

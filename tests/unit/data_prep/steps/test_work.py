@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from data_prep.steps import work as sharing
 from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder, machine
-from data_prep.worker_processes import ordered_results
+from data_prep.worker_processes import Workers
 from tests.support.corpora.image_corpus import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
@@ -36,7 +37,8 @@ def run(work: WorkFolder, units: list[str], *, start: int = 0) -> list[str]:
         done.append(unit)
         (work.path / unit).touch()
 
-    sharing._share(work, Step("do", lambda work: units, do), None, start=start)
+    here = Workers(partial(sharing.attempt, work), num=1, imports=())
+    sharing._share(work, Step("do", lambda work: units, do), here, start=start)
     return done
 
 
@@ -105,21 +107,24 @@ def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyP
     wait_until(lambda: path.stat().st_mtime > 1)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_results_come_in_the_order_of_the_items(num_workers: int) -> None:
+@pytest.mark.parametrize("num", [1, 2])
+def test_each_result_has_the_position_of_its_item(num: int) -> None:
     items = [0.05 if number % 3 == 0 else number / 1e6 for number in range(50)]
-    found = list(ordered_results(time.sleep, iter(items), num_workers=num_workers))
-    assert found == [(item, None) for item in items]
+    with Workers(time.sleep, num=num, imports=()) as workers:
+        found = sorted(workers.results(iter(items)))
+    assert found == [(position, item, None) for position, item in enumerate(items)]
 
 
 def test_an_error_is_raised_here_and_ends_the_workers() -> None:
     before = descendants(os.getpid())
     with pytest.raises(ValueError, match="invalid literal") as caught:
-        list(ordered_results(int, ["1", "x", "2"], num_workers=2))
+        with Workers(int, num=2, imports=()) as workers:
+            list(workers.results(["1", "x", "2"]))
     assert "in a worker process" in caught.value.__notes__[0]
     assert len(descendants(os.getpid())) <= len(before) + 2  # the server and its tracker
 
 
 def test_a_dead_worker_process_is_reported() -> None:
     with pytest.raises(UserError, match="a worker process died"):
-        list(ordered_results(os._exit, [1, 1, 1], num_workers=2))
+        with Workers(os._exit, num=2, imports=()) as workers:
+            list(workers.results([1, 1, 1]))
