@@ -70,10 +70,8 @@ class TarShard:
         label: None: no `key.cls`.
         """
         before, after = around_image(key, extension=extension, num_bytes=len(image), label=label)
-        self._append(before)
-        offset = self.num_bytes
-        self._append(image)
-        self._append(after)
+        offset = self.num_bytes + len(before)
+        self._append(b"".join((before, image, after)))  # one call takes less time than three
         return offset
 
     def _append(self, data: bytes) -> None:

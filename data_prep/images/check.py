@@ -31,6 +31,7 @@ CHANGES = ("gzip", "cmyk", "16_bit", "transparency", "animation", "exif_rotation
 SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 MAX_FILE_BYTES = 512 << 20
 GZIP = b"\x1f\x8b"
+START_BYTES = 64
 OTHER_FORMATS = (b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\x00\x00\x01\x00", b"8BPS", b"\xff\x0a")
 OTHER_BRANDS = (b"ftypavif", b"ftypavis", b"ftypheic", b"ftypheix", b"ftypmif1", b"jP  \r\n\x87\n")
 PNG_DEPTH, PNG_END = 24, b"\0\0\0\0IEND\xaeB`\x82"
@@ -123,7 +124,9 @@ def _check(found: CheckedImage, data: bytes, settings: ImageSettings, *, convert
 def _unpacked(data: bytes) -> bytes:
     try:
         with gzip.open(io.BytesIO(data)) as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+            start = file.read(START_BYTES)
+            format_of(start)  # content that is no image is not unpacked at all
+            content = start + file.read(MAX_FILE_BYTES + 1 - len(start))
     except (OSError, EOFError, zlib.error):
         raise Rejected("bad_gzip") from None
     if len(content) > MAX_FILE_BYTES:

@@ -6,6 +6,7 @@ listed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -208,6 +209,8 @@ def check_input(
         raise_if_outage(error, os.fsdecode(row["path"]))
         return CheckedImage("unreadable", b"")
     is_changed = len(data) != row["num_bytes"]
+    if row["spooled"] and is_changed:
+        raise OSError(errno.EIO, "the spool is too short")
     if not row["spooled"]:
         is_changed |= status.st_mtime_ns != row["modified_ns"]
         is_changed |= not row["file"] and status.st_size != row["num_bytes"]
