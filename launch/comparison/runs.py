@@ -148,11 +148,15 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
 
 
 def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
-    seen: Counter[str] = Counter()
+    """Put the folder above before a name that several runs have, and a number behind if need be."""
+    shared, seen = Counter(run.label for run in runs), Counter[str]()
     for place, run in enumerate(runs):
-        seen[run.label] += 1
-        if seen[run.label] > 1:
-            runs[place] = replace(run, label=f"{run.label} ({seen[run.label]})")
+        label = run.label
+        if shared[label] > 1 and run.folder is not None:
+            label = f"{run.folder.resolve().parent.name}/{label}"
+        seen[label] += 1
+        number = f" ({seen[label]})" if seen[label] > 1 else ""
+        runs[place] = replace(run, label=label + number)
     return runs
 
 

@@ -16,7 +16,7 @@ import pytest
 from launch.comparison.differences import compare, dependences, parse_budget
 from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, render
 from launch.comparison.report import Table, plain_text, tables, write_csv, write_json
-from launch.comparison.runs import ComparedRun
+from launch.comparison.runs import ComparedRun, load_runs
 from launch.comparison.sync import final_status, sync
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.states import read_state
@@ -172,6 +172,15 @@ def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
     means = {name: [(x, over.mean) for x, over in each] for name, each in found.series.items()}
     assert means["size=s"] == [(0.001, pytest.approx(0.51)), (0.01, pytest.approx(0.61))]
     assert dependences(compare(runs[:2])) == []
+
+
+def test_runs_of_a_chain_with_one_name_are_told_by_their_stage(tmp_path: Path) -> None:
+    for run in ("finetune/lr-1", "evaluate/lr-1", "pretrain"):
+        (tmp_path / run / "checkpoints").mkdir(parents=True)
+        (tmp_path / run / "config.yaml").write_text("stage: pretrain\nname: x\n")
+        (tmp_path / run / "journal.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1}\n')
+    labels = [run.label for run in load_runs([str(tmp_path)], uri=None)]
+    assert sorted(labels) == ["evaluate/lr-1", "finetune/lr-1", "pretrain"]
 
 
 def test_runs_of_a_chain_vary_in_its_keys() -> None:
