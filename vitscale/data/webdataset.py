@@ -10,6 +10,8 @@ here they are opened as files. Nothing is unpickled or decoded but the image and
 
 from __future__ import annotations
 
+import math
+import re
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -31,6 +33,7 @@ MAX_LABEL_BYTES = 100
 # Samples in the shuffle buffer of each loader process, as stored: about 0.1 MiB each for
 # photographs.
 SHUFFLE = 1000
+MAX_TARS = 1_000_000
 
 
 class TarSample(NamedTuple):
@@ -147,9 +150,12 @@ def matching(split: str, listed: Iterable[str], *, where: str) -> list[str]:
 
 
 def expanded(text: str, *, where: str) -> list[str]:
-    """All names of a pattern with braces. Raises UserError for a malformed one."""
+    """All names of a pattern with braces. Raises UserError for a malformed or too large one."""
+    ranges = re.findall(r"\{(\d+)\.\.(\d+)\}", text)
     try:
-        return list(braceexpand(text))
+        if math.prod(abs(int(last) - int(first)) + 1 for first, last in ranges) <= MAX_TARS:
+            return list(braceexpand(text))
     except ValueError:  # unbalanced
-        allowed = "{000000..000146} and {a,b}"
-        raise UserError(f"{text!r} is not a pattern", where=where, allowed=allowed) from None
+        pass
+    what = f"{text!r} is not a pattern of at most {MAX_TARS:,} names"
+    raise UserError(what, where=where, allowed="{000000..000146} and {a,b}")

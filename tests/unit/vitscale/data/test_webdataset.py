@@ -139,6 +139,7 @@ def test_a_split_is_a_name_or_a_pattern(folder: Path) -> None:
 def test_wrong_patterns_are_one_error(folder: Path) -> None:
     for place, split, text in (
         (folder, "a{.tar", "'a{.tar' is not a pattern"),
+        (folder, "{0..9999}-{0..9999}.tar", "is not a pattern of at most 1,000,000 names"),
         (folder, "train-{000000..000009}.tar", "4 of 10 tars are missing.*train-000006.tar"),
         (folder, "dev", "no tars 'dev'"),
         (folder, f"x.tar | touch {folder}/canary", "1 of 1 tars are missing"),
