@@ -61,7 +61,7 @@ class PreprocessingSettings(Section):
     eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
     """Filter of the resize."""
     eval_antialias: bool | None = None
-    """Of the resize."""
+    """Smooth images that are made smaller."""
 
     def chosen(self) -> dict[str, Any]:
         """The keys that are not null."""

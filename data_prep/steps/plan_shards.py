@@ -76,9 +76,9 @@ class Plan:
     present: list[str]
     """Classes with images; labels that the source itself skips never had one."""
     units: list[str]
-    """Of shards, tars/SPLIT-NUMBER.arrow: batch i of rows.arrow has the rows of the i-th one."""
+    """Shards as tars/SPLIT-NUMBER.arrow: batch i of rows.arrow has the rows of the i-th one."""
     num_rows: list[int]
-    """Of each of these."""
+    """Rows of each shard."""
 
 
 def plan_shards(work: WorkFolder, unit: str) -> None:

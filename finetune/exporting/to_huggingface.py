@@ -121,7 +121,7 @@ def _pooled(model: TrainedModel) -> list[tuple[int, int | None]]:
 
 
 def _options(model: TrainedModel) -> dict[str, Any]:
-    """Of `from_pretrained`: these two families would add a pooler with random weights."""
+    """Arguments of `from_pretrained`: these two families would add a pooler with random weights."""
     arch: Any = model.arch
     has_pooler = model.num_classes == 0 and _kind(arch) in ("vit", "deit")
     return {"add_pooling_layer": False} if has_pooler else {}

@@ -269,7 +269,7 @@ def seed_groups(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, ...]]:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the finite values; None without any."""
+    """Spread of the finite values; None without any."""
     known = _finite(values)
     if not known:
         return None

@@ -90,7 +90,7 @@ class Attempt(Outcome):
     nodes: tuple[str, ...] = ()
     started: float
     pid: int | None = None
-    """Of the launcher, if it is local."""
+    """Process of the launcher, if it is local."""
     ended: float | None = None
     """None while it runs."""
     checkpoint_step: int = 0

@@ -98,7 +98,7 @@ class LoggedProgress:
     """What a training has logged. Times are unix seconds."""
 
     step: int
-    """Of the last line in the journal, or of the newest checkpoint if that is later."""
+    """Step of the last line in the journal, or of the newest checkpoint if that is later."""
     checkpoint_step: int
     """0 without a checkpoint."""
     total_steps: int | None
@@ -106,7 +106,7 @@ class LoggedProgress:
     eta_s: float | None
     """Seconds left at `time`, at the mean speed since the start; None before the second line."""
     time: float | None
-    """Of the last line in the journal."""
+    """Time of the last line in the journal."""
     images_per_s: float | None
     mfu: float | None
     """Model FLOP/s utilisation, 0 to 1; None where the device's rate is unknown."""

@@ -131,7 +131,7 @@ class Setting:
     key: str
     """Dotted, with N for a position in a list."""
     name: str
-    """Of the group in a choice that it is in; or ""."""
+    """Name of the group in a choice that it is in; or ""."""
     node: Node
 
 

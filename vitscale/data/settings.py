@@ -117,7 +117,7 @@ class DataSettings(Section):
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """Filter of every resize; `eval_interpolation` may set another one for evaluation."""
     antialias: bool = False
-    """Of training images; false as in tf.image.resize, which the ViT and AugReg recipes use."""
+    """Smooth training images that are made smaller; false as in tf.image.resize (ViT, AugReg)."""
     augment: AugmentSettings = AugmentSettings()
     mixing: MixingSettings | None = None
     eval_resize: Literal["squash", "center_crop"] = "squash"
@@ -224,6 +224,6 @@ def _stream_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
 
 
 def _changed(section: Section, *names: str) -> list[str]:
-    """Those settings that are not at their defaults."""
+    """Settings that are not at their defaults."""
     fields = type(section).model_fields
     return [name for name in names if getattr(section, name) != fields[name].default]

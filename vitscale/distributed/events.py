@@ -75,7 +75,7 @@ class TrainingStart:
     total_steps: int
     node: str | None = None
     pid: int | None = None
-    """Of rank 0, which runs on `node`."""
+    """Process of rank 0, which runs on `node`."""
 
 
 Event = TypeVar("Event", Failure, TrainingStart)

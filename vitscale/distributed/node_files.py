@@ -85,7 +85,7 @@ def _shared(array: np.ndarray) -> str:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Of the file that this process finds at a path; None if there is none."""
+    """Device and inode of the file that this process finds at a path; None if there is none."""
     with suppress(OSError):
         status = os.stat(path)
         return status.st_dev, status.st_ino

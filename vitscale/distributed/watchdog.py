@@ -62,7 +62,7 @@ class Beat(NamedTuple):
     """One heartbeat of one rank."""
 
     number: int
-    """Of heartbeats that the rank has sent."""
+    """Count of heartbeats that the rank has sent."""
     marks: int
     """That the rank has reached: its loop, and its device, too."""
     collectives: int

@@ -55,7 +55,7 @@ class LinearHeadsSettings(EvaluationSettingsBase):
     the last block or of the last four, with and without the mean patch token, as DINOv2; ViTs with
     a class token only."""
     seed: int = Field(default=0, ge=0)
-    """Of the first weights, the order of the images, and the part that chooses."""
+    """Seed of the first weights, the order of the images, and the part that chooses."""
 
 
 class LinearHeads(Evaluation):

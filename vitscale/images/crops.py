@@ -53,7 +53,7 @@ class CropRequest:
     flip: bool
     """Mirror left and right."""
     entry_points: bytes = b""
-    """Of the same file (`jpeg.entry_points`), to decode less of it; empty: from the top."""
+    """Where decoding may begin (`jpeg.entry_points` of the same file); empty: at the top."""
 
     @property
     def shape(self) -> tuple[int, int]:

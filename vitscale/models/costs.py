@@ -31,7 +31,7 @@ def num_parameters(arch: ViTSettings) -> int:
 
 
 def pool_parameters(arch: ViTSettings) -> int:
-    """Of the pooling head (MAP): a query, Q, K, V and output, a norm and an MLP."""
+    """Parameters of the pooling head (MAP): a query, Q, K, V and output, a norm and an MLP."""
     if arch.pool != "map":
         return 0
     d, m = arch.width, arch.mlp_width
@@ -39,7 +39,7 @@ def pool_parameters(arch: ViTSettings) -> int:
 
 
 def block_parameters(arch: ViTSettings) -> int:
-    """Of one block."""
+    """Parameters of one block."""
     d, a, m = arch.width, arch.attention_width, arch.mlp_width
     inner = 2 if arch.mlp == "swiglu" else 1
     mlp = inner * (d * m + m) + (m * d + d)

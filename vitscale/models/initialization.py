@@ -112,7 +112,7 @@ def _lecun_normal(weight: torch.Tensor, random: torch.Generator) -> None:
 
 
 def last_layers(model: VisionTransformer) -> list[nn.Linear]:
-    """Of the head and, if there is one, the distillation head; empty without classes."""
+    """Last layers of the head and of the distillation head, if any; empty without classes."""
     heads = [model.head, getattr(model, "head_dist", None)]
     lasts = [head[-1] if isinstance(head, nn.Sequential) else head for head in heads]
     return [last for last in lasts if isinstance(last, nn.Linear)]

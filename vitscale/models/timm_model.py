@@ -140,14 +140,14 @@ def classifiers(config: PretrainedCfg) -> tuple[str, ...]:
 class _Measured(NamedTuple):
     num_parameters: int
     forward_flops: int
-    """Of one image."""
+    """FLOPs of one image."""
     layers_above: dict[str, int] | None
     """By parameter; None where timm does not say what a layer is."""
 
 
 @cache
 def _measured(arch: TimmSettings) -> _Measured:
-    """Of a model without memory. Raises UserError where timm does not build or run it."""
+    """Measure a model without memory. Raises UserError where timm does not build or run it."""
     try:
         with torch.device("meta"), torch.no_grad():
             model: Any = _create(arch).eval()

@@ -70,7 +70,7 @@ class MaskedAdam(torch.optim.Optimizer):
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
     state_dtypes: dict[str, torch.dtype] = {}
-    """Of the moments that are not kept in the parameter's own type."""
+    """Types of the moments that are not kept in the parameter's own type."""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ class OptimSettings(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment; adamw and lamb."""
     momentum_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of adamw's first moment. bf16 saves 2 bytes a parameter (big_vision, AugReg)."""
+    """Type of adamw's first moment. bf16 saves 2 bytes a parameter (big_vision, AugReg)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """sgd only."""
     clip_norm: float | None = Field(default=None, gt=0)

@@ -99,7 +99,7 @@ class TrainingSession:
     """An open run. Every method is collective. Steps are counted from 0, done steps from 1."""
 
     lr = 0.0
-    """Of the current step."""
+    """Learning rate of the current step."""
 
     def __init__(
         self,

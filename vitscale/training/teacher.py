@@ -29,7 +29,7 @@ class Teacher:
     image_size: int
     normalize: Normalization
     fingerprint: str
-    """Of the file with its weights."""
+    """Hash of the file with its weights."""
 
     @torch.no_grad()
     def logits(self, images_B3SS: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:

@@ -69,7 +69,7 @@ def test_profiled_steps_are_traced(fault_runs: FaultRuns, tmp_path: Path) -> Non
 def test_finetuning_at_a_higher_resolution_through_the_launcher(
     fault_runs: FaultRuns, finished: Path, tmp_path: Path
 ) -> None:
-    """Of DeepSpeed, in fresh processes."""
+    """Start by DeepSpeed's launcher, in fresh processes."""
     command = [Path(sys.executable).with_name("deepspeed"), "--num_gpus=2"]
     command += [f"--master_port={free_port()}", ROOT / "finetune/main.py"]
     command += ["--config", ROOT / "configs/digits/finetune.yaml", f"init={finished}"]

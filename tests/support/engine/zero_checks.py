@@ -114,11 +114,11 @@ class Plain:
     losses: list[float]
     norms: list[float]
     averages: list[dict[str, torch.Tensor]]
-    """Of the weights, after each step."""
+    """Averages of the weights, after each step."""
     logits: torch.Tensor
-    """Of the average after the first half, on the images of step 0."""
+    """Logits of the average after the first half, on the images of step 0."""
     features: torch.Tensor
-    """Likewise."""
+    """Features of the same."""
 
 
 @cache

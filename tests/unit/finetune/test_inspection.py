@@ -268,7 +268,7 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
 
 
 def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
-    """Of a damaged sample it is said where it is."""
+    """A damaged sample is named with its place."""
     make_shard_folder(tmp_path / "shards", lengths={"test": (4, 3)})
     index = read_split(str(tmp_path / "shards"), split="test")
     with open(index.shards[0], "r+b") as file:

@@ -185,7 +185,7 @@ def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _preprocessing(folder: Path, model_type: str) -> dict[str, Any]:
-    """Of preprocessor_config.json; without it, of transformers' image processor: the defaults of
+    """Read preprocessor_config.json; without it, take transformers' image processor: defaults of
     ViTImageProcessor, DeiTImageProcessor and of DINOv2's published folders."""
     default: dict[str, Any] = {**IMAGENET, **CENTRE, "eval_interpolation": "bicubic"}
     if model_type.startswith("vit"):

@@ -77,7 +77,7 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World
 
 @pytest.mark.parametrize("stage", LAYOUTS)
 def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int) -> None:
-    """Those that are not persistent are computed."""
+    """Buffers that are not persistent are computed."""
     engines = []
     for value in (torch.tensor([1.5, -2.0]), torch.zeros(2)):
         vit = new_model(ADAMW)

@@ -135,7 +135,7 @@ class FakeEngine:
 def test_each_evaluation_runs_at_its_own_interval_and_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the weights, then of their average."""
+    """First the weights, then their average."""
     monkeypatch.setattr(schedule, "EVALUATIONS", {"a": Weights, "b": Weights})
     engine: Any = FakeEngine()
     subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)

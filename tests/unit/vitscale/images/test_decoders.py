@@ -282,7 +282,7 @@ def test_what_is_above_the_box_is_not_decoded(vectors: None, coding: str) -> Non
 
 @pytest.mark.parametrize("coding", ORDINARY)
 def test_any_entry_points_are_safe(vectors: None, coding: str) -> None:
-    """Those that are not of the file give pixels or an error, and never a crash."""
+    """Entry points of another file give pixels or an error, and never a crash."""
     data, random = large_jpeg(coding), np.random.default_rng(1)
     points, num_used = find_entry_points(data, every=4), 0
     for _ in range(200):
