@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
 from vitscale.config.section import (
     NAME,
-    Path,
+    KeyPath,
     Run,
     chosen,
     describe,
@@ -53,13 +53,13 @@ SITE_GROUPS = ("launch", "tracking")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded(Generic[RunT]):
     run: RunT
-    places: Mapping[Path, str]
+    places: Mapping[KeyPath, str]
     """Where each value that is no default came from."""
 
 
 def load_run(
     run_types: RunTypes[RunT],
-    path: FilePath | str | None,
+    path: Path | str | None,
     *,
     overrides: Sequence[str] = (),
     errors: Sequence[UserError] = (),
@@ -104,7 +104,7 @@ def load_run(
     return Loaded(run=run, places=merged.places)
 
 
-def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
+def load_run_file(run_types: RunTypes[RunT], path: Path | str) -> RunT:
     """Validate a resolved configuration, such as config.yaml of a run folder.
 
     A site file has no effect on it.
@@ -112,7 +112,7 @@ def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
     return load_run(run_types, path, with_site=False).run
 
 
-def read_values(path: FilePath | str) -> dict[str, Any]:
+def read_values(path: Path | str) -> dict[str, Any]:
     """The values of a file with its bases, not validated. Raises UserError."""
     values: dict[str, Any] = reduce(merge, read_chain(str(path))).values
     return values
@@ -162,7 +162,7 @@ def _choose_type(run_types: RunTypes[RunT], source: Source) -> type[RunT]:
     raise UserError(f"{show_value(stage)} {what}", where=where, allowed=allowed, next_step=step)
 
 
-def _card(path: FilePath | str | None) -> str:
+def _card(path: Path | str | None) -> str:
     """The comment that a readable file starts with."""
     if path is None:
         return ""
@@ -193,7 +193,7 @@ OTHER_NAMES = {
 
 def explain(error: ValidationError, run_type: type[Run], source: Source) -> list[UserError]:
     """One error per invalid key."""
-    settings, found = settings_of(run_type), dict[Path, UserError]()
+    settings, found = settings_of(run_type), dict[KeyPath, UserError]()
     for detail in error.errors(include_url=False):
         kind, loc = detail["type"], detail["loc"]
         path, place = _path_of(loc, source.values), tuple(p for p in loc if isinstance(p, str))
@@ -223,9 +223,9 @@ def explain(error: ValidationError, run_type: type[Run], source: Source) -> list
     return list(found.values())
 
 
-def _path_of(loc: Sequence[int | str], values: Any) -> Path:
+def _path_of(loc: Sequence[int | str], values: Any) -> KeyPath:
     """Pydantic's location without the parts that are not keys (names of union members)."""
-    path: Path = ()
+    path: KeyPath = ()
     for part in map(str, loc):
         inner = value_at(values, (part,), MISSING)
         if inner is not MISSING:
@@ -256,7 +256,7 @@ def _hint(value: Any, kind: str, allowed: str) -> str | None:
 
 
 def _known_instead(
-    path: Path, *, owners: Sequence[str], siblings: Sequence[str], keys: Sequence[str]
+    path: KeyPath, *, owners: Sequence[str], siblings: Sequence[str], keys: Sequence[str]
 ) -> str:
     """The next step after an unknown key.
 
@@ -279,7 +279,7 @@ def _known_instead(
 # ---- writing ----------------------------------------------------------------------------------
 
 
-def run_to_yaml(run: Run, *, places: Mapping[Path, str] | None = None) -> str:
+def run_to_yaml(run: Run, *, places: Mapping[KeyPath, str] | None = None) -> str:
     """The resolved run as YAML that `load_run_file` reads back, its card as a comment on top.
 
     places: where each value came from, as a comment beside it.
@@ -289,7 +289,7 @@ def run_to_yaml(run: Run, *, places: Mapping[Path, str] | None = None) -> str:
 
 
 def _lines(
-    values: Mapping[str, Any], path: Path, places: Mapping[Path, str] | None
+    values: Mapping[str, Any], path: KeyPath, places: Mapping[KeyPath, str] | None
 ) -> Iterator[str]:
     for key, value in values.items():
         inside, line = (*path, key), "  " * len(path) + f"{yaml_flow(key)}:"

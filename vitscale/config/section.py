@@ -17,7 +17,7 @@ from typing import Annotated, Any, Union
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 Node = dict[str, Any]
 NAME = "name"
 """The key that chooses one of several groups."""
@@ -136,13 +136,15 @@ class Setting:
 
 
 @cache
-def settings_of(run_type: type[BaseModel]) -> dict[Path, Setting]:
+def settings_of(run_type: type[BaseModel]) -> dict[KeyPath, Setting]:
     """The tree and all its keys, by location in pydantic's errors without positions in lists."""
     tree = tree_of(run_type)
     return {(): Setting("", "", tree), **dict(_settings(tree, (), "", ""))}
 
 
-def _settings(group: Node, place: Path, prefix: str, name: str) -> Iterator[tuple[Path, Setting]]:
+def _settings(
+    group: Node, place: KeyPath, prefix: str, name: str
+) -> Iterator[tuple[KeyPath, Setting]]:
     for key, node in group["properties"].items():
         inside, dotted = (*place, key), f"{prefix}{key}"
         yield inside, Setting(dotted, name, node)

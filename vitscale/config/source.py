@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from vitscale.config.errors import UserError, did_you_mean
-from vitscale.config.section import Node, Path, chosen, is_list
+from vitscale.config.section import KeyPath, Node, chosen, is_list
 
 COMMAND_LINE = "command line"
 MAX_FILE_BYTES = 1 << 20
@@ -44,7 +44,7 @@ class Source:
     """Plain values, and the place of every key and list item: "file:line" or "command line"."""
 
     values: Any
-    places: dict[Path, str]
+    places: dict[KeyPath, str]
 
 
 def kind_of(value: object) -> str:
@@ -62,7 +62,7 @@ def shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def value_at(values: Any, path: Path, default: Any = None) -> Any:
+def value_at(values: Any, path: KeyPath, default: Any = None) -> Any:
     for part in path:
         if isinstance(values, dict) and part in values:
             values = values[part]
@@ -105,9 +105,9 @@ class _Loader(yaml.SafeLoader):
 
 def read_document(text: str, *, name: str) -> Source:
     """Read one YAML text, None where it is empty. Raises UserError if it cannot be read."""
-    places: dict[Path, str] = {}
+    places: dict[KeyPath, str] = {}
 
-    def value_of(node: yaml.Node, path: Path) -> Any:
+    def value_of(node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return resolve_scalar(node.value) if node.style is None else node.value
         found: dict[str, Any] = {}
