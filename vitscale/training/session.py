@@ -318,7 +318,7 @@ class TrainingSession:
             self.batches.prefetch()
 
     def end_step(self, step: int) -> None:
-        """Log, evaluate, compare and save what is due.
+        """Log, evaluate and save what is due.
 
         Raises SystemExit after a checkpoint when the job is preempted; a UserError when
         training cannot continue.
