@@ -17,8 +17,7 @@ from vitscale.distributed.node_files import private_folder
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
-from vitscale.engine.engine import Engine
-from vitscale.engine.probe import check_nan_is_skipped
+from vitscale.engine.engine import Engine, check_nan_is_skipped
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups

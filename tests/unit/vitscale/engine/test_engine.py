@@ -29,8 +29,8 @@ from tests.support.engine.zero_checks import (
 )
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World, process_group
+from vitscale.engine.engine import check_nan_is_skipped
 from vitscale.engine.layouts import FlatLayout, PartitionedLayout, PlainLayout
-from vitscale.engine.probe import check_nan_is_skipped
 
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
 
