@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # `deepspeed` and `ninja` are looked up on PATH by the tools that start them.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: install constraints demo test fast-tests test-lowest test-all test-exhaustive check format clean FORCE
+.PHONY: install constraints demo test fast-tests test-lowest test-all test-exhaustive site check format clean FORCE
 
 # The exact versions of constraints.txt, those last tested. With LATEST=1 pip chooses instead: it
 # keeps what is in .venv already (an older torch, say) and takes the newest of what is missing.
@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard vitscale/images/*/
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 \
 		|| $(PYTHON) -m venv --clear $(VENV) || { echo "$(NO_VENV)" >&2; exit 2; }
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off \
-		$(INSTALL_OPTIONS) -e '.[demo,dev]'
+		$(INSTALL_OPTIONS) -e '.[demo,dev,docs]'
 	@touch $@
 
 # Renew constraints.txt from .venv, once all tests have passed there with newer versions:
@@ -82,10 +82,14 @@ test-lowest:
 		--deselect tests/scripts/training/test_golden_curves.py \
 		--deselect tests/scripts/training/test_golden_tracking.py
 
+# The documentation in site/. A warning, such as a link or an anchor that leads nowhere, is an error.
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from tests.contract.tree import ROOT, parsed
@@ -85,6 +86,19 @@ def test_links_in_docs_lead_somewhere() -> None:
             target = (page.parent / name).resolve() if name else page
             if not target.exists() or (anchor and anchor not in _anchors(target)):
                 wrong.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not wrong
+
+
+def test_lists_begin_after_a_blank_line() -> None:
+    """GitHub shows other lists too; the site does not, nor blocks in lists indented by two."""
+    wrong = []
+    for page in PAGES:
+        prose = re.sub(r"^```.*?^```", "```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for before, line in pairwise(prose.splitlines()):
+            is_item = re.match(r"\s*([-*]|\d+\.) ", line)
+            inside = re.match(r"\s*([-*]|\d+\.) |\s+\S|#", before)
+            if (is_item and before and not inside) or re.match(r" {1,3}(```|[-*] )", line):
+                wrong.append(f"{page.relative_to(ROOT)}: {line}")
     assert not wrong
 
 
