@@ -24,8 +24,7 @@ def export(run: ExportRun) -> None:
     from finetune.exporting.folder import check_folder, check_packages, write_folder
     from vitscale.config.errors import UserError
     from vitscale.evaluation.trained_model import open_model
-    from vitscale.tracking.mlflow_sync import upload
-    from vitscale.tracking.run_facts import read_record
+    from vitscale.tracking.mlflow_sync import read_record, upload
 
     check_folder(run.output)
     check_packages(run.to)

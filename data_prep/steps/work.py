@@ -45,6 +45,7 @@ from data_prep.sources.protocol import (
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.redaction import flatten_params
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
@@ -52,7 +53,6 @@ from vitscale.distributed.fork_server import SIGNALS
 from vitscale.distributed.processes import is_alive, num_cores, num_gpus
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.console import item_progress
-from vitscale.tracking.run_facts import flatten_params
 
 # Settings that do not change the bytes of the result, besides the path of the source.
 EXECUTION = dict.fromkeys(("output", "launch", "num_workers", "script"), True)

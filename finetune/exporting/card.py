@@ -8,10 +8,10 @@ from math import floor
 import yaml
 
 from finetune.exporting.format import Format
+from vitscale.config.redaction import shared_yaml
 from vitscale.evaluation.trained_model import SourceRun, TrainedModel
 from vitscale.models.settings import ViTSettings
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.run_facts import shared_yaml
 
 MAX_NAMES = 20
 

@@ -31,11 +31,11 @@ from launch.planning.dry_run import batch_script, refuse_or_warn, run_checks, sl
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.config.loader import load_run_file
+from vitscale.config.redaction import flatten_params
 from vitscale.config.section import Run
 from vitscale.data.index import MANIFEST_NAME, read_manifest
 from vitscale.distributed.events import read_start
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.tracking.run_facts import flatten_params
 
 say = partial(print, flush=True)
 

@@ -23,18 +23,10 @@ from launch.jobs.states import RUNS_FOLDER, find_runs, read_state
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, read_values
-from vitscale.config.redaction import redact, short_reason
+from vitscale.config.redaction import flatten_params, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
-from vitscale.tracking.mlflow_sync import stored_runs
-from vitscale.tracking.run_facts import (
-    CONFIG_NAME,
-    absolute_uri,
-    default_uri,
-    flatten_params,
-    origin_line,
-    read_record,
-    sqlite_path,
-)
+from vitscale.tracking.mlflow_sync import CONFIG_NAME, origin_line, read_record, stored_runs
+from vitscale.tracking.settings import absolute_uri, default_uri, sqlite_path
 
 MAX_FILTERED = 50
 AXES = ("steps", "samples", "hours", "flops")

@@ -17,17 +17,16 @@ from launch.jobs.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_values
 from vitscale.config.redaction import redact, short_reason
-from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.run_facts import (
+from vitscale.tracking.mlflow_sync import (
     CONFIG_NAME,
+    MlflowRun,
     RunRecord,
     Status,
-    absolute_uri,
     chart_page,
-    default_uri,
     read_record,
 )
+from vitscale.tracking.settings import absolute_uri, default_uri
 
 STATUS: dict[RunState, Status] = {
     RunState.RUNNING: "RUNNING",
@@ -69,9 +68,8 @@ def sync(arguments: Sequence[str]) -> None:
         ended = (record and record.ended) or state.logged.time or start
         status = final_status(state, record)
         try:
-            done = mlflow_sync.sync(
-                folder, uri, status=status, ended=ended, experiment=given.experiment, say=print
-            )
+            done = MlflowRun(folder, uri, experiment=given.experiment, say=print)
+            done.sync(status, ended=ended)
         # Any failure of a server or its database is reported as a problem of the address.
         except Exception as error:
             raise UserError(

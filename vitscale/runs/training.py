@@ -28,8 +28,7 @@ from vitscale.optim.schedules import (
 )
 from vitscale.optim.settings import OptimSettings, optim_problems
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.tracking.run_facts import absolute_uri
-from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.settings import TrackingSettings, absolute_uri
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

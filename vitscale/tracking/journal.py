@@ -1,9 +1,6 @@
-"""Write and read the journal: every metric of a run, one JSON object per line.
+"""Write and read `journal.jsonl`: every metric of a run, one JSON object per line.
 
-Owns: writing, truncating to a resumed step, and reading `journal.jsonl`. The journal is the source
-of truth; MLflow is filled from it and can always be filled again.
-Leaves out: MLflow (`mlflow_sync`).
-
+It is the source of truth: MLflow is filled from it, and can always be filled again.
 A line: {"step": 120, "time": 1763700000.25, "train/loss": 1.25}. JSON has no NaN, so values that
 are not finite are the strings "NaN", "Infinity", "-Infinity": float() in Python and Number() in
 JavaScript read them back.
@@ -39,7 +36,6 @@ def encode(row: Row) -> bytes:
     assert not row.metrics.keys() & {"step", "time"}
     values: dict[str, Any] = {"step": row.step, "time": round(row.time, 3)}
     for key, value in row.metrics.items():
-        # "NaN", "Infinity" or "-Infinity", as text.
         values[key] = value if math.isfinite(value) else json.dumps(value)
     return (json.dumps(values, allow_nan=False) + "\n").encode()
 
@@ -50,13 +46,11 @@ def decode(line: bytes) -> Row | None:
         return None
     try:
         values = json.loads(line)
-        step, moment = values.pop("step"), values.pop("time")
-        if type(step) is not int:
-            return None
+        step, moment = values.pop("step"), float(values.pop("time"))
         metrics = {str(key): float(value) for key, value in values.items()}
-        return Row(step=step, time=float(moment), metrics=metrics)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+    return Row(step=step, time=moment, metrics=metrics) if type(step) is int else None
 
 
 def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]:
@@ -80,20 +74,13 @@ class Journal:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         if self.path.exists():
-            self._truncate(resume_step)
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if (row := decode(line)) and row.step <= resume_step]
+            if len(kept) < len(lines):
+                write_bytes(self.path, b"".join(kept))  # atomically: a kill leaves the old file
         self._file = open(self.path, "ab", buffering=0)
         # Lines, or the rest of one, that a full or failing disk has refused.
         self._unwritten = bytearray()
-
-    def _truncate(self, resume_step: int) -> None:
-        """Keep readable lines up to `resume_step` unchanged.
-
-        The file is replaced atomically, and only if lines are dropped: a kill leaves the old file.
-        """
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (row := decode(line)) and row.step <= resume_step]
-        if len(kept) < len(lines):
-            write_bytes(self.path, b"".join(kept))
 
     def append(self, metrics: dict[str, float], *, step: int) -> None:
         """Write one line. What the disk refuses is kept, and written with the next: `refused`."""

@@ -4,8 +4,8 @@ A run folder holds all that MLflow is told: metrics in the journal, settings in 
 events/ with an id, by which its MLflow run is found. So sending may be interrupted anywhere,
 and repeated: by the thread of a training's tracker, by `compare.py sync` for any folder.
 
-Every call here may block or raise; none belongs in a training loop. mlflow is imported on first
-use: it takes two seconds.
+Every call of MLflow may block or raise; none belongs in a training loop. mlflow is imported on
+first use: it takes two seconds.
 """
 
 from __future__ import annotations
@@ -14,25 +14,20 @@ import fcntl
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
-from vitscale.config.redaction import short_reason
+from vitscale.config.loader import read_values
+from vitscale.config.redaction import flatten_params, redact, shared_yaml, short_reason
+from vitscale.config.source import shown_path
+from vitscale.distributed.events import read_events
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
-from vitscale.tracking.run_facts import (
-    CONFIG_NAME,
-    RunRecord,
-    Status,
-    flatten_params,
-    read_record,
-    shared_yaml,
-    sqlite_path,
-)
+from vitscale.tracking.settings import sqlite_path
 
 if TYPE_CHECKING:
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
@@ -48,11 +43,14 @@ ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "30",
 }
+CONFIG_NAME = "config.yaml"
+# Events of a run folder: a start of a run, and its end.
+TRACKED, ENDED = "tracked", "ended"
 ID_TAG = "vitscale.tracking_id"
+# The training data: name, number of images, fingerprint. The version of the code.
+DATA_TAG, CODE_TAG = "vitscale.data", "vitscale.code"
 # MLflow's own metrics of nodes, which are not in the journal.
 SYSTEM_PREFIX = "system/"
-# Counts of what may never happen. MLflow has them from the first event on.
-EVENT_COUNTS = {"train/skipped_steps", "vitals/unreadable"}
 # Files of a run folder that are sent at its end.
 FILES = ("source-*.diff", "results.*", "pictures/*.png", "evaluation/**/*.*")
 # Beside a local database.
@@ -60,6 +58,44 @@ ARTIFACTS_FOLDER = "mlflow-artifacts"
 ROWS_PER_ROUND = 200
 
 Say = Callable[[str], None]
+Status = Literal["RUNNING", "PAUSED", "FINISHED", "FAILED", "KILLED"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What MLflow is told of a run beside metrics and configuration, and how the run ended."""
+
+    tracking_id: str
+    """A tag of the MLflow run, the same in all attempts that continue each other."""
+    name: str
+    experiment: str = "vitscale"
+    uri: str | None = None
+    """The MLflow store, absolute and without credentials; None: journal only."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    """Description of the run, in Markdown."""
+    origin: str | None = None
+    """Run folder, or a checkpoint in one, that the weights come from."""
+    made_with: str = ""
+    """Hash of configuration and code."""
+    time: float = 0.0
+    """When it started, unix seconds."""
+    status: Status = "RUNNING"
+    """A process that was killed outright leaves RUNNING."""
+    ended: float | None = None
+    """Unix seconds; None while it is RUNNING."""
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """The record of the last start of a run; None if there is none."""
+    record, known = None, {field.name for field in fields(RunRecord)}
+    for row in read_events(folder):
+        with suppress(KeyError, TypeError):
+            if row["event"] == TRACKED:
+                record = RunRecord(**{key: value for key, value in row.items() if key in known})
+            elif row["event"] == ENDED and record is not None:
+                record = replace(record, status=row["status"], ended=row["time"])
+    return record
 
 
 def prepare() -> None:
@@ -93,13 +129,26 @@ def open_client(uri: str) -> MlflowClient:
 def _find(client: MlflowClient, query: str, *, limit: int) -> list[Any]:
     """Runs that MLflow's filter finds in all experiments, newest first."""
     experiments = [each.experiment_id for each in client.search_experiments()]
-    order = ["attributes.start_time DESC"]
-    found = client.search_runs(experiments, query, order_by=order, max_results=limit)
-    return list(found)
+    newest = ["attributes.start_time DESC"]
+    return list(client.search_runs(experiments, query, max_results=limit, order_by=newest))
 
 
 def _find_by_id(client: MlflowClient, tracking_id: str) -> Any | None:
     return next(iter(_find(client, f"tags.`{ID_TAG}` = {tracking_id!r}", limit=1)), None)
+
+
+def chart_page(uri: str, experiment: str) -> str:
+    """Where to see the charts of an experiment: its address, for a database with the command.
+
+    uri: absolute. experiment: its id. MLflow 3 starts in its view for generative models otherwise.
+    """
+    query = "workflowType=machine_learning&compareRunsMode=CHART"
+    page = f"#/experiments/{experiment}/runs?{query}"
+    if uri.startswith("http"):
+        return f"{redact(uri).rstrip('/')}/{page}"
+    database = sqlite_path(uri)
+    shown = redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
+    return f"mlflow ui --backend-store-uri {shown}, then open\n  http://127.0.0.1:5000/{page}"
 
 
 # ---- sending ----------------------------------------------------------------------------------
@@ -130,7 +179,7 @@ class MlflowRun:
         self.experiment: str = run.info.experiment_id
         tags = {**record.tags, **_origin_tags(client, record)}
         tags["vitscale.run_folder"] = str(folder.absolute())
-        params = flatten_params(_read_config(folder)).items()
+        params = flatten_params(read_values(folder / CONFIG_NAME)).items()
         # Parameters of an MLflow run cannot change.
         new = [Param(*each) for each in params if each[0] not in run.data.params]
         changed = [RunTag(*each) for each in tags.items() - run.data.tags.items()]
@@ -166,19 +215,13 @@ class MlflowRun:
             points = [
                 Metric(key, value, int(row.time * 1000), row.step)
                 for row, _ in chunk
-                for key, value in self._new_points(row)
+                for key, value in row.metrics.items()
+                if row.step > self._last_step.get(key, -1)
             ]
+            self._last_step |= {point.key: point.step for point in points}
             self.client.log_batch(self.run_id, metrics=points)
             self.num_points += len(points)
             self._offset = chunk[-1][1]
-
-    def _new_points(self, row: Row) -> Iterator[tuple[str, float]]:
-        for key, value in row.metrics.items():
-            if value == 0 and key in EVENT_COUNTS and key not in self._last_step:
-                continue
-            if row.step > self._last_step.get(key, -1):
-                self._last_step[key] = row.step
-                yield key, value
 
     def _send_files(self) -> None:
         """Send files that the store lacks or has in another size. A failure is a warning."""
@@ -197,28 +240,20 @@ class MlflowRun:
                     self.client.log_artifact(self.run_id, str(path), name.rpartition("/")[0])
                     self.num_files += 1
             if CONFIG_NAME not in stored:
-                self.client.log_text(self.run_id, shared_yaml(_read_config(root)), CONFIG_NAME)
+                text = shared_yaml(read_values(root / CONFIG_NAME))
+                self.client.log_text(self.run_id, text, CONFIG_NAME)
                 self.num_files += 1
         except Exception as error:
             self._say(f"warning: files were not uploaded to MLflow ({short_reason(error)})")
 
-    def watch_node(self) -> SystemMetricsMonitor | None:
+    def watch_node(self) -> SystemMetricsMonitor:
         """Send the use of CPU, memory, disk, network and GPUs of this node."""
-        try:
-            from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
-            where: dict[str, Any] = {"node_id": node_name(), "tracking_uri": self.uri}
-            monitor = SystemMetricsMonitor(self.run_id, resume_logging=True, **where)
-            monitor.start()
-        except Exception as error:
-            self._say(f"warning: no system metrics in MLflow ({short_reason(error)})")
-            return None
+        where: dict[str, Any] = {"node_id": node_name(), "tracking_uri": self.uri}
+        monitor = SystemMetricsMonitor(self.run_id, resume_logging=True, **where)
+        monitor.start()
         return monitor
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    config = yaml.safe_load((folder / CONFIG_NAME).read_text(encoding="utf-8"))
-    return config if isinstance(config, dict) else {}
 
 
 def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
@@ -251,21 +286,6 @@ def _experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
     return found.experiment_id
 
 
-def sync(
-    folder: Path,
-    uri: str,
-    *,
-    status: Status,
-    ended: float | None,
-    experiment: str | None = None,
-    say: Say,
-) -> MlflowRun:
-    """Send all that the MLflow run of a folder lacks, with how and when the run ended."""
-    run = MlflowRun(folder, uri, experiment=experiment, say=say)
-    run.sync(status, ended=ended)
-    return run
-
-
 def upload(folder: Path, files: Sequence[Path], *, place: str | None = None, say: Say) -> None:
     """Upload files to the MLflow run of a run folder, if the run names a store.
 
@@ -276,7 +296,8 @@ def upload(folder: Path, files: Sequence[Path], *, place: str | None = None, say
     if record is None or record.uri is None or not files:
         return
     try:
-        run = sync(folder, record.uri, status=record.status, ended=record.ended, say=say)
+        run = MlflowRun(folder, record.uri, say=say)
+        run.sync(record.status, ended=record.ended)
         for path in files:
             run.client.log_artifact(run.run_id, str(path), place)
         say(f"uploaded to MLflow run {run.run_id}")
@@ -298,3 +319,11 @@ def stored_runs(uri: str, query: str, *, limit: int) -> Iterator[tuple[Any, list
             row = Row(step=point.step, time=point.timestamp / 1000, metrics={})
             rows.setdefault(point.step, row).metrics[point.key] = point.value
         yield run, list(rows.values())
+
+
+def origin_line(tags: Mapping[str, str], *, time_s: float) -> str:
+    """When, from which commit, on which data and by whom a run was made, in one line."""
+    code, user = tags.get(CODE_TAG), tags.get("mlflow.user")
+    day = time.strftime("%Y-%m-%d", time.localtime(time_s))
+    parts = [day, code and f"commit {code}", tags.get(DATA_TAG), user and f"by {user}"]
+    return "; ".join(filter(None, parts))

@@ -8,7 +8,6 @@ import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # A checkout, a snapshot (launch/jobs/snapshot.py), or site-packages.
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -40,19 +39,18 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
-        how: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "timeout": TIMEOUT_S}
-        return subprocess.run(command, check=True, capture_output=True, **how).stdout
+        done = subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
+        return done.stdout.decode("utf-8", "replace")
 
     with suppress(OSError, ValueError, TypeError):
         recorded = json.loads((root / RECORD_NAME).read_text())
         return SourceVersion(**recorded) if recorded else None
     try:
         commit = git("rev-parse", "HEAD").strip()
-        options = ("--no-ext-diff", "--no-color", "--relative")
-        diff = git("diff", "HEAD", *options, "--", *CODE_FOLDERS)
-        listed = ("--others", "--exclude-standard", "-z")
-        untracked = git("ls-files", *listed, "--", *CODE_FOLDERS).split("\0")
+        options = ("HEAD", "--no-ext-diff", "--no-color", "--relative", "--")
+        diff = git("diff", *options, *CODE_FOLDERS)
+        untracked = git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE_FOLDERS)
     except (OSError, subprocess.SubprocessError):
         return None
-    names = "".join(f"# untracked: {name}\n" for name in sorted(untracked) if name)
+    names = "".join(f"# untracked: {name}\n" for name in sorted(untracked.split("\0")) if name)
     return SourceVersion(commit=commit, patch=names + diff)

@@ -1,43 +1,40 @@
 """Track a run: metrics into its journal at once, and into MLflow by a thread.
 
-Owns: writing from one rank only, the thread, outages of the server, and the final status of a run.
-Leaves out: the journal's format (`journal`), and what MLflow is sent (`mlflow_sync`).
-
-The journal is the queue: memory stays bounded, and a slow server never slows a step.
+The journal is the queue of the thread: memory stays bounded, and a slow server never slows a step.
 Importing this module imports neither mlflow nor torch.
 """
 
 from __future__ import annotations
 
+import getpass
 import os
 import sys
 import threading
 import uuid
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.redaction import redact, short_reason
 from vitscale.distributed.atomic_files import write_text
 from vitscale.distributed.events import EVENTS_NAME, append_event
 from vitscale.distributed.retry import or_warn
-from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
-from vitscale.tracking.run_facts import (
+from vitscale.tracking.mlflow_sync import (
+    CODE_TAG,
     CONFIG_NAME,
     ENDED,
     TRACKED,
+    MlflowRun,
+    Say,
     Status,
-    absolute_uri,
     chart_page,
-    process_tags,
+    prepare,
     read_record,
-    redact_yaml,
-    sqlite_path,
 )
-from vitscale.tracking.settings import TrackingSettings
-from vitscale.tracking.source_version import source_version
+from vitscale.tracking.settings import TrackingSettings, absolute_uri, sqlite_path
+from vitscale.tracking.source_version import SourceVersion, source_version
 
 # Between two looks at the journal; after a failure.
 SEND_S, RETRY_S = 1.0, 20.0
@@ -60,7 +57,7 @@ class Tracker:
         is_writer: bool,
         note: str = "",
         origin: str | None = None,
-        say: mlflow_sync.Say = lambda text: print(text, file=sys.stderr, flush=True),
+        say: Say = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
         """Open the journal at `resume_step` (0: from the start) and start sending it to MLflow.
 
@@ -75,17 +72,18 @@ class Tracker:
             return
         uri = None if settings.uri is None else absolute_uri(settings.uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
-        version = source_version()
-        made_with = sha256((self.folder / CONFIG_NAME).read_bytes())
-        if version is not None:
-            made_with.update(version.short.encode())
-            if version.patch:
-                write_text(self.folder / f"source-{version.short}.diff", redact_yaml(version.patch))
-        tags = process_tags(version) | settings.tags | tags | {"vitscale.stage": stage}
+        version, config = source_version(), (self.folder / CONFIG_NAME).read_bytes()
+        made_with = sha256(config + (version.short if version else "").encode()).hexdigest()
+        # A start at step 0 continues an unfinished run of the same configuration and code alone,
+        # since MLflow cannot replace points.
+        last = read_record(self.folder)
+        is_same = last is not None and last.status != "FINISHED" and last.made_with == made_with
+        is_continued = last is not None and (resume_step > 0 or is_same)
+        tags = _process_tags(version) | settings.tags | tags | {"vitscale.stage": stage}
         self._record(
             TRACKED,
-            tracking_id=self._tracking_id(resume_step, made_with.hexdigest()),
-            made_with=made_with.hexdigest(),
+            tracking_id=last.tracking_id if last and is_continued else uuid.uuid4().hex,
+            made_with=made_with,
             name=name,
             experiment=settings.experiment,
             uri=None if uri is None else redact(uri),
@@ -93,6 +91,8 @@ class Tracker:
             note=redact(note),
             origin=origin,
         )
+        if version is not None and version.patch:
+            write_text(self.folder / f"source-{version.short}.diff", redact(version.patch))
         if uri is None:
             return
         if "SLURM_JOB_ID" in os.environ and sqlite_path(uri) is not None:
@@ -102,25 +102,12 @@ class Tracker:
                 f"python launch/compare.py sync {self.folder} --uri {redact(uri)}"
             )
             return
-        mlflow_sync.prepare()
+        prepare()
         self._status: Status = "RUNNING"
         self._closing, self._is_complete = threading.Event(), False
         arguments = (uri, settings.system_metrics)
         self._thread = threading.Thread(target=self._deliver, args=arguments, daemon=True)
         self._thread.start()
-
-    def _tracking_id(self, resume_step: int, made_with: str) -> str:
-        """That of the last start if this one continues it, else a new one.
-
-        A start at step 0 continues an unfinished run of the same configuration and code alone,
-        since MLflow cannot replace points.
-        """
-        last = read_record(self.folder)
-        if last is not None:
-            is_same = last.status != "FINISHED" and last.made_with == made_with
-            if resume_step > 0 or is_same:
-                return last.tracking_id
-        return uuid.uuid4().hex
 
     def _record(self, event: str, **values: object) -> None:
         with or_warn(self.folder / EVENTS_NAME, self._say):
@@ -159,38 +146,53 @@ class Tracker:
 
     def _deliver(self, uri: str, watches: bool) -> None:
         """Send new lines until the run is closed. No failure of the store stops training."""
-        run: mlflow_sync.MlflowRun | None = None
-        monitor: Any = None
-        is_away = is_last = False
+        run = monitor = None
+        pause_s, is_last = 0.0, False
         while not is_last:
-            is_last = self._closing.wait(RETRY_S if is_away else SEND_S if run else 0)
+            is_last = self._closing.wait(pause_s)
             try:
                 if run is None:
-                    run = mlflow_sync.MlflowRun(self.folder, uri, say=self._say)
+                    run = MlflowRun(self.folder, uri, say=self._say)
                     self._say(f"MLflow: {chart_page(uri, run.experiment)}")
-                    if watches and monitor is None:
-                        monitor = run.watch_node()
                 run.sync(self._status)
-                is_away = False
-                if is_last:
-                    self._is_complete = True
-                    self._say(f"MLflow: {chart_page(uri, run.experiment)}")
+                if watches and monitor is None:
+                    monitor = run.watch_node()
+                pause_s = SEND_S
             except Exception as error:
-                run = None
-                if not is_away:
+                if pause_s != RETRY_S:
                     self._say(
                         f"warning: MLflow is unreachable ({short_reason(error)}); training "
                         f"continues, metrics are kept in {JOURNAL_NAME} and sent later"
                     )
-                is_away = True
-        if monitor is not None and self._is_complete:
-            monitor.finish()
+                run, pause_s = None, RETRY_S
+        if run is not None:
+            self._is_complete = True
+            self._say(f"MLflow: {chart_page(uri, run.experiment)}")
+            if monitor is not None:
+                monitor.finish()
 
     def __enter__(self) -> Tracker:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close(status=final_status(error))
+
+
+def _process_tags(version: SourceVersion | None) -> dict[str, str]:
+    """User, version of the code, world size, and job of this process."""
+    job = os.environ.get("SLURM_JOB_ID")
+    tags = {
+        "mlflow.source.name": Path(sys.argv[0]).name or "python",
+        "mlflow.source.type": "JOB" if job else "LOCAL",
+        "vitscale.world_size": os.environ.get("WORLD_SIZE", "1"),
+    }
+    with suppress(KeyError, OSError):  # containers may run under ids without a name
+        tags["mlflow.user"] = getpass.getuser()
+    if version is not None:
+        tags["mlflow.source.git.commit"] = version.commit
+        tags["mlflow.source.git.dirty"] = str(bool(version.patch)).lower()
+        tags[CODE_TAG] = version.short
+    return tags | ({"vitscale.job_id": job} if job else {})
 
 
 def final_status(error: BaseException | None) -> Status:

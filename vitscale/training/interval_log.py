@@ -21,7 +21,7 @@ from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import sum_over_ranks
 from vitscale.engine.engine import Engine
 from vitscale.runs.training import TrainingPlan, TrainingRun
-from vitscale.tracking.console import Console, plain_line
+from vitscale.tracking.console import format_duration
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.detectors import SkippedUpdateMonitor, UnreadableSampleMonitor
 
@@ -125,11 +125,11 @@ class IntervalLog:
         start_step: int,
         flops_per_image: float,
         tracker: Tracker,
-        console: Console,
+        say: Callable[[str], None],
         profile: Callable[[], None],
     ) -> None:
         """flops_per_image: of a training step. profile: to be called after every step."""
-        self.tracker, self.console, self._profile = tracker, console, profile
+        self.tracker, self.say, self._profile = tracker, say, profile
         self._plan, self._engine, self._start_step = plan, engine, start_step
         self._flops_per_image = flops_per_image
         self._peak_flops = peak_flops(engine.world.device)
@@ -170,7 +170,7 @@ class IntervalLog:
 
         Raises UserError when training has diverged or the data is too damaged.
         """
-        engine, say = self._engine, self.console.message
+        engine, say = self._engine, self.say
         # First the means: they wait for the device, so the time is measured correctly.
         metrics = self.means.read() | self._speed()
         metrics |= {"train/lr": lr, "train/grad_norm": engine.gradient_norm()}
@@ -190,8 +190,10 @@ class IntervalLog:
         self.tracker.log(metrics, step=step)
         steps, loss = self._plan.total_steps, metrics["train/loss"]
         eta_s = (steps - step) * self._plan.global_batch / speed
-        values = {"loss": loss, "lr": lr, "images_per_s": speed, "data_wait": wait, "eta_s": eta_s}
-        self.console.message(plain_line(step=step, total_steps=steps, **values))
+        say(
+            f"step {step}/{steps} loss {loss:.4f} lr {lr:.1e} img/s {speed:.0f} "
+            f"wait {wait:.0%} eta {format_duration(eta_s)}"
+        )
         self._skipped.update(health, step=step, loss_scale=scale, say=say)
 
     def _speed(self) -> dict[str, float]:

@@ -13,13 +13,13 @@ import yaml
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.tensors import SavedTensors, Slice, read_header
 from vitscale.config.errors import UserError
+from vitscale.config.redaction import flatten_params
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import errors_on_all_ranks, gather_objects
 from vitscale.engine.engine import Engine
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
-from vitscale.tracking.run_facts import flatten_params
 from vitscale.training.objective import Objective
 
 

@@ -41,8 +41,8 @@ from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingRun, training_plan
-from vitscale.tracking.console import Console
-from vitscale.tracking.run_facts import DATA_TAG, read_record
+from vitscale.tracking.console import training_log
+from vitscale.tracking.mlflow_sync import DATA_TAG, read_record
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.build import (
     InitialWeights,
@@ -156,7 +156,7 @@ class TrainingSession:
         facts = self._facts()
         self.log = self._open_log(stack, facts)
         for line in [*messages, f"{run.name}: {facts}"]:
-            self.log.console.message(line)
+            self.log.say(line)
         self.preemption = stack.enter_context(PreemptionFlag())
         self.batches = stack.enter_context(self._open_batches())
 
@@ -194,7 +194,7 @@ class TrainingSession:
             write_text(folder / "config.yaml", run_to_yaml(run))
             if self.objective.trains_classifier:
                 write_json(folder / CLASSES_NAME, list(self.data.classes))
-        console = stack.enter_context(Console(folder, is_writer=is_first))
+        say = stack.enter_context(training_log(folder, is_writer=is_first))
         tags = {"vitscale.model": run.model.title, **_data_tags(self.data, self.val_index)}
         if source is not None:
             tags["vitscale.init"] = redact(source)
@@ -208,10 +208,10 @@ class TrainingSession:
             is_writer=is_first,
             note="\n\n".join([CARD_KEY.sub(r"\n**\1:** ", run.card), facts]).strip(),
             origin=source,
-            say=console.message,
+            say=say,
         )
         if is_first and start < plan.total_steps:
-            with or_warn(folder / EVENTS_NAME, console.message):
+            with or_warn(folder / EVENTS_NAME, say):
                 record_start(folder, first_step=start, total_steps=plan.total_steps)
         trace = folder / "profile.json" if is_first else None
         return IntervalLog(
@@ -222,7 +222,7 @@ class TrainingSession:
             start_step=start,
             flops_per_image=self.objective.train_flops_per_image(self.arch),
             tracker=stack.enter_context(tracker),
-            console=console,
+            say=say,
             profile=stack.enter_context(profiled(trace, steps=run.engine.profile_steps)),
         )
 
@@ -278,7 +278,7 @@ class TrainingSession:
             self.engine.set_learning_rate(self.lr)
             yield step
         self._finish_save()
-        self.log.console.message(f"done: {self.folder} at step {plan.total_steps}")
+        self.log.say(f"done: {self.folder} at step {plan.total_steps}")
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
@@ -342,7 +342,7 @@ class TrainingSession:
             self._save(done)
         if preempted:
             self._finish_save()
-            self.log.console.message(f"stopped by a signal at step {done}; rerun to resume")
+            self.log.say(f"stopped by a signal at step {done}; rerun to resume")
             raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
     def _evaluate(self, done: int, *, is_last: bool) -> None:
@@ -352,12 +352,12 @@ class TrainingSession:
         for metrics in self.evaluations.run(done, is_last=is_last):
             self.log.tracker.log(metrics, step=done)
             shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            self.log.console.message(f"step {done}: {shown} on {images}")
+            self.log.say(f"step {done}: {shown} on {images}")
 
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
         self.watchdog.mark("saving")
-        self._report(self.store.wait(say=self.log.console.message))
+        self._report(self.store.wait(say=self.log.say))
         self.store.save(
             self.engine.export_state(),
             step=done,
@@ -376,8 +376,8 @@ class TrainingSession:
     def _report(self, commit: Commit | None) -> None:
         if commit is not None:
             for warning in commit.warnings:
-                self.log.console.message(warning)
-            self.log.console.message(f"step {commit.step}: checkpoint {commit.folder}")
+                self.log.say(warning)
+            self.log.say(f"step {commit.step}: checkpoint {commit.folder}")
 
 
 def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:

@@ -28,7 +28,6 @@ STAGE = """
     import os, pathlib, signal, sys, time
     from vitscale.distributed.events import record_start
     from vitscale.tracking.journal import Journal
-    from vitscale.tracking.console import plain_line
     stop = []
     for name in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(name, lambda *_: stop.append(1))
@@ -37,11 +36,8 @@ STAGE = """
     record_start(run, first_step=first, total_steps=4)
     journal = Journal(run / "journal.jsonl", resume_step=first)
     for step in (first + 1, first + 2):
-        line = plain_line(
-            step=step, total_steps=4, loss=1.0, lr=0.1, images_per_s=7, data_wait=0, eta_s=9
-        )
         journal.append({"train/loss": 1.0, "vitals/images_per_s": 7.0}, step=step)
-        print(line, flush=True)
+        print(f"step {step}/4 loss 1.0000 lr 1.0e-01 img/s 7 wait 0% eta 0:00:09", flush=True)
     while first == 0 and not stop:
         time.sleep(0.05)
     folder = run / f"checkpoints/step-{step:08d}"

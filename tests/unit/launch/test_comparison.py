@@ -26,7 +26,7 @@ from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import append_event
 from vitscale.models.costs import train_flops_per_image
 from vitscale.tracking.journal import Row
-from vitscale.tracking.run_facts import RunRecord
+from vitscale.tracking.mlflow_sync import RunRecord
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 

@@ -1,4 +1,4 @@
-"""Parameters and tags are flat and without secrets; addresses are absolute."""
+"""Parameters are flat and without secrets; addresses are absolute; lines of progress."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.contract.tree import ROOT
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.redaction import redact
-from vitscale.tracking.run_facts import (
-    DEFAULT_URI,
-    absolute_uri,
-    default_uri,
-    flatten_params,
-    redact_yaml,
-    sqlite_path,
-)
+from vitscale.config.redaction import flatten_params, redact, shared_yaml
+from vitscale.tracking import console
+from vitscale.tracking.console import item_progress, training_log
+from vitscale.tracking.settings import DEFAULT_URI, absolute_uri, default_uri, sqlite_path
 
 
 def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
     config = {
         "optim": {"lr": 1e-4, "betas": (0.9, 0.999), "clip_norm": None},
         "launch": {"nodes": 2, "mem_gb": None, "setup": ["export A=b"], "sbatch": {"x": "me"}},
-        "data": {"flip!": True},
+        "data": {"flip!": True, "path": "http://me:hunter2@host"},
         "deepspeed": {},
         "hub": {"api_key": "abc", "token": None, "my_hf_token": "a"},
         "model": {"num_prefix_tokens": 1, "class_token": True},
@@ -34,6 +30,7 @@ def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
         "optim.betas": "[0.9, 0.999]",
         "optim.clip_norm": "null",
         "data.flip_": "true",
+        "data.path": "http://host",
         "launch.nodes": "2",
         "launch.mem_gb": "null",
         "deepspeed": "{}",
@@ -43,6 +40,7 @@ def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
         "model.num_prefix_tokens": "1",
         "model.class_token": "true",
     }
+    assert flatten_params(yaml.safe_load(shared_yaml(config))) == flatten_params(config)
 
 
 def test_secrets_in_text_are_removed() -> None:
@@ -54,10 +52,10 @@ def test_secrets_in_text_are_removed() -> None:
         "mail me@host": "mail me@host",
         '+ setup: ["export HF_TOKEN=hf_abc", x]': '+ setup: ["export HF_TOKEN=***", x]',
         "num_tokens=5 token=$(cat f)": "num_tokens=5 token=$(cat f)",
+        "a:\n  hub_token: abc d\n  tokens: 3\n": "a:\n  hub_token: '***'\n  tokens: 3\n",
+        "+  my-api_key: x\n   class_token: true": "+  my-api_key: '***'\n   class_token: true",
     }.items():
         assert redact(text) == expected
-    text = "a:\n  hub_token: abc\n  tokens: 3\n  class_token: true\n"
-    assert redact_yaml(text) == text.replace("abc", "'***'")
     keys = re.findall(r"^- \*\*`([\w.]+)`\*\*", (ROOT / "docs/configuration.md").read_text(), re.M)
     assert len(keys) > 200
     assert [key for key in keys if flatten_params({key: "x"}) == {key: "***"}] == []
@@ -68,13 +66,9 @@ def test_addresses_are_absolute_or_refused(tmp_path: Path, monkeypatch: pytest.M
     uri = absolute_uri(DEFAULT_URI)
     assert sqlite_path(uri) == tmp_path / "runs/mlflow.db" and absolute_uri(uri) == uri
     assert sqlite_path("http://host") is None
-    for wrong in (
-        "sqlite://runs/mlflow.db",
-        "sqlite:///",
-        "sqlight:///a",
-        "runs/mlflow",
-        "file:///",
-    ):
+    for right in ("http://host:1", "postgresql+psycopg://h/db", "databricks://x"):
+        assert absolute_uri(right) == right
+    for wrong in ("sqlite://runs/a.db", "sqlite:///", "sqlight:///a", "runs/a", "http", "file:///"):
         with pytest.raises(UserError, match="tracking.uri"):
             absolute_uri(wrong)
 
@@ -89,3 +83,31 @@ def test_the_site_file_names_the_store(tmp_path: Path, monkeypatch: pytest.Monke
     site.write_text("tracking: 3")
     with pytest.raises(UserErrors, match="tracking as a whole number"):
         default_uri()
+
+
+def test_lines_go_to_output_and_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # a resume appends to the same log
+        with training_log(tmp_path, is_writer=True) as say:
+            say("step 1/2")
+        with training_log(tmp_path, is_writer=False) as silent:
+            silent("hello")
+    log = (tmp_path / "logs/rank0.log").read_text()
+    assert re.fullmatch(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 1/2\n){2}", log)
+    say("late")
+    assert capsys.readouterr().out.startswith(log) and "late" not in log
+
+
+def test_progress_of_items_has_a_rate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with item_progress("verify", total=90, unit="tars") as advance:
+        for now[0], num in ((1.0, 10), (10.0, 20), (11.0, 60)):
+            advance(num)
+    with item_progress("short", total=2) as advance:
+        advance(2)
+    assert capsys.readouterr().out.splitlines() == [
+        "verify: 30 of 90, 3 tars/s, 20 s left",
+        "verify: 90 of 90, 8 tars/s, 0 s left",
+    ]
