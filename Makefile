@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # `deepspeed` and `ninja` are looked up on PATH by the tools that start them.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: install constraints demo test fast-tests test-lowest test-all test-exhaustive site check format clean FORCE
+.PHONY: install constraints lock demo test fast-tests test-lowest test-all test-exhaustive site check format clean FORCE
 
 # The exact versions of constraints.txt, those last tested. With LATEST=1 pip chooses instead: it
 # keeps what is in .venv already (an older torch, say) and takes the newest of what is missing.
@@ -30,6 +30,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard vitscale/images/*/
 
 # Renew constraints.txt from .venv, once all tests have passed there with newer versions:
 #   rm -rf .venv; make install LATEST=1; make test; make test-all; make constraints
+# It renews requirements.lock too.
 # CUDA's libraries are left out: each build of torch pins its own.
 constraints:
 	@$(BIN)/python -m pip list --disable-pip-version-check --format=freeze --exclude-editable \
@@ -38,6 +39,14 @@ constraints:
 	   echo "# Written by: make constraints. Used by: make install; not by: make install LATEST=1."; \
 	   sed -E 's/[+].*//; /^(nvidia|cuda)-/d; /^triton=/d' $(VENV)/.versions; } > constraints.txt
 	@echo "constraints.txt: $$(grep -vc '^#' constraints.txt) versions"
+	@$(MAKE) --no-print-directory lock
+
+# What `pip install vitscale` needs, in the versions of constraints.txt, with the hashes of all files:
+#   pip install --require-hashes -r requirements.lock
+lock:
+	$(BIN)/uv pip compile pyproject.toml --constraints constraints.txt --universal \
+		--python-version 3.11 --generate-hashes --no-annotate --quiet \
+		--custom-compile-command "make lock" --output-file requirements.lock
 
 FORCE:
 
