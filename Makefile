@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(wildcard vitscale/images/*/
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 \
 		|| $(PYTHON) -m venv --clear $(VENV) || { echo "$(NO_VENV)" >&2; exit 2; }
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off \
-		$(INSTALL_OPTIONS) -e '.[demo,dev,docs]'
+		$(INSTALL_OPTIONS) -e '.[dev,docs]'
 	@touch $@
 
 # Renew constraints.txt from .venv, once all tests have passed there with newer versions:
@@ -85,7 +85,7 @@ test-exhaustive: install
 test-lowest:
 	$(PYTHON) -m venv --clear .venv-lowest && .venv-lowest/bin/pip install --quiet uv
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python \
-		--resolution lowest-direct -e '.[demo,dev]'
+		--resolution lowest-direct -e '.[dev]'
 	PATH="$(CURDIR)/.venv-lowest/bin:$$PATH" .venv-lowest/bin/python -m pytest -n $(WORKERS) \
 		--dist loadfile -m "not slow and not exhaustive" \
 		--deselect tests/scripts/training/test_golden_curves.py \

@@ -45,7 +45,10 @@ DESCRIBED_ROWS, BATCH_ROWS = 1 << 8, 1 << 14
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Find copies among the images of a shard folder.")
+    parser = argparse.ArgumentParser(
+        prog="vitscale prepare duplicates",
+        description="Find copies among the images of a shard folder.",
+    )
     parser.add_argument("shards", metavar="SHARDS", help="folder with an index.parquet")
     parser.add_argument(
         "--against",

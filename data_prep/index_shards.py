@@ -32,7 +32,7 @@ STEPS = (
 def main() -> None:
     command = load_command(
         DataPrepRun,
-        script="data_prep/index_shards.py",
+        program="vitscale prepare index",
         description="Index external WebDataset tars without rewriting them.",
     )
     refuse_rewriting(command.run)
@@ -44,7 +44,7 @@ def refuse_rewriting(run: DataPrepRun) -> None:
     keys = ("holdout_fraction", "val_per_class", "min_images_per_class", "leave_out")
     wanted = {f"source.{key}": getattr(run.source, key) for key in keys}
     what = "requires rewriting the tars, which indexing does not do"
-    advice = "remove this key, or make new shards with data_prep/make_shards.py"
+    advice = "remove this key, or make new shards with vitscale prepare shards"
     errors = [
         UserError(what, where=key, next_step=advice)
         for key, value in (wanted | {"images.short_side": run.images.short_side}).items()

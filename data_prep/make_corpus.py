@@ -88,13 +88,15 @@ def main() -> None:
         f"{num_classes:,} classes"
     )
     print(
-        f"next: python data_prep/make_shards.py --config configs/data/{arguments.corpus}.yaml "
+        f"next: vitscale prepare shards data/{arguments.corpus} "
         f"source.path={output} output={output.with_name('shards')}"
     )
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(
+        prog="vitscale prepare corpus", description=__doc__.split("\n", 1)[0]
+    )
     corpora = parser.add_subparsers(dest="corpus", required=True, metavar="CORPUS")
     digits = corpora.add_parser("digits", help="scikit-learn's handwritten digits")
     letters = corpora.add_parser("characters", help="letters of the fonts in matplotlib's wheel")
@@ -113,7 +115,7 @@ def digit_files() -> Iterator[tuple[str, bytes]]:
     except ModuleNotFoundError:
         raise UserError(
             "scikit-learn, which holds the digits, is not installed",
-            next_step='pip install -e ".[demo]"',
+            next_step="pip install scikit-learn",
         ) from None
     digits = load_digits()
     test = _choose_test(digits.target)

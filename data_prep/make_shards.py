@@ -41,7 +41,7 @@ STEPS = (
 def main() -> None:
     command = load_command(
         DataPrepRun,
-        script="data_prep/make_shards.py",
+        program="vitscale prepare shards",
         description="Turn a raw corpus into shuffled WebDataset tars with index and ledger.",
     )
     run = command.run

@@ -25,7 +25,8 @@ except ModuleNotFoundError as error:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Read a shard folder completely and compare it with its manifest."
+        prog="vitscale prepare verify",
+        description="Read a shard folder completely and compare it with its manifest.",
     )
     parser.add_argument("shards", metavar="SHARDS", help="folder with a manifest.json")
     parser.add_argument(

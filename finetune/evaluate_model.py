@@ -36,14 +36,15 @@ def main() -> None:
     of_run = [] if "--config" in argv else settings_of_run(argv)
     command = load_command(
         EvaluateRun,
-        script="finetune/evaluate_model.py",
+        program="vitscale evaluate",
         description="Evaluate a trained model on a folder of shards.\n"
-        "Without --config: on the data of its run, by the evaluations of its run.",
+        "Without a configuration: on the data of its run, by the evaluations of its run.\n"
+        "`vitscale` starts a process for each GPU, or --num-procs N.",
         argv=of_run + argv,
         needs_config=not of_run,
         examples=(
-            "python finetune/evaluate_model.py init=runs/demo-finetune",
-            "python finetune/evaluate_model.py --config configs/eval/features.yaml init=FILE",
+            "vitscale evaluate init=runs/demo-finetune",
+            "vitscale evaluate eval/features init=FILE",
         ),
     )
     data = command.run.data

@@ -48,7 +48,7 @@ def export(run: ExportRun) -> None:
 def main() -> None:
     command = load_command(
         ExportRun,
-        script="finetune/export.py",
+        program="vitscale export",
         description="Export a trained model to a folder that another library loads.",
         needs_config=False,
         options={"--to": "to"},

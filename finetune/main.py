@@ -38,12 +38,12 @@ def train(run: FinetuneRun) -> None:
 def main() -> None:
     command = load_command(
         FinetuneRun,
-        script="finetune/main.py",
-        description="Fine-tune a pre-trained Vision Transformer on a folder of shards.",
+        program="vitscale finetune",
+        description="Fine-tune a pre-trained Vision Transformer on a folder of shards. `vitscale` "
+        "starts a process for\neach GPU, or --num-procs N.",
         examples=(
-            "python finetune/main.py --config configs/demo/finetune.yaml init=runs/demo-pretrain",
-            "deepspeed finetune/main.py --config configs/finetune/imagenet1k_384.yaml "
-            "init=RUN data.path=SHARDS",
+            "vitscale finetune demo/finetune init=runs/demo-pretrain",
+            "vitscale finetune finetune/imagenet1k_384 init=RUN data.path=SHARDS",
         ),
     )
     # Imported late: torch takes seconds. Started before threads.

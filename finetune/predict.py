@@ -36,7 +36,7 @@ def predict(run: PredictRun) -> None:
 def main() -> None:
     command = load_command(
         PredictRun,
-        script="finetune/predict.py",
+        program="vitscale predict",
         description="Predict the classes of images with a trained model.",
         needs_config=False,
         words_key="images",

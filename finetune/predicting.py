@@ -68,7 +68,7 @@ def predict_images(
         raise UserError(
             "this model has no head, so it predicts no classes",
             where=model.source,
-            next_step="fine-tune it with finetune/main.py, and give that run",
+            next_step="fine-tune it with vitscale finetune, and give that run",
         )
     top = min(run.top, model.num_classes)
     chunks = predictions(run, model, images, world, top=top)

@@ -30,7 +30,7 @@ def visualize(run: VisualizeRun) -> None:
         if world.world_size > 1:
             raise UserError(
                 f"draws with one process, but {world.world_size} were started",
-                where="finetune/visualize.py",
+                where="vitscale visualize",
                 next_step="start it with python",
             )
         draw_pictures(run, world)
@@ -39,7 +39,7 @@ def visualize(run: VisualizeRun) -> None:
 def main() -> None:
     command = load_command(
         VisualizeRun,
-        script="finetune/visualize.py",
+        program="vitscale visualize",
         description="Draw what a trained model has learned, as PNG files.",
         needs_config=False,
         words_key="images",

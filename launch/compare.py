@@ -27,8 +27,9 @@ except ModuleNotFoundError as error:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
+        prog="vitscale compare",
         description="Compare runs: differing parameters, metrics, and an HTML report with curves.",
-        epilog="To copy runs into an MLflow store: python launch/compare.py sync --help",
+        epilog="To copy runs into an MLflow store: vitscale compare sync --help",
     )
     text = "run folder, name of a folder under runs/, or id or name of an MLflow run; differences "
     text += "are relative to the first"
@@ -51,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
             "both runs and --filter given" if arguments.runs else "no run given",
             where="RUN",
             allowed="one or more run folders, names under runs/, or MLflow runs; or --filter",
-            next_step="python launch/compare.py runs/FIRST runs/SECOND",
+            next_step="vitscale compare runs/FIRST runs/SECOND",
         )
     if Path(arguments.output).suffix not in (".html", ".htm"):
         raise UserError(

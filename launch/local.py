@@ -2,8 +2,10 @@
 
     python launch/local.py --config configs/demo/pretrain.yaml [key=value ...] --num-procs 2
     python launch/local.py --config configs/chains/demo.yaml --num-procs 2
+    vitscale launch --local chains/demo --num-procs 2
 
-The runs of a chain, and of a sweep such as optim.lr=[0.003,0.03], run one after another.
+The processes are as many as this machine has GPUs, one without any, or --num-procs. The runs of
+a chain, and of a sweep such as optim.lr=[0.003,0.03], run one after another.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import argparse
 import sys
 
 try:
+    from finetune.settings import settings_of_run
     from launch.chains.load import launch_command, load_chain
     from launch.chains.settings import ChainRun
     from launch.jobs.preparation import check_job, prepare_job
     from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
     from vitscale.config.errors import UserError, run_script
+    from vitscale.distributed.processes import num_gpus
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -28,11 +32,15 @@ def main() -> None:
     # First of all: a signal that comes while a chain is read must not be missed.
     stop = StopFlag()
     num_procs, argv = parse_num_procs()
+    has_config = any(word.startswith("--config") for word in argv)
+    of_run = [] if has_config else settings_of_run(argv)
     command = launch_command(
-        argv,
-        script="launch/local.py",
-        description="Run a stage on this machine. --num-procs N (default 1) sets the processes.",
-        examples=("python launch/local.py --config configs/demo/pretrain.yaml --num-procs 2",),
+        [*(of_run and ["stage=evaluate"]), *of_run, *argv],
+        needs_config=not of_run,
+        program="vitscale launch --local",
+        description="Run a stage, a sweep or a chain on this machine; init=RUN alone: its "
+        "evaluation.\n--num-procs N: that many processes; default: one for each GPU.",
+        examples=("vitscale launch --local demo/pretrain --num-procs 2",),
         switches=SWITCHES,
     )
     is_dry_run = "--dry-run" in command.switches
@@ -42,7 +50,7 @@ def main() -> None:
         raise UserError(
             "--dry-run is for chains here",
             where="command line",
-            next_step="python launch/slurm.py --dry-run shows the plan of one run",
+            next_step="vitscale launch --dry-run shows the plan of one run",
         )
     run = command.run
     check_job(run, num_tasks=num_procs, cluster="local")
@@ -68,11 +76,11 @@ def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_ru
 def parse_num_procs() -> tuple[int, list[str]]:
     """The number of processes, and the other arguments, which belong to the configuration."""
     parser = argparse.ArgumentParser(
-        usage="python launch/local.py --config FILE [key=value ...] [--num-procs N]",
+        usage="vitscale launch --local CONFIG [key=value ...] [--num-procs N]",
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("--num-procs", type=int, default=1)
+    parser.add_argument("--num-procs", type=int, default=num_gpus() or 1)
     arguments, others = parser.parse_known_args()
     if arguments.num_procs < 1:
         parser.error("--num-procs: allowed are 1, 2, …")

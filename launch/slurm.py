@@ -48,11 +48,11 @@ SWITCHES = {
 def main() -> None:
     command = launch_command(
         sys.argv[1:],
-        script="launch/slurm.py",
+        program="vitscale launch",
         description="Submit a stage to SLURM. The job requeues itself and resumes.",
         examples=(
-            "python launch/slurm.py --config configs/vit_h14.yaml --dry-run",
-            "python launch/slurm.py --config configs/vit_h14.yaml launch.nodes=8 --follow",
+            "vitscale launch vit_h14 --dry-run",
+            "vitscale launch vit_h14 launch.nodes=8 --follow",
         ),
         switches=SWITCHES,
     )
@@ -63,7 +63,7 @@ def main() -> None:
         raise UserError(
             "--follow and --after are for one job, not for a chain, a sweep or an array",
             where="command line",
-            next_step="submit without them; then python launch/status.py",
+            next_step="submit without them; then vitscale status",
         )
     if isinstance(run, ChainRun):
         from launch.chains.executors import describe_chain, submit_chain
@@ -100,7 +100,7 @@ def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     else:
         kind, pause = "job", "checkpoint, then requeue"
         log = str(submission.log(0))
-    status = f"python launch/status.py {shown_folder(job_folder(run, cluster='slurm').parent)}"
+    status = f"vitscale status {shown_folder(job_folder(run, cluster='slurm').parent)}"
     follow = "" if submission.is_array else f"  watch    {status} --follow\n"
     print(
         f"submitted {kind} {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"

@@ -45,7 +45,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="python launch/status.py [RUN ...] [--follow | --json]",
+        usage="vitscale status [RUN ...] [--follow | --json]",
         description="Show whether runs are queued, running, paused, stopped, finished or failed.",
         allow_abbrev=False,
     )

@@ -35,11 +35,12 @@ def train(run: PretrainRun) -> None:
 def main() -> None:
     command = load_command(
         PretrainRun,
-        script="pretrain/main.py",
-        description="Pre-train a Vision Transformer on a folder of shards.",
+        program="vitscale pretrain",
+        description="Pre-train a Vision Transformer on a folder of shards. `vitscale` starts a "
+        "process for each\nGPU, or --num-procs N.",
         examples=(
-            "python pretrain/main.py --config configs/demo/pretrain.yaml",
-            "deepspeed pretrain/main.py --config configs/vit_b16.yaml data.path=SHARDS",
+            "vitscale pretrain demo/pretrain",
+            "vitscale pretrain vit_b16 data.path=SHARDS",
         ),
     )
     # Imported late: torch takes seconds. Started before threads.

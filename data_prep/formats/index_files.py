@@ -146,7 +146,7 @@ def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
             f"its tars are at a URL ({place}), and only local tars can be read here",
             where=f"{folder / MANIFEST_NAME}: shards_root",
             next_step="use the local copy of the folder; or download the tars and index them with "
-            "data_prep/index_shards.py",
+            "vitscale prepare index",
         )
     return place
 
@@ -168,8 +168,8 @@ def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
         config = "deit/s16" if num <= MEDIUM_SAMPLES else "vit_b16"
     held_out = sorted(manifest.splits.keys() - {"train"})
     val_split = "val" if "val" in held_out else next(iter(held_out), "null")
-    command = "python launch/slurm.py --dry-run"
+    command = f"vitscale launch {config} --dry-run"
     if gpus:  # a power of two, which divides the batches of all recipes
-        command = f"deepspeed --num_gpus {1 << gpus.bit_length() - 1} pretrain/main.py"
+        command = f"vitscale pretrain {config} --num-procs {1 << gpus.bit_length() - 1}"
     places = [f"data.path={quote(str(folder))}", *settings, f"data.val_split={val_split}"]
-    return " ".join([command, f"--config configs/{config}.yaml", *places])
+    return " ".join([command, *places])

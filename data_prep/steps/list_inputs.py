@@ -232,5 +232,5 @@ def left_out(file: str | None) -> dict[str, str]:
         raise UserError(
             f"{file!r} cannot be read ({error})",
             where="source.leave_out",
-            allowed="duplicates.parquet of data_prep/find_duplicates.py",
+            allowed="duplicates.parquet of vitscale prepare duplicates",
         ) from None

@@ -54,7 +54,7 @@ def check_packages(to: str) -> None:
         raise UserError(
             f"needs {' and '.join(missing)}",
             where=f"to={to}",
-            next_step=f"pip install -e '.[{to}]'",
+            next_step=f"pip install 'vitscale[{to}]'; in a checkout: pip install -e '.[{to}]'",
         )
 
 

@@ -192,7 +192,7 @@ def _start(chain: Chain, *, leave_out: Container[str]) -> dict[str, StepState]:
 
 
 def _compare_line(chain: Chain) -> str:
-    return f"  compare  python launch/compare.py {chain.folder}"
+    return f"  compare  vitscale compare {chain.folder}"
 
 
 def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
@@ -219,7 +219,7 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
                 say("stopped; the same command resumes the chain")
                 return code
             if code:
-                alone = f"python launch/local.py --config {os.path.relpath(job.config)}"
+                alone = f"vitscale launch --local --config {os.path.relpath(job.config)}"
                 failures.append(f"{step.name}: ended with code {code}\n    alone: {alone}")
             states[step.name] = step_state(step, states)
     if failures:
@@ -285,7 +285,7 @@ def submit_chain(chain: Chain) -> None:
         after = f", after {' and '.join(needed)}" if needed else ""
         say(f"submitted {step.name}: job {submission.job_id}{after}")
     if new:
-        say(f"  state    python launch/status.py {chain.folder}")
+        say(f"  state    vitscale status {chain.folder}")
         say(f"  cancel   scancel {' '.join(new)}")
     say(_compare_line(chain))
     say("When the jobs have ended, the same command submits what is not done.")

@@ -39,7 +39,7 @@ STATUS: dict[RunState, Status] = {
 def sync(arguments: Sequence[str]) -> None:
     """Copy the runs. Raises UserErrors before anything is written where a folder is no run."""
     parser = argparse.ArgumentParser(
-        prog="python launch/compare.py sync",
+        prog="vitscale compare sync",
         description="Copy runs from their folders into an MLflow store. Sends what is missing: a "
         "second time, nothing.",
         allow_abbrev=False,

@@ -26,10 +26,10 @@ from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import run_to_yaml
+from vitscale.config.packaged import PROJECT_ROOT
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
-from vitscale.tracking.source_version import PROJECT_ROOT
 
 LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | DataPrepRun
 RUN_TYPES: dict[str, type[LaunchableRun]] = {

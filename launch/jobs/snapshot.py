@@ -17,9 +17,10 @@ from pathlib import Path
 import blake3
 
 from vitscale.config.errors import UserError
+from vitscale.config.packaged import INSIDE, PACKAGE, PROJECT_ROOT
 from vitscale.distributed.atomic_files import commit_folder, json_text
 from vitscale.runs.launching import LaunchSettings
-from vitscale.tracking.source_version import CODE_FOLDERS, PROJECT_ROOT, RECORD_NAME, source_version
+from vitscale.tracking.source_version import CODE_FOLDERS, RECORD_NAME, source_version
 
 Code = dict[str, bytes]
 """Path below the root -> content, with the record of the version."""
@@ -64,12 +65,16 @@ def planned_folder(launch: LaunchSettings, folder: Path) -> Path | None:
 
 
 def read_code(root: Path = PROJECT_ROOT) -> Code:
-    """Read the code that jobs run."""
-    files = (path for name in CODE_FOLDERS for path in (root / name).rglob("*") if path.is_file())
+    """Read the code that jobs run, a wheel's as it lies in a checkout."""
+    folders = {name: root / name for name in CODE_FOLDERS}
+    if root == INSIDE:
+        folders["vitscale"] = PACKAGE
     code = {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in files
-        if path.parent.name != "__pycache__"
+        str(name / path.relative_to(folder)): path.read_bytes()
+        for name, folder in folders.items()
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+        if folder != PACKAGE or not path.is_relative_to(INSIDE)
     }
     version = source_version(root)
     # Without a version an empty record: git may know another project around the job folder.

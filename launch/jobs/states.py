@@ -410,7 +410,7 @@ def follow_run(folder: Path) -> int:
         raise UserError(
             f"{shown_folder(folder)} has a job of several tasks, each with its own log",
             where="--follow",
-            next_step=f"python launch/status.py {shown_folder(folder)}",
+            next_step=f"vitscale status {shown_folder(folder)}",
         )
     try:
         while True:
@@ -433,7 +433,7 @@ def follow_run(folder: Path) -> int:
     except KeyboardInterrupt:
         job = run.job
         what = f"job {job.job_id} continues; scancel {job.job_id} ends it" if job else "it goes on"
-        again = f"python launch/status.py {shown_folder(folder)} --follow"
+        again = f"vitscale status {shown_folder(folder)} --follow"
         print(f"\n{what}\nfollow it again: {again}")
         return EXIT_INTERRUPTED
     if run.failure is not None:

@@ -36,6 +36,7 @@ from launch.jobs.attempts import begin_attempt
 from launch.jobs.queue import reachable_address, restart_count
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.loader import SITE_VARIABLE
+from vitscale.config.packaged import INSIDE, IS_WHEEL
 from vitscale.distributed.events import ATTEMPT_VARIABLE
 from vitscale.distributed.exit import skip_teardown
 from vitscale.runs.launching import LaunchSettings
@@ -111,6 +112,8 @@ def _executor(
     launch: LaunchSettings, name: str, folder: Path, run_folder: str | None, code: Path | None
 ) -> _Executor:
     """submitit's executor for validated settings."""
+    # A wheel's stages are on no path of their own.
+    code = code or (INSIDE if IS_WHEEL else None)
     # SLURM_JOB_ID of the first task of an array would mean all its tasks.
     is_array = launch.num_tasks > 1
     job_id = "$SLURM_ARRAY_JOB_ID" if is_array else "$SLURM_JOB_ID"
@@ -210,8 +213,8 @@ def require_slurm() -> None:
     if any(shutil.which(program) is None for program in ("sbatch", "srun")):
         raise UserError(
             "no SLURM on this machine (sbatch and srun are not on PATH)",
-            next_step="use a login node, run here with launch/local.py, or show the batch script "
-            "with --dry-run",
+            next_step="use a login node, run here with `vitscale launch --local`, or show the "
+            "batch script with --dry-run",
         )
 
 

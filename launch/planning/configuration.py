@@ -11,10 +11,10 @@ import argparse
 from finetune.settings import ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from launch.jobs.preparation import RUN_TYPES
+from vitscale.config.packaged import PROJECT_ROOT
 from vitscale.config.reference import as_markdown, settings_reference
 from vitscale.config.section import Run
 from vitscale.distributed.atomic_files import write_text
-from vitscale.tracking.source_version import PROJECT_ROOT
 
 PAGE = PROJECT_ROOT / "docs/configuration.md"
 ALL_RUN_TYPES: dict[str, type[Run]] = {

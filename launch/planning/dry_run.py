@@ -117,7 +117,7 @@ def check_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> None:
         raise UserError(
             f"no shards in {path}",
             where=where,
-            next_step="make them with data_prep/make_shards.py, correct the path, or set "
+            next_step="make them with vitscale prepare shards, correct the path, or set "
             "data.planned_num_samples if only the nodes see the folder",
         )
     if facts.num_classes is not None:

@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
 def load_command(
     run_types: RunTypes[RunT],
     *,
-    script: str,
+    program: str,
     description: str,
     argv: Sequence[str] | None = None,
     needs_config: bool = True,
@@ -54,6 +54,7 @@ def load_command(
 ) -> Command[RunT]:
     """Read the command line into a validated run.
 
+    `program`: how it is started, for example vitscale pretrain.
     `run_types`: one run type, or {stage: run type} chosen by the file's `stage:`.
     `needs_config`: false where the command line alone can make a run.
     `examples`: commands to show when no configuration is given.
@@ -64,9 +65,9 @@ def load_command(
     Raises UserErrors with all errors; SystemExit(0) after --help and --print-config.
     """
     options, switches, by_stage = options or {}, switches or {}, types_by_stage(run_types)
-    words_usage = f" {words_key.upper()}" if words_key else ""
+    takes = f"[--config FILE] [key=value ...] {words_key.upper()}" if words_key else None
     parser = _Parser(
-        usage=f"python {script} --config FILE [key=value ...]{words_usage}",
+        usage=f"{program} {takes or 'CONFIG [key=value ...]'}",
         description=description,
         epilog="\n\n".join([EPILOG, "\n".join(f"  {each}" for each in examples)]),
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
@@ -74,7 +75,9 @@ def load_command(
         add_help=False,
     )
     parser.set_defaults(overrides=[], switches=[])
-    parser.add_argument("--config", metavar="FILE", help="the run's YAML file")
+    parser.add_argument(
+        "--config", metavar="FILE", help="a YAML file, or a name of `vitscale configs`"
+    )
     for name, key in options.items():
         repeated: Any = {"action": "append", "dest": "overrides", "metavar": "VALUE"}
         text, override = f"the same as {key}=VALUE", f"{key}={{}}".format
@@ -107,8 +110,8 @@ def load_command(
         value = plain if takes_list or len(plain) > 1 else plain[0]
         overrides.append(f"{words_key}={json.dumps(value, ensure_ascii=False)}")
     if found.config is None and needs_config:
-        shown = examples or [f"python {script} --config FILE  # see configs/"]
-        step = "\n    ".join(["one of", *shown, f"python {script} --help"])
+        shown = examples or [f"{program} CONFIG  # vitscale configs lists them"]
+        step = "\n    ".join(["one of", *shown, f"{program} --help"])
         error = UserError("no configuration given", where=COMMAND_LINE, next_step=step)
         raise UserErrors([*errors, error])
     loaded = load_run(run_types, found.config, overrides=overrides, errors=errors)

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
+from vitscale.config.packaged import find_config
 from vitscale.config.section import (
     NAME,
     KeyPath,
@@ -67,19 +68,21 @@ def load_run(
 ) -> Loaded[RunT]:
     """Read, merge and validate.
 
-    path: None: the overrides alone. with_site: take defaults from the site file.
+    path: a file, or the name of a packaged one; None: the overrides alone.
+    with_site: take defaults from the site file.
     Raises UserErrors with all errors, including `errors`; conflicts between values come alone,
     once each value by itself is valid, and so do values once their file can be read.
     """
+    path = None if path is None else find_config(str(path))
     found, given = list(errors), Source({}, {})
     for text in overrides:
         try:
             given = merge(given, read_override(text))
         except UserError as error:
             found.append(error)
-    files = [Source({}, {(): COMMAND_LINE if path is None else shown_path(str(path))})]
+    files = [Source({}, {(): COMMAND_LINE if path is None else shown_path(path)})]
     try:
-        files += [] if path is None else read_chain(str(path))
+        files += [] if path is None else read_chain(path)
     except UserError as error:
         raise UserErrors([*found, error]) from None
     merged = reduce(merge, [*files, given])
@@ -113,8 +116,8 @@ def load_run_file(run_types: RunTypes[RunT], path: Path | str) -> RunT:
 
 
 def read_values(path: Path | str) -> dict[str, Any]:
-    """The values of a file with its bases, not validated. Raises UserError."""
-    values: dict[str, Any] = reduce(merge, read_chain(str(path))).values
+    """The values of a file, or a packaged name, with its bases, not validated. Raises UserError."""
+    values: dict[str, Any] = reduce(merge, read_chain(find_config(str(path)))).values
     return values
 
 

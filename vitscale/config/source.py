@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from vitscale.config.errors import UserError, did_you_mean
+from vitscale.config.packaged import similar_configs
 from vitscale.config.section import KeyPath, Node, chosen, is_list
 
 COMMAND_LINE = "command line"
@@ -189,8 +190,9 @@ def _read_file(path: str, *, where: str | None) -> Source:
         text = data.decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
         files = glob.glob(os.path.join(os.path.dirname(path), "*.y*ml"))
-        step = did_you_mean(name, sorted(map(shown_path, files)))
-        raise UserError(f"there is no file {name}", where=where, next_step=step) from None
+        step = did_you_mean(name, sorted(map(shown_path, files)), similar_configs(path))
+        what = "file" if path.endswith(("yaml", "yml")) else "configuration"
+        raise UserError(f"there is no {what} {name}", where=where, next_step=step) from None
     except OSError as error:
         raise UserError(f"cannot be read: {error.strerror}", where=where or name) from None
     except UnicodeDecodeError:

@@ -51,12 +51,9 @@ MAX_OPEN_SHARDS = 64
 DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 # Arrays of `SplitIndex` with one entry per sample.
 ARRAYS = ("shard_of", "offset", "length", "label", "hash_prefix")
-MAKE_SHARDS = (
-    "python data_prep/make_shards.py --config configs/data/image_folder.yaml "
-    "source.path=IMAGES output={folder}"
-)
+MAKE_SHARDS = "vitscale prepare shards data/image_folder source.path=IMAGES output={folder}"
 INDEX_SHARDS = (
-    "python data_prep/index_shards.py --config configs/data/index_shards.yaml "
+    "vitscale prepare index data/index_shards "
     "source.path={folder} output=INDEX, then set data.path=INDEX"
 )
 

@@ -126,7 +126,7 @@ def check_mixed(labels: np.ndarray, *, shard_lengths: Sequence[int], where: str)
             f"tars at a time, which have {found:,.0f} classes; shuffled they would have "
             f"{shuffled:,.0f}",
             where=where,
-            next_step="write shuffled ones, by data_prep/make_shards.py with "
+            next_step="write shuffled ones, by vitscale prepare shards with "
             "source.kind=webdataset; tars for evaluation alone: 'source.splits={val: \"*.tar\"}'",
         )
 

@@ -175,7 +175,7 @@ class TrainingSamples(Samples):
             index,
             unreadable[0],
             more=f", nor can {MAX_SUBSTITUTES} substitutes",
-            next_step="check the storage; data_prep/verify_shards.py names every damaged shard",
+            next_step="check the storage; vitscale prepare verify names every damaged shard",
         )
 
     def _substitute(self, draw: Draw, attempt: int) -> int:

@@ -213,7 +213,7 @@ def _stream_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         yield ("data.webdataset.num_samples", "missing; data.reader=webdataset cannot count them")
     if is_url(data.path):
         yield ("data.path", "needs an index (data.reader=index), or a local copy of the tars")
-    needs_index = "needs an index (data.reader=index); data_prep/index_shards.py makes one"
+    needs_index = "needs an index (data.reader=index); vitscale prepare index makes one"
     names = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent", "views")
     for name in _changed(data, *names, "planned_num_samples"):
         yield (f"data.{name}", needs_index)

@@ -95,7 +95,7 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
         raise UserError(
             f"cannot be read ({getattr(error, 'strerror', None) or error.args[0]})",
             where=str(tar),
-            next_step="check data.train_split and the storage; data_prep/index_shards.py makes an "
+            next_step="check data.train_split and the storage; vitscale prepare index makes an "
             "index of what can be read",
         ) from None
 
@@ -110,7 +110,7 @@ def _label(sample: dict[str, Any], *, num_classes: int) -> int:
         where=sample["__url__"],
         allowed=f"0 to {num_classes - 1} in a member .{LABEL_SUFFIX}",
         next_step="correct data.webdataset.num_classes, or make an index with "
-        "data_prep/index_shards.py",
+        "vitscale prepare index",
     )
 
 

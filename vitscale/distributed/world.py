@@ -65,7 +65,7 @@ def _complete_environment() -> None:
         raise UserError(
             f"RANK is set but {', '.join(missing)} is not",
             where="environment",
-            next_step="start through deepspeed, launch/slurm.py or launch/local.py",
+            next_step="start through deepspeed, vitscale launch or vitscale launch --local",
         )
     env.setdefault("LOCAL_RANK", "0")
     # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.

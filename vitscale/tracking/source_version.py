@@ -1,4 +1,4 @@
-"""Version of the source code: from git, or as recorded when a snapshot of it was taken."""
+"""Version of the source code: from git, of a wheel its release, or as recorded in a snapshot."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import json
 import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-# A checkout, a snapshot (launch/jobs/snapshot.py), or site-packages.
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
+from vitscale.config.packaged import INSIDE, PROJECT_ROOT
+
 # What jobs run; changes elsewhere in the checkout do not count.
 CODE_FOLDERS = ("configs", "data_prep", "finetune", "launch", "pretrain", "vitscale")
 # In the root of a snapshot, which lies in a run folder that may be inside a checkout.
@@ -23,7 +24,7 @@ class SourceVersion:
     """A commit, and how the code differs from it."""
 
     commit: str
-    """Full hash."""
+    """Full hash; of a wheel, the tag of its release."""
     patch: str
     """Names of files that are neither committed nor ignored, and edits. Empty without any."""
 
@@ -42,6 +43,8 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
         done = subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
         return done.stdout.decode("utf-8", "replace")
 
+    if root == INSIDE:
+        return SourceVersion(commit=f"v{version('vitscale')}", patch="")
     with suppress(OSError, ValueError, TypeError):
         recorded = json.loads((root / RECORD_NAME).read_text())
         return SourceVersion(**recorded) if recorded else None

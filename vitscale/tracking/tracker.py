@@ -99,7 +99,7 @@ class Tracker:
             say(
                 "MLflow: jobs of a cluster cannot share an SQLite file; metrics are in "
                 f"{JOURNAL_NAME}, and go to MLflow by "
-                f"python launch/compare.py sync {self.folder} --uri {redact(uri)}"
+                f"vitscale compare sync {self.folder} --uri {redact(uri)}"
             )
             return
         prepare()
@@ -140,7 +140,7 @@ class Tracker:
                 self._say(
                     "warning: MLflow did not receive everything; all metrics are in "
                     f"{self.folder / JOURNAL_NAME}; "
-                    f"python launch/compare.py sync {self.folder} sends the rest"
+                    f"vitscale compare sync {self.folder} sends the rest"
                 )
         self._journal = self._thread = None
 

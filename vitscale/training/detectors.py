@@ -117,8 +117,7 @@ class UnreadableSampleMonitor:
                 f"{self.num_replaced} samples could not be read, more than "
                 f"data.max_unreadable_fraction={self._max_fraction:g} allows; the last: {name}",
                 where=each.shard,
-                next_step="find every damaged shard with data_prep/verify_shards.py and copy it "
-                "again",
+                next_step="find every damaged shard with vitscale prepare verify and copy it again",
             )
 
 

@@ -151,7 +151,7 @@ class TrainingSession:
         if run.data.is_streamed:
             messages.append(
                 "tars without an index: a resume is not exact, it shuffles anew; "
-                "data_prep/index_shards.py makes an index, which resumes exactly"
+                "vitscale prepare index makes an index, which resumes exactly"
             )
         facts = self._facts()
         self.log = self._open_log(stack, facts)

@@ -227,7 +227,7 @@ def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     tars = tmp_path / "repo/data/train"
     arguments = index_command(tars, tmp_path / "index")
     argv = [str(argument) for argument in arguments]
-    work = WorkFolder(load_command(DataPrepRun, script="", description="", argv=argv).run)
+    work = WorkFolder(load_command(DataPrepRun, program="", description="", argv=argv).run)
     open_work_folder(work)
     run_steps(work, STEPS[:2], num_workers=1)
     os.utime(sorted(tars.glob("*.tar"))[0], ns=(1, 1))

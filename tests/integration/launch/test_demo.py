@@ -1,4 +1,4 @@
-"""`make demo` on the embedded corpus, with a third of the training steps; which images it takes.
+"""`vitscale demo` of a wheel, with a third of the training steps; which images it takes.
 
 The accuracy of the full demo in the README is measured by hand.
 """
@@ -10,13 +10,18 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from launch.demo import link_some
+from tests.contract.tree import PACKAGES
 from tests.support.waiting import ROOT
 from vitscale.config.errors import UserError
+
+BUILD_SDIST = "from setuptools.build_meta import build_sdist; build_sdist('..')"
 
 
 def final_top1(run: Path) -> float:
@@ -31,17 +36,51 @@ def shorten(config: Path) -> None:
     config.write_text(text.replace(f"  steps: {steps}\n", f"  steps: {int(steps) // 3}\n"))
 
 
+def installed_wheel(folder: Path) -> tuple[Path, Path]:
+    """A wheel, built from an sdist, and the Python of a venv with it, which does not know the
+    checkout.
+
+    All other packages come from the venv of the tests: a .pth file adds its site-packages. Python
+    does not read the .pth files there, among them that of the editable install.
+    """
+    source = folder / "source"
+    for name in (*PACKAGES, "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    subprocess.run([sys.executable, "-c", BUILD_SDIST], cwd=source, check=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index"]
+    build = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", folder]
+    subprocess.run([*build, *folder.glob("*.tar.gz")], check=True)
+    [wheel] = folder.glob("*.whl")
+    venv, site = folder / "venv", f"lib/python{sysconfig.get_python_version()}/site-packages"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    python = venv / "bin/python"
+    subprocess.run([*pip, "--python", python, "install", *offline, wheel], check=True)
+    (venv / site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return wheel, python
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1500)
-def test_the_demo_learns_and_transfers(tmp_path: Path) -> None:
-    # The demo writes beside its scripts; a copy keeps it apart from the checkout's runs.
-    for name in ("configs", "data_prep", "pretrain", "finetune", "launch"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+def test_the_demo_of_a_wheel_learns_and_transfers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "build").mkdir()
+    wheel, python = installed_wheel(tmp_path / "build")
+    names = {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"vitscale"}
+    ask = "import vitscale, vitscale.images.jpeg._region; print(vitscale.__path__[0])"
+    package = Path(subprocess.check_output([python, "-c", ask], text=True).strip())
+    assert package.is_relative_to(tmp_path)
     for stage in ("pretrain", "finetune"):
-        shorten(tmp_path / f"configs/demo/{stage}.yaml")
+        shorten(package / f"_app/configs/demo/{stage}.yaml")
     finished = subprocess.run(
-        [sys.executable, tmp_path / "launch/demo.py"], capture_output=True, text=True, cwd=tmp_path
+        [python.with_name("vitscale"), "demo"], capture_output=True, text=True
     )
     assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr
     runs = tmp_path / "runs"

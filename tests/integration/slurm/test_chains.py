@@ -109,4 +109,4 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
         assert f"finetune/lr-{lr}" in results["model"]["source"]
     assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
     third, output = chain()
-    assert not third and "compare  python launch/compare.py runs/small" in output, output
+    assert not third and "compare  vitscale compare runs/small" in output, output

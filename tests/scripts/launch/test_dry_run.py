@@ -126,7 +126,7 @@ def test_refusals_are_short_and_complete(submitted: FakeSlurm) -> None:
     command = ("launch/slurm.py", "--config", "run.yaml", "name=other")
     without = submitted.call(*command, slurm=False, code=2)
     assert "no SLURM on this machine" in without
-    assert "launch/local.py" in without and "--dry-run" in without
+    assert "vitscale launch --local" in without and "--dry-run" in without
     bad = ("launch.nodes=3", "data.global_batch=64", "engine.device=cuda")
     errors = submitted.call(*command, *bad, code=2)
     assert "64 images are not divisible by 3 tasks" in errors and "63 or 66" in errors

@@ -17,7 +17,6 @@ from data_prep.formats.index_files import CARD_NAME, training_command, write_car
 from data_prep.formats.tar_writer import MAX_MEMBER_BYTES, TarShard, ustar_header
 from data_prep.steps.list_inputs import hashed_key, make_key
 from pretrain.run import PretrainRun
-from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.loader import load_run
 from vitscale.runs.data_prep import DataPrepRun
@@ -98,16 +97,16 @@ def test_the_recipe_fits_the_corpus_and_the_machine(
         splits |= {split: made.splits["test"]} if split else {}
         facts = replace(made, splits=splits, classes=tuple(map(str, range(classes))))
         words = shlex.split(training_command(Path("my shards"), facts, gpus=gpus))
-        at = words.index("--config") + 1
-        assert words[at] == f"configs/{config}.yaml"
-        run = load_run({"pretrain": PretrainRun}, ROOT / words[at], overrides=words[at + 1 :]).run
+        assert words[2] == config
+        overrides = words[5 if words[3] == "--num-procs" else 4 :]
+        run = load_run({"pretrain": PretrainRun}, words[2], overrides=overrides).run
         assert isinstance(run, PretrainRun)
         assert run.data.path == "my shards" and run.data.val_split == split
         ranks = 2 if num == 40 else run.launch.tasks_per_node * run.launch.nodes
         ranks = {1: 1, 3: 2, 8: 8}.get(gpus, ranks)
         if gpus or num == 40:
-            assert words[:4] == ["deepspeed", "--num_gpus", str(ranks), "pretrain/main.py"]
+            assert words[:5] == ["vitscale", "pretrain", config, "--num-procs", str(ranks)]
         else:
-            assert words[:3] == ["python", "launch/slurm.py", "--dry-run"]
+            assert words[:4] == ["vitscale", "launch", config, "--dry-run"]
         assert training_plan(run, world_size=ranks, num_samples=num).total_steps >= 1000
         assert run.model.num_classes in (None, classes)

@@ -171,7 +171,7 @@ def test_formats_are_the_choices_and_name_missing_packages(monkeypatch: pytest.M
         check_packages(to)
     with pytest.raises(UserError, match="to=onnx: needs onnx") as caught:
         check_packages("onnx")
-    assert caught.value.next_step == "pip install -e '.[onnx]'"
+    assert "pip install 'vitscale[onnx]'" in str(caught.value)
 
 
 # ---- transformers and onnxruntime ----------------------------------------------------------------

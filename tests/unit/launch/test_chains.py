@@ -188,7 +188,7 @@ def test_chains_of_the_repository_load(path: Path, monkeypatch: pytest.MonkeyPat
 def sweep_of(stage: str, *words: str) -> dict[str, Any]:
     """Name -> run."""
     argv = ["--config", f"{stage}.yaml", *words]
-    command = launch_command(argv, script="launch/local.py", switches={}, description="")
+    command = launch_command(argv, program="vitscale launch --local", switches={}, description="")
     assert isinstance(command.run, ChainRun)
     return {step.name: step.run for step in load_chain(command.run, cluster="local").steps}
 

@@ -27,7 +27,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def command(*argv: str, **more: Any) -> Command[PretrainRun]:
     switches = {"--dry-run": "show, do not start"}
     return load_command(
-        PretrainRun, script="x.py", description="Does x.", argv=argv, switches=switches, **more
+        PretrainRun,
+        program="vitscale x",
+        description="Does x.",
+        argv=argv,
+        switches=switches,
+        **more,
     )
 
 
@@ -42,7 +47,7 @@ def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) ->
 
 
 def test_no_configuration_is_answered_with_commands() -> None:
-    with pytest.raises(UserErrors, match=r"one of\n    first\n    second\n    python .* --help"):
+    with pytest.raises(UserErrors, match=r"one of\n    first\n    second\n    vitscale x --help"):
         command(examples=("first", "second"))
 
 
@@ -102,7 +107,7 @@ def test_words_are_the_value_of_their_key() -> None:
     assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
     with pytest.raises(UserErrors, match=r"output: \['b', 'c'\] is a list of 2"):
         command("--config", "a.yaml", "b", "c", words_key="output")
-    texts: dict[str, Any] = {"script": "x.py", "description": ""}
+    texts: dict[str, Any] = {"program": "vitscale x", "description": ""}
     argv = ["init=runs/a", "[b].jpg", "c d.png"]
     found = load_command(PredictRun, argv=argv, needs_config=False, words_key="images", **texts)
     assert found.run.images == ("[b].jpg", "c d.png") and found.config_path is None

@@ -144,7 +144,7 @@ def test_what_a_run_shows_is_without_secrets(
         pictures = tracker.folder / "pictures"
         pictures.mkdir()
         (pictures / "a.png").write_bytes(b"a picture")
-    assert "compare.py sync" in said[-1] and select(store, "count(*) from runs") == [0]
+    assert "vitscale compare sync" in said[-1] and select(store, "count(*) from runs") == [0]
     send(tracker.folder, mlflow_database)
     found = tags(store)
     assert (found["mlflow.runName"], found["vitscale.stage"]) == ("digits", "pretrain")

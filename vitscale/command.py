@@ -1,0 +1,202 @@
+"""The `vitscale` command: start the script of a stage, list configurations, complete words.
+
+Owns: which script a command starts, and the configuration as its first word. The scripts parse
+everything else, as `python SCRIPT` would.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from vitscale.config.errors import UserError, did_you_mean, run_script
+from vitscale.config.packaged import (
+    CONFIGS,
+    INSIDE,
+    IS_WHEEL,
+    PROJECT_ROOT,
+    config_names,
+    find_config,
+    similar_configs,
+)
+
+PREPARE = {
+    "shards": ("data_prep/make_shards.py", "images -> shuffled shards, an index and a ledger"),
+    "index": ("data_prep/index_shards.py", "index the WebDataset tars of others, unchanged"),
+    "verify": ("data_prep/verify_shards.py", "read shards completely; draw samples"),
+    "duplicates": ("data_prep/find_duplicates.py", "find copies among images and of other sets"),
+    "corpus": ("data_prep/make_corpus.py", "write a small corpus: digits or characters"),
+}
+COMMANDS = {
+    "prepare": ("", f"images -> shards: {', '.join(PREPARE)}"),
+    "pretrain": ("pretrain/main.py", "shards -> checkpoint"),
+    "finetune": ("finetune/main.py", "checkpoint -> model for other labels"),
+    "evaluate": ("finetune/evaluate_model.py", "model and shards -> one table of results"),
+    "predict": ("finetune/predict.py", "model and images -> classes"),
+    "export": ("finetune/export.py", "model -> timm, Hugging Face, npz, ONNX, safetensors"),
+    "visualize": ("finetune/visualize.py", "model -> pictures: filters, positions, attention"),
+    "launch": ("launch/slurm.py", "submit a run or a chain to SLURM; --local: run it here"),
+    "compare": ("launch/compare.py", "runs -> tables and an HTML report; sync: to MLflow"),
+    "status": ("launch/status.py", "what runs do, and why they ended"),
+    "demo": ("launch/demo.py", "the whole chain on a small corpus, in minutes, without a GPU"),
+    "configs": ("", "list the packaged configurations; copy NAME: for editing"),
+    "completion": ("", "print the completion of bash, zsh or fish, to be sourced"),
+}
+# They run as many processes as there are GPUs, or --num-procs.
+PARALLEL = ("pretrain", "finetune", "evaluate")
+LOCAL = "launch/local.py"
+# These show, and start nothing.
+SHOWING = ("--help", "-h", "--print-config")
+WITH_CONFIG = (*PARALLEL, "launch", "shards", "index")
+COMPLETION = {
+    "bash": """\
+_vitscale() {
+    local words; words=$(vitscale completion words "${COMP_WORDS[@]:1:COMP_CWORD-1}")
+    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _vitscale vitscale""",
+    "zsh": """\
+_vitscale() { compadd -- $(vitscale completion words ${words[2,CURRENT-1]}) || _files }
+compdef _vitscale vitscale""",
+    "fish": "complete -c vitscale -a '(vitscale completion words (commandline -opc)[2..])'",
+}
+
+
+def main() -> None:
+    run_script(lambda: start(sys.argv[1:]))
+
+
+def start(words: Sequence[str]) -> None:
+    """Run a command line without its first word, `vitscale`. Raises UserError."""
+    name, *rest = words or ["--help"]
+    if name in ("--help", "-h"):
+        lines = [f"  {each:<12}{text}" for each, (_, text) in COMMANDS.items()]
+        print("usage: vitscale COMMAND ...\n", *lines, sep="\n")
+        print("\nvitscale COMMAND --help shows what it takes; --version the version.")
+    elif name == "--version":
+        print(f"vitscale {version('vitscale')}")
+    elif name == "configs":
+        copy_config(rest[1:]) if rest[:1] == ["copy"] else list_configs(rest)
+    elif name == "completion":
+        complete(rest)
+    elif name == "prepare":
+        kind = rest[0] if rest else "--help"
+        if kind in ("--help", "-h"):
+            lines = [f"  {each:<12}{text}" for each, (_, text) in PREPARE.items()]
+            print("usage: vitscale prepare WHAT ...\n", *lines, sep="\n")
+            return
+        execute(_known(kind, PREPARE)[0], _with_config(kind, rest[1:]))
+    else:
+        script, _ = _known(name, COMMANDS)
+        rest = _with_config(name, rest)
+        if name in PARALLEL and "RANK" not in os.environ and not {*SHOWING} & {*rest}:
+            if "--config" in rest:
+                _check_stage(name, rest[rest.index("--config") + 1 :])
+                script = LOCAL
+            elif name == "evaluate" and any(word.startswith("init=") for word in rest):
+                script = LOCAL
+        elif name == "launch" and "--local" in rest:
+            rest.remove("--local")
+            script = LOCAL
+        execute(script, rest)
+
+
+def _known(name: str, commands: dict[str, tuple[str, str]]) -> tuple[str, str]:
+    if name not in commands:
+        names = list(commands)
+        step = did_you_mean(name, names, "vitscale --help")
+        where, allowed = "command line", ", ".join(names)
+        raise UserError(f"{name!r} is no command", where=where, allowed=allowed, next_step=step)
+    return commands[name]
+
+
+def _with_config(name: str, words: Sequence[str]) -> list[str]:
+    """The words with `--config` before the first plain one, where a configuration is wanted."""
+    split = (word.split("=", 1) if word.startswith("--config=") else [word] for word in words)
+    words = [part for parts in split for part in parts]
+    if name in WITH_CONFIG and not {"--config", "--help", "-h"} & set(words):
+        for i, word in enumerate(words):
+            if "=" not in word and word[:1] != "-" and words[i - 1 : i] != ["--num-procs"]:
+                return ["--config", word, *words[:i], *words[i + 1 :]]
+    return words
+
+
+def _check_stage(name: str, words: Sequence[str]) -> None:
+    """Raise UserError where a configuration is of another stage, which `LOCAL` would run, too."""
+    from vitscale.config.loader import read_values
+
+    config = words[0] if words else ""
+    stage = read_values(config).get("stage", name) if config else name
+    if stage != name:
+        other = {"chain": "launch --local", "data_prep": "prepare shards"}.get(stage, stage)
+        step = f"vitscale {other} {config}"
+        raise UserError(f"is a configuration of stage {stage}", where=config, next_step=step)
+
+
+def execute(script: str, words: Sequence[str]) -> NoReturn:
+    """Become `python SCRIPT WORDS`."""
+    environment = dict(os.environ)
+    if IS_WHEEL:  # its stages are on no path of their own
+        inherited = os.environ.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{INSIDE}:{inherited}" if inherited else str(INSIDE)
+    sys.stdout.flush()
+    command = [sys.executable, str(PROJECT_ROOT / script), *words]
+    os.execve(sys.executable, command, environment)
+
+
+def list_configs(words: Sequence[str]) -> None:
+    """Print names that contain one of the words, or all, and the first line of each card."""
+    for name in config_names():
+        if not words or any(word in name for word in words):
+            first = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
+            print(f"{name:<29} {first.removeprefix('# What:').strip()}")
+
+
+def copy_config(words: Sequence[str]) -> None:
+    """Copy a packaged configuration and its bases into configs/ here. Raises UserError."""
+    from vitscale.config.source import read_yaml
+
+    name = words[0] if len(words) == 1 else ""
+    found = Path(find_config(name))
+    if not found.is_relative_to(CONFIGS):
+        what, step = f"{name!r} is no packaged configuration", similar_configs(name)
+        raise UserError(what, where="copy", allowed="one name", next_step=step)
+    path: Path | None = found
+    while path is not None:
+        target = Path("configs", path.relative_to(CONFIGS))
+        if path == found and target.exists():
+            raise UserError("exists already", where=str(target), next_step="edit it, or remove it")
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+            print(target)
+        base = read_yaml(path.read_text(), name=str(path)).get("base")
+        path = None if base is None else (path.parent / base).resolve()
+
+
+def complete(words: Sequence[str]) -> None:
+    """Print a shell's completion, or for `words`, what may follow the words after it."""
+    if words[:1] != ["words"]:
+        names = {shell: (text, "") for shell, text in COMPLETION.items()}
+        print(_known(words[0] if words else "", names)[0])
+        return
+    followers: list[str] = []
+    match words[1:]:
+        case []:
+            followers = list(COMMANDS)
+        case ["prepare"]:
+            followers = list(PREPARE)
+        case ["configs"]:
+            followers = ["copy"]
+        case [*_, last] if last in (*WITH_CONFIG, "copy"):
+            followers = list(config_names())
+    print(*followers, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
