@@ -125,6 +125,7 @@ class Engine:
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients; DeepSpeed divides by the number of accumulated micro-batches."""
         self._engine.backward(self._guard.checked(loss, micro_step=self._micro_step))
+        self._layout.finish_backward()
         self._micro_step += 1
 
     def step(self) -> None:
@@ -137,6 +138,7 @@ class Engine:
             self._layout.measure_norm()
         self._engine.step()
         if is_update:
+            self._layout.finish_update()
             self._renew_remainders()
             self._guard.finish()
             self._average_weights()

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vitscale.distributed.world import World, broadcast_tensor
+from vitscale.engine.gradients import GradientSums
 
 # DeepSpeed's autotuner imports mlflow where it is installed, which takes a second.
 _hidden = sys.modules.setdefault("mlflow", None) is None  # type: ignore[arg-type]  # so Python marks it
@@ -139,6 +141,9 @@ def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:
 class Layout(ABC):
     """Weights and optimiser states of one DeepSpeed engine."""
 
+    _sums: GradientSums | None = None
+    """None: DeepSpeed reduces the gradients."""
+
     def __init__(self, engine: Any, world: World) -> None:
         self._engine, self._world = engine, world
         self._wrapper = engine.optimizer
@@ -167,8 +172,18 @@ class Layout(ABC):
         """
         self.publish_weights()
 
+    def finish_backward(self) -> None:
+        """Call after each backward pass."""
+        if self._sums is not None:
+            self._sums.finish()
+
     def measure_norm(self) -> None:  # noqa: B027  # does nothing here
         """Called before an update. ZeRO's optimisers measure the norm themselves."""
+
+    def finish_update(self) -> None:
+        """Call after each update."""
+        if self._sums is not None:
+            self._sums.clear()
 
     def norm(self) -> Any:
         """Global norm of the unclipped gradients of the update; None before the first."""
@@ -190,9 +205,19 @@ class PlainLayout(Layout):
     def __init__(self, engine: Any, world: World) -> None:
         super().__init__(engine, world)
         self._norm: torch.Tensor | None = None
-        if world.world_size == 1:
-            # DeepSpeed would copy all gradients into one buffer and back, to reduce nothing.
-            engine.enable_backward_allreduce = False
+        # DeepSpeed would copy all gradients into one buffer and back, after the backward pass.
+        engine.enable_backward_allreduce = False
+        if world.world_size > 1:
+            parameters = list(engine.module.parameters())
+            ends = list(accumulate(each.numel() for each in parameters))
+            self._sums = GradientSums(
+                zip(parameters, [0, *ends], strict=False),
+                size=ends[-1],
+                dtype=torch.float32,
+                sent_as=torch.float32,
+                bucket_elements=engine.zero_reduce_bucket_size(),
+                is_last=engine.is_gradient_accumulation_boundary,
+            )
 
     @property
     def base_optimizer(self) -> torch.optim.Optimizer:
@@ -225,7 +250,70 @@ class PlainLayout(Layout):
 
 
 class FlatLayout(Layout):
-    """ZeRO 1 and 2: a slice of each group's flat fp32 tensor."""
+    """ZeRO 1 and 2: a slice of each group's flat fp32 tensor.
+
+    At stage 1 gradients are one flat tensor, and the update a few calls for all parameters, where
+    DeepSpeed makes twenty for each.
+    """
+
+    def __init__(self, engine: Any, world: World) -> None:
+        super().__init__(engine, world)
+        wrapper = self._wrapper
+        if wrapper.partition_gradients or wrapper.cpu_offload or wrapper.dtype == torch.float16:
+            return
+        for hook in wrapper._grad_acc_hooks:
+            hook.remove()
+        engine.enable_backward_allreduce = False
+        wrapper.step = self._step
+        flats = wrapper.bit16_groups_flat
+        starts = [0, *accumulate(each.numel() for each in flats)]
+        self._sums = GradientSums(
+            (
+                (each, start + each.storage_offset() - flat.storage_offset())
+                for start, flat, group in zip(starts, flats, wrapper.bit16_groups, strict=False)
+                for each in group
+            ),
+            size=starts[-1],
+            dtype=wrapper.gradient_accumulation_dtype,
+            sent_as=wrapper.communication_data_type,
+            bucket_elements=wrapper.reduce_bucket_size,
+            is_last=engine.is_gradient_accumulation_boundary,
+        )
+        sizes = wrapper.partition_size
+        self._own_sums = [
+            self._sums.values.narrow(0, start + world.rank * size, size)
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+        mappings = (each._hp_mapping for group in wrapper.bit16_groups for each in group)
+        own = [0, *accumulate(sizes)]
+        pieces = sorted(
+            (mapping.param_group_index, own[mapping.param_group_index] + place.start, place.numel)
+            for mapping in mappings
+            if mapping is not None and (place := mapping.hp_fragment_address)
+        ) or [(0, 0, own[-1])]
+        # A gap, a gradient, a gap, ...; and how many gradients are of each group.
+        ends = [0, *chain(*((start, start + count) for _, start, count in pieces)), own[-1]]
+        self._cuts = [stop - start for start, stop in pairwise(ends)]
+        self._per_group = [sum(each[0] == group for each in pieces) for group in range(len(flats))]
+
+    def _step(self) -> None:
+        """Update this rank's slices and give all ranks the weights."""
+        assert self._sums is not None
+        several, updated = self._world.world_size > 1, self.updated_tensors()
+        own = (torch.cat(self._own_sums) if several else self._sums.values).float()
+        # DeepSpeed's norm, to the bit: of each gradient, each group, all.
+        squares = torch.stack(torch._foreach_norm(own.split(self._cuts)[1::2])).pow(2)
+        of_groups = torch.stack([each.sum() for each in squares.split(self._per_group)])
+        if several:
+            dist.all_reduce(of_groups)
+        self._wrapper._global_grad_norm = torch.linalg.vector_norm(of_groups.pow(0.5))
+        gradients = own.split([each.numel() for each in updated])
+        for each, gradient in zip(updated, gradients, strict=True):
+            each.grad = gradient
+        self.base_optimizer.step()
+        for each in updated:
+            each.grad = None
+        self.publish_weights()
 
     def updated_tensors(self) -> list[torch.Tensor]:
         return list(self._wrapper.single_partition_of_fp32_groups)
@@ -244,8 +332,14 @@ class FlatLayout(Layout):
                     num_values=mapping.hp_fragment_address.numel,
                 )
 
+    @torch.no_grad()
     def publish_weights(self) -> None:
-        self._wrapper.update_lp_params()
+        wrapper, rank = self._wrapper, self._world.rank
+        own = [parts[rank] for parts in wrapper.parallel_partitioned_bit16_groups]
+        torch._foreach_copy_(own, self.updated_tensors())
+        if self._world.world_size > 1:
+            for flat, part in zip(wrapper.bit16_groups_flat, own, strict=True):
+                dist.all_gather_into_tensor(flat, part)
 
 
 class PartitionedLayout(Layout):

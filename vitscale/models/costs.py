@@ -159,6 +159,8 @@ def memory_estimate(
     # The engine sums more than two micro-batches in fp32, and all at stage 0.
     gradient = 2 if is_low and accumulation <= 2 else 4
     gradient_ranks = world_size if zero_stage >= 2 else 1
+    if zero_stage == 1 and is_low and gradient == 4:  # beside those of one micro-batch
+        parameters += 2 * count
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradient * (-(-count // gradient_ranks) + bucket_elements),

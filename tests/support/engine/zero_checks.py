@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from vitscale.checkpoint.tensors import SLICE
@@ -155,7 +156,13 @@ def normalized(images: torch.Tensor) -> torch.Tensor:
     return (images.float() / 255 - 0.5) / 0.5
 
 
-def engine_config(world: World, *, stage: int, dtype: torch.dtype = torch.float32) -> Any:
+def engine_config(
+    world: World,
+    *,
+    stage: int,
+    dtype: torch.dtype = torch.float32,
+    raw: dict[str, Any] | None = None,
+) -> Any:
     config = deepspeed_config(
         EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
         micro_batch=BATCH // ACCUMULATION // world.world_size,
@@ -164,7 +171,7 @@ def engine_config(world: World, *, stage: int, dtype: torch.dtype = torch.float3
         largest_parameter=2000,
         clip_norm=CLIP,
         dtype=dtype,
-        raw={},
+        raw=raw or {},
     )
     # One rank of its own does not get stage 1, which has nothing to shard.
     config["zero_optimization"]["stage"] = stage
@@ -179,6 +186,7 @@ def new_engine(
     dtype: torch.dtype = torch.float32,
     compiled: bool = False,
     vit: torch.nn.Module | None = None,
+    raw: dict[str, Any] | None = None,
 ) -> Engine:
     vit = vit or new_model(recipe)
     if compiled:
@@ -188,7 +196,7 @@ def new_engine(
         vit,
         optimizer=new_optimizer(vit, recipe),
         optimizer_name=recipe.optim.name,
-        config=engine_config(world, stage=stage, dtype=dtype),
+        config=engine_config(world, stage=stage, dtype=dtype, raw=raw),
         world=world,
         dtype=dtype,
         mean=(0.5, 0.5, 0.5),
@@ -370,6 +378,27 @@ def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
     assert not counters["graph_break"] and 1 <= counters["stats"]["unique_graphs"] <= 4
 
 
+def sends_gradients_in_the_backward_pass(world: World, *, stage: int, dtype: torch.dtype) -> None:
+    """In buckets, once an update, from sums of the micro-batches in fp32."""
+    raw: dict[str, Any] = {"zero_optimization": {"reduce_bucket_size": 2000}}
+    raw |= {} if dtype == torch.float32 else {"data_types": {"grad_accum_dtype": "fp32"}}
+    engine, sizes = new_engine(world, stage=stage, dtype=dtype, raw=raw), list[int]()
+    send = dist.all_reduce
+
+    def recorded(tensor: torch.Tensor, *given: Any, **options: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # autograd runs
+            sizes.append(tensor.numel())
+        return send(tensor, *given, **options)
+
+    with patch.object(dist, "all_reduce", recorded):
+        losses = train(engine, 0, 3)
+    rel = CLOSE if dtype == torch.float32 else 2e-2
+    assert losses == pytest.approx(train_plain(ADAMW).losses[:3], rel=rel)
+    num_parameters = sum(each.numel() for each in new_model(ADAMW).parameters())
+    assert len(sizes) >= 3 * 4 and max(sizes) < num_parameters / 3
+    assert sum(sizes) == pytest.approx(3 * num_parameters, rel=0.01)  # with padding
+
+
 def resumes_the_loss_scale(world: World) -> None:
     """fp16 overflows until its loss scale is low enough; the state is moved before that.
 
@@ -412,6 +441,12 @@ CHECKS: dict[str, Callable[[World], None]] = {
         trains_as_plain_torch, source=1, target=3, name="bf16 momentum", rel=1e-3
     ),
     # DeepSpeed has other wrappers in bf16 than in fp32.
+    **{
+        f"ZeRO {stage} in {dtype} sends in the backward pass": partial(
+            sends_gradients_in_the_backward_pass, stage=stage, dtype=dtype
+        )
+        for stage, dtype in ((0, torch.float32), (1, torch.float32), (1, BF16))
+    },
     **{
         f"bf16 at ZeRO {stage} keeps fp32 states": partial(
             trains_as_plain_torch, source=stage, target=stage, dtype=BF16, rel=2e-2

@@ -14,7 +14,10 @@ import pytest
 import torch
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero import stage3, stage_1_and_2
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.training_loops import BareLoop, EngineLoop, Task
+from pretrain.run import PretrainRun
 from tests.support.engine.zero_checks import (
     ADAMW,
     BF16,
@@ -97,7 +100,7 @@ def test_a_nan_in_a_gradient_is_seen(world: World, stage: int) -> None:
     check_nan_is_skipped(config, world=world, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [2, 3])  # the others measure the norm themselves
 def test_a_release_that_hides_a_nan_is_refused(
     world: World, stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,6 +115,53 @@ def test_a_release_that_hides_a_nan_is_refused(
     config = engine_config(world, stage=stage)
     with pytest.raises(UserError, match=r"DeepSpeed .* updates weights although a gradient is NaN"):
         check_nan_is_skipped(config, world=world, dtype=torch.float32)
+
+
+class Calls(TorchDispatchMode):
+    """Counts what Python asks of ATen, views and single-kernel lists alike."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(loop: Any) -> int:
+    """Of the third update; the first ones fill tables."""
+    images, labels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
+    for step in range(2):
+        loop.step(step, images, labels)
+    with Calls() as calls:
+        loop.step(2, images, labels)
+    return calls.count
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "autocast"), (1, "master")])
+def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
+    world: World, stage: int, precision: str
+) -> None:
+    """In bf16, at the depth of B/16; with a rate for each layer nearly as little."""
+
+    def task(**optim: Any) -> Task:
+        run: dict[str, Any] = {
+            "stage": "pretrain",
+            "name": "calls",
+            "data": {"path": "none", "global_batch": 2},
+            "model": {"preset": "B/16", "width": 32, "num_heads": 2, "mlp_width": 64}
+            | {"image_size": 32, "num_classes": 10},
+            "optim": {"lr": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0} | optim,
+            "schedule": {"steps": 10},
+            "engine": {"precision": "bf16", "zero_stage": stage, "device": "cpu"},
+        }
+        return Task(run=PretrainRun.model_validate(run), device=world.device)
+
+    bare = calls_of(BareLoop(task(), precision=precision, compiled=False))
+    own = calls_of(EngineLoop(task(), world, stage=stage))
+    assert own < 1.1 * bare, (own, bare)
+    assert calls_of(EngineLoop(task(layer_decay=0.75), world, stage=stage)) < 1.2 * bare
 
 
 def test_autocast_ends_with_its_engine(world: World) -> None:

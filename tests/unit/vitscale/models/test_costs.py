@@ -52,7 +52,7 @@ def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
         ("fp32", 0, 2, 4 + 4 + 8),
         ("bf16", 0, 2, 4 + 2 + 4 + 8),  # autocast: fp32 weights and gradients, a copy of weights
         ("bf16", 1, 1, 2 + 2 + 12 / 8),
-        ("bf16", 1, 3, 2 + 4 + 12 / 8),  # several micro-batches are summed in fp32
+        ("bf16", 1, 3, 2 + 2 + 4 + 12 / 8),  # several micro-batches are summed in fp32
         ("bf16", 2, 3, 2 + 16 / 8),
         ("bf16", 3, 3, 18 / 8),
     ],
