@@ -20,20 +20,20 @@ import pyarrow.parquet as pq
 from blake3 import blake3
 
 from data_prep.duplicates.reading import image_of
-from data_prep.formats.index_files import folder_of_tars, info_of, sample_bytes, split_fingerprint
+from data_prep.formats.index_files import (
+    INDEX_SCHEMA,
+    INFO_NAME,
+    folder_of_tars,
+    info_of,
+    sample_bytes,
+    split_fingerprint,
+)
 from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
 from data_prep.images.sheet import draw_rows
 from data_prep.worker_processes import Workers
-from vitscale.data.index import (
-    INDEX_NAME,
-    INFO_NAME,
-    NO_LABEL,
-    Manifest,
-    ShardEntry,
-    index_schema,
-)
+from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.processes import num_cores
 from vitscale.images.jpeg import entry_points
@@ -92,7 +92,7 @@ def _findings(name: str, check: Iterator[str]) -> Iterator[str]:
 
 def tar_tasks(index: pa.Table | None, manifest: Manifest) -> Iterator[Task]:
     """Yield every tar with its rows. index: of all tars, in their order."""
-    rows, start = index_schema().empty_table() if index is None else index, 0
+    rows, start = INDEX_SCHEMA.empty_table() if index is None else index, 0
     for shard in (shard for entry in manifest.splits.values() for shard in entry.shards):
         end = min(start + shard.samples, len(rows))
         # Copied: a pickled slice has the whole table.
@@ -105,7 +105,7 @@ def _read_index(folder: Path) -> pa.Table | None:
         table = pq.read_table(folder / INDEX_NAME)
     except (OSError, pa.ArrowException):
         return None
-    if not table.schema.equals(index_schema()):
+    if not table.schema.equals(INDEX_SCHEMA):
         return None
     return table.drop_null().unify_dictionaries().combine_chunks()
 

@@ -6,7 +6,6 @@ An image that cannot be read is a blank row of the batch and a reason, not the e
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from vitscale.data.samples import (
     EvaluationSamples,
     Samples,
     Unreadable,
+    reason_of,
     unreadable_sample,
 )
 from vitscale.data.settings import DataSettings
@@ -148,17 +148,10 @@ class FileSamples(Samples):
         path = self.paths[position]
         try:
             data = _bounded_bytes(path)
-            pixels_HW3 = converted_pixels(data)
-            if pixels_HW3 is None:
-                self.resize(data, out)
-            else:
-                self.resize.of_pixels(pixels_HW3, out)
+            self.resize(data, out, pixels_HW3=converted_pixels(data))
         except (OSError, ValueError) as error:
             out.zero_()
-            text = getattr(error, "strerror", None) or str(error)
-            # Without addresses, so that equal damage has equal reasons.
-            reason = re.sub(r" <.* at 0x[0-9a-f]+>", "", text)
-            return NO_LABEL, [Unreadable(0, position, path, reason)]
+            return NO_LABEL, [Unreadable(0, position, path, reason_of(error))]
         return NO_LABEL, []
 
 

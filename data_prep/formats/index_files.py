@@ -1,7 +1,7 @@
 """Write index.parquet, `_info.json`, manifest.json and README.md, and compute fingerprints.
 
 Owns: their bytes, which depend only on the stored samples.
-Leaves out: their columns and fields (`vitscale.data.index`) and the tars (`tar_writer`).
+Leaves out: the fields of a manifest (`vitscale.data.index`) and the tars (`tar_writer`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,29 @@ import yaml
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
     INDEX_NAME,
-    INFO_NAME,
     MANIFEST_NAME,
     Manifest,
     SplitEntry,
-    index_schema,
     location_of_tars,
 )
 from vitscale.distributed.atomic_files import atomic_file, write_json, write_text
 
-CARD_NAME = "README.md"
+INFO_NAME, CARD_NAME = "_info.json", "README.md"
+_NAMES = pa.dictionary(pa.int32(), pa.string())
+INDEX_SCHEMA = pa.schema(
+    [
+        ("key", pa.string()),
+        ("split", _NAMES),
+        ("shard", _NAMES),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("format", _NAMES),
+        ("label", pa.int32()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("blake3", pa.binary(32)),
+    ]
+)
 
 # Up to these numbers of images, `training_command` takes a small model, and DeiT's recipe.
 SMALL_SAMPLES, MEDIUM_SAMPLES = 50_000, 2_000_000
@@ -46,10 +59,9 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
 
     The bytes depend only on the rows, not on their division into tables.
     """
-    schema = index_schema()
-    names = [field.name for field in schema if pa.types.is_dictionary(field.type)]
+    names = [field.name for field in INDEX_SCHEMA if pa.types.is_dictionary(field.type)]
     with atomic_file(folder / INDEX_NAME) as file:
-        with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        with pq.ParquetWriter(file, INDEX_SCHEMA, compression="zstd") as writer:
             for _, group in groupby(filter(len, tables), lambda table: table["split"][0].as_py()):
                 table = pa.concat_tables(group)
                 for start in range(0, len(table), ROW_GROUP_ROWS):
@@ -57,7 +69,7 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
                     for name in names:
                         # A new dictionary: those of the tables depend on the division.
                         column = part[name].cast(pa.string()).combine_chunks().dictionary_encode()
-                        part = part.set_column(schema.get_field_index(name), name, column)
+                        part = part.set_column(part.column_names.index(name), name, column)
                     writer.write_table(part)
 
 

@@ -9,12 +9,11 @@ import os
 import re
 import stat
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
-from vitscale.data.webdataset import expanded
+from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
 
 # Files with these names are opened and checked. Unsupported formats are included, so that a folder
@@ -80,10 +79,8 @@ def file_containers(
         like, missing = "", set[str]()
         if not full.is_dir():
             like = f" matching {full.name!r}"
-            wanted = set(expanded(full.name, where=where))
-            patterns = {name for name in wanted if "*" in name or "?" in name}
-            missing = wanted - patterns - names
-            names = {n for n in names if n in wanted or any(fnmatchcase(n, p) for p in patterns)}
+            wanted = matching(full.name, names, where=where)
+            names, missing = names & wanted, wanted - names
         if not names:
             what = f"{printable(str(root / folder))!r} contains no {kind}{like}"
             raise UserError(what, where=where)

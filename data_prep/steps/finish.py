@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 from blake3 import blake3
 
 from data_prep.formats.index_files import (
+    INDEX_SCHEMA,
     folder_fingerprint,
     label_map_sha256,
     sample_bytes,
@@ -47,7 +48,6 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
-    index_schema,
 )
 from vitscale.data.order import check_mixed
 from vitscale.data.remote import Location, Url
@@ -78,7 +78,7 @@ class Tar:
         labels = pc.index_in(self.samples["class"], value_set=pa.array(classes, pa.string()))
         rows = self.samples.append_column("label", labels.fill_null(NO_LABEL))
         rows = rows.append_column("shard", pa.repeat(self.entry.name, len(rows)))
-        return rows.select(index_schema().names).cast(index_schema())
+        return rows.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
 
 
 def finish_shards(work: WorkFolder, unit: str) -> None:

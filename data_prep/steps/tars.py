@@ -21,9 +21,9 @@ from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, read_containers, set_class
 from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
-from vitscale.config.errors import StorageError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import NO_LABEL
-from vitscale.data.remote import Location, Url, location_of, names_below, read_chunks, size_of
+from vitscale.data.remote import Location, Url, location_of, names_below, read_chunks
 from vitscale.data.webdataset import matching
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 
@@ -119,11 +119,13 @@ def list_tars(work: WorkFolder, unit: str) -> None:
         listed = []
         if root.scheme not in ("http", "https"):
             listed = [name for name in names_below(root) if name.endswith(".tar")]
-        found = [
-            (name, split)
-            for split, pattern in (source.splits or {"train": "*.tar"}).items()
-            for name in matching(pattern, listed, where=f"source.splits.{split}")
-        ]
+        found = []
+        for split, pattern in (source.splits or {"train": "*.tar"}).items():
+            where = f"source.splits.{split}"
+            if not (names := matching(pattern, listed, where=where)):
+                advice = "correct the pattern; a web server cannot list its files: name them"
+                raise UserError(f"no tars {pattern!r}", where=where, next_step=advice)
+            found += [(name, split) for name in sorted(names)]
     else:
         containers = WebDataset(source, work.run.labels).containers()
         found = [(container.path, container.split) for container in containers]
@@ -158,7 +160,7 @@ def _fetch(url: Url, path: Path) -> None:
     path.parent.mkdir(parents=True)
     with open(path, "wb") as file:
         try:
-            for data in read_chunks(url, size_of(url)):
+            for data in read_chunks(url):
                 file.write(data)
         except StorageError as error:
             raise Outage(error.what, where=error.where, next_step=error.next_step) from None

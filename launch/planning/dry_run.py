@@ -173,13 +173,11 @@ def _data_prep_rows(run: DataPrepRun) -> Rows:
 
 def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     """(name, value) of every derived quantity. Unknown ones name the missing setting."""
-    facts, data = data_facts(run), run.data
+    facts = data_facts(run)
     count = "unknown number of" if facts.num_samples is None else f"{facts.num_samples:,}"
     unlabelled = " without labels" if facts.num_classes == 0 else ""
     held_out = f" without {facts.num_dev:,} held out" if facts.num_dev else ""
     yield "data", f"{count} training images{unlabelled}{held_out}, from {facts.source}"
-    if facts.opened is not None and (text := facts.opened.parts[0].keys_text) is not None:
-        yield "keys", f"{text}, {data.only_keys}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
     plan = known_plan(run, facts)
@@ -365,24 +363,14 @@ def run_checks(run: LaunchableRun) -> list[Check]:
     return rows + caught("data", _training_checks(run))
 
 
-def _is_local(path: str) -> bool:
-    """Whether sizes of files are compared: of thousands of remote ones it would take minutes."""
-    return isinstance(location_of(path), Path)
-
-
 def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
     data = run.data
-    index = read_split(
-        data.path,
-        split=data.val_split,
-        remote_settings=data.remote,
-        check_files=_is_local(data.path),
-    )
+    index = read_split(data.path, split=data.val_split, remote_settings=data.remote)
     yield Check("data", "ok", f"{data.val_split}: {index.num_samples:,} samples")
 
 
 def _training_checks(run: PretrainRun | FinetuneRun) -> Iterator[Check]:
-    facts = data_facts(run, check_files=_is_local(run.data.path))
+    facts = data_facts(run, check_files=True)
     check_data(run, facts)
     yield _training_data(run, facts)
     yield from _loader(run, facts)
@@ -404,8 +392,7 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
         check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
     num_shards = _num_shards(facts.opened)
     found = f"{data.train_split}: {facts.num_samples:,} samples in {num_shards:,} shards"
-    check_files = _is_local(data.path)
-    evaluated = None if data.dev_percent else open_val_split(data, check_files=check_files)
+    evaluated = None if data.dev_percent else open_val_split(data)
     if evaluated is not None:
         found += f"; {data.val_split}: {evaluated.num_samples:,} samples"
     return Check("data", "ok", f"{found}; as in the manifest")

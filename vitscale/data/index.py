@@ -1,9 +1,6 @@
-"""Read shard indexes and manifests, and choose samples by their keys.
+"""Read shard folders: index, manifest, bytes and keys of samples. See docs/data_format.md.
 
-Owns: file names, columns and checks of a shard folder.
-Leaves out: image bytes (`samples`), writing (data_prep).
-Imports no torch, and pyarrow only to read an index, so that `read_manifest` stays light.
-See docs/data_format.md.
+Pyarrow is imported only to read an index, so that `read_manifest` stays light.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from vitscale.data.remote import (
     location_of,
     open_cache,
     prefix_of_hash,
-    read_range,
-    size_of,
+    read_chunks,
 )
 from vitscale.data.settings import RemoteSettings
 from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file, read_entry_points
@@ -42,7 +38,6 @@ if TYPE_CHECKING:
 MAX_SHOWN = 10
 FORMAT_VERSION: Literal[2] = 2
 INDEX_NAME = "index.parquet"
-INFO_NAME = "_info.json"
 MANIFEST_NAME = "manifest.json"
 NO_LABEL = -1
 MAX_OPEN_SHARDS = 64
@@ -51,11 +46,6 @@ MAX_OPEN_SHARDS = 64
 DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 # Arrays of `SplitIndex` with one entry per sample.
 ARRAYS = ("shard_of", "offset", "length", "label", "hash_prefix")
-MAKE_SHARDS = "vitscale prepare shards data/image_folder source.path=IMAGES output={folder}"
-INDEX_SHARDS = (
-    "vitscale prepare index data/index_shards "
-    "source.path={folder} output=INDEX, then set data.path=INDEX"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +74,7 @@ class SplitEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Contents of manifest.json: what a shard folder holds."""
+    """Contents of manifest.json."""
 
     format_version: Literal[2]
     tool_version: str
@@ -109,11 +99,7 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitIndex:
-    """Position of each sample of one split.
-
-    Arrays have one entry per sample, in stored order; of signed integers, as narrow as they can be
-    (`narrowed`), except hashes.
-    """
+    """Position of each sample of one split. Arrays have one entry per sample, in stored order."""
 
     folder: Location
     split: str
@@ -126,7 +112,6 @@ class SplitIndex:
     label: np.ndarray
     """Position in `classes`; NO_LABEL everywhere if there are none."""
     shards: tuple[Path | RemoteFile, ...]
-    """Its tars."""
     shard_lengths: tuple[int, ...]
     """Samples per tar; the samples of a tar are stored one after the other."""
     classes: tuple[str, ...]
@@ -141,8 +126,6 @@ class SplitIndex:
     """Rows of the samples in the stored split; None: all rows, in order."""
     key_hash: str | None = None
     """Hash of the rows that `choose_by_key` left of the stored split."""
-    keys_text: str | None = None
-    """How many they are, for people."""
     entry_points: tuple[Path, ...] = ()
     """Files of the entry points of the images of each tar, which may be missing; empty: none."""
 
@@ -190,8 +173,7 @@ class SplitIndex:
 
 
 def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes of one range. Raises OSError if they are lost or the file is too short, UserError if
-    the file cannot be accessed."""
+    """Bytes of one range. Raises OSError if they are lost, UserError if the file cannot be read."""
     try:
         data = os.pread(_opened(path).fileno(), num_bytes, offset)
     except OSError as error:
@@ -214,36 +196,22 @@ def _opened(path: Path) -> FileIO:
     return open(path, "rb", buffering=0)
 
 
-def index_schema() -> pa.Schema:
-    """Columns of index.parquet."""
-    import pyarrow as pa
-
-    names = pa.dictionary(pa.int32(), pa.string())
-    return pa.schema(
-        [
-            ("key", pa.string()),
-            ("split", names),
-            ("shard", names),
-            ("offset", pa.int64()),
-            ("length", pa.int64()),
-            ("format", names),
-            ("label", pa.int32()),
-            ("width", pa.int32()),
-            ("height", pa.int32()),
-            ("blake3", pa.binary(32)),
-        ]
-    )
-
-
 def read_manifest(folder: Location | str) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
     path = location_of(folder) / MANIFEST_NAME
-    if isinstance(path, Path):
-        text = _local_manifest(path)
-    else:
-        text = read_range(path, offset=0, num_bytes=size_of(path))
     try:
+        text = path.read_bytes() if isinstance(path, Path) else b"".join(read_chunks(path))
         return TypeAdapter(Manifest).validate_json(text)
+    except OSError as error:
+        folder, what = Path(path).parent, "no such folder"
+        if folder.is_dir():
+            what = f"is not a shard folder: {MANIFEST_NAME} cannot be read ({error.strerror})"
+        raise UserError(
+            what,
+            where=str(folder),
+            next_step="set data.path; vitscale prepare shards data/image_folder makes shards of "
+            "images, vitscale prepare index data/index_shards an index of tars",
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
@@ -253,19 +221,6 @@ def read_manifest(folder: Location | str) -> Manifest:
             allowed=f"format version {FORMAT_VERSION}",
             next_step="install the vitscale version that wrote it, or make the shards again",
         ) from None
-
-
-def _local_manifest(path: Path) -> bytes:
-    if path.is_file():
-        return path.read_bytes()
-    folder, next_step = path.parent, f"set data.path, or run: {MAKE_SHARDS}"
-    if not folder.is_dir():
-        what = "is a file, not a shard folder" if folder.exists() else "no such folder"
-    elif tars := sum(1 for _ in folder.glob("*.tar")):
-        what, next_step = f"has {tars} tar files but no {MANIFEST_NAME}", INDEX_SHARDS
-    else:
-        what = f"is not a shard folder: it has no {MANIFEST_NAME}"
-    raise UserError(what, where=str(folder), next_step=next_step.format(folder=folder))
 
 
 def read_split(
@@ -290,15 +245,15 @@ def read_split(
             allowed=", ".join(sorted(manifest.splits)),
             next_step=f"set {key}" if key else None,
         )
-    entry = manifest.splits[split]
-    root = location_of_tars(folder, manifest)
+    entry, root = manifest.splits[split], location_of_tars(folder, manifest)
     files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
     files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
     if check_files:
         _check_sizes({place: size for place, size, _ in files}, split=split, where=str(folder))
     settings = remote_settings or RemoteSettings()
+    limit = int(settings.cache_gib * 2**30)
     index_path, *shards = (
-        RemoteFile(place, num_bytes, digest, open_cache(settings.cache_path, settings.cache_gib))
+        RemoteFile(place, num_bytes, digest, open_cache(settings.cache_path), limit)
         if isinstance(place, Url)
         else place
         for place, num_bytes, digest in files
@@ -311,9 +266,8 @@ def read_split(
     found = [numbers.get(name, -1) for name in names.dictionary.to_pylist()]
     shard_of = narrowed(np.array(found))[names.indices.to_numpy()]
     offset, length, label = (table.column(i).to_numpy() for i in ("offset", "length", "label"))
-    # Cheap enough for 14 million rows.
     shard_bytes = np.array([shard.bytes for shard in entry.shards])
-    counts = np.bincount(shard_of[shard_of >= 0], minlength=len(entry.shards))
+    counts = np.bincount(shard_of[shard_of >= 0], minlength=len(shards))
     low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, NO_LABEL + 1)
     agrees = (
         len(label) == entry.num_samples
@@ -357,12 +311,10 @@ def _check_sizes(sizes: dict[Location, int], *, split: str, where: str) -> None:
     wrong = []
     for path, num_bytes in sizes.items():
         try:
-            found = path.stat().st_size if isinstance(path, Path) else num_bytes
+            if isinstance(path, Path) and (found := path.stat().st_size) != num_bytes:
+                wrong.append(f"{path}: {found} bytes, but the manifest says {num_bytes}")
         except OSError as error:
             wrong.append(f"{path}: missing ({error.strerror})")
-        else:
-            if found != num_bytes:
-                wrong.append(f"{path}: {found} bytes, but the manifest says {num_bytes}")
     if wrong:
         raise UserError(
             f"{len(wrong)} of {len(sizes)} files of split {split!r} cannot be used, such as\n"
@@ -425,26 +377,18 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
             where="data.only_keys",
             allowed="UTF-8 text with one key per line",
         ) from None
-    lines = pc.split_pattern(text, "\n").flatten()
-    wanted = pc.unique(lines.filter(pc.not_equal(lines, "")))
+    wanted = pc.split_pattern(text, "\n").flatten()
     keys = read_columns(index.index_path, index.split, ["key"]).column("key").cast(wanted.type)
-    is_listed = pc.is_in(keys, value_set=wanted)
     stored = np.arange(len(keys)) if index.stored is None else index.stored
-    rows = np.flatnonzero(is_listed.to_numpy()[stored])
+    rows = np.flatnonzero(pc.is_in(keys, value_set=wanted).to_numpy()[stored])
     if not len(rows):
         raise UserError(
-            f"none of the {index.num_samples:,} samples has one of the {len(wanted):,} keys of "
-            f"{path}" + (f", such as {wanted[0].as_py()!r}" if len(wanted) else ""),
+            f"none of the {index.num_samples:,} samples has one of the keys of {path}",
             where="data.only_keys",
             allowed=f"keys of {index.split!r} of {index.folder}, such as {keys[0].as_py()!r}",
-            next_step="correct the file",
         )
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
-    num_missing = len(wanted) - len(pc.unique(keys.filter(is_listed)))
-    text = f"{len(rows):,} of {index.num_samples:,} samples by {len(wanted):,} keys"
-    text += f"; {num_missing:,} keys are not in {index.split!r}" if num_missing else ""
-    chosen = index.subset(rows, name=f"keys {digest}")
-    return replace(chosen, key_hash=digest, keys_text=text)
+    return replace(index.subset(rows, name=f"keys {digest}"), key_hash=digest)
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:

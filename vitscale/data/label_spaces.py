@@ -1,7 +1,4 @@
-"""Label spaces known by name: the classes of ImageNet's releases, from the files that timm ships.
-
-Needs no timm to be imported.
-"""
+"""Label spaces known by name: ImageNet's releases, from files of timm, which is not imported."""
 
 from __future__ import annotations
 

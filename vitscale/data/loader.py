@@ -1,8 +1,5 @@
 """Load batches in worker processes, from any position of training.
 
-Owns: batches, workers and their shared memory, and errors when one dies or hangs.
-Leaves out: the order (`order`), single samples (`samples`), normalisation (`engine`).
-
 Workers come from a server (`fork_server`) and start in milliseconds, so each stream of batches has
 its own. Pixels go through a ring of slots in shared memory, all else through a pipe per worker.
 There is no lock: a worker that is killed or stopped harms no other.
@@ -18,13 +15,13 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,6 +30,7 @@ from vitscale.config.errors import RankError, UserError, WorkerError
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import (
+    Augmentation,
     EvaluationSamples,
     Samples,
     StreamedSamples,
@@ -41,12 +39,7 @@ from vitscale.data.samples import (
 )
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.fork_server import (
-    SIGNALS,
-    end_with_server,
-    start_server,
-    worker_context,
-)
+from vitscale.distributed.fork_server import SIGNALS, end_with_server, start_server, worker_context
 from vitscale.distributed.processes import process_state
 
 # With this torch, the decoders and all readers of samples.
@@ -60,8 +53,6 @@ TIMEOUT_S, NUM_WAITS = 300.0, 16
 PROGRESS_S = 0.02
 # How long to wait for the exit code of a dead worker.
 EXIT_WAIT_S = 5.0
-
-
 # Labels, and the samples that were unreadable; with the images, in a slot until the next is taken.
 Labels = tuple[list[int], list[Unreadable]]
 Filled = tuple[torch.Tensor, list[int], list[Unreadable]]
@@ -84,9 +75,8 @@ class Batch:
     mix_lambda: torch.Tensor | None = None
     """float32 [B], with mixing: the share that each image keeps of itself."""
     positions: np.ndarray | None = None
-    """int64 [B]: in training the positions of the images in training, counted from 0, so that
-    random draws do not depend on the number of ranks; in an evaluation their numbers in the
-    split."""
+    """int64 [B]: positions of the images in training, so that random draws do not depend on the
+    number of ranks; in an evaluation their numbers in the split."""
 
     def to(self, device: torch.device) -> Batch:
         return Batch(
@@ -103,10 +93,7 @@ class Batch:
 
 
 def start_loader_server(num_workers: int) -> None:
-    """Start the server of workers, if there will be any, before this process has a thread.
-
-    It shares the imports of this process.
-    """
+    """Start the server of workers, if there will be any, before this process has a thread."""
     if num_workers:
         start_server(IMPORTS)
 
@@ -124,21 +111,16 @@ def training_batches(
     micro_batch: int,
     pin_memory: bool,
 ) -> AbstractContextManager[Iterator[Batch]]:
-    """Micro-batches of one rank between two positions of training (samples seen).
-
-    The position decides which samples they have; of streamed tars only how many. See
-    `open_batches`.
-    """
+    """Micro-batches of one rank between two positions of training; see `open_batches`."""
     positions = rank_batches(
         start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
     )
-    more: dict[str, Any] = {"settings": settings, "image_size": image_size, "seed": seed}
-    samples: Samples
-    if training_set.order is not None:
-        samples = TrainingSamples(training_set, **more)
-    else:
-        more |= {"start": start, "rank": rank, "world_size": world_size}
-        samples = StreamedSamples(training_set, **more)
+    augmentation = Augmentation(settings, image_size=image_size, seed=seed)
+    samples: Samples = (
+        StreamedSamples(training_set, augmentation, start=start, place=(rank, world_size))
+        if settings.is_streamed
+        else TrainingSamples(training_set, augmentation)
+    )
     return open_batches(
         samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory
     )
@@ -188,23 +170,15 @@ def open_batches(
     Raises WorkerError, naming the worker, if one dies or hangs, and RankError for what a worker
     cannot read. The end of the block waits for no worker.
     """
-    source: AbstractContextManager[Iterator[Filled]]
     if settings.num_workers:
-        source = _filled_by_workers(samples, positions, batch, settings.num_workers)
+        with _filled_by_workers(samples, positions, batch, settings.num_workers) as filled:
+            yield (_copied(each, pinned=pin_memory) for each in filled)
     else:
-        source = nullcontext(_filled_here(samples, positions, batch))
-    with source as filled:
-        yield (_copied(each, pinned=pin_memory) for each in filled)
-
-
-def _filled_here(
-    samples: Samples, positions: Iterable[Sequence[int]], batch: int
-) -> Iterator[Filled]:
-    size = samples.image_size
-    images = torch.empty(batch, 3, size, size, dtype=torch.uint8)
-    samples.start(worker=0, num_workers=1)
-    for each in positions:
-        yield (images[: len(each)], *_fill(samples, each, images))
+        samples.start(worker=0, num_workers=1)
+        size = samples.image_size
+        images = torch.empty(batch, 3, size, size, dtype=torch.uint8)
+        here = ((images[: len(each)], *_fill(samples, each, images)) for each in positions)
+        yield (_copied(each, pinned=pin_memory) for each in here)
 
 
 def _copied(filled: Filled, *, pinned: bool) -> Batch:
@@ -221,11 +195,8 @@ def _copied(filled: Filled, *, pinned: bool) -> Batch:
 
 
 def _fill(samples: Samples, positions: Sequence[int], images: torch.Tensor) -> Labels:
-    """Write the images at some positions; their labels, and the samples that were unreadable.
-
-    images: uint8 [at least as many, 3, rows, columns].
-    Raises RankError for any UserError: the other ranks do not know about it.
-    """
+    """Write the images at some positions. Raises RankError for any UserError: the other ranks do
+    not know about it."""
     labels, unreadable = [], []
     try:
         samples.prefetch(positions)
@@ -247,14 +218,10 @@ class _Worker(NamedTuple):
     process: BaseProcess
     connection: Connection
 
-    def __str__(self) -> str:
-        return f"{self.process.name} (pid {self.process.pid}"
-
 
 def core_seconds(pid: int) -> float:
-    """Time that a process has spent on cores."""
+    """Time that a process has spent on cores; see clock_getcpuclockid(3)."""
     with suppress(OSError):  # it has just ended
-        # The kernel's name for the clock of another process: clock_getcpuclockid(3).
         return time.clock_gettime(~pid << 3 | 2)
     return 0.0
 
@@ -263,11 +230,7 @@ def core_seconds(pid: int) -> float:
 def _filled_by_workers(
     samples: Samples, positions: Iterable[Sequence[int]], batch: int, num_workers: int
 ) -> Iterator[Iterator[Filled]]:
-    """The batches in order; batch n comes from worker n modulo their number.
-
-    Iteration raises WorkerError, the RankError of a worker, RuntimeError for any other of its
-    errors.
-    """
+    """The batches in order; batch n comes from worker n modulo their number."""
     # One more than the batches ahead: the one that is being read.
     num_slots = num_workers * PREFETCH + 1
     shape = (num_slots, batch, 3, samples.image_size, samples.image_size)
@@ -278,11 +241,8 @@ def _filled_by_workers(
     def assign() -> None:
         """Send the next batch, if there is one, to its worker."""
         for number, each in islice(to_do, 1):
-            worker = workers[number % num_workers]
-            try:
-                worker.connection.send((number % num_slots, each))
-            except OSError:
-                raise _death_of(worker) from None
+            with suppress(OSError):  # it is dead, as the wait for its reply will find
+                workers[number % num_workers].connection.send((number % num_slots, each))
             assigned.append(number)
 
     def filled() -> Iterator[Filled]:
@@ -313,10 +273,7 @@ def _started(
     context = worker_context(IMPORTS)
     ours, theirs = context.Pipe()
     process = context.Process(
-        target=_run,
-        args=(theirs, samples, shape, number, num_workers),
-        name=f"loader-{number}",
-        daemon=True,
+        target=_run, args=(theirs, samples, shape, number, num_workers), daemon=True
     )
     try:
         process.start()
@@ -334,13 +291,19 @@ def _started(
 
 def _reply(worker: _Worker, workers: Sequence[_Worker]) -> Labels:
     """Raises WorkerError if the worker dies, or hangs while no other computes, and its errors."""
-    num_idle, spent_s = 0, 0.0
+    process, num_idle, spent_s = worker.process, 0, 0.0
     while num_idle < NUM_WAITS:
         if worker.connection.poll(TIMEOUT_S / NUM_WAITS):
             try:
                 reply = worker.connection.recv()
             except (EOFError, OSError):
-                raise _death_of(worker) from None
+                process.join(EXIT_WAIT_S)
+                raise WorkerError(
+                    f"a loader worker died: pid {process.pid}, exit code {process.exitcode}",
+                    where="data.num_workers",
+                    next_step="exit code -9 usually means the OOM killer: lower data.num_workers "
+                    "or raise the job's memory",
+                ) from None
             if isinstance(reply, Exception):
                 raise reply
             return reply
@@ -348,19 +311,9 @@ def _reply(worker: _Worker, workers: Sequence[_Worker]) -> Labels:
         num_idle = 0 if now_s - spent_s > PROGRESS_S else num_idle + 1
         spent_s = now_s
     raise WorkerError(
-        f"{worker}, {process_state(worker.process.pid or 0)}) gave no batch and no worker did "
-        f"anything for {TIMEOUT_S:g} s",
+        f"a loader worker (pid {process.pid}, {process_state(process.pid or 0)}) gave no batch and "
+        f"no worker did anything for {TIMEOUT_S:g} s",
         next_step="check the storage of the shards; py-spy dump --pid PID shows what it does",
-    )
-
-
-def _death_of(worker: _Worker) -> WorkerError:
-    worker.process.join(EXIT_WAIT_S)
-    return WorkerError(
-        f"a loader worker died: {worker}), exit code {worker.process.exitcode}",
-        where="data.num_workers",
-        next_step="exit code -9 usually means the OOM killer: lower data.num_workers or raise "
-        "the job's memory",
     )
 
 
@@ -394,9 +347,6 @@ def _run(
 
 
 def _mapped(memory: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The slots of all processes, uint8 [slots, batch, 3, rows, columns].
-
-    When batch n is read, workers have at most batch n + num_workers * PREFETCH, so none writes to
-    the slot that is being read.
-    """
+    """The slots, uint8 [slots, batch, 3, rows, columns]. When batch n is read, workers have at most
+    batch n + num_workers * PREFETCH, so none writes to the slot that is being read."""
     return torch.frombuffer(mmap.mmap(memory, math.prod(shape)), dtype=torch.uint8).view(shape)

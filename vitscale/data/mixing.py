@@ -1,7 +1,5 @@
 """Apply Mixup and CutMix to a micro-batch, on its device.
 
-Leaves out: the loss of mixed labels (`vitscale.training.losses`).
-
 Partners are the positions 2i and 2i + 1 of training, which are in one micro-batch on every layout
 if its size is even. Random numbers depend on the seed and the step (or pair) alone. So the mixed
 images are the same for any number of ranks and accumulated micro-batches.
@@ -70,9 +68,7 @@ def draw_blend(settings: MixingSettings, key: int, *, image_size: int) -> Blend:
 
 
 def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend:
-    """A square box around a random pixel, clipped at the border.
-
-    The share follows from its true area.
+    """A square box around a random pixel, clipped at the border; the share is its true area's.
 
     Source: Yun et al. 2019, eq. 2; rounding as in timm.
     """
@@ -89,17 +85,12 @@ def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend
 
 def _on_device(values: list[Any], device: torch.device) -> torch.Tensor:
     """A tensor of numbers of the host. A GPU gets it without being waited for."""
-    tensor = torch.tensor(values)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    pinned = torch.tensor(values, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
 
 
 def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
-    """Mix each image with its partner; float32, same value range, not rounded.
-
-    blends: one per pair, or one for all.
-    """
+    """Mix each image with its partner; float32, not rounded. blends: one per pair, or for all."""
     device = images_B3SS.device
     rows, columns = images_B3SS.shape[-2:]
     keep_P = _on_device([1.0 if blend.box else blend.share for blend in blends], device)

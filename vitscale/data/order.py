@@ -1,8 +1,6 @@
 """Map positions of training to samples: a pure function of (index fingerprint, seed, epoch).
 
-Owns: which sample is at which position, and which rank reads it. There is no shuffle buffer and no
-state: a position is one integer.
-Leaves out: reading.
+There is no shuffle buffer and no state: a position is one integer.
 
 The permutation is shard-blocked: shards are permuted, `BLOCK_SHARDS` consecutive ones form a block,
 and samples are permuted inside a block. So reads touch few files at a time, only the current block
@@ -202,12 +200,7 @@ def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.nda
 
 
 def rank_batches(
-    *,
-    start: int,
-    stop: int,
-    rank: int,
-    world_size: int,
-    micro_batch: int,
+    *, start: int, stop: int, rank: int, world_size: int, micro_batch: int
 ) -> Iterator[list[int]]:
     """Positions of this rank's micro-batches between two positions of training.
 

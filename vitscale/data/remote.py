@@ -1,16 +1,13 @@
 """Read shards at a URL through a cache of whole files on a local disk.
 
-Owns: which URLs are allowed, requests and their repetition, the files of the cache folder and their
-total size. A file is in the cache whole and verified, or not at all.
-Leaves out: the ranges of samples (`index`), the order of reading (`order`).
+Fsspec supports schemes that run commands, and chains of schemes (`pipe:`, `a::b`). Both are refused
+here: it gets plain URLs with a scheme of `SCHEMES` only.
 
-The only module that calls fsspec, which supports schemes that run commands, and chains of schemes
-(`pipe:`, `a::b`). Both are refused here: fsspec gets plain URLs with a scheme of `SCHEMES` only.
-
-A cached file is named by its BLAKE3, so several sets and jobs can share a folder, and no name from
-a manifest becomes a path. `HASH.part` is being fetched by the process that locks `HA.lock`, a lock
-that the kernel releases however the process ends. It has its full length from the start, to reserve
-the space. The modification time of a file is its last use.
+A file is in the cache whole and verified, or not at all. It is named by its BLAKE3, so several sets
+and jobs can share a folder, and no name from a manifest becomes a path. `HASH.part` is being
+fetched by the process that locks `HA.lock`, a lock that the kernel releases however the process
+ends. It has its full length from the start, to reserve the space. The modification time of a file
+is its last use.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ SCHEMES = ("http", "https", "s3", "gs")
 _PLAIN = re.compile(
     rf"((?:{'|'.join(SCHEMES)})://[A-Za-z0-9._~:-]+|file://)(/[A-Za-z0-9._~%+=,@!:/ -]*)?"
 )
-# Bytes that are wrong this often are damaged: where they are stored, or in their index.
+# Bytes that are wrong this often are damaged where they are stored, or in their index.
 DAMAGED_READS = 3
 # A prefetch evicts no shard that was used this recently: it may be one of the current block.
 IDLE_S = 60.0
@@ -55,6 +52,8 @@ IDLE_S = 60.0
 ABANDONED_S = 200.0
 # Resolution of the last use.
 TOUCH_S = 1.0
+# The lock of a cache folder's total size.
+SPACE = "space"
 # Other files in the folder are neither counted nor touched.
 _OURS = re.compile(r"[0-9a-f]{64}(\.part)?")
 T = TypeVar("T")
@@ -63,17 +62,6 @@ T = TypeVar("T")
 def is_url(text: str) -> bool:
     """Whether a text starts like a URL, with a scheme and a colon."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) is not None
-
-
-def url_problem(text: str) -> str | None:
-    """Why a URL of a folder is refused. Never quotes the URL: it may contain a password."""
-    if _PLAIN.fullmatch(text) and "::" not in text and ".." not in text.split("/"):
-        return None
-    return (
-        f"is not a plain URL of {', '.join(SCHEMES)} or file: one without a user name, password, "
-        "'?', '#', '::', '..', quotes or wildcards (credentials belong where fsspec looks for "
-        "them: environment, ~/.netrc, ~/.aws); write ./ before a path with a colon"
-    )
 
 
 class Url(str):
@@ -99,46 +87,43 @@ Location = Path | Url
 
 
 def location_of(place: Location | str, *, where: str = "data.path") -> Location:
-    """Parse a path or URL. Raises UserError for a URL that is not allowed."""
+    """Parse a path or URL. Raises UserError for a URL that is not allowed, without quoting it: it
+    may contain a password."""
     if isinstance(place, Path | Url):
         return place
     if not is_url(place):
         return Path(place)
-    if problem := url_problem(place):
-        raise UserError(problem, where=where)
+    if not _PLAIN.fullmatch(place) or "::" in place or ".." in place.split("/"):
+        raise UserError(
+            f"is not a plain URL of {', '.join(SCHEMES)} or file: one without a user name, "
+            "password, '?', '#', '::', '..', quotes or wildcards (credentials belong where fsspec "
+            "looks for them: environment, ~/.netrc, ~/.aws); write ./ before a path with a colon",
+            where=where,
+        )
     path = place.removeprefix("file://")
     return Path(path) if path != place else Url(place.rstrip("/"))
 
 
-class MissingError(UserError):
-    """There is no such file, which no retry changes."""
+def read_chunks(url: Url, num_bytes: int | None = None) -> Iterator[bytes]:
+    """The bytes of a file, in parts that are each tried again. num_bytes: its size, if known.
 
+    Raises StorageError, or UserError if there is no such file.
+    """
 
-def read_range(url: Url, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes of one range. Raises StorageError or MissingError, as all that read here."""
-
-    def read(storage: Any) -> bytes:
-        data = storage.cat_file(url, start=offset, end=offset + num_bytes, timeout=REQUEST_S)
-        if len(data) != num_bytes:
+    def part(storage: Any) -> bytes:
+        data: bytes = storage.cat_file(url, start=start, end=end, timeout=REQUEST_S)
+        if len(data) != end - start:
             raise OSError(
-                f"sends {len(data)} instead of {num_bytes} bytes from {offset} on; a server must "
+                f"sends {len(data)} instead of {end - start} bytes from {start} on; a server must "
                 "support range requests"
             )
-        return bytes(data)
+        return data
 
-    return _retried(url, read) if num_bytes else b""
-
-
-def read_chunks(url: Url, num_bytes: int) -> Iterator[bytes]:
-    """The first bytes of a file, in parts that are each tried again."""
-    for offset in range(0, num_bytes, CHUNK_BYTES):
-        yield read_range(url, offset=offset, num_bytes=min(CHUNK_BYTES, num_bytes - offset))
-
-
-def size_of(url: Url) -> int:
-    """Size of a file in bytes."""
-    # int: a server that sends no size gives None
-    return _retried(url, lambda storage: int(storage.info(url, timeout=REQUEST_S)["size"]))
+    if num_bytes is None:  # int: a server that sends no size gives None
+        num_bytes = _retried(url, lambda storage: int(storage.info(url, timeout=REQUEST_S)["size"]))
+    for start in range(0, num_bytes, CHUNK_BYTES):
+        end = min(start + CHUNK_BYTES, num_bytes)
+        yield _retried(url, part)
 
 
 def names_below(folder: Url) -> list[str]:
@@ -148,13 +133,12 @@ def names_below(folder: Url) -> list[str]:
 
 
 def _retried(url: Url, read: Callable[[Any], T]) -> T:
-    """What `read` makes of the URL's file system; tried again after an error.
+    """What `read` makes of the URL's file system; tried again for `PATIENCE_S` after an error.
 
-    Raises StorageError after `PATIENCE_S`, or at once if refused; MissingError for no such file.
+    A refusal or a missing file is an error at once.
     """
-    pause_s = FIRST_PAUSE_S
     storage = _filesystem(url.scheme)  # not counted: the first imports a lot
-    start = time.monotonic()
+    start, pause_s = time.monotonic(), FIRST_PAUSE_S
     for tries in count(1):
         try:
             return read(storage)
@@ -167,7 +151,7 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
             spent_s = time.monotonic() - start
             if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
                 text = redact(f"{type(cause).__name__}: {cause}")
-                raise (MissingError if is_missing else StorageError)(
+                raise (UserError if is_missing else StorageError)(
                     f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
                     where=str(url),
                     next_step="check address, network and credentials, then run the same command "
@@ -193,8 +177,7 @@ def _filesystem(scheme: str) -> Any:
         raise UserError(
             f"{scheme}:// cannot be read: {error}", next_step="pip install s3fs, or gcsfs for gs://"
         ) from None
-    # Ranges of a compressed transfer would count other bytes. Proxies and ~/.netrc are used, as by
-    # other programs.
+    # Ranges of a compressed transfer would count other bytes. Proxies and ~/.netrc are used.
     options = fsspec.config.conf.get(scheme, {})
     client = {"trust_env": True} | options.get("client_kwargs", {}) | {"auto_decompress": False}
     headers = {"Accept-Encoding": "identity"} | options.get("headers", {})
@@ -209,48 +192,82 @@ def prefix_of_hash(data: bytes) -> int:
     return int.from_bytes(blake3.blake3(data).digest(8), "little")
 
 
+@cache
+def open_cache(cache_path: str | None) -> Path:
+    """Make the folder of the cache. Raises UserError if none is set or it cannot be written."""
+    if cache_path is None:
+        raise UserError(
+            "shards at a URL are fetched to a local disk first",
+            where="remote.cache_path",
+            next_step="set data.remote.cache_path (predict, visualize: remote.cache_path) to a "
+            "folder on a disk of each node",
+        )
+    folder = Path(cache_path).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, SPACE):
+            return folder
+    except OSError as error:
+        raise not_written(error, key="data.remote.cache_path", path=str(folder)) from None
+
+
+@contextmanager
+def locked(folder: Path, name: str, *, wait: bool = True) -> Iterator[None]:
+    """Lock SPACE, or the files whose hash begins with `name`; a lock each would be many."""
+    with open(folder / f"{name}.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        try:
+            yield
+        finally:
+            # Closing is not enough: a process forked since then may have it open, too.
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
     """A file at a URL, with the size and hash that a manifest gives, and the cache that keeps it.
 
-    Its methods raise UserError if the storage gives no answer or wrong bytes, or the disk is full.
+    Methods raise UserError if the storage gives no answer or wrong bytes, or the disk is full.
     """
 
     url: Url
     num_bytes: int
     blake3_hex: str
-    cache: ShardCache
+    folder: Path
+    """The cache."""
+    max_bytes: int
+    """Most bytes of all files in `folder`; the least recently used one is evicted first."""
 
     def __str__(self) -> str:
         return self.url
 
-    def path(self, *, ahead: bool = False) -> Path:
-        """Local path; the file is fetched if it is missing, once for all processes.
-
-        ahead: evict nothing in use, and raise UserError if another process is fetching it.
-        """
+    @property
+    def local(self) -> Path:
+        """Where it is once it is fetched."""
         assert _OURS.fullmatch(self.blake3_hex), self.blake3_hex
-        final = self.cache.folder / self.blake3_hex
-        if final.exists():
-            return final
+        return self.folder / self.blake3_hex
+
+    def path(self, *, ahead: bool = False) -> Path:
+        """Local path; a missing file is fetched, once for all processes. ahead: evict nothing in
+        use, and raise UserError if another process is fetching it."""
         try:
-            with self.cache.locked(self.blake3_hex[:2], wait=not ahead):
-                if not final.exists():  # not fetched meanwhile
-                    self._fetch(final, idle_s=IDLE_S if ahead else 0.0)
+            if not self.local.exists():
+                with locked(self.folder, self.blake3_hex[:2], wait=not ahead):
+                    if not self.local.exists():  # not fetched meanwhile
+                        self._fetch(idle_s=IDLE_S if ahead else 0.0)
         except OSError as error:
             raise UserError(
                 f"{self.url} cannot be kept there ({error.strerror or error})",
-                where=str(self.cache.folder),
+                where=str(self.folder),
                 next_step="free space, raise data.remote.cache_gib, or choose another disk with "
                 "data.remote.cache_path",
             ) from None
-        return final
+        return self.local
 
     def verified(self) -> Path:
         """Like `path`; a file that was there already is hashed, and fetched again if damaged."""
-        path = self.path()
-        if blake3_of_file(path) != self.blake3_hex:
-            path.unlink(missing_ok=True)
+        if blake3_of_file(self.path()) != self.blake3_hex:
+            self.local.unlink(missing_ok=True)
         return self.path()
 
     def read(self, *, offset: int, num_bytes: int, hash_prefix: int) -> bytes:
@@ -270,95 +287,51 @@ class RemoteFile:
             path.unlink(missing_ok=True)
         raise OSError("its bytes do not have the hash in the index")
 
-    def _fetch(self, final: Path, *, idle_s: float) -> None:
-        partial = final.with_suffix(".part")
+    def _fetch(self, *, idle_s: float) -> None:
+        partial = self.local.with_suffix(".part")
         try:
             with open(partial, "wb") as out:
-                self.cache.reserve(out, num_bytes=self.num_bytes, idle_s=idle_s)
-                if not any(self._copy(out) == self.blake3_hex for _ in range(DAMAGED_READS)):
+                self._reserve(out, idle_s=idle_s)
+                if not any(self._copy(out) for _ in range(DAMAGED_READS)):
                     raise UserError(
                         "cannot be read: its bytes do not have the hash of the manifest",
                         where=str(self.url),
                         next_step="upload it again; make the shards again if the local copy is "
                         "damaged too",
                     )
-            with self.cache.locked("space"):  # a process that counts the files would miss this one
-                os.rename(partial, final)
+            with locked(self.folder, SPACE):  # a process that counts files would miss this one
+                os.rename(partial, self.local)
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
 
-    def _copy(self, out: BufferedWriter) -> str:
-        """Write all bytes; returns their hash."""
-        digest = blake3.blake3()
-        out.seek(0)
-        for data in read_chunks(self.url, self.num_bytes):
-            digest.update(data)
-            out.write(data)
-        return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class ShardCache:
-    """Holds at most `max_bytes`; evicts the least recently used file first."""
-
-    folder: Path
-    max_bytes: int
-
-    def reserve(self, out: BufferedWriter, *, num_bytes: int, idle_s: float) -> None:
-        """Extend a file to its full length, after evicting as many others as necessary.
-
-        idle_s: how long those have not been used. Raises OSError if there is no space.
-        """
-        with self.locked("space"):
+    def _reserve(self, out: BufferedWriter, *, idle_s: float) -> None:
+        """Extend a file to its full length, after evicting as many others as necessary, which have
+        not been used for `idle_s`. Raises OSError if there is no space."""
+        with locked(self.folder, SPACE):
             files = []
             for path in self.folder.iterdir():
                 with suppress(FileNotFoundError):  # just removed as damaged
                     if _OURS.fullmatch(path.name):
                         files.append((path.stat().st_mtime, path.stat().st_size, path))
-            excess = num_bytes + sum(size for _, size, _ in files) - self.max_bytes
+            excess = self.num_bytes + sum(size for _, size, _ in files) - self.max_bytes
             for last_use, size, path in sorted(files):
                 is_idle = time.time() - last_use >= (ABANDONED_S if path.suffix else idle_s)
                 if excess > 0 and is_idle:
                     path.unlink(missing_ok=True)
                     excess -= size
             if excess > 0:
-                raise OSError(errno.ENOSPC, f"no space for {num_bytes} bytes")
-            out.truncate(num_bytes)
+                raise OSError(errno.ENOSPC, f"no space for {self.num_bytes} bytes")
+            out.truncate(self.num_bytes)
 
-    @contextmanager
-    def locked(self, name: str, *, wait: bool = True) -> Iterator[None]:
-        """Lock `space`, or the files whose hash begins with `name`; a lock each would be many.
-
-        Raises BlockingIOError if another process has the lock.
-        """
-        with open(self.folder / f"{name}.lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            try:
-                yield
-            finally:
-                # Closing is not enough: a process forked since then may have it open, too.
-                fcntl.flock(file, fcntl.LOCK_UN)
-
-
-@cache
-def open_cache(cache_path: str | None, cache_gib: float) -> ShardCache:
-    """Make the folder of the cache. Raises UserError if none is set or it cannot be written."""
-    if cache_path is None:
-        raise UserError(
-            "shards at a URL are fetched to a local disk first",
-            where="remote.cache_path",
-            next_step="set data.remote.cache_path (predict, visualize: remote.cache_path) to a "
-            "folder on a disk of each node",
-        )
-    folder = Path(cache_path).expanduser().absolute()
-    made = ShardCache(folder, max_bytes=int(cache_gib * 2**30))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with made.locked("space"):
-            return made
-    except OSError as error:
-        raise not_written(error, key="data.remote.cache_path", path=str(folder)) from None
+    def _copy(self, out: BufferedWriter) -> bool:
+        """Write all bytes; whether they have the right hash."""
+        digest = blake3.blake3()
+        out.seek(0)
+        for data in read_chunks(self.url, self.num_bytes):
+            digest.update(data)
+            out.write(data)
+        return digest.hexdigest() == self.blake3_hex
 
 
 # The thread that prefetches. Workers are forks of a server that never does.
@@ -369,16 +342,16 @@ def prefetch(shards: Sequence[Path | RemoteFile]) -> None:
     """Fetch shards in the background, the first first; does nothing while it still fetches."""
     global _prefetching
     remote = [each for each in shards if isinstance(each, RemoteFile)]
-    missing = [each for each in remote if not (each.cache.folder / each.blake3_hex).exists()]
+    missing = [each for each in remote if not each.local.exists()]
+
+    def fetch() -> None:
+        for file in missing:
+            # Another process fetches it, all shards are in use, or the storage gives no answer:
+            # whoever reads the shard fetches it, and names what is wrong.
+            with suppress(UserError):
+                file.path(ahead=True)
+
     if missing and not _prefetching.is_alive():
         # A daemon, so that the end does not wait for the network.
-        _prefetching = threading.Thread(target=_fetch_all, args=(missing,), daemon=True)
+        _prefetching = threading.Thread(target=fetch, daemon=True)
         _prefetching.start()
-
-
-def _fetch_all(files: Sequence[RemoteFile]) -> None:
-    for file in files:
-        # Another process fetches it, all shards are in use, or the storage gives no answer:
-        # whoever reads the shard fetches it, and names what is wrong.
-        with suppress(UserError):
-            file.path(ahead=True)

@@ -1,7 +1,5 @@
 """Read, crop and augment single samples; substitute unreadable ones.
 
-Leaves out: the order (`order`), batches and worker processes (`loader`).
-
 Crop, flip and augmentation of a sample depend on (seed, epoch, sample, view) alone, so the pixels
 are the same for any number of ranks and workers.
 """
@@ -43,15 +41,15 @@ class Unreadable(NamedTuple):
     part: int
     """Which set of shards."""
     sample: int
-    """Its number in that set; the trainer looks up the key, once."""
+    """Its number in that set, by which the trainer looks up the key."""
     shard: str
     error: str
     key: str | None = None
-    """Its key where there is no index to look it up in."""
+    """Its key, without an index to look it up in."""
 
 
 class Samples(Protocol):
-    """Fills one image into a row of a batch; returns its label and unreadable samples."""
+    """Fills one image into a row of a batch."""
 
     image_size: int
 
@@ -64,7 +62,8 @@ class Samples(Protocol):
         return
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write an image into `out`, uint8 [3, rows, columns]."""
+        """Write an image into `out`, uint8 [3, rows, columns]; returns its label, and the samples
+        that were unreadable."""
         ...
 
 
@@ -72,9 +71,12 @@ def unreadable_sample(
     index: SplitIndex, sample: int, error: Exception, *, part: int = 0
 ) -> Unreadable:
     """The record of a sample of an index that gave this error."""
-    # Pillow's messages contain addresses; remove them, so equal damage gives equal messages.
-    text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
-    return Unreadable(part, sample, str(index.shards[index.shard_of[sample]]), text)
+    return Unreadable(part, sample, str(index.shards[index.shard_of[sample]]), reason_of(error))
+
+
+def reason_of(error: Exception) -> str:
+    """The text of an error without addresses, which Pillow's have: equal damage, equal texts."""
+    return re.sub(r" <.* at 0x[0-9a-f]+>", "", getattr(error, "strerror", None) or str(error))
 
 
 def unreadable_error(
@@ -131,13 +133,10 @@ class Augmentation:
 class TrainingSamples(Samples):
     """Augmented training samples, by position in training."""
 
-    def __init__(
-        self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
-    ) -> None:
-        self.parts = training_set.parts
+    def __init__(self, training_set: TrainingSet, augmentation: Augmentation) -> None:
         assert training_set.order is not None
-        self.order, self.seed, self.image_size = training_set.order, seed, image_size
-        self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
+        self.parts, self.order = training_set.parts, training_set.order
+        self.augmentation, self.image_size = augmentation, augmentation.image_size
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Fetch remote shards of this block of the order and the next in the background."""
@@ -152,9 +151,8 @@ class TrainingSamples(Samples):
         prefetch(ahead)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write the image at `position` into `out`, uint8 [3, rows, columns].
+        """Write an image, or one that substitutes it.
 
-        Returns its label, and the unreadable samples that it substitutes.
         Raises UserError if no substitute can be read either, or if the storage cannot be accessed:
         outages are transient, and substituting would make runs non-deterministic.
         """
@@ -180,7 +178,9 @@ class TrainingSamples(Samples):
 
     def _substitute(self, draw: Draw, attempt: int) -> int:
         """Another sample of the same set; the same one on every layout and after every resume."""
-        key = stream_key("substitute", self.seed, draw.part, draw.epoch, draw.sample, attempt)
+        key = stream_key(
+            "substitute", self.augmentation.seed, draw.part, draw.epoch, draw.sample, attempt
+        )
         return key % self.parts[draw.part].num_samples
 
 
@@ -190,42 +190,34 @@ class StreamedSamples(Samples):
     def __init__(
         self,
         training_set: TrainingSet,
+        augmentation: Augmentation,
         *,
-        settings: DataSettings,
-        image_size: int,
-        seed: int,
         start: int,
-        rank: int,
-        world_size: int,
+        place: tuple[int, int],
     ) -> None:
-        """start: position of training where the streams begin."""
-        self.num_samples, self.image_size = training_set.num_samples, image_size
-        self.rank, self.world_size = rank, world_size
-        self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
-        num_classes = len(training_set.classes)
-        self._stream = partial(
-            tar_samples, training_set.tars, num_classes=num_classes, seed=seed, start=start
-        )
+        """start: position of training where the streams begin. place: rank and world size."""
+        self.augmentation, self.image_size = augmentation, augmentation.image_size
+        self.num_samples, self.place = training_set.num_samples, place
+        how = {"num_classes": len(training_set.classes), "seed": augmentation.seed, "start": start}
+        self.stream = partial(tar_samples, training_set.tars, **how)
 
     def start(self, *, worker: int, num_workers: int) -> None:
-        """Read the tars of this worker of the rank."""
-        process, num_processes = self.rank * num_workers + worker, self.world_size * num_workers
-        self._samples = self._stream(process=process, num_processes=num_processes)
+        process, num = self.place[0] * num_workers + worker, self.place[1] * num_workers
+        self.samples = self.stream(process=process, num_processes=num)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write the next image of this process into `out`, uint8 [3, rows, columns].
+        """Write the next image of this process; its position keys the augmentation.
 
-        position: keys the augmentation. Returns the label, and the samples that were skipped.
         Raises UserError if none of several can be decoded, or for a damaged tar or wrong label.
         """
         epoch, number = divmod(position, self.num_samples)
         unreadable: list[Unreadable] = []
-        for tar, key, image, label in islice(self._samples, MAX_SUBSTITUTES + 1):
+        for tar, key, image, label in islice(self.samples, MAX_SUBSTITUTES + 1):
             try:
                 self.augmentation.write(image, Draw(0, epoch, number, 0), out)
                 return label, unreadable
             except (OSError, ValueError) as error:
-                unreadable.append(Unreadable(0, number, tar, str(error), key))
+                unreadable.append(Unreadable(0, number, tar, reason_of(error), key))
         raise UserError(
             f"{len(unreadable)} samples in a row cannot be read, the last: {unreadable[-1].error}",
             where=unreadable[-1].shard,
@@ -247,35 +239,23 @@ class EvaluationResize:
         self.is_center = settings.eval_resize == "center_crop"
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
 
-    def __call__(self, data: bytes, out: torch.Tensor) -> None:
-        """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
-        if self.settings.eval_interpolation == "area":
-            self.of_pixels(self.decoder.whole(data), out)
-        else:
-            request, window = self._plan(*self.decoder.size(data))
-            out.copy_(self.decoder.crop(data, request)[window])
+    def __call__(
+        self, data: bytes, out: torch.Tensor, *, pixels_HW3: torch.Tensor | None = None
+    ) -> None:
+        """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError.
 
-    def of_pixels(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
-        """The same for a decoded image, uint8 [H, W, 3]."""
-        height, width, _ = pixels_HW3.shape
-        if self.settings.eval_interpolation != "area":
-            request, window = self._plan(width, height)
-            out.copy_(crops.crop_and_resize(pixels_HW3, request)[window])
-            return
-        resized = self.image_size, self.image_size
-        if self.is_center:
-            short = round(self.image_size / self.settings.eval_crop_fraction)
-            factor = short / min(height, width)
-            resized = round(height * factor), round(width * factor)
-        out.copy_(crops.area_resized(pixels_HW3, resized=resized, size=self.image_size))
-
-    def _plan(self, width: int, height: int) -> tuple[crops.CropRequest, tuple[slice, ...]]:
-        """What is resized, and the part of the result that is kept."""
+        pixels_HW3: uint8, of an image that is decoded already.
+        """
         settings, side = self.settings, self.image_size
-        box, resized, starts = crops.CropBox(0, 0, width, height), (side, side), (0, 0)
+        if settings.eval_interpolation == "area":
+            self._average(self.decoder.whole(data) if pixels_HW3 is None else pixels_HW3, out)
+            return
+        width, height = self.decoder.size(data) if pixels_HW3 is None else pixels_HW3.shape[1::-1]
+        box, resized, (top, left) = crops.CropBox(0, 0, width, height), (side, side), (0, 0)
         if self.is_center:
-            fraction = settings.eval_crop_fraction
-            box, resized, starts = crops.center_crop(width, height, size=side, fraction=fraction)
+            box, resized, (top, left) = crops.center_crop(
+                width, height, size=side, fraction=settings.eval_crop_fraction
+            )
         request = crops.CropRequest(
             box=box,
             size=resized,
@@ -283,7 +263,19 @@ class EvaluationResize:
             antialias=settings.eval_antialias,
             flip=False,
         )
-        return request, (slice(None), *(slice(start, start + side) for start in starts))
+        if pixels_HW3 is None:
+            image = self.decoder.crop(data, request)
+        else:
+            image = crops.crop_and_resize(pixels_HW3, request)
+        out.copy_(image[:, top : top + side, left : left + side])
+
+    def _average(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
+        side, (height, width, _) = self.image_size, pixels_HW3.shape
+        resized = side, side
+        if self.is_center:
+            factor = round(side / self.settings.eval_crop_fraction) / min(height, width)
+            resized = round(height * factor), round(width * factor)
+        out.copy_(crops.area_resized(pixels_HW3, resized=resized, size=side))
 
 
 class EvaluationSamples(Samples):
@@ -299,10 +291,8 @@ class EvaluationSamples(Samples):
         prefetch(self.index.shards[int(numbers.min()) : int(numbers.max()) + 3])
 
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write the image of `sample` into `out`, uint8 [3, rows, columns]; returns its label.
-
-        Raises UserError if it cannot be read: substituting samples would change the metric.
-        """
+        """Write an image. Raises UserError if it cannot be read: a substitute would change the
+        metric."""
         try:
             self.resize(self.index.read(sample), out)
         except UserError:

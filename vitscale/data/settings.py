@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import reduce
 from typing import Literal
 
 from pydantic import Field
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
-from vitscale.data.remote import is_url, url_problem
+from vitscale.data.remote import Url, location_of
 from vitscale.images.settings import AugmentSettings
+
+# Of tars without an index these choose nothing; data_prep/index_shards.py makes one.
+NEEDS_INDEX = (
+    *("first_percent", "only_classes", "only_keys", "mixture", "dev_percent", "views"),
+    "planned_num_samples",
+)
 
 
 class MixingSettings(Section):
@@ -140,14 +147,9 @@ class DataSettings(Section):
         return math.ceil(num_samples * self.first_percent / 100)
 
     def num_dev(self, num_samples: int) -> int:
-        """Samples of `dev_percent`, of those that `path` provides.
-
-        Raises UserError if either side of the cut has none.
-        """
-        if self.dev_percent == 0:
-            return 0
+        """Samples of `dev_percent`. Raises UserError if either side of the cut has none."""
         num = round(num_samples * self.dev_percent / 100)
-        if 0 < num < num_samples:
+        if self.dev_percent == 0 or 0 < num < num_samples:
             return num
         share = f"{self.dev_percent:g} % of {num_samples:,} training samples"
         raise UserError(
@@ -172,58 +174,48 @@ class DataSettings(Section):
 
 def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
     """Settings that are not allowed, exclude each other or have no effect."""
-    needs_cache = data.remote.cache_path is None and not data.is_streamed
     for key, path in [("path", data.path), *(("mixture", part.path) for part in data.mixture)]:
-        if is_url(path) and (problem := url_problem(path)) is not None:
-            yield (f"data.{key}", problem)
-        elif is_url(path) and needs_cache and not path.startswith("file:"):
-            where = "data.remote.cache_path"
-            yield (where, f"missing; {path} is fetched to a folder on a local disk")
-    if data.is_streamed:
-        yield from _stream_problems(data)
-    elif data.webdataset != WebdatasetSettings():
-        yield ("data.webdataset", "has no effect on data.reader=index; remove it")
-    without_effect = {
-        "plain": ("crop_area", "crop_aspect", "crop_share"),
-        "squash": ("crop_area", "crop_aspect"),
-    }
-    for name in _changed(data, *without_effect.get(data.crop, ("crop_share",))):
-        yield (f"data.{name}", f"has no effect on data.crop={data.crop}; remove it")
-    if data.eval_interpolation == "area" and not data.eval_antialias:
-        yield ("data.eval_antialias", "has no effect on data.eval_interpolation=area; remove it")
-    mixing, key, policy = data.mixing, "data.augment", data.augment.randaugment
+        try:
+            is_remote = isinstance(location_of(path), Url)
+        except UserError as error:
+            yield (f"data.{key}", error.what)
+            continue
+        if is_remote and data.is_streamed:
+            yield ("data.path", "needs an index (data.reader=index), or a local copy of the tars")
+        elif is_remote and data.remote.cache_path is None:
+            what = f"missing; {path} is fetched to a folder on a local disk"
+            yield ("data.remote.cache_path", what)
+    if not data.is_streamed:
+        yield from _unused(data, "webdataset", by="data.reader=index")
+    else:
+        yield from _unused(data, *NEEDS_INDEX, "remote.cache_path", by="data.reader=webdataset")
+        if data.val_split is not None:
+            yield ("data.val_split", "needs an index (data.reader=index); or set it to null")
+        if data.webdataset.num_samples is None:
+            yield ("data.webdataset.num_samples", "missing; data.reader=webdataset needs it")
+    if data.crop != "squash":
+        yield from _unused(data, "crop_share", by=f"data.crop={data.crop}")
+    if data.crop in ("plain", "squash"):
+        yield from _unused(data, "crop_area", "crop_aspect", by=f"data.crop={data.crop}")
+    if data.eval_interpolation == "area":
+        yield from _unused(data, "eval_antialias", by="data.eval_interpolation=area")
+    mixing, policy, key = data.mixing, data.augment.randaugment, "data.augment.randaugment"
     if mixing is not None and mixing.mixup_alpha is None and mixing.cutmix_alpha is None:
         yield ("data.mixing", "mixes nothing; set mixup_alpha or cutmix_alpha, or set it to null")
-    if policy is None:
-        return
-    if data.augment.three_augment:
-        yield (f"{key}.three_augment", "replaces RandAugment; remove one of the two")
-    if policy.policy == "augreg":
-        for name in _changed(policy, "magnitude_std", "fill", "interpolation"):
-            default = type(policy).model_fields[name].default
-            text = f"has no effect with policy augreg; set it to {default}"
-            yield (f"{key}.randaugment.{name}", text)
-    elif policy.magnitude > 10:
-        yield (f"{key}.randaugment.magnitude", f"{policy.magnitude}: policy timm allows at most 10")
+    if policy is not None and data.augment.three_augment:
+        yield ("data.augment.three_augment", "replaces RandAugment; remove one of the two")
+    if policy is not None and policy.policy == "augreg":
+        names = ("magnitude_std", "fill", "interpolation")
+        keys = [f"augment.randaugment.{name}" for name in names]
+        yield from _unused(data, *keys, by=f"{key}.policy=augreg")
+    elif policy is not None and policy.magnitude > 10:
+        yield (f"{key}.magnitude", f"{policy.magnitude}: policy timm allows at most 10")
 
 
-def _stream_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
-    """What needs an index."""
-    if data.webdataset.num_samples is None:
-        yield ("data.webdataset.num_samples", "missing; data.reader=webdataset cannot count them")
-    if is_url(data.path):
-        yield ("data.path", "needs an index (data.reader=index), or a local copy of the tars")
-    needs_index = "needs an index (data.reader=index); vitscale prepare index makes one"
-    names = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent", "views")
-    for name in _changed(data, *names, "planned_num_samples"):
-        yield (f"data.{name}", needs_index)
-    if data.val_split is not None:
-        yield ("data.val_split", f"{needs_index}; or set it to null")
-    if data.remote.cache_path is not None:
-        yield ("data.remote.cache_path", "has no effect on data.reader=webdataset; remove it")
-
-
-def _changed(section: Section, *names: str) -> list[str]:
-    """Settings that are not at their defaults."""
-    fields = type(section).model_fields
-    return [name for name in names if getattr(section, name) != fields[name].default]
+def _unused(data: DataSettings, *keys: str, by: str) -> Iterator[tuple[str, str]]:
+    """Settings that are not at their defaults, and that another one makes useless."""
+    for key in keys:
+        *groups, name = key.split(".")
+        section: Section = reduce(getattr, groups, data)
+        if getattr(section, name) != type(section).model_fields[name].default:
+            yield (f"data.{key}", f"has no effect with {by}; remove it, or set its default")

@@ -1,8 +1,4 @@
-"""Open the training set of a run: one or several sets of shards, or subsets of them.
-
-Owns: subsets, mixtures, the fingerprint of the whole, and what tars without an index give instead.
-Leaves out: the order (`order`) and reading (`loader`).
-"""
+"""Open the training set of a run: one or several sets of shards, a subset, or tars."""
 
 from __future__ import annotations
 
@@ -12,17 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vitscale.config.errors import UserError, did_you_mean
-from vitscale.data.index import (
-    MANIFEST_NAME,
-    SplitIndex,
-    choose_by_key,
-    read_manifest,
-    read_split,
-)
+from vitscale.data.index import MANIFEST_NAME, SplitIndex, choose_by_key, read_manifest, read_split
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.remote import RemoteFile
 from vitscale.data.settings import DataSettings, RemoteSettings
@@ -40,18 +31,14 @@ class TrainingSet:
     fingerprint: str
     """Hash of everything that determines the order, except the seed."""
     parts: tuple[SplitIndex, ...] = ()
-    """Empty for streamed tars."""
     order: TrainingOrder | None = None
-    """None for streamed tars, which have no positions."""
+    """None, as without `parts`, for streamed tars, which have no positions."""
     dev: SplitIndex | None = None
     """The samples that `data.dev_percent` holds out; no part has them."""
     tars: tuple[Path, ...] = ()
     """With `reader: webdataset`."""
-
-    @property
-    def key_hash(self) -> str | None:
-        """Hash of the rows that `only_keys` chose; None: not set."""
-        return self.parts[0].key_hash if self.parts else None
+    key_hash: str | None = None
+    """Of the rows that `only_keys` chose."""
 
 
 def open_training_set(
@@ -71,43 +58,60 @@ def open_training_set(
         remote_settings=settings.remote,
         check_files=check_files,
     )
-    whole = _selected(read(settings.path), settings)
-    first, dev = whole, None
-    if num_dev := settings.num_dev(whole.num_samples):
+    first, dev = _selected(read(settings.path), settings), None
+    if num_dev := settings.num_dev(first.num_samples):
         # The tail is held out, as the ViT paper's code cuts it.
-        rows = np.arange(whole.num_samples)
-        first = whole.subset(rows[:-num_dev], name=f"without the last {num_dev}")
-        dev = whole.subset(rows[-num_dev:], name=f"last {num_dev}")
-    parts = [first, *(read(mixed_in.path) for mixed_in in settings.mixture)]
+        rows = np.arange(first.num_samples)
+        dev = first.subset(rows[-num_dev:], name=f"last {num_dev}")
+        first = first.subset(rows[:-num_dev], name=f"without the last {num_dev}")
+    parts = (first, *(read(mixed_in.path) for mixed_in in settings.mixture))
     for number, part in enumerate(parts[1:]):
         if part.label_map_sha256 != first.label_map_sha256:
             raise UserError(
-                f"its label map has {_classes(part)} and differs from that of {settings.path}, "
-                f"which has {_classes(first)}",
+                f"its {len(part.classes)} classes differ from the {len(first.classes)} of "
+                f"{settings.path}",
                 where=f"data.mixture[{number}].path",
                 next_step="prepare both with the same labels.space",
             )
     _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
-    orders = tuple(
+    orders = (
         SampleOrder(shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed)
         for part in parts
     )
-    shares = [MILLION - sum(shares), *shares]
-    order = TrainingOrder(parts=orders, shares=tuple(shares), views=settings.views)
+    order = TrainingOrder(
+        parts=tuple(orders), shares=(MILLION - sum(shares), *shares), views=settings.views
+    )
     fingerprint = first.fingerprint
     if len(parts) > 1 or settings.views > 1:
-        facts = [[part.fingerprint for part in parts], order.shares, order.views]
-        fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        fingerprint = _hash([[part.fingerprint for part in parts], order.shares, order.views])
     return TrainingSet(
         num_samples=sum(part.num_samples for part in parts),
         classes=first.classes,
         label_map_sha256=first.label_map_sha256,
         fingerprint=fingerprint,
-        parts=tuple(parts),
+        parts=parts,
         order=order,
         dev=dev,
+        key_hash=first.key_hash,
     )
+
+
+def _streamed_set(settings: DataSettings) -> TrainingSet:
+    tars = tars_of_split(Path(settings.path), settings.train_split, where="data.train_split")
+    num_samples, classes = settings.webdataset.num_samples or 0, class_names(settings)
+    return TrainingSet(
+        num_samples=num_samples,
+        classes=classes,
+        # As in a manifest.
+        label_map_sha256=_hash(classes, ensure_ascii=False, separators=(",", ":")),
+        fingerprint=_hash(["webdataset", [tar.name for tar in tars], num_samples, classes]),
+        tars=tuple(tars),
+    )
+
+
+def _hash(facts: Any, **how: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, **how).encode()).hexdigest()
 
 
 def class_names(settings: DataSettings) -> tuple[str, ...]:
@@ -130,21 +134,6 @@ def open_val_split(settings: DataSettings, *, check_files: bool = True) -> Split
     )
 
 
-def _streamed_set(settings: DataSettings) -> TrainingSet:
-    tars = tars_of_split(Path(settings.path), settings.train_split, where="data.train_split")
-    num_samples, classes = settings.webdataset.num_samples or 0, class_names(settings)
-    facts = ["webdataset", [tar.name for tar in tars], num_samples, classes]
-    # As in a manifest.
-    names = json.dumps(classes, ensure_ascii=False, separators=(",", ":"))
-    return TrainingSet(
-        num_samples=num_samples,
-        classes=classes,
-        label_map_sha256=hashlib.sha256(names.encode()).hexdigest(),
-        fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
-        tars=tuple(tars),
-    )
-
-
 def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
     """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split."""
     if settings.first_percent < 100:
@@ -153,25 +142,19 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
     if settings.only_classes:
         unknown = [name for name in settings.only_classes if name not in index.classes]
         if unknown:
-            known = f", such as {index.classes[0]!r}" if index.classes else "; it has none"
             raise UserError(
                 f"no class {unknown[0]!r}",
                 where="data.only_classes",
-                allowed=f"class names in {index.folder / MANIFEST_NAME}{known}",
+                allowed=f"class names in {index.folder / MANIFEST_NAME}",
                 next_step=did_you_mean(unknown[0], index.classes),
             )
         labels = [index.classes.index(name) for name in settings.only_classes]
         rows = np.flatnonzero(np.isin(index.label, labels))
         if not len(rows):
-            raise UserError(
-                f"none of the {index.num_samples} samples has one of these classes",
-                where="data.only_classes",
-                next_step="choose other classes, or a larger first_percent",
-            )
+            what = f"none of the {index.num_samples} samples has one of these classes"
+            raise UserError(what, where="data.only_classes", next_step="choose other classes")
         index = index.subset(rows, name=f"labels {sorted(set(labels))}")
-    if settings.only_keys is None:
-        return index
-    return choose_by_key(index, settings.only_keys)
+    return choose_by_key(index, settings.only_keys) if settings.only_keys else index
 
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:
@@ -182,14 +165,7 @@ def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -
         needed += sum(sorted(sizes)[-BLOCK_SHARDS:])
     if needed > remote_settings.cache_gib * 2**30:
         raise UserError(
-            f"{remote_settings.cache_gib:g} GiB are less than the shards that are read at once "
-            f"({needed / 2**30:.3g} GiB: the {BLOCK_SHARDS} largest of each set)",
+            f"less than the {BLOCK_SHARDS} largest shards of each set, which are read at once",
             where="data.remote.cache_gib",
-            next_step="raise it; twice as much allows prefetching",
+            allowed=f"{needed / 2**30:.3g} GiB or more; twice as much allows prefetching",
         )
-
-
-def _classes(index: SplitIndex) -> str:
-    if not index.classes:
-        return "no classes"
-    return f"{len(index.classes)} classes (the first is {index.classes[0]!r})"

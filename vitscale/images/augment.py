@@ -1,10 +1,7 @@
 """Augment one image after crop and flip: a pure function of image, settings and random counter.
 
-Owns: the operations and strengths of each recipe, and the order of random draws.
-Leaves out: the operations (`pixel_operations`), crop and flip (`crops`), mixing (`data.mixing`).
-
-Order: RandAugment or 3-Augment, erasing. Without settings the image is returned
-unchanged. Images are uint8 [3, H, W]; inputs are never modified.
+Order: RandAugment or 3-Augment, erasing. Without settings the image is returned unchanged. Images
+are uint8 [3, H, W]; inputs are never modified.
 
 There are two RandAugments. `augreg` is that of Steiner et al. 2021 (big_vision's
 `pp/autoaugment.py`, from the TPU EfficientNet code): 16 operations, always applied, nearest

@@ -1,7 +1,4 @@
-"""Decode with Pillow, draw crop boxes, resample and flip. Pure functions; uint8 throughout.
-
-Leaves out: faster decoders (`decoders`), normalisation, which runs on the device (`engine`).
-"""
+"""Decode with Pillow, draw crop boxes, resample and flip. Pure functions; uint8 throughout."""
 
 from __future__ import annotations
 
@@ -77,20 +74,14 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
 
 
 def decode(data: bytes) -> torch.Tensor:
-    """Decode a JPEG, PNG or WebP to RGB pixels, uint8 [H, W, 3].
-
-    Raises OSError if unreadable, ValueError if too large.
-    """
+    """Decode to RGB pixels, uint8 [H, W, 3]. Raises like `open_image`."""
     with open_image(data) as image:
         return torch.from_numpy(np.array(image.convert("RGB")))
 
 
 def converted_pixels(data: bytes) -> torch.Tensor | None:
-    """The pixels of an image that was not prepared, as decoded from shards, uint8 [H, W, 3].
-
-    None for an image that decoders turn into the same pixels, faster.
-    Raises OSError if the image is unreadable, ValueError if it is too large.
-    """
+    """The pixels of an image that was not prepared, as decoded from shards, uint8 [H, W, 3]; None
+    for an image that decoders turn into the same pixels, faster. Raises like `open_image`."""
     with open_image(data) as image:
         turn = orientation(image)
         if data.startswith(b"\xff\xd8\xff") and turn == UPRIGHT:

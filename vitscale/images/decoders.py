@@ -1,8 +1,5 @@
 """Decode and crop images with the fastest decoder available.
 
-Owns: the decoders by name, which images each supports, and the only use of the C extension.
-Leaves out: crop boxes, and resampling with torch (`crops`).
-
 All decoders give the same pixels (docs/loader.md, "Decoding"): those of Pillow. An
 image that a fast decoder does not support (CMYK, 12 bit, ...) or finds damaged goes to Pillow,
 which gives the pixels or the error. So a sample that one decoder can read, all can read.
@@ -36,11 +33,9 @@ def _is_whole_jpeg(data: bytes) -> bool:
 
 class Decoder:
     """Whole images: ordinary JPEG with simplejpeg, ordinary WebP with torchvision, the rest with
-    Pillow.
+    Pillow; PNG, too: an error of libpng ends the process inside torchvision 0.29.
 
-    PNG, too: an error of libpng ends the process inside torchvision 0.29.
-    Stateless, so it can be copied into worker processes and called from several threads. Methods
-    raise OSError or ValueError if the image is unreadable.
+    Stateless. Methods raise OSError or ValueError if the image is unreadable.
     """
 
     def size(self, data: bytes) -> tuple[int, int]:
@@ -141,9 +136,9 @@ def _extension() -> ModuleType:
 def decode_region(
     data: bytes, request: CropRequest, out: np.ndarray, *, allow_avx2: bool = True
 ) -> bool:
-    """Decode a box of a JPEG into `out`, uint8 [3, R, C], with the C extension.
+    """Decode a box of a JPEG into `out`, uint8 [3, R, C], with the C extension. Returns whether its
+    own decoder of ordinary JPEGs was used, instead of libjpeg.
 
-    Returns whether its own decoder of ordinary JPEGs was used, instead of libjpeg.
     Raises ValueError or OverflowError for an image that it does not support or finds damaged.
     """
     box, cubic = request.box, request.interpolation == "bicubic"
@@ -180,10 +175,8 @@ def missing(name: str) -> str | None:
     request = CropRequest(box=box, size=9, interpolation="bilinear", antialias=False, flip=False)
     try:
         decode_region(file.getvalue(), request, pixels)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # TypeError: it was built from other sources
         return str(error)
-    except TypeError:  # it takes other arguments
-        return "its C extension was built from other sources"
     expected = crops.decode(file.getvalue())[21:30, 20:29].permute(2, 0, 1).numpy()
     return None if np.array_equal(pixels, expected) else "its pixels differ from Pillow's"
 

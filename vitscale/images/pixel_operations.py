@@ -1,11 +1,8 @@
 """Colour and geometry operations on one uint8 image [3, H, W]; deterministic.
 
-Owns: operations whose results equal Pillow's on an RGB image, level by level. Each returns a new
-tensor and does not modify its input.
-Leaves out: which operations are applied, their strength and order (`augment`).
-
-Operations on single values are tables of 256 bytes or bit arithmetic. Resampling and blur call
-Pillow; merging and splitting channels is a fifth of their cost.
+Results equal Pillow's on an RGB image, level by level. Each returns a new tensor. Operations on
+single values are tables of 256 bytes or bit arithmetic. Resampling and blur call Pillow; merging
+and splitting channels is a fifth of their cost.
 """
 
 from __future__ import annotations

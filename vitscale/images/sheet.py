@@ -19,10 +19,7 @@ Cell = tuple[str, bool, "torch.Tensor | None"]
 
 
 def sheet(title: str, rows: Sequence[Sequence[Cell]], *, height: float) -> Figure:
-    """Draw rows of images with captions.
-
-    height: of a row, in inches.
-    """
+    """Draw rows of images with captions. height: of a row, in inches."""
     from matplotlib.figure import Figure
 
     columns = max(map(len, rows), default=1)

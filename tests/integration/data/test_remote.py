@@ -20,23 +20,20 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import Run
 from tests.support.range_server import RangeServer, served
 from tests.support.waiting import wait_until
-from vitscale.config.errors import StorageError, UserError
+from vitscale.config.errors import FailureKind, StorageError, UserError
 from vitscale.data import remote
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.remote import (
-    MissingError,
     RemoteFile,
-    ShardCache,
     Url,
     is_url,
     location_of,
+    locked,
     names_below,
     open_cache,
     prefetch,
     prefix_of_hash,
-    read_range,
-    size_of,
-    url_problem,
+    read_chunks,
 )
 
 SECRET = "hunter2"
@@ -97,7 +94,7 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
     monkeypatch.setenv("GOPEN_REWRITE", f"http://=pipe:touch {tmp_path}/canary ;")
     for text in REFUSED:
         text = text.replace("COMMAND", f"touch {tmp_path}/canary")
-        assert is_url(text) and url_problem(text), text
+        assert is_url(text), text
         with pytest.raises(UserError, match=r"^data\.path: is not a plain URL") as caught:
             read_manifest(text)
         assert SECRET not in str(caught.value)
@@ -141,31 +138,38 @@ def test_an_external_manifest_cannot_name_other_places(folder: Path, tmp_path: P
 # ---- requests ------------------------------------------------------------------------------------
 
 
+def content_of(url: str, name: str = "a.bin") -> bytes:
+    return b"".join(read_chunks(Url(url) / name))
+
+
 @pytest.mark.parametrize("fault", ["error", "drop", "short", "no_ranges", "slow"])
-def test_a_transient_fault_is_retried(folder: Path, server: RangeServer, fault: str) -> None:
-    expected = (folder / "a.bin").read_bytes()[10:500]
-    server.fault = lambda path, number: fault if number <= 2 else None
-    assert read_range(Url(server.url) / "a.bin", offset=10, num_bytes=490) == expected
+def test_a_transient_fault_is_retried(
+    folder: Path, server: RangeServer, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
+    server.fault = lambda path, number: fault if number % 3 else None
+    assert content_of(server.url) == (folder / "a.bin").read_bytes()
     assert server.encodings == {"identity"}
 
 
 @pytest.mark.parametrize(
     ("fault", "kind", "text"),
     [
-        ("error", StorageError, r"50[03].*; [1-9]\d requests"),
-        ("short", StorageError, r"; [1-9]\d requests"),
-        ("no_ranges", StorageError, r"must support range requests.*; [1-9]\d requests"),
-        ("forbidden", StorageError, "403.*; 1 requests"),
-        ("missing", MissingError, "; 1 requests"),
+        ("error", FailureKind.STORAGE, r"50[03].*; [1-9]\d requests"),
+        ("short", FailureKind.STORAGE, r"; [1-9]\d requests"),
+        ("no_ranges", FailureKind.STORAGE, r"must support range requests.*; [1-9]\d requests"),
+        ("forbidden", FailureKind.STORAGE, "403.*; 1 requests"),
+        ("missing", FailureKind.BAD_INPUT, "; 1 requests"),
     ],
 )
 def test_a_lasting_fault_is_one_error(
-    server: RangeServer, fault: str, kind: type[UserError], text: str
+    server: RangeServer, fault: str, kind: FailureKind, text: str
 ) -> None:
     """In time; a refusal at once."""
     server.fault = lambda path, number: fault
-    with pytest.raises(kind, match=rf"a\.bin: cannot be read .*{text}"):
-        read_range(Url(server.url) / "a.bin", offset=0, num_bytes=9)
+    with pytest.raises(UserError, match=rf"a\.bin: cannot be read .*{text}") as caught:
+        list(read_chunks(Url(server.url) / "a.bin", 9))
+    assert caught.value.kind == kind
 
 
 @pytest.mark.slow
@@ -176,15 +180,16 @@ def test_buckets_answer_with_what_was_asked_for(
     """Through the real client libraries."""
     import fsspec
 
+    monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
     keys = {"key": "key", "secret": "secret"} if scheme == "s3" else {"token": "anon"}
     with served(folder.parent) as server:
         monkeypatch.setitem(fsspec.config.conf, scheme, {"endpoint_url": server.url} | keys)
-        url = Url(f"{scheme}://bucket")
-        assert read_range(url / "a.bin", offset=5, num_bytes=9) == bytes(range(5, 14))
-        assert size_of(url / "a.bin") == 10_240
-        with pytest.raises(MissingError):
-            size_of(url / "b.bin")
-        assert sorted(names_below(url)) == sorted(path.name for path in folder.iterdir())
+        assert content_of(f"{scheme}://bucket") == (folder / "a.bin").read_bytes()
+        with pytest.raises(UserError) as caught:
+            content_of(f"{scheme}://bucket", "b.bin")
+        assert caught.value.kind == FailureKind.BAD_INPUT
+        found = names_below(Url(f"{scheme}://bucket"))
+        assert sorted(found) == sorted(path.name for path in folder.iterdir())
 
 
 def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +199,7 @@ def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(remote, "_filesystem", lambda scheme: Failing())
     with pytest.raises(StorageError, match=r"GET https://host/a.bin\?\*\*\* failed") as caught:
-        read_range(Url("http://host/a.bin"), offset=0, num_bytes=9)
+        list(read_chunks(Url("http://host/a.bin"), 9))
     assert SECRET not in str(caught.value)
 
 
@@ -204,7 +209,7 @@ def test_a_silent_server_is_an_error_in_time(monkeypatch: pytest.MonkeyPatch) ->
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = Url(f"http://127.0.0.1:{silent.getsockname()[1]}/a.bin")
         with pytest.raises(StorageError, match="cannot be read"):
-            read_range(url, offset=0, num_bytes=9)
+            list(read_chunks(url, 9))
 
 
 # ---- the cache -----------------------------------------------------------------------------------
@@ -236,58 +241,57 @@ def requests(log: Path) -> list[int]:
     return sorted(map(int, log.read_text().split()))
 
 
-def new_cache(folder: Path, *, num_files: float = 3) -> ShardCache:
-    return open_cache(str(folder / "cache"), num_files * SIZE / 2**30)
+class Cache:
+    """Files by number in the folder of a cache for `num_files` of them."""
+
+    def __init__(self, path: Path, num_files: float = 3) -> None:
+        self.folder, self.max_bytes = open_cache(str(path / "cache")), int(num_files * SIZE)
+
+    def file(self, number: int) -> RemoteFile:
+        url, digest = Url(f"s3://bucket/{number}"), blake3(content(number)).hexdigest()
+        return RemoteFile(url, SIZE, digest, self.folder, self.max_bytes)
+
+    def held(self) -> list[int | str]:
+        names = {self.file(number).blake3_hex: number for number in range(100)}
+        found = [path.name for path in self.folder.iterdir() if path.suffix != ".lock"]
+        return sorted(names.get(name, name) for name in found)
+
+    def use(self, number: int, *, seconds_ago: float) -> None:
+        then = time.time() - seconds_ago
+        os.utime(self.file(number).path(), (then, then))
+
+    def read(self, number: int) -> bytes:
+        expected = prefix_of_hash(content(number)[5:12])
+        return self.file(number).read(offset=5, num_bytes=7, hash_prefix=expected)
 
 
 @pytest.fixture
-def cache(tmp_path: Path, log: Path) -> ShardCache:
-    return new_cache(tmp_path)
+def cache(tmp_path: Path, log: Path) -> Cache:
+    return Cache(tmp_path)
 
 
-def file(cache: ShardCache, number: int) -> RemoteFile:
-    url, digest = Url(f"s3://bucket/{number}"), blake3(content(number)).hexdigest()
-    return RemoteFile(url, SIZE, digest, cache)
-
-
-def held(cache: ShardCache) -> list[int | str]:
-    names = {file(cache, number).blake3_hex: number for number in range(100)}
-    found = [path.name for path in cache.folder.iterdir() if path.suffix != ".lock"]
-    return sorted(names.get(name, name) for name in found)
-
-
-def used(cache: ShardCache, number: int, *, seconds_ago: float) -> None:
-    then = time.time() - seconds_ago
-    os.utime(file(cache, number).path(), (then, then))
-
-
-def read(cache: ShardCache, number: int) -> bytes:
-    expected = prefix_of_hash(content(number)[5:12])
-    return file(cache, number).read(offset=5, num_bytes=7, hash_prefix=expected)
-
-
-def test_the_least_recently_used_file_is_evicted_first(cache: ShardCache) -> None:
+def test_the_least_recently_used_file_is_evicted_first(cache: Cache) -> None:
     for number in range(3):
-        used(cache, number, seconds_ago=100 - number)
-    assert read(cache, 0) == content(0)[5:12]  # used just now
-    file(cache, 3).path()
-    assert held(cache) == [0, 2, 3]
+        cache.use(number, seconds_ago=100 - number)
+    assert cache.read(0) == content(0)[5:12]  # used just now
+    cache.file(3).path()
+    assert cache.held() == [0, 2, 3]
 
 
-def test_a_prefetch_evicts_nothing_in_use(cache: ShardCache) -> None:
+def test_a_prefetch_evicts_nothing_in_use(cache: Cache) -> None:
     for number in range(3):
-        used(cache, number, seconds_ago=0)
-    used(cache, 0, seconds_ago=remote.IDLE_S + 1)
-    prefetch([file(cache, number) for number in (1, 3, 4)])
+        cache.use(number, seconds_ago=0)
+    cache.use(0, seconds_ago=remote.IDLE_S + 1)
+    prefetch([cache.file(number) for number in (1, 3, 4)])
     wait_until(lambda: not remote._prefetching.is_alive())
-    assert held(cache) == [1, 2, 3]
+    assert cache.held() == [1, 2, 3]
 
 
-def test_damage_on_the_local_disk_is_fetched_again(cache: ShardCache, log: Path) -> None:
-    shard = file(cache, 1)
+def test_damage_on_the_local_disk_is_fetched_again(cache: Cache, log: Path) -> None:
+    shard = cache.file(1)
     for damage in (b"x" * SIZE, b""):
         shard.path().write_bytes(damage)
-        assert read(cache, 1) == content(1)[5:12]
+        assert cache.read(1) == content(1)[5:12]
     shard.path().write_bytes(content(1)[:-1] + b"x")
     assert shard.verified().read_bytes() == content(1)
     assert requests(log) == [1] * 4
@@ -295,40 +299,40 @@ def test_damage_on_the_local_disk_is_fetched_again(cache: ShardCache, log: Path)
         shard.read(offset=5, num_bytes=7, hash_prefix=0)
 
 
-def test_bytes_with_a_wrong_hash_are_never_kept(cache: ShardCache, log: Path) -> None:
+def test_bytes_with_a_wrong_hash_are_never_kept(cache: Cache, log: Path) -> None:
     with pytest.raises(UserError, match="bucket/99: cannot be read: its bytes do not have"):
-        file(cache, 99).path()
-    assert held(cache) == [] and requests(log) == [99] * remote.DAMAGED_READS
+        cache.file(99).path()
+    assert cache.held() == [] and requests(log) == [99] * remote.DAMAGED_READS
 
 
 def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path: Path, log: Path) -> None:
     """No sample is replaced for it."""
     with pytest.raises(UserError, match="bucket/1 cannot be kept there .*no space for 1000 bytes"):
-        read(new_cache(tmp_path, num_files=0.5), 1)
+        Cache(tmp_path, num_files=0.5).read(1)
     with pytest.raises(UserError, match=r"data.remote.cache_path=.*cannot be written"):
-        new_cache(log)
+        Cache(log)
     with pytest.raises(UserError, match="fetched to a local disk first"):
-        open_cache(None, 1.0)
+        open_cache(None)
 
 
-def test_partial_files_of_a_killed_process_are_removed(cache: ShardCache) -> None:
-    left = cache.folder / f"{file(cache, 1).blake3_hex}.part"
+def test_partial_files_of_a_killed_process_are_removed(cache: Cache) -> None:
+    left = cache.folder / f"{cache.file(1).blake3_hex}.part"
     left.write_bytes(content(0))
     for number in (2, 3):
-        file(cache, number).path()
+        cache.file(number).path()
     assert left.exists()  # another process may be fetching it
     os.utime(left, (0, 0))
-    file(cache, 4).path()
-    assert held(cache) == [2, 3, 4]
+    cache.file(4).path()
+    assert cache.held() == [2, 3, 4]
     left.write_bytes(content(0))
-    assert file(cache, 1).path().read_bytes() == content(1) and not left.exists()
+    assert cache.file(1).path().read_bytes() == content(1) and not left.exists()
 
 
-def _fetch_all(cache: ShardCache, first: int, sizes: Path) -> None:
+def _fetch_all(cache: Cache, first: int, sizes: Path) -> None:
     for number in [*range(first, 6), *range(first)]:
-        file(cache, number).path()
+        cache.file(number).path()
         inodes = {}  # by inode: a file renamed during the listing may appear twice
-        with cache.locked("space"):
+        with locked(cache.folder, "space"):
             for entry in os.scandir(cache.folder):
                 with suppress(FileNotFoundError):
                     inodes[entry.inode()] = entry.stat().st_size
@@ -341,7 +345,7 @@ def test_many_processes_fetch_each_file_once_and_keep_the_size(
     tmp_path: Path, log: Path, limit: int
 ) -> None:
     context = multiprocessing.get_context("fork")
-    cache, sizes = new_cache(tmp_path, num_files=limit), tmp_path / "sizes"
+    cache, sizes = Cache(tmp_path, num_files=limit), tmp_path / "sizes"
     processes = [
         context.Process(target=_fetch_all, args=(cache, first, sizes)) for first in range(4)
     ]
@@ -353,10 +357,10 @@ def test_many_processes_fetch_each_file_once_and_keep_the_size(
     assert max(map(int, sizes.read_text().split())) <= limit * SIZE
     if limit == 100:
         assert requests(log) == list(range(6))
-    with cache.locked("space"):
+    with locked(cache.folder, "space"):
         child = context.Process(target=signal.pause)
         child.start()
-    with cache.locked("space", wait=False):  # the child does not keep it
+    with locked(cache.folder, "space", wait=False):  # the child does not keep it
         child.kill()
 
 

@@ -16,7 +16,7 @@ from tests.support.corpora.image_corpus import corpus, make_shards
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.required import skip_or_fail
 from tests.support.waiting import ROOT
-from vitscale.data.samples import TrainingSamples
+from vitscale.data.samples import Augmentation, TrainingSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.images.decoders import RegionDecoder, missing
@@ -93,7 +93,7 @@ def test_the_loader_uses_them_and_gives_the_same_pixels(
         given.clear()
         data = DataSettings(path=str(folder), global_batch=4, val_split="test", decoder="region")
         training_set = open_training_set(data, seed=0)
-        samples = TrainingSamples(training_set, settings=data, image_size=SIZE, seed=0)
+        samples = TrainingSamples(training_set, Augmentation(data, image_size=SIZE, seed=0))
         out = torch.empty(20, 3, SIZE, SIZE, dtype=torch.uint8)
         assert [samples.fill(position, out[position])[1] for position in range(20)] == [[]] * 20
         pixels.append(out)

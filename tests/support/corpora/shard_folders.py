@@ -12,6 +12,7 @@ from blake3 import blake3
 from PIL import Image
 
 from data_prep.formats.index_files import (
+    INDEX_SCHEMA,
     folder_fingerprint,
     label_map_sha256,
     sample_bytes,
@@ -30,7 +31,6 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
-    index_schema,
 )
 from vitscale.distributed.atomic_files import blake3_of_file
 
@@ -140,9 +140,9 @@ def write_folder(
                 hexdigest = tar.finish()
             num = len(samples)
             shards.append(ShardEntry(name=name, samples=num, bytes=tar.num_bytes, blake3=hexdigest))
-        names = index_schema().names
+        names = INDEX_SCHEMA.names
         dicts = [dict(zip(names, row, strict=True)) for row in rows]
-        tables.append(pa.Table.from_pylist(dicts, schema=index_schema()))
+        tables.append(pa.Table.from_pylist(dicts, schema=INDEX_SCHEMA))
         lengths = [shard.samples for shard in shards]
         true = split_fingerprint([sample_bytes(tables[-1])], shard_lengths=lengths)
         entries[split] = SplitEntry(

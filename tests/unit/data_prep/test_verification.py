@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.formats.index_files import write_manifest
+from data_prep.formats.index_files import INDEX_SCHEMA, write_manifest
 from data_prep.verification import check_folder, check_tar, tar_tasks
 from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.errors import UserError
-from vitscale.data.index import INDEX_NAME, index_schema, read_manifest
+from vitscale.data.index import INDEX_NAME, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
 
 TRAIN = "train-000000.tar"
@@ -84,7 +84,7 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
     """Change the rows of the index, and let the manifest say that this is right."""
     rows = pq.read_table(folder / INDEX_NAME).to_pylist()
     change(rows)
-    pq.write_table(pa.Table.from_pylist(rows, schema=index_schema()), folder / INDEX_NAME)
+    pq.write_table(pa.Table.from_pylist(rows, schema=INDEX_SCHEMA), folder / INDEX_NAME)
     manifest = replace(
         read_manifest(folder),
         index_bytes=(folder / INDEX_NAME).stat().st_size,

@@ -1,11 +1,8 @@
 """Places inside a JPEG where decoding can start, found once and kept beside the shards.
 
-Owns: finding them, and the file of one tar: writing it, and reading single images of it.
-Leaves out: using them (`_baseline.c`), which tars have such files (`data_prep`).
-
-A file holds, little-endian: MAGIC; the number of images N as uint64; N uint64, the first 8 bytes of
-each image's BLAKE3, rising; N + 1 uint64, where its entry points begin; N uint32, their CRC-32;
-and the entry points, one after the other. Images without any are left out.
+The file of one tar holds, little-endian: MAGIC; the number of images N as uint64; N uint64, the
+first 8 bytes of each image's BLAKE3, rising; N + 1 uint64, where its entry points begin; N uint32,
+their CRC-32; and the entry points, one after the other. Images without any are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import mmap
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -76,42 +72,35 @@ def write_entry_points(path: Path, found: Mapping[int, bytes]) -> None:
     write_bytes(path, b"".join([*pieces, *(found[key] for key in keys)]))
 
 
-class _Table(NamedTuple):
-    keys: np.ndarray
-    starts: np.ndarray
-    sums: np.ndarray
-    points: memoryview
-
-
 def read_entry_points(path: Path, *, key: int) -> bytes:
     """The entry points of an image; empty if there are none, or the file is missing or damaged.
 
     key: first 8 bytes of its BLAKE3, little-endian.
     """
-    table = _open(path)
-    if table is None:
+    keys, starts, sums, points = _open(path)
+    row = int(keys.searchsorted(np.uint64(key)))
+    if row == len(keys) or int(keys[row]) != key:
         return b""
-    row = int(table.keys.searchsorted(np.uint64(key)))
-    if row == len(table.keys) or int(table.keys[row]) != key:
-        return b""
-    found = bytes(table.points[int(table.starts[row]) : int(table.starts[row + 1])])
-    return found if crc32(found) == int(table.sums[row]) else b""
+    found = bytes(points[int(starts[row]) : int(starts[row + 1])])
+    return found if crc32(found) == int(sums[row]) else b""
 
 
 @lru_cache(maxsize=MAX_OPEN_FILES)
-def _open(path: Path) -> _Table | None:
-    """The file, mapped; None if it is missing, not of this format, or has no image."""
+def _open(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, memoryview]:
+    """Keys, starts, checksums and entry points of a file, mapped; no keys if it is missing or not
+    of this format."""
+    none = np.zeros(0, "<u8")
     try:
         with open(path, "rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError):
-        return None
+        data = memoryview(b"")
     head = len(MAGIC) + 8
     num = int.from_bytes(data[len(MAGIC) : head], "little")
     if not num or data[: len(MAGIC)] != MAGIC or head + 20 * num + 8 > len(data):
-        return None
+        return none, none, none, data
     keys = np.frombuffer(data, "<u8", num, head)
     starts = np.frombuffer(data, "<u8", num + 1, head + 8 * num)
     sums = np.frombuffer(data, "<u4", num, head + 16 * num + 8)
     points = data[head + 20 * num + 8 :]
-    return _Table(keys, starts, sums, points) if int(starts[num]) == len(points) else None
+    return keys if int(starts[num]) == len(points) else none, starts, sums, points

@@ -17,7 +17,7 @@ from vitscale.config.errors import UserError
 from vitscale.data import index as index_module
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
-from vitscale.data.samples import EvaluationSamples, TrainingSamples, augmentation_key
+from vitscale.data.samples import Augmentation, EvaluationSamples, TrainingSamples, augmentation_key
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.random_numbers import CounterRandom
@@ -35,7 +35,8 @@ def shards(tmp_path: Path) -> Path:
 
 def training(shards: Path, **changes: Any) -> TrainingSamples:
     data = DataSettings(path=str(shards), global_batch=4, **changes)
-    return TrainingSamples(open_training_set(data, seed=0), settings=data, image_size=SIZE, seed=0)
+    augmentation = Augmentation(data, image_size=SIZE, seed=0)
+    return TrainingSamples(open_training_set(data, seed=0), augmentation)
 
 
 def evaluation(shards: Path, **changes: Any) -> EvaluationSamples:

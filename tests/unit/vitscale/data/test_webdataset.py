@@ -14,10 +14,10 @@ from tests.support.corpora.shard_folders import photo, write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, SEED, rank_batches_of
 from vitscale.config.errors import UserError
 from vitscale.data import webdataset
-from vitscale.data.index import read_split
+from vitscale.data.index import read_split, sample_keys
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.data.training_set import open_training_set
-from vitscale.data.webdataset import TarSample, tar_samples, tars_of_split
+from vitscale.data.webdataset import tar_samples, tars_of_split
 
 NUM, TARS = 24, 6
 
@@ -43,7 +43,7 @@ def settings(path: Path | str, **more: Any) -> DataSettings:
 
 def taken(
     folder: Path, num_samples: int, *, start: int = 0, process: int = 0, num: int = 1
-) -> list[TarSample]:
+) -> list[Any]:
     tars = open_training_set(settings(folder), seed=SEED).tars
     more = {"process": process, "num_processes": num, "num_classes": 2}
     return list(islice(tar_samples(tars, seed=SEED, start=start, **more), num_samples))
@@ -53,20 +53,16 @@ def test_an_epoch_has_every_sample_once(folder: Path, monkeypatch: pytest.Monkey
     # The library's own way to open tars runs commands: for `pipe:`, http and rewritten names.
     monkeypatch.delattr(tariterators.gopen, "gopen")
     index = read_split(folder, split="train")
-    epochs = taken(folder, 3 * NUM)
-    for epoch in range(3):
-        part = epochs[epoch * NUM : (epoch + 1) * NUM]
-        assert len({sample.key for sample in part}) == NUM
-        for sample in part:
-            number = int(sample.key.rpartition("-")[2])
-            assert sample.label == index.label[number]
-            assert len(sample.image) == index.length[number]
-    orders = [[each.key for each in epochs[i * NUM : (i + 1) * NUM]] for i in range(3)]
-    assert orders[0] != orders[1] != orders[2]
-    resumed = [each.key for each in taken(folder, NUM, start=NUM)]
-    assert resumed not in orders
-    shared = [each.key for n in range(3) for each in taken(folder, NUM // 3, process=n, num=3)]
-    assert len(set(shared)) == NUM
+    stored = {key: number for number, key in enumerate(sample_keys(index, range(NUM)))}
+    found = taken(folder, 3 * NUM)
+    for _, key, image, label in found:
+        assert label == index.label[stored[key]] and len(image) == index.length[stored[key]]
+    epochs = [[key for _, key, _, _ in found[i * NUM : (i + 1) * NUM]] for i in range(3)]
+    assert [set(epoch) for epoch in epochs] == [set(stored)] * 3
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert [key for _, key, _, _ in taken(folder, NUM, start=NUM)] not in epochs
+    shared = [each[1] for n in range(3) for each in taken(folder, NUM // 3, process=n, num=3)]
+    assert set(shared) == set(stored)
 
 
 def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:
@@ -106,7 +102,7 @@ WHOLE = tar_bytes({"a.jpg": photo(1), "a.cls": b"1", "b.jpg": photo(2), "b.cls":
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (WHOLE, r"sample 'b' has label '2'.*\n.*0 to 1"),
+        (WHOLE, "sample 'b' has label '2', not 0 to 1"),
         (tar_bytes({"a.jpg": photo(1)}), "sample 'a' has label ''"),
         (WHOLE[:2600], "cannot be read"),
         (b"not a tar" * 100, "cannot be read"),
@@ -125,28 +121,30 @@ def test_a_tar_that_cannot_be_used_is_named(
         list(islice(tar_samples([tar], num_classes=2, **more), 3))
 
 
-def test_a_split_is_a_name_or_a_pattern(folder: Path) -> None:
-    for split, numbers in (
+@pytest.mark.parametrize(
+    ("split", "numbers"),
+    [
         ("train", range(TARS)),
         ("train-{000000..000001}.tar", (0, 1)),
         ("train-{000000,000003}.tar", (0, 3)),
         ("train-00000?.tar", range(TARS)),
-    ):
+        ("a{.tar", "'a{.tar' is not a pattern"),
+        ("{0..9999}-{0..9999}.tar", "is not a pattern of at most 1,000,000 names"),
+        ("train-{000000..000009}.tar", "4 of 10 tars are missing.*train-000006.tar"),
+        ("dev", "no tars 'dev'"),
+        ("x.tar | touch FOLDER/canary", "1 of 1 tars are missing"),
+    ],
+)
+def test_a_split_is_a_name_or_a_pattern(folder: Path, split: str, numbers: Any) -> None:
+    split = split.replace("FOLDER", str(folder))
+    if not isinstance(numbers, str):
         names = [tar.name for tar in tars_of_split(folder, split, where="data.train_split")]
         assert names == [f"train-{number:06d}.tar" for number in numbers]
-
-
-def test_wrong_patterns_are_one_error(folder: Path) -> None:
-    for place, split, text in (
-        (folder, "a{.tar", "'a{.tar' is not a pattern"),
-        (folder, "{0..9999}-{0..9999}.tar", "is not a pattern of at most 1,000,000 names"),
-        (folder, "train-{000000..000009}.tar", "4 of 10 tars are missing.*train-000006.tar"),
-        (folder, "dev", "no tars 'dev'"),
-        (folder, f"x.tar | touch {folder}/canary", "1 of 1 tars are missing"),
-        (folder / "missing", "train", "no such folder"),
-    ):
-        with pytest.raises(UserError, match=text):
-            tars_of_split(place, split, where="data.train_split")
+        return
+    with pytest.raises(UserError, match=f"data.train_split: .*{numbers}"):
+        tars_of_split(folder, split, where="data.train_split")
+    with pytest.raises(UserError, match="no such folder"):
+        tars_of_split(folder / "missing", split, where="data.train_split")
     assert not (folder / "canary").exists()
 
 
