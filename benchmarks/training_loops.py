@@ -25,6 +25,7 @@ from torch import nn
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
 from vitscale.distributed.world import World
+from vitscale.engine.configuration import resolve_precision
 from vitscale.models.vit import build_model, compile_blocks, decayed
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.schedules import learning_rate
@@ -101,7 +102,8 @@ class EngineLoop:
         self.run = task.run.model_copy(update={"engine": engine})
         self.task = task
         self.objective = self.run.make_objective()
-        self.objective.prepare(arch=task.arch, device=world.device)
+        dtype = resolve_precision(engine, world.device)
+        self.objective.prepare(arch=task.arch, world=world, dtype=dtype)
         self.engine = build_engine(self.run, task.plan, world, task.arch, task.initial())
         self.before_update: Callable[[], None] = lambda: None
         self._weights_B = torch.ones(task.batch, device=world.device)

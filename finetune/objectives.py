@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vitscale.config.section import NamedSection, choice_of
-from vitscale.training.distillation import Distillation
 from vitscale.training.objective import Objective
-from vitscale.training.supervised import Supervised
+from vitscale.training.supervised import Distillation, Supervised
 
 if TYPE_CHECKING:
     from vitscale.training.session import TrainingSession

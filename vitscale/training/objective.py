@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vitscale.data.loader import Batch
+    from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
     from vitscale.models.settings import Architecture
     from vitscale.runs.training import TrainingRun
@@ -37,8 +38,6 @@ class Objective:
     """Whether `loss` reads `batch.labels`."""
     trains_classifier: ClassVar[bool] = True
     """Whether `loss` trains the model's head; without, the model is built without one."""
-    num_views: ClassVar[int] = 1
-    """Augmented views of each sample that `loss` needs in a global batch (`data.views`)."""
 
     def __init__(self, settings: Any, *, seed: int) -> None:
         """settings: an instance of `Settings`. seed: the run's, for draws by position."""
@@ -70,14 +69,12 @@ class Objective:
             return run.evaluate
         return (ClassificationSettings(),) if self.trains_classifier else ()
 
-    def prepare(self, *, arch: Architecture, device: torch.device) -> None:
-        """Load what `loss` needs besides the model. Called once, before the model is built.
+    def prepare(self, *, arch: Architecture, world: World, dtype: torch.dtype) -> dict[str, Any]:
+        """Load what `loss` needs besides the model; called once, before the model is built.
 
+        dtype: of the run. Returns what a checkpoint and a resumed run must agree on because of it.
         Raises UserError when it does not fit the run.
         """
-
-    def compatibility(self) -> dict[str, Any]:
-        """What a checkpoint and a resumed run must agree on besides; called after `prepare`."""
         return {}
 
     def extend_model(self, model: nn.Module, arch: Architecture) -> None:
@@ -125,19 +122,12 @@ class Objective:
 
 def check_objective(objective: Objective, run: TrainingRun, *, num_classes: int) -> None:
     """Raise UserError when the shards of `run` cannot serve the objective and its evaluations."""
-    name, path, views = objective.settings.name, run.data.path, run.data.views
+    name, path = objective.settings.name, run.data.path
     if objective.needs_labels and num_classes == 0:
         raise UserError(
             f"{name} needs labels, but the shards of {path} have none",
             where="objective.name",
             next_step="set data.path to labelled shards, or choose an objective without labels",
-        )
-    if views % objective.num_views:
-        raise UserError(
-            f"{name} needs {objective.num_views} views of each sample, not {views}",
-            where="data.views",
-            allowed=f"multiples of {objective.num_views}",
-            next_step=f"set data.views={objective.num_views}",
         )
     names = [evaluation.name for evaluation in objective.evaluations(run)]
     if names and num_classes == 0 and run.data.evaluated is not None:

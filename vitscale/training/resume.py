@@ -20,20 +20,22 @@ from vitscale.distributed.world import errors_on_all_ranks, gather_objects
 from vitscale.engine.engine import Engine
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
-from vitscale.training.objective import Objective
 
 
 def compatibility_key(
-    run: TrainingRun, arch: Architecture, data: TrainingSet, objective: Objective
+    run: TrainingRun, arch: Architecture, data: TrainingSet, agreed: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a checkpoint and a run must agree on for resuming, and what transfer reads."""
+    """What a checkpoint and a run must agree on for resuming, and what transfer reads.
+
+    agreed: what the objective adds.
+    """
     optim = run.optim
     return {
         "stage": run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
         "architecture": arch.description(),
         "grid": list(arch.grid),
         "num_prefix_tokens": arch.num_prefix_tokens,
-        "objective": objective.settings.name,
+        "objective": run.objective.name,  # type: ignore[attr-defined]  # as `stage`
         "optimizer": optim.name,
         "layer_decay": optim.layer_decay,
         "weight_decay_mode": optim.weight_decay_mode,
@@ -44,7 +46,7 @@ def compatibility_key(
         "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,
         "seed": run.seed,
-    } | objective.compatibility()
+    } | agreed
 
 
 def changed_settings(folder: Path, run: TrainingRun) -> list[str]:

@@ -34,6 +34,7 @@ from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.retry import or_warn
 from vitscale.distributed.watchdog import Watchdog
 from vitscale.distributed.world import World, broadcast_object, gather_objects, process_group
+from vitscale.engine.configuration import resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.evaluation.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
@@ -122,13 +123,14 @@ class TrainingSession:
         num_samples = self.data.num_samples
         self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
         self.arch = build_architecture(run, objective, self.data)
-        objective.prepare(arch=self.arch, device=world.device)
+        dtype = resolve_precision(run.engine, world.device)
+        agreed = objective.prepare(arch=self.arch, world=world, dtype=dtype)
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
         )
         checkpoint, messages = self.store.newest()
-        self._description = compatibility_key(run, self.arch, self.data, objective)
+        self._description = compatibility_key(run, self.arch, self.data, agreed)
         self.start_step = 0
         if checkpoint is not None:
             check_resumable(checkpoint, self._description, self.plan)

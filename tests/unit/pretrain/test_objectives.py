@@ -174,15 +174,11 @@ def test_conflicts_are_named_before_the_start(
 # ---- the interface ----------------------------------------------------------------------------
 
 
-class Contrastive(Objective):
+class WithLayer(Objective):
     Settings = SupervisedSettings
-    needs_labels, num_views = False, 2
 
     def extend_model(self, model: Any, arch: Any) -> None:
         model.objective = torch.nn.Linear(arch.width, 3)
-
-
-CONTRASTIVE = Contrastive(SupervisedSettings(), seed=0)
 
 
 def test_shards_that_do_not_serve_the_objective_are_refused() -> None:
@@ -190,16 +186,13 @@ def test_shards_that_do_not_serve_the_objective_are_refused() -> None:
     run = PretrainRun.model_validate(RUN | {"objective": MASKED, "evaluate": [{"name": "knn"}]})
     with pytest.raises(UserError, match="supervised needs labels, but the shards of s have none"):
         check_objective(supervised, run, num_classes=0)
-    with pytest.raises(UserError, match="data.views: supervised needs 2 views of each sample"):
-        check_objective(CONTRASTIVE, run, num_classes=3)
     with pytest.raises(UserError, match="evaluate: knn needs labels, but the shards of s have"):
         check_objective(run.make_objective(), run, num_classes=0)
     check_objective(run.make_objective(), run, num_classes=1)
-    four = run.data.model_copy(update={"views": 4, "val_split": None})
-    for changes in ({"evaluate": ()}, {"data": four}):
+    blind = run.data.model_copy(update={"val_split": None})
+    for changes in ({"evaluate": ()}, {"data": blind}):
         changed = run.model_copy(update=changes)
         check_objective(changed.make_objective(), changed, num_classes=0)
-    check_objective(CONTRASTIVE, changed, num_classes=0)
 
 
 def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
@@ -207,7 +200,8 @@ def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
     for seed, draws in ((0, 0), (0, 5), (1, 0)):
         run = PretrainRun.model_validate(RUN | {"seed": seed})
         torch.rand(draws)
-        model: Any = build_model(run, CONTRASTIVE, run.model.resolved(num_classes=2))
+        objective = WithLayer(run.objective, seed=seed)
+        model: Any = build_model(run, objective, run.model.resolved(num_classes=2))
         weights.append(model.objective.weight.tolist())
     assert weights[0] == weights[1] != weights[2]
 

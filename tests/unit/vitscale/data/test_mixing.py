@@ -18,7 +18,7 @@ from vitscale.data.mixing import (
 from vitscale.data.order import rank_batches
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
-from vitscale.training.losses import LOSSES
+from vitscale.training.losses import label_loss
 
 GLOBAL_BATCH, SIZE, CLASSES = 24, 6, 5
 BOTH = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}
@@ -133,7 +133,7 @@ def test_loss_of_mixed_labels() -> None:
     logits = torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(0)) * 3
     mixed = mix_batch(samples(8), MODES[-1], seed=0, step=0, first_position=0)
     more = {"mixed_labels_B": mixed.mixed_labels, "mix_lambda_B": mixed.mix_lambda}
-    loss = LOSSES["softmax"](logits, mixed.labels, 0.1, **more)
+    loss = label_loss(logits, mixed.labels, smoothing=0.1, **more)
     shares = mixed.mix_lambda.double()[:, None]
     own, other = torch.nn.functional.one_hot(torch.stack([mixed.labels, mixed.mixed_labels]))
     target = 0.9 * (shares * own + (1 - shares) * other) + 0.1 / CLASSES

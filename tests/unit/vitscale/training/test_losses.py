@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,22 +10,24 @@ import pytest
 import torch
 
 from vitscale.data.loader import Batch
-from vitscale.training.distillation import Distillation, DistillationSettings
-from vitscale.training.losses import LOSSES, hard_loss, soft_loss, softmax_loss
+from vitscale.training.losses import hard_loss, label_loss, soft_loss
+from vitscale.training.supervised import Distillation, DistillationSettings
 
 MIXED = [False, True]
 
 
 @pytest.mark.parametrize("mixed", MIXED)
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_bf16_logits_give_the_fp32_loss(loss: Callable[..., torch.Tensor], mixed: bool) -> None:
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "bce"])
+def test_bf16_logits_give_the_fp32_loss(kind: str, mixed: bool) -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(8, 100, generator=random).bfloat16()
     labels = torch.arange(8)
-    options = {"mixed_labels_B": labels + 1, "mix_lambda_B": torch.full((8,), 0.3)} if mixed else {}
-    found = loss(logits, labels, 0.0, **options)
+    options: Any = {"kind": kind}
+    if mixed:
+        options |= {"mixed_labels_B": labels + 1, "mix_lambda_B": torch.full((8,), 0.3)}
+    found = label_loss(logits, labels, **options)
     assert found.dtype == torch.float32
-    assert torch.equal(found, loss(logits.float(), labels, 0.0, **options))
+    assert torch.equal(found, label_loss(logits.float(), labels, **options))
 
 
 @pytest.mark.parametrize("mixed", MIXED)
@@ -44,8 +45,8 @@ def test_sigmoid_smoothing_equals_the_slow_formula(mixed: bool) -> None:
         for logit, target in zip(logits[row].tolist(), targets, strict=True):
             p = 1 / (1 + math.exp(-logit))
             total -= target * math.log(p) + (1 - target) * math.log(1 - p)
-    options = {"mixed_labels_B": others, "mix_lambda_B": shares} if mixed else {}
-    found = LOSSES["sigmoid"](logits, labels, 1e-4, **options)
+    options: Any = {"mixed_labels_B": others, "mix_lambda_B": shares} if mixed else {}
+    found = label_loss(logits, labels, kind="sigmoid", smoothing=1e-4, **options)
     assert found.item() == pytest.approx(total / 5, rel=1e-6)
 
 
@@ -57,10 +58,10 @@ def test_bce_counts_every_mixed_label_as_one() -> None:
     one_hot = torch.nn.functional.one_hot
     soft = shares[:, None] * one_hot(labels, 4) + (1 - shares[:, None]) * one_hot(others, 4)
     slow = torch.nn.functional.binary_cross_entropy_with_logits(logits, soft.gt(0).float())
-    found = LOSSES["bce"](logits, labels, 0.0, mixed_labels_B=others, mix_lambda_B=shares)
+    found = label_loss(logits, labels, kind="bce", mixed_labels_B=others, mix_lambda_B=shares)
     torch.testing.assert_close(found, slow)
     plain = torch.nn.functional.binary_cross_entropy_with_logits(logits, one_hot(labels, 4).float())
-    torch.testing.assert_close(LOSSES["bce"](logits, labels, 0.0), plain)
+    torch.testing.assert_close(label_loss(logits, labels, kind="bce"), plain)
 
 
 CLS = torch.tensor([[1.0, 0.0, -1.0]])
@@ -70,7 +71,7 @@ TEACHER = torch.tensor([[3.0, 1.0, 0.0]])
 
 def test_distillation_losses_of_a_hand_computed_case() -> None:
     """One image of class 1: cross-entropy, hard and soft parts."""
-    assert softmax_loss(CLS, torch.tensor([1]), 0.0).item() == pytest.approx(1.407606, abs=1e-6)
+    assert label_loss(CLS, torch.tensor([1])).item() == pytest.approx(1.407606, abs=1e-6)
     assert hard_loss(DIST, TEACHER).item() == pytest.approx(2.239545, abs=1e-6)
     soft = [soft_loss(DIST, TEACHER, tau=tau).item() / 3 for tau in (1.0, 3.0)]
     assert soft == pytest.approx([0.495629, 0.545280], abs=1e-6)
@@ -81,9 +82,8 @@ def distilled(batch: Batch, *, has_token: bool = True, **settings: Any) -> tuple
     teacher: Any = {"weights": "runs/teacher"}
     values = DistillationSettings.model_validate({"teacher": teacher, **settings})
     made: Any = Distillation(values, seed=0)
-    made.teacher = SimpleNamespace(logits=lambda images, dtype: TEACHER.expand(len(images), 3))
+    made.teacher = SimpleNamespace(logits=lambda images: TEACHER.expand(len(images), 3))
     engine: Any = SimpleNamespace(
-        dtype=torch.float32,
         known_outputs=("heads",) if has_token else (),
         forward=lambda images, output: (CLS.expand(len(images), 3), DIST.expand(len(images), 3)),
         logits=lambda images: DIST.expand(len(images), 3),
@@ -98,12 +98,12 @@ def test_each_head_learns_from_its_own_target() -> None:
     assert loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6) and agreement == 0
     soft, _ = distilled(batch, kind="soft", alpha=0.1, tau=3.0)
     assert soft == pytest.approx(0.9 * 1.407606 + 0.1 * 3 * 0.545280, abs=1e-6)
-    one_head = 0.5 * softmax_loss(DIST, torch.tensor([1]), 0.0) + 0.5 * hard_loss(DIST, TEACHER)
+    one_head = 0.5 * label_loss(DIST, torch.tensor([1])) + 0.5 * hard_loss(DIST, TEACHER)
     assert distilled(batch, has_token=False)[0] == pytest.approx(one_head.item())
     mixing = {"mixed_labels": torch.tensor([2, 1]), "mix_lambda": torch.tensor([0.7, 0.7])}
     mixed = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([1, 2]), torch.ones(2), **mixing)
-    options = {"mixed_labels_B": mixed.mixed_labels, "mix_lambda_B": mixed.mix_lambda}
-    labelled = softmax_loss(CLS.expand(2, 3), mixed.labels, 0.1, **options).item()
+    options: Any = {"mixed_labels_B": mixed.mixed_labels, "mix_lambda_B": mixed.mix_lambda}
+    labelled = label_loss(CLS.expand(2, 3), mixed.labels, smoothing=0.1, **options).item()
     found, _ = distilled(mixed, label_smoothing=0.1)
     assert found == pytest.approx(0.5 * labelled + 0.5 * 2.239545, abs=1e-6)
 

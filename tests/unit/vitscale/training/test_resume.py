@@ -37,7 +37,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "architecture": {"model": {"width": 192}},
     "grid": {"model": {"image_size": 384}},
     "num_prefix_tokens": {"model": {"num_registers": 4}},
-    "objective": {"objective": "another"},
+    "objective": {"objective": {"name": "masked_patch_prediction"}},
     "teacher": {"teacher": "other"},
     "optimizer": {"optim": {"name": "sgd"}},
     "layer_decay": {"optim": {"layer_decay": 0.9}},
@@ -54,7 +54,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def run_with(change: Mapping[str, Any]) -> Any:
     values = dict(SECTIONS)
-    for key in change.keys() & {"data", "model", "optim", "schedule"}:
+    for key in change.keys() & {"data", "model", "objective", "optim", "schedule"}:
         values[key] = {**SECTIONS.get(key, {}), **change[key]}
     return change.get("type", PretrainRun).model_validate(values | {"seed": change.get("seed", 0)})
 
@@ -63,12 +63,9 @@ def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
     shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hash": None}
     shards |= change.get("shards", {})
-    objective: Any = SimpleNamespace(
-        settings=SimpleNamespace(name=change.get("objective", "supervised")),
-        compatibility=lambda: {"teacher": change.get("teacher", "one")},
-    )
     data: Any = SimpleNamespace(**shards)
-    return compatibility_key(run, run.model.resolved(num_classes=10), data, objective)
+    agreed = {"teacher": change.get("teacher", "one")}
+    return compatibility_key(run, run.model.resolved(num_classes=10), data, agreed)
 
 
 def checkpoint_of(description: dict[str, Any], *, step: int = 20, **progress: Any) -> Checkpoint:

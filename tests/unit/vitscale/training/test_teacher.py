@@ -10,12 +10,12 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
-from vitscale.training.distillation import TeacherSettings
+from vitscale.training.supervised import TeacherSettings
 from vitscale.training.teacher import Teacher, open_teacher
 
 NAME, CLASSES = "test_efficientnet", 5
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +26,11 @@ def network() -> Any:
     return model.eval()
 
 
-def opened(path: Path | str, *, num_classes: int = CLASSES, **settings: Any) -> Teacher:
-    values = {"model": NAME, "weights": str(path), **settings}
-    return open_teacher(
-        **TeacherSettings.model_validate(values).model_dump(), num_classes=num_classes, device=CPU
-    )
+def opened(
+    path: Path, *, num_classes: int = CLASSES, dtype: Any = torch.float32, **settings: Any
+) -> Teacher:
+    chosen = TeacherSettings.model_validate({"model": NAME, "weights": str(path), **settings})
+    return open_teacher(**chosen.model_dump(), num_classes=num_classes, world=WORLD, dtype=dtype)
 
 
 @pytest.fixture
@@ -55,16 +55,16 @@ def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: 
     config = network.pretrained_cfg
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     expected = network((pixels / 255 - mean) / std)
-    found = opened(safetensors).logits(pixels, dtype=torch.float32)
+    found = opened(safetensors).logits(pixels)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_images_are_resized_to_the_teachers_size(safetensors: Path) -> None:
     teacher = opened(safetensors, image_size=64)
     seen = []
-    teacher.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    teacher.model.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     flat = torch.full((2, 3, 32, 32), 200.0)
-    teacher.logits(flat, dtype=torch.float32)
+    teacher.logits(flat)
     assert seen[0].shape == (2, 3, 64, 64)
     assert seen[0].std(dim=(0, 2, 3)).max() < 1e-5
     assert opened(safetensors).image_size == 160  # timm's of this network
@@ -74,12 +74,12 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     """No gradients, eval mode: BatchNorm's statistics stay; no draws from the run's state."""
     torch.manual_seed(3)
     before_state = torch.get_rng_state()
-    teacher = opened(safetensors, image_size=64)
-    before = {name: value.clone() for name, value in teacher.model.state_dict().items()}
-    logits = teacher.logits(images(64).float(), dtype=torch.bfloat16)
+    teacher = opened(safetensors, image_size=64, dtype=torch.bfloat16)
+    before = {name: value.clone() for name, value in teacher.model.network.state_dict().items()}
+    logits = teacher.logits(images(64).float())
     assert logits.dtype == torch.float32 and not logits.requires_grad
-    assert not any(p.requires_grad for p in teacher.model.parameters())
-    for name, value in teacher.model.state_dict().items():
+    assert not any(p.requires_grad for p in teacher.model.network.parameters())
+    for name, value in teacher.model.network.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert torch.equal(torch.get_rng_state(), before_state)
 
@@ -88,7 +88,7 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
     vit = timm.create_model("test_vit", num_classes=CLASSES)
     path = torch_file(tmp_path / "vit.pth", vit.state_dict())
     teacher = opened(path, model="test_vit", image_size=64)
-    assert teacher.logits(images(64), dtype=torch.float32).shape == (2, CLASSES)
+    assert teacher.logits(images(64)).shape == (2, CLASSES)
     with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
         opened(path, model="test_vit", num_classes=7)
     with pytest.raises(UserError, match="timm does not run test_vit on images of 65 px"):
