@@ -1,7 +1,7 @@
-"""Measure a training, and write the metrics of each log interval: to journal, MLflow and console.
+"""Measure a training, write the metrics of each log interval, and end a run that is unhealthy.
 
-Owns: means over micro-batches and ranks, throughput, memory, and traces of steps.
-Leaves out: the FLOPs formula (`models.costs`), limits on what is measured (`detectors`).
+Means over micro-batches and ranks, throughput, memory and traces of steps go to journal, MLflow and
+console; skipped updates and unreadable samples are named, and too many of them end the run.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from vitscale.config.errors import DivergedError, UserError
+from vitscale.data.index import sample_names
 from vitscale.data.loader import Batch
+from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.world import sum_over_ranks
+from vitscale.distributed.world import gather_objects, sum_over_ranks
 from vitscale.engine.engine import Engine
+from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.console import format_duration
 from vitscale.tracking.tracker import Tracker
-from vitscale.training.detectors import SkippedUpdateMonitor, UnreadableSampleMonitor
 
 # Dense bf16 FLOP/s by NVIDIA's datasheets, by a part of the device name.
 PEAK_BF16_FLOPS = {
@@ -35,6 +39,13 @@ PEAK_BF16_FLOPS = {
 }
 
 PROFILE_SKIPPED = 5
+# A run ends after this many updates in a row whose loss or gradient was not finite, and when more
+# than this many of 100 updates were such, or a tenth of a log interval that is longer.
+MAX_SKIPPED, WINDOW = 10, 100
+# Most samples that are named: unreadable ones, and those of a skipped update.
+UNREADABLE_SHOWN, NAMES_SHOWN = 10, 8
+
+Say = Callable[[str], None]
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -102,6 +113,120 @@ class IntervalMeans:
         }
 
 
+class SkippedUpdateMonitor:
+    """Report updates that the guard skipped, and end a run that skips too many."""
+
+    def __init__(
+        self, *, data: TrainingSet, plan: TrainingPlan, start_step: int, num_skipped: int, say: Say
+    ) -> None:
+        """num_skipped: updates skipped before `start_step`."""
+        self._data, self._plan, self._say = data, plan, say
+        # (step, updates skipped by then) of log lines; between the first and the last lie at least
+        # `WINDOW` updates, as soon as there were so many.
+        self._marks = deque([(start_step, num_skipped)])
+
+    def update(self, health: Health, *, step: int, loss_scale: float | None) -> None:
+        """Name the samples of the last skipped update, if there are new ones. Collective.
+
+        loss_scale: of fp16, None otherwise. Raises DivergedError after too many in a row or too
+        large a share, except while fp16 still searches its scale by overflowing.
+        """
+        num_new = health.skipped - self._marks[-1][1]
+        self._marks.append((step, health.skipped))
+        while step - self._marks[1][0] >= WINDOW:
+            self._marks.popleft()
+        if not num_new or health.last_step is None:
+            return
+        found = enumerate(gather_objects(health.bad_micro_step))
+        ranks = {rank: number for rank, number in found if number is not None}
+        what = f"{'the loss' if ranks else 'the gradient'} was not finite"
+        if ranks:
+            what += f" on rank {', '.join(map(str, ranks))}"
+        positions = positions_of_step(self._plan, step=health.last_step, micro_steps=ranks)
+        names, last = names_at(self._data, positions), f"the last at step {health.last_step}"
+        total = f"{num_new} updates skipped, {health.skipped} since the start"
+        self._say(f"{total}, {last}: {what}; samples {names}")
+        length, num_skipped = step - self._marks[0][0], health.skipped - self._marks[0][1]
+        many = ""
+        if health.longest >= MAX_SKIPPED:
+            many = f"{health.longest} updates in a row"
+        elif num_skipped > MAX_SKIPPED * max(length / WINDOW, 1):
+            many = f"{num_skipped} of the last {length} updates"
+        if many and not (loss_scale is not None and loss_scale > 1):
+            raise DivergedError(
+                f"{many} were skipped, {last}: {what}\n    samples of that step: {names}",
+                next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
+                "optim.clip_norm=1; all checkpoints hold finite weights",
+            )
+
+
+class UnreadableSampleMonitor:
+    """Report samples that were replaced because they could not be read."""
+
+    def __init__(self, *, data: TrainingSet, max_fraction: float, say: Say) -> None:
+        """max_fraction: `data.max_unreadable_fraction`."""
+        self._data, self._max_fraction, self._say = data, max_fraction, say
+        self._pending: list[Unreadable] = []
+        self.num_replaced = 0
+        """On all ranks, in this process's lifetime, as of the last `report`."""
+
+    def add(self, unreadable: Iterable[Unreadable]) -> None:
+        """Samples that were replaced on this rank."""
+        self._pending.extend(unreadable)
+
+    def report(self, step: int, *, num_seen: int, num_samples: int) -> None:
+        """Name the samples that were replaced on any rank since the last call, at most
+        `UNREADABLE_SHOWN` of them. Collective.
+
+        num_seen: samples seen in this process's lifetime; num_samples: those of one epoch.
+        Raises UserError when too many of the larger number were replaced.
+        """
+        own, self._pending = self._pending, []
+        shown = own[:UNREADABLE_SHOWN]
+        names = [repr(each.key) for each in shown]
+        if self._data.order is not None:
+            names = sample_names(self._data.parts, [(each.part, each.sample) for each in shown])
+        found = gather_objects((len(own), list(zip(names, shown, strict=True))))
+        num_new = sum(count for count, _ in found)
+        if not num_new:
+            return
+        self.num_replaced += num_new
+        lost = [each for _, named in found for each in named][:UNREADABLE_SHOWN]
+        for name, each in lost:
+            self._say(f"{each.shard}: sample {name} was replaced: {each.error}")
+        unnamed = num_new - len(lost)
+        more = f"; {unnamed} of the last {num_new} are not named here" if unnamed else ""
+        self._say(f"step {step}: {self.num_replaced} samples replaced since the start{more}")
+        if self.num_replaced > self._max_fraction * max(num_seen, num_samples):
+            raise UserError(
+                f"{self.num_replaced} samples could not be read, more than "
+                f"data.max_unreadable_fraction={self._max_fraction:g} allows; the last: {name}",
+                where=each.shard,
+                next_step="find every damaged shard with vitscale prepare verify and copy it again",
+            )
+
+
+def positions_of_step(plan: TrainingPlan, *, step: int, micro_steps: dict[int, int]) -> list[int]:
+    """Positions in training of one micro-batch of some ranks, or of all when none is given.
+
+    step: counted from 1. micro_steps: rank -> micro-step.
+    """
+    start, share = (step - 1) * plan.global_batch, plan.micro_batch
+    firsts = [start + (n * plan.world_size + rank) * share for rank, n in micro_steps.items()]
+    found = [position for first in firsts for position in range(first, first + share)]
+    return found or list(range(start, start + plan.global_batch))
+
+
+def names_at(data: TrainingSet, positions: Iterable[int]) -> str:
+    """Keys of the samples at these positions, at most `NAMES_SHOWN`."""
+    if data.order is None:
+        return "that are not known: streamed tars have no positions"
+    draws = [data.order.at(position) for position in positions]
+    shown = sample_names(data.parts, [(draw.part, draw.sample) for draw in draws[:NAMES_SHOWN]])
+    more = f" and {len(draws) - NAMES_SHOWN} more" if len(draws) > NAMES_SHOWN else ""
+    return ", ".join(shown) + more
+
+
 @dataclass
 class _Clock:
     """The speed of this rank since `start`."""
@@ -134,11 +259,12 @@ class IntervalLog:
         self._flops_per_image = flops_per_image
         self._peak_flops = peak_flops(engine.world.device)
         self.means = IntervalMeans()
+        num_skipped = engine.health().skipped
         self._skipped = SkippedUpdateMonitor(
-            data=data, plan=plan, start_step=start_step, num_skipped=engine.health().skipped
+            data=data, plan=plan, start_step=start_step, num_skipped=num_skipped, say=say
         )
         self._unreadable = UnreadableSampleMonitor(
-            data=data, max_fraction=run.data.max_unreadable_fraction
+            data=data, max_fraction=run.data.max_unreadable_fraction, say=say
         )
         self._clock = _Clock()
         # Of the first step, which starts workers and compiles: it counts for the throughput only
@@ -170,7 +296,7 @@ class IntervalLog:
 
         Raises UserError when training has diverged or the data is too damaged.
         """
-        engine, say = self._engine, self.say
+        engine = self._engine
         # First the means: they wait for the device, so the time is measured correctly.
         metrics = self.means.read() | self._speed()
         metrics |= {"train/lr": lr, "train/grad_norm": engine.gradient_norm()}
@@ -184,17 +310,17 @@ class IntervalLog:
             flops = self._flops_per_image * speed / engine.world.world_size
             metrics["vitals/mfu"] = flops / self._peak_flops
         seen, epoch = (step - self._start_step) * self._plan.global_batch, self._plan.num_samples
-        self._unreadable.report(step, num_seen=seen, num_samples=epoch, say=say)
+        self._unreadable.report(step, num_seen=seen, num_samples=epoch)
         if self._unreadable.num_replaced:
             metrics["vitals/unreadable"] = float(self._unreadable.num_replaced)
         self.tracker.log(metrics, step=step)
         steps, loss = self._plan.total_steps, metrics["train/loss"]
         eta_s = (steps - step) * self._plan.global_batch / speed
-        say(
+        self.say(
             f"step {step}/{steps} loss {loss:.4f} lr {lr:.1e} img/s {speed:.0f} "
             f"wait {wait:.0%} eta {format_duration(eta_s)}"
         )
-        self._skipped.update(health, step=step, loss_scale=scale, say=say)
+        self._skipped.update(health, step=step, loss_scale=scale)
 
     def _speed(self) -> dict[str, float]:
         clock = self._clock if self._clock.num_images else self._first or self._clock

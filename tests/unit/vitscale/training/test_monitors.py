@@ -15,14 +15,14 @@ from vitscale.data.order import rank_batches
 from vitscale.data.samples import Unreadable
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
-from vitscale.training import detectors, interval_log
-from vitscale.training.detectors import (
+from vitscale.training import interval_log
+from vitscale.training.interval_log import (
     UNREADABLE_SHOWN,
+    IntervalMeans,
     SkippedUpdateMonitor,
     UnreadableSampleMonitor,
     positions_of_step,
 )
-from vitscale.training.interval_log import IntervalMeans
 
 PLAN = TrainingPlan(
     world_size=2,
@@ -37,10 +37,13 @@ PLAN = TrainingPlan(
 
 
 class Ranks:
-    """What rank 0 gathers: its own, and what `others` send."""
+    """What rank 0 gathers: its own, and what `others` send; and what is said."""
 
     others: list[Any] = []
     sent: Any = None
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
 
     def gather(self, own: Any) -> list[Any]:
         self.sent = own
@@ -51,8 +54,8 @@ class Ranks:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """Instead of collectives; names of samples without an index."""
     ranks = Ranks()
-    monkeypatch.setattr(detectors, "gather_objects", ranks.gather)
-    monkeypatch.setattr(detectors, "sample_names", lambda parts, samples: names_of(samples))
+    monkeypatch.setattr(interval_log, "gather_objects", ranks.gather)
+    monkeypatch.setattr(interval_log, "sample_names", lambda parts, samples: names_of(samples))
     return ranks
 
 
@@ -75,19 +78,19 @@ def report(
     """What is said at step 10 of an epoch of 1,000 samples."""
     names = names_of([(each.part, each.sample) for each in other])
     ranks.others = [(len(other), list(zip(names, other, strict=True)))]
+    ranks.said.clear()
     monitor.add(own)
-    said: list[str] = []
-    monitor.report(10, num_seen=num_seen, num_samples=1000, say=said.append)
-    return said
+    monitor.report(10, num_seen=num_seen, num_samples=1000)
+    return ranks.said
 
 
-def unreadable_monitor(max_fraction: float = 0.1) -> UnreadableSampleMonitor:
+def unreadable_monitor(ranks: Ranks, max_fraction: float = 0.1) -> UnreadableSampleMonitor:
     data: Any = SimpleNamespace(parts=(), order=object())
-    return UnreadableSampleMonitor(data=data, max_fraction=max_fraction)
+    return UnreadableSampleMonitor(data=data, max_fraction=max_fraction, say=ranks.said.append)
 
 
 def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
-    monitor = unreadable_monitor()
+    monitor = unreadable_monitor(ranks)
     messages = report(monitor, ranks, [], lost(*range(UNREADABLE_SHOWN)))
     assert len(messages) == UNREADABLE_SHOWN + 1 and monitor.num_replaced == 10
     assert report(monitor, ranks, lost(77, part=1), []) == [
@@ -105,7 +108,7 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
 
 
 def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
-    monitor = unreadable_monitor(max_fraction=0.01)
+    monitor = unreadable_monitor(ranks, 0.01)
     report(monitor, ranks, lost(*range(10)), [])  # 10 of an epoch of 1,000
     report(monitor, ranks, lost(11), [], num_seen=2000)  # 11 of 2,000 seen
     with pytest.raises(UserError, match=r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"):
@@ -116,27 +119,23 @@ def health(skipped: int, *, longest: int = 1) -> Health:
     return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_step=None)
 
 
-def skipped_monitor() -> SkippedUpdateMonitor:
+def skipped_monitor(ranks: Ranks) -> SkippedUpdateMonitor:
     order = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
     data: Any = SimpleNamespace(order=order, parts=())
-    return SkippedUpdateMonitor(data=data, plan=PLAN, start_step=0, num_skipped=0)
-
-
-def update(monitor: SkippedUpdateMonitor, found: Health, **how: Any) -> list[str]:
-    said: list[str] = []
-    how = {"step": 20, "loss_scale": None} | how
-    monitor.update(found, **how, say=said.append)
-    return said
+    return SkippedUpdateMonitor(
+        data=data, plan=PLAN, start_step=0, num_skipped=0, say=ranks.said.append
+    )
 
 
 def test_skipped_updates_are_reported_with_their_samples(ranks: Ranks) -> None:
-    monitor, ranks.others = skipped_monitor(), [1]
+    monitor, ranks.others = skipped_monitor(ranks), [1]
+    for _ in range(2):
+        monitor.update(health(2), step=20, loss_scale=None)
     # Step 3 starts at sample 16; micro-step 1 of rank 1 is its last pair.
-    assert update(monitor, health(2)) == [
+    assert ranks.said == [
         "2 updates skipped, 2 since the start, the last at step 3: the loss was not finite "
         "on rank 1; samples 'key 22 of 0', 'key 23 of 0'"
     ]
-    assert update(monitor, health(2)) == []
 
 
 @pytest.mark.parametrize("loss_scale", [None, 1.0])
@@ -144,27 +143,24 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(
     ranks: Ranks, loss_scale: float | None
 ) -> None:
     """But while fp16 searches its scale."""
-    monitor = skipped_monitor()
-    assert update(monitor, health(9, longest=9), loss_scale=loss_scale)
-    assert update(monitor, health(19, longest=10), loss_scale=1024.0)
+    monitor = skipped_monitor(ranks)
+    monitor.update(health(9, longest=9), step=20, loss_scale=loss_scale)
+    monitor.update(health(19, longest=10), step=20, loss_scale=1024.0)
     with pytest.raises(UserError, match="10 updates in a row were skipped, the last at step 3"):
-        update(monitor, health(20, longest=10), loss_scale=loss_scale)
+        monitor.update(health(20, longest=10), step=20, loss_scale=loss_scale)
 
 
 @pytest.mark.parametrize("interval", [1, 7, 100, 400])
-def test_every_second_update_skipped_ends_the_run(ranks: Ranks, interval: int) -> None:
-    monitor = skipped_monitor()
+def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
+    ranks: Ranks, interval: int
+) -> None:
+    few, many = skipped_monitor(ranks), skipped_monitor(ranks)
+    for step in range(interval, 801, interval):
+        few.update(health(step // 20), step=step, loss_scale=None)
     with pytest.raises(UserError, match=r"of the last \d+ updates were skipped"):
         for step in range(interval, 401, interval):
-            update(monitor, health(step // 2), step=step)
+            many.update(health(step // 2), step=step, loss_scale=None)
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
-
-
-@pytest.mark.parametrize("interval", [1, 400])
-def test_one_update_in_twenty_may_be_skipped(ranks: Ranks, interval: int) -> None:
-    monitor = skipped_monitor()
-    for step in range(interval, 801, interval):
-        update(monitor, health(step // 20), step=step)
 
 
 def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:
