@@ -41,13 +41,6 @@ def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.d
     return DTYPES[wanted]
 
 
-def resolve_compile(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether to compile the blocks."""
-    if settings.compile == "auto":
-        return device.type == "cuda" and settings.zero_stage < 3
-    return settings.compile
-
-
 def deepspeed_config(
     settings: EngineSettings,
     *,

@@ -250,7 +250,7 @@ class IntervalLog:
         start_step: int,
         flops_per_image: float,
         tracker: Tracker,
-        say: Callable[[str], None],
+        say: Say,
         profile: Callable[[], None],
     ) -> None:
         """flops_per_image: of a training step. profile: to be called after every step."""

@@ -1,8 +1,7 @@
 """An open run: what it is opened from, its steps, and the end of each.
 
 Opens process group, data, engine, checkpoints and tracking, in this order. Leaves out: the loop
-itself, which is in pretrain/main.py and finetune/main.py, and what a checkpoint must agree on
-(`resume`).
+itself, which is in pretrain/main.py and finetune/main.py, and what a run starts from (`start`).
 """
 
 from __future__ import annotations
@@ -45,20 +44,18 @@ from vitscale.runs.training import TrainingRun, training_plan
 from vitscale.tracking.console import training_log
 from vitscale.tracking.mlflow_sync import DATA_TAG, read_record
 from vitscale.tracking.tracker import Tracker
-from vitscale.training.build import (
+from vitscale.training.interval_log import IntervalLog, profiled
+from vitscale.training.objective import Objective, check_objective
+from vitscale.training.start import (
     InitialWeights,
     build_architecture,
     build_engine,
     build_model,
-    start_from,
-)
-from vitscale.training.interval_log import IntervalLog, profiled
-from vitscale.training.objective import Objective, check_objective
-from vitscale.training.resume import (
     changed_settings,
     check_resumable,
     compatibility_key,
     restore_engine,
+    start_from,
 )
 
 # `What: ...` at the start of a line of a run card.
@@ -160,7 +157,19 @@ class TrainingSession:
         for line in [*messages, f"{run.name}: {facts}"]:
             self.log.say(line)
         self.preemption = stack.enter_context(PreemptionFlag())
-        self.batches = stack.enter_context(self._open_batches())
+        loader = training_batches(
+            self.data,
+            settings=run.data,
+            image_size=run.model.image_size,
+            seed=run.seed,
+            start=self.start_step * self.plan.global_batch,
+            stop=self.plan.total_steps * self.plan.global_batch,
+            rank=world.rank,
+            world_size=world.world_size,
+            micro_batch=self.plan.micro_batch,
+            pin_memory=world.device.type == "cuda",
+        )
+        self.batches = DeviceBatches(stack.enter_context(loader), world.device)
 
     def _end_if_finished(self) -> None:
         """End the ranks of a run whose last step is saved and whose end is recorded.
@@ -243,25 +252,6 @@ class TrainingSession:
             f"CPU threads per rank: {torch.get_num_threads()}"
         )
 
-    @contextmanager
-    def _open_batches(self) -> Iterator[DeviceBatches]:
-        """Micro-batches of this rank from its first step to the end of the run, on its device."""
-        run, plan, world = self.run, self.plan, self.world
-        loader = training_batches(
-            self.data,
-            settings=run.data,
-            image_size=run.model.image_size,
-            seed=run.seed,
-            start=self.start_step * plan.global_batch,
-            stop=plan.total_steps * plan.global_batch,
-            rank=world.rank,
-            world_size=world.world_size,
-            micro_batch=plan.micro_batch,
-            pin_memory=world.device.type == "cuda",
-        )
-        with loader as batches:
-            yield DeviceBatches(batches, world.device)
-
     def steps(self) -> Iterator[int]:
         """The steps from the checkpoint's to the last one, each with its learning rate set.
 
@@ -279,27 +269,23 @@ class TrainingSession:
             )
             self.engine.set_learning_rate(self.lr)
             yield step
-        self._finish_save()
+        self._report(self.store.wait())
         self.log.say(f"done: {self.folder} at step {plan.total_steps}")
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
-        for micro_step in range(self.plan.accumulation):
-            batch = self._next_batch(step, micro_step)
-            seed_step(self.run.seed, step=step, micro_step=micro_step, rank=self.world.rank)
+        mixing, plan, world, seed = self.run.data.mixing, self.plan, self.world, self.run.seed
+        for micro_step in range(plan.accumulation):
+            with self._waiting_for_data():
+                batch = next(self.batches)
+            self.log.add_batch(batch)
+            number = micro_step * world.world_size + world.rank
+            first = step * plan.global_batch + number * plan.micro_batch
+            batch = replace(batch, positions=np.arange(first, first + len(batch.labels)))
+            if mixing is not None:
+                batch = mix_batch(batch, mixing, seed=seed, step=step, first_position=first)
+            seed_step(seed, step=step, micro_step=micro_step, rank=world.rank)
             yield batch
-
-    def _next_batch(self, step: int, micro_step: int) -> Batch:
-        with self._waiting_for_data():
-            batch = next(self.batches)
-        self.log.add_batch(batch)
-        mixing, plan, world = self.run.data.mixing, self.plan, self.world
-        number = micro_step * world.world_size + world.rank
-        first = step * plan.global_batch + number * plan.micro_batch
-        batch = replace(batch, positions=np.arange(first, first + len(batch.labels)))
-        if mixing is None:
-            return batch
-        return mix_batch(batch, mixing, seed=self.run.seed, step=step, first_position=first)
 
     @contextmanager
     def _waiting_for_data(self) -> Iterator[None]:
@@ -343,7 +329,7 @@ class TrainingSession:
         if is_saved:
             self._save(done)
         if preempted:
-            self._finish_save()
+            self._report(self.store.wait())
             self.log.say(f"stopped by a signal at step {done}; rerun to resume")
             raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
@@ -370,10 +356,6 @@ class TrainingSession:
             },
             description=self._description,
         )
-
-    def _finish_save(self) -> None:
-        """Wait until the last checkpoint is committed. Raises UserError when it cannot be."""
-        self._report(self.store.wait())
 
     def _report(self, commit: Commit | None) -> None:
         if commit is not None:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.loader_runs import worker_pids
-from vitscale.training import build
+from vitscale.training import start
 
 # Calls of a training, in the module that looks the name up.
 PLACES = {
     "start": ("vitscale.training.session", "build_engine"),
     "restore": ("vitscale.training.session", "restore_engine"),
-    "batch": ("vitscale.training.session", "TrainingSession._next_batch"),
+    "batch": ("vitscale.engine.device_batches", "DeviceBatches.__next__"),
     "forward": ("vitscale.engine.engine", "Engine.logits"),
     "backward": ("vitscale.engine.engine", "Engine.backward"),
     "step": ("vitscale.engine.engine", "Engine.step"),
@@ -127,7 +127,7 @@ checks_at_start: list[bool] = []
 
 def leave_out_the_check() -> None:
     """Count no call of the check that precedes a training."""
-    check = build.check_nan_is_skipped
+    check = start.check_nan_is_skipped
 
     def uncounted(*args: Any, **kwargs: Any) -> None:
         checks_at_start.append(True)
@@ -136,7 +136,7 @@ def leave_out_the_check() -> None:
         finally:
             checks_at_start.clear()
 
-    build.check_nan_is_skipped = uncounted
+    start.check_nan_is_skipped = uncounted
 
 
 def plant(fault: dict[str, Any]) -> None:

@@ -16,8 +16,8 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.evaluation.trained_model import takes_average
 from vitscale.runs.training import training_plan
-from vitscale.training import resume as resuming
-from vitscale.training.resume import (
+from vitscale.training import start
+from vitscale.training.start import (
     changed_settings,
     check_resumable,
     compatibility_key,
@@ -87,7 +87,7 @@ def resume(checkpoint: Checkpoint, change: Mapping[str, Any]) -> None:
 def test_incompatible_change_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     saved = checkpoint_of(description_of({}))
     resume(saved, {})
-    monkeypatch.setattr(resuming, "ORDER_VERSION", CHANGES[key].get("version", 1))
+    monkeypatch.setattr(start, "ORDER_VERSION", CHANGES[key].get("version", 1))
     with pytest.raises(UserError, match="belongs to another run") as caught:
         resume(saved, CHANGES[key])
     assert f"\n    {key}: checkpoint " in caught.value.what

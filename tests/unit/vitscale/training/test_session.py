@@ -19,8 +19,8 @@ from vitscale.engine.settings import EngineSettings
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import ViT, build_model
 from vitscale.training import session
-from vitscale.training.build import choose_kernels
 from vitscale.training.session import seed_step
+from vitscale.training.start import choose_kernels
 
 
 def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
@@ -36,15 +36,15 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
     assert counts(dev_percent=10.0) == (18, 2)
 
 
-def chosen(**engine: object) -> tuple[ViT, bool]:
+def chosen(device: str = "cpu", **engine: object) -> tuple[ViT, bool]:
     model = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
     settings = ViTSettings.model_validate(model | {"mlp_width": 16})
     built = build_model(settings.resolved(num_classes=3), seed=0)
     run: Any = SimpleNamespace(model=settings, engine=EngineSettings.model_validate(engine))
-    return built, choose_kernels(run, built, torch.device("cpu"))
+    return built, choose_kernels(run, built, torch.device(device))
 
 
-def test_blocks_are_compiled_in_a_private_folder(
+def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model, compiled = chosen()
@@ -54,6 +54,8 @@ def test_blocks_are_compiled_in_a_private_folder(
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)  # which imports the compiler
     model, compiled = chosen(compile=True)
     assert model.blocks[0]._compiled_call_impl is not None and compiled
+    assert chosen("cuda")[1] and not chosen("cuda", zero_stage=3)[1]
+    assert not chosen("cuda", compile=False)[1]
     folder = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR")).parent
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
