@@ -72,7 +72,7 @@ def main() -> None:
         print(describe_chain(chain)) if is_dry_run else submit_chain(chain)
         return
     run = with_num_workers(run)
-    check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
+    check_job(run, cluster="slurm")
     text = batch_script(run)
     checks = [*run_checks(run), *slurm_check(text)]
     if is_dry_run:

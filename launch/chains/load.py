@@ -102,8 +102,7 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
         for step_name, words, needs, labels in _wanted(settings, stage, kind, found):
             try:
                 run = load_run(RUN_TYPES, stage.config, overrides=words).run
-                tasks = num_tasks or run.launch.nodes * run.launch.tasks_per_node
-                check_job(run, num_tasks=tasks, cluster=cluster)
+                check_job(run, num_tasks=num_tasks, cluster=cluster)
             except UserError as error:
                 note(error, step_name)
                 continue

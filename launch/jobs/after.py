@@ -82,6 +82,7 @@ def main() -> None:
     parser.add_argument("--code", type=int, required=True, help="of srun")
     parser.add_argument("--signal-delay", type=int, required=True, help="seconds")
     parser.add_argument("--max-requeues", type=int, required=True)
+    parser.add_argument("--fewest-nodes", type=int, help="default: as many as it has")
     options = parser.parse_args()
     print(after(options, sys.stdin.read().splitlines()))
 
@@ -122,7 +123,7 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     if why is not None:
         say(f"not requeued: {why}")
     elif fields and (node := blamed_node(attempts)):
-        say(exclude(job_id, node, job=fields))
+        say(exclude(job_id, node, job=fields, fewest_nodes=options.fewest_nodes))
     return outcome.exit_code
 
 

@@ -71,16 +71,32 @@ def with_num_workers(run: LaunchableRun) -> LaunchableRun:
     return run
 
 
-def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
-    """Validate what depends on the job's size and cluster. Raises UserErrors with all problems."""
+def usable_nodes(run: LaunchableRun) -> list[int]:
+    """The numbers of `launch.nodes` over which the global batch divides, most first."""
+    counts = reversed(run.launch.node_counts)
+    if not isinstance(run, TrainingRun):
+        return [*counts]
+    # Images are mixed in pairs.
+    unit = run.launch.tasks_per_node * (1 if run.data.mixing is None else 2)
+    return [nodes for nodes in counts if run.data.global_batch % (nodes * unit) == 0]
+
+
+def check_job(run: LaunchableRun, *, cluster: str, num_tasks: int | None = None) -> None:
+    """Validate what depends on the job's size and cluster. Raises UserErrors with all problems.
+
+    num_tasks: None: on the most and on the fewest nodes that `launch.nodes` allows.
+    """
     if problems := list(_problems(run, num_tasks=num_tasks, cluster=cluster)):
         raise UserErrors(problems)
 
 
-def _problems(run: LaunchableRun, *, num_tasks: int, cluster: str) -> Iterator[UserError]:
+def _problems(run: LaunchableRun, *, num_tasks: int | None, cluster: str) -> Iterator[UserError]:
     folder, launch = str(job_folder(run, cluster=cluster)), run.launch
+    batch = run.data.global_batch if isinstance(run, TrainingRun) else 0
+    fewest = launch.node_counts[0] * launch.tasks_per_node
+    num_tasks = num_tasks or (fewest if batch % fewest else launch.num_ranks)
     # Any number of tasks can share other work.
-    if isinstance(run, TrainingRun) and (batch := run.data.global_batch) % num_tasks:
+    if batch % num_tasks:
         below, above = batch // num_tasks * num_tasks, -(-batch // num_tasks) * num_tasks
         sizes = " or ".join(str(size) for size in (below, above) if size)
         yield UserError(
@@ -150,7 +166,10 @@ def submit_run(
             launch = depending_on(launch, "afterany", ids)
         code = kept_code(launch, folder)
         job = prepare_job(run, cluster="slurm", code=code)
-        return submit_to_slurm(job, launch=launch, name=run_name(run), folder=folder, code=code)
+        usable = usable_nodes(run)
+        return submit_to_slurm(
+            job, launch=launch, name=run_name(run), folder=folder, code=code, usable_nodes=usable
+        )
 
 
 def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:

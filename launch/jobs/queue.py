@@ -214,10 +214,13 @@ def requeue(job_id: str) -> str | None:
     return _insist("scontrol", "requeue", job_id, seconds=REQUEUE_SECONDS, unless=is_queued)
 
 
-def exclude(job_id: str, node: str, *, job: Mapping[str, str]) -> str:
+def exclude(
+    job_id: str, node: str, *, job: Mapping[str, str], fewest_nodes: int | None = None
+) -> str:
     """Keep a job that was just requeued off this node. Returns what was done, in words.
 
     job: its fields before: while it ends, SLURM counts only the nodes that have not ended yet.
+    fewest_nodes: on which it can start; None: as many as it had.
     Not if too few others are up: the job would wait for ever. SLURM changes this of waiting jobs
     alone, and a job that is requeued still ends for a moment.
     """
@@ -229,7 +232,8 @@ def exclude(job_id: str, node: str, *, job: Mapping[str, str]) -> str:
         excluded = {node, *ask_slurm("scontrol", "show", "hostnames", before).split()}
     except NoAnswerError as error:
         return f"{node} is not excluded: {error}"
-    if len(set(up) - excluded) < int(job["NumNodes"].partition("-")[0]):
+    needed = fewest_nodes or int(job["NumNodes"].partition("-")[0])
+    if len(set(up) - excluded) < needed:
         return f"{node} is not excluded: too few other nodes are up"
     change = [f"JobId={job_id}", f"ExcNodeList={','.join(sorted(excluded))}"]
     refused = _insist("scontrol", "update", *change, seconds=EXCLUDE_SECONDS)

@@ -21,7 +21,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,9 +90,10 @@ def sbatch_text(
     folder: Path,
     run_folder: str | None = None,
     code: Path | None = None,
+    usable_nodes: Sequence[int] = (),
 ) -> str:
     """The batch script that `submit_to_slurm` would submit. Needs no SLURM."""
-    executor = _executor(launch, name, folder, run_folder, code)
+    executor = _executor(launch, name, folder, run_folder, code, usable_nodes)
     if launch.num_tasks > 1:
         # submitit adds this when it submits an array.
         executor.parameters["map_count"] = launch.num_tasks
@@ -109,7 +110,12 @@ class _Executor(SlurmExecutor):
 
 
 def _executor(
-    launch: LaunchSettings, name: str, folder: Path, run_folder: str | None, code: Path | None
+    launch: LaunchSettings,
+    name: str,
+    folder: Path,
+    run_folder: str | None,
+    code: Path | None,
+    usable_nodes: Sequence[int],
 ) -> _Executor:
     """submitit's executor for validated settings."""
     # A wheel's stages are on no path of their own.
@@ -120,6 +126,8 @@ def _executor(
     where = shlex.quote(run_folder) if run_folder else f'{shlex.quote(str(folder))}/{job_id}/"$job"'
     after = [sys.executable, "-u", "-m", "launch.jobs.after"]
     options = ["--signal-delay", launch.signal_delay_s, "--max-requeues", launch.max_requeues]
+    if len(launch.node_counts) > 1:
+        options += ["--fewest-nodes", launch.node_counts[0]]
     words = {
         "job": "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if is_array else job_id,
         "attempt": ATTEMPT_VARIABLE,
@@ -130,7 +138,7 @@ def _executor(
     parameters: dict[str, Any] = {
         "job_name": name,
         "time": launch.timeout_min,
-        "nodes": launch.nodes,
+        "nodes": launch.node_counts[-1],
         "ntasks_per_node": launch.tasks_per_node,
         "cpus_per_task": launch.cpus_per_task,
         "signal_delay_s": launch.signal_delay_s,
@@ -158,6 +166,14 @@ def _executor(
         ],
         "teardown": [AFTER.format(**words)],
     }
+    if isinstance(launch.nodes, str):
+        # Of --ntasks-per-node=1 and 2 to 8 nodes, SLURM makes two tasks, for which it takes two
+        # nodes. So sbatch asks for one task per node, with all cores, and srun starts the ranks.
+        tasks = parameters.pop("ntasks_per_node")
+        parameters["cpus_per_task"] = tasks * launch.cpus_per_task
+        parameters["srun_args"].append(f"--ntasks-per-node={tasks}")
+        parameters["additional_parameters"]["nodes"] = launch.nodes
+        parameters["setup"][-1:-1] = _on_usable_nodes(launch, usable_nodes)
     if launch.mem_gb is not None:
         parameters["mem"] = f"{launch.mem_gb}GB"
     for field in ("partition", "account"):
@@ -175,6 +191,23 @@ def _imports_from(code: Path) -> list[str]:
         f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         # Otherwise `python -m` imports from the current folder first: often the checkout.
         "export PYTHONSAFEPATH=1",
+    ]
+
+
+def _on_usable_nodes(launch: LaunchSettings, usable: Sequence[int]) -> list[str]:
+    """Shell lines that start the ranks on the largest usable number of the job's nodes.
+
+    usable: these numbers, most first.
+    """
+    return [
+        f"for nodes in {' '.join(map(str, usable or reversed(launch.node_counts)))}; do",
+        '    [ "$nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break',
+        "done",
+        '[ "$nodes" = "$SLURM_JOB_NUM_NODES" ] ||',
+        '    echo "using $nodes of $SLURM_JOB_NUM_NODES nodes, over which the batch divides"',
+        "export SLURM_JOB_NUM_NODES=$nodes SLURM_NNODES=$nodes",
+        f"export SLURM_NTASKS=$((nodes * {launch.tasks_per_node}))",
+        "export SLURM_NPROCS=$SLURM_NTASKS",
     ]
 
 
@@ -219,14 +252,21 @@ def require_slurm() -> None:
 
 
 def submit_to_slurm(
-    job: StageJob, *, launch: LaunchSettings, name: str, folder: Path, code: Path | None = None
+    job: StageJob,
+    *,
+    launch: LaunchSettings,
+    name: str,
+    folder: Path,
+    code: Path | None = None,
+    usable_nodes: Sequence[int] = (),
 ) -> Submission:
     """Submit one job, or an array of `launch.num_tasks` equal jobs, through sbatch.
 
     code: the snapshot that the tasks import from; None: the code on disk.
+    usable_nodes: how many nodes the ranks can be started on, most first; default: all.
     Raises UserError if sbatch refuses.
     """
-    executor = _executor(launch, name, folder, job.run_folder, code)
+    executor = _executor(launch, name, folder, job.run_folder, code, usable_nodes)
     try:
         # submitit prints sbatch's message, which the error contains as well.
         with outside_any_job(), redirect_stderr(io.StringIO()):
@@ -242,7 +282,7 @@ def submit_to_slurm(
     first = submitted[0]
     return Submission(
         job_id=first.job_id.partition("_")[0],
-        num_tasks=max(len(submitted), first.num_tasks),
+        num_tasks=launch.num_tasks if launch.num_tasks > 1 else launch.num_ranks,
         folder=first.paths.folder,
         is_array=len(submitted) > 1,
     )
@@ -295,15 +335,16 @@ class StageJob:
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, stop_early)
         if task.global_rank == 0:
+            nodes = task.hostnames[: task.num_nodes]
             attempt = begin_attempt(
                 self.run_folder or task.paths.folder / task.job_id,
                 cluster="slurm",
                 job_id=task.job_id,
                 restart=restart_count(),
-                nodes=task.hostnames,
+                nodes=nodes,
             )
             now = time.strftime("%Y-%m-%d %H:%M:%S")
-            where = f"job {task.job_id} on {', '.join(task.hostnames)}"
+            where = f"job {task.job_id} on {', '.join(nodes)}"
             print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
             print(self.heading(task.num_tasks), flush=True)
         code = run_in_process(self.arguments)

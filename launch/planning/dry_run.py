@@ -19,7 +19,7 @@ from typing import Literal
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.jobs.preparation import LaunchableRun, job_folder, run_name
+from launch.jobs.preparation import LaunchableRun, job_folder, run_name, usable_nodes
 from launch.jobs.queue import NoAnswerError, ask_slurm
 from launch.jobs.snapshot import planned_folder
 from launch.jobs.submission import outside_any_job, sbatch_text
@@ -123,7 +123,8 @@ def check_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> None:
     if facts.num_classes is not None:
         check_objective(run.make_objective(), run, num_classes=facts.num_classes)
     # Raises if the warm-up is longer than the run.
-    known_plan(run, facts)
+    for nodes in {run.launch.node_counts[-1], run.launch.node_counts[0]}:
+        known_plan(run, facts, nodes=nodes)
 
 
 def describe(run: LaunchableRun) -> str:
@@ -145,6 +146,7 @@ def batch_script(run: LaunchableRun) -> str:
         folder=folder,
         code=planned_folder(run.launch, folder),
         run_folder=None if isinstance(run, DataPrepRun) else str(folder.parent),
+        usable_nodes=usable_nodes(run),
     )
 
 
@@ -180,7 +182,14 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     yield "data", f"{count} training images{unlabelled}{held_out}, from {facts.source}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
-    plan = known_plan(run, facts)
+    counts, usable = run.launch.node_counts, usable_nodes(run)
+    plan = known_plan(run, facts, nodes=counts[-1])
+    if len(counts) > 1:
+        how = f"{counts[0]} to {counts[-1]}, as many as are free at each start"
+        if len(usable) < len(counts):
+            used = ", ".join(map(str, usable))
+            how += f"; used: {used} (the global batch divides over these)"
+        yield "nodes", how
     if plan is None:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
     else:
@@ -189,7 +198,9 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     if num_classes is None:
         yield "model", "unknown: make the shards, or set model.num_classes"
     else:
-        yield from _cost_rows(run, plan, num_classes=num_classes)
+        # On the fewest nodes a process needs the most memory.
+        fewest = known_plan(run, facts, nodes=counts[0])
+        yield from _cost_rows(run, fewest, num_classes=num_classes)
 
 
 def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | None:
@@ -199,11 +210,11 @@ def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | N
     return run.model.num_classes or facts.num_classes
 
 
-def known_plan(run: TrainingRun, facts: DataFacts) -> TrainingPlan | None:
-    """None while the number of steps is unknown."""
+def known_plan(run: TrainingRun, facts: DataFacts, *, nodes: int) -> TrainingPlan | None:
+    """The plan on this many nodes; None while the number of steps is unknown."""
     if facts.num_samples is None and run.schedule.steps is None:
         return None
-    world_size = run.launch.nodes * run.launch.tasks_per_node
+    world_size = nodes * run.launch.tasks_per_node
     return training_plan(run, world_size=world_size, num_samples=facts.num_samples or 0)
 
 
@@ -263,7 +274,7 @@ def _cost_rows(
     memory = memory_estimate(
         arch,
         zero_stage=run.engine.zero_stage,
-        world_size=run.launch.nodes * run.launch.tasks_per_node,
+        world_size=plan.world_size,
         precision=precision,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
@@ -276,7 +287,8 @@ def _cost_rows(
     parts = " + ".join(f"{size / GIB:.2f} GiB {name}" for name, size in sizes)
     kind = "GPU" if run.launch.gpus_per_node else "process"
     yield f"memory per {kind}", f"{memory.total / GIB:.2f} GiB = {parts}"
-    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without slack)"
+    on = f"on {run.launch.node_counts[0]} nodes, " if len(run.launch.node_counts) > 1 else ""
+    yield "", f"({on}ZeRO {run.engine.zero_stage}, {precision}; estimate without slack)"
 
 
 # ---- checks -----------------------------------------------------------------------------------
@@ -354,8 +366,7 @@ def run_checks(run: LaunchableRun) -> list[Check]:
     launch = run.launch
     if isinstance(run, DataPrepRun):
         return [Check("configuration", "ok", f"{run.stage}, {launch.num_tasks} task(s)")]
-    num_tasks = launch.nodes * launch.tasks_per_node
-    rows = [Check("configuration", "ok", f"{run.stage}, {num_tasks} task(s)")]
+    rows = [Check("configuration", "ok", f"{run.stage}, {launch.num_ranks} task(s)")]
     if isinstance(run, EvaluateRun):
         return rows + caught("data", _evaluation_data(run))
     if isinstance(run, FinetuneRun) and run.init is not None:
@@ -412,7 +423,7 @@ def _weights(init: str) -> Check:
 def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
     """Shards and samples of each loader process, and cores for all processes."""
     workers, samples = run.data.num_workers, facts.num_samples or 0
-    num_ranks = run.launch.nodes * run.launch.tasks_per_node
+    num_ranks = run.launch.num_ranks
     processes = num_ranks * max(1, workers)
     each = f"{num_ranks} rank(s) x {max(1, workers)} loader process(es)"
     num_shards = None if facts.opened is None else _num_shards(facts.opened)

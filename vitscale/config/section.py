@@ -167,6 +167,8 @@ def describe(node: Node | bool) -> str:
         return f"a group with the key {NAME}: {', '.join(groups_of(node))}"
     if "enum" in node or "const" in node:
         return ", ".join(map(str, node.get("enum", [node.get("const")])))
+    if "examples" in node:
+        return f"{WORDS[node['type']]} such as {node['examples'][0]}"
     if "prefixItems" in node:
         items = node["prefixItems"]
         return f"a list of {len(items)} values, each {describe(items[0])}"

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from vitscale.config.redaction import SECRET_ASSIGNMENT
 from vitscale.config.section import Section
 
+NodeRange = Annotated[str, Field(pattern=r"^[1-9]\d*-[1-9]\d*$", examples=["2-8"])]
+
 
 class LaunchSettings(Section):
     """What one job asks of SLURM, or of this machine."""
 
-    nodes: int = Field(default=1, gt=0)
-    """Nodes of the job."""
+    nodes: Annotated[int, Field(gt=0)] | NodeRange = 1
+    """Nodes of the job; 2-8: at each start as many of these as are free."""
     tasks_per_node: int = Field(default=1, gt=0)
     """Processes per node: one per GPU."""
     num_tasks: int = Field(default=1, gt=0)
@@ -57,6 +59,17 @@ class LaunchSettings(Section):
     """SLURM only: the job runs a copy of the code as submitted; false: the code on disk."""
     sbatch: dict[str, str | int | bool] = {}
     """Further sbatch options, passed unchanged, for example {qos: high, exclude: "n[3,5-7]"}."""
+
+    @property
+    def node_counts(self) -> range:
+        """The numbers of nodes that SLURM may give the job."""
+        fewest, _, most = str(self.nodes).partition("-")
+        return range(int(fewest), int(most or fewest) + 1)
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes on as many nodes as the job may get."""
+        return self.node_counts[-1] * self.tasks_per_node
 
 
 # sbatch options that other keys set.
@@ -99,6 +112,8 @@ def launch_problems(
         elif key.startswith("srun_args") and not text.startswith("-"):
             yield (f"launch.{key}", f"{text!r} is not an option of srun such as --cpu-bind=none")
     yield from _sbatch_problems(launch.sbatch)
+    if not launch.node_counts:
+        yield ("launch.nodes", f"{launch.nodes} begins with the larger number; turn it round")
     if launch.signal_delay_s + SIGNAL_EARLY_S >= 60 * launch.timeout_min:
         yield (
             "launch.signal_delay_s",

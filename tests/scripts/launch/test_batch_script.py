@@ -42,6 +42,13 @@ def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm) -> None:
     assert "attempt 12/0" in slurm.log and "port ," not in slurm.log
 
 
+def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: FakeSlurm) -> None:
+    free = ("launch.nodes=1-3", "launch.tasks_per_node=2", "data.global_batch=6")
+    slurm.call("launch/slurm.py", "--config", "run.yaml", *free)
+    slurm.run_job('echo "$SLURM_NTASKS tasks on $SLURM_NNODES"; exit 0')
+    assert "using 1 of 2 nodes, over which" in slurm.log and "2 tasks on 1" in slurm.log
+
+
 def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm) -> None:
     assert slurm.run_job(FAILED.format(code=75), state="COMPLETING") == 75
     assert not slurm.is_requeued

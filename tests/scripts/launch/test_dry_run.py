@@ -38,6 +38,7 @@ DRY_RUNS = {
     "one_node": ("run.yaml", "launch.nodes=1", "launch.cpus_per_task=4"),
     "many_nodes": ("run.yaml", *LARGE),
     "site": ("run.yaml", *SITE),
+    "free_nodes": ("run.yaml", *LARGE, "launch.nodes=2-8"),
     "array": ("data.yaml",),
     "h14": (str(REPOSITORY / "configs/vit_h14.yaml"), "data.path=shards"),
 }
@@ -96,6 +97,11 @@ def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:
     assert "0.002" in rows["learning rate"] and "GFLOPs per training image" in rows["compute"]
     checks = output.partition("# Checks\n")[2].partition("\n\n")[0]
     assert "configuration  ok" in checks and "SLURM" not in checks
+    more = ("launch.nodes=2-8", "launch.tasks_per_node=4", "data.global_batch=64")
+    output = submitted.call("launch/slurm.py", "--dry-run", "--config", "run.yaml", *more)
+    used = "used: 8, 4, 2 (the global batch divides over these)"
+    assert f"2 to 8, as many as are free at each start; {used}" in output
+    assert "32 ranks x 2 images" in output and "(on 2 nodes, ZeRO " in output
 
 
 def test_a_data_preparation_is_an_array(submitted: FakeSlurm) -> None:
@@ -130,5 +136,12 @@ def test_refusals_are_short_and_complete(submitted: FakeSlurm) -> None:
     bad = ("launch.nodes=3", "data.global_batch=64", "engine.device=cuda")
     errors = submitted.call(*command, *bad, code=2)
     assert "64 images are not divisible by 3 tasks" in errors and "63 or 66" in errors
+    free = ("launch.tasks_per_node=2", "data.global_batch=6")
+    for nodes, error in (
+        ("2-3", "6 images are not divisible by 4 tasks"),
+        ("3-2", "turn it"),
+        ("x", "2-8"),
+    ):
+        assert error in submitted.call(*command, *free, f"launch.nodes={nodes}", code=2)
     assert "launch.gpus_per_node" in errors and "Traceback" not in errors + without
     assert not (submitted.folder / "runs/other").exists()

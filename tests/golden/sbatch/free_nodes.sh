@@ -1,0 +1,61 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account=vision
+#SBATCH --cpus-per-task=4
+#SBATCH --gres=gpu:h200:4
+#SBATCH --job-name=small
+#SBATCH --mem=512GB
+#SBATCH --nodes=2-8
+#SBATCH --open-mode=append
+#SBATCH --output=FOLDER/runs/small/slurm/%j/%j_0_log.out
+#SBATCH --partition=long,short
+#SBATCH --requeue
+#SBATCH --signal=USR2@300
+#SBATCH --time=1440
+
+# setup
+trap '' USR2 TERM
+for nodes in 8 4 2; do
+    [ "$nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break
+done
+[ "$nodes" = "$SLURM_JOB_NUM_NODES" ] ||
+    echo "using $nodes of $SLURM_JOB_NUM_NODES nodes, over which the batch divides"
+export SLURM_JOB_NUM_NODES=$nodes SLURM_NNODES=$nodes
+export SLURM_NTASKS=$((nodes * 4))
+export SLURM_NPROCS=$SLURM_NTASKS
+set +eu
+job=$SLURM_JOB_ID restart=${SLURM_RESTART_COUNT:-0}
+export VITSCALE_ATTEMPT=$job/$restart
+if [ "$restart" -gt 9 ]; then
+    echo "not started: launch.max_requeues=9 is reached"
+    exit 75
+fi
+until [ -n "$MASTER_PORT" ]; do
+    port=$((20000 + RANDOM % 12000))
+    (: < "/dev/tcp/127.0.0.1/$port") 2> /dev/null || export MASTER_PORT=$port
+done
+# submitit reports the end of every process as a success, and signals that the stages handle.
+export SUBMITIT_LOG_LEVEL=CRITICAL
+srun_errors=$(mktemp) || srun_errors=/dev/null
+# A node that was away gets signals to its last step a minute later: this one has another number.
+[ $((restart % 2)) = 0 ] || srun --nodes=1 --ntasks=1 true
+{
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-task=1 --kill-on-bad-exit=1 --ntasks-per-node=4 PYTHON -u -m submitit.core._submit FOLDER/runs/small/slurm/%j
+
+
+# teardown
+} 2>&1 | tee "$srun_errors"
+code=${PIPESTATUS[0]}
+next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 300 --max-requeues 9 --fewest-nodes 2 --job "$job" --code "$code" < "$srun_errors")
+[ ! -f "$srun_errors" ] || rm "$srun_errors"
+[ -z "$next" ] || exit "$next"
+if [ "$code" != 0 ] && [ "$restart" -lt 9 ] &&
+    scontrol show job "$job" | grep -q JobState=RUNNING; then
+    echo "requeueing job $job: Python did not start, or was killed"
+    scontrol requeue "$job"
+fi
+exit "$code"
