@@ -34,6 +34,7 @@ from launch.jobs.attempts import (
     end_attempt,
     ended_with,
     failure_outcome,
+    last_lines,
     read_attempts,
 )
 from launch.jobs.queue import (
@@ -44,6 +45,7 @@ from launch.jobs.queue import (
     requeue,
     restart_count,
 )
+from launch.jobs.submission import MAX_FRUITLESS_RESTARTS
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.events import Failure
 from vitscale.distributed.retry import forgive_output
@@ -51,6 +53,10 @@ from vitscale.distributed.retry import forgive_output
 # srun: error: n[1-2]: tasks 0-1: Exited with exit code 75
 TASK_ENDED = re.compile(r"srun: error: ([^\s:]+): tasks? ([\d,-]+): (.+?)\s*$")
 EXITED = re.compile(r"Exited with exit code (\d+)")
+# In the log of a task whose command could not be executed; its exit code is errno: 2, as bad input.
+NOT_EXECUTED = re.compile(r"slurmstepd\S*: error: execve\(\): (.+)")
+# Of a shell whose command is not there, or not executable.
+SHELL_CODES = (126, 127)
 STOPPED = (
     f"Exited with exit code {EXIT_STOPPED_RESUMABLE}",
     signal.strsignal(signal.SIGUSR2),
@@ -65,8 +71,6 @@ FINAL_TEXTS = {
     FailureKind.DIVERGED: "the training diverged: a restart would end in the same way. Change the "
     "learning rate or the data, and submit again.",
 }
-# Restarts in a row that may fail without a newer checkpoint.
-MAX_FRUITLESS_RESTARTS = 3
 # How long a job waits for a folder that cannot be written, and until when before its time limit.
 STORAGE_WAIT_S, STORAGE_POLL_S, STORAGE_MARGIN_S = 1800.0, 10.0, 60.0
 
@@ -158,7 +162,9 @@ def classify(
         return failure_outcome(failure_of_srun(code, srun_errors), run_folder, attempt=attempt)
     nodes, ranks, what = found.groups()
     if what not in STOPPED:
-        return failure_outcome(failure_of_task(nodes, ranks, what), run_folder, attempt=attempt)
+        log = log_of(run_folder, job_id=attempt.partition("/")[0], rank=_first(ranks))
+        failure = failure_of_task(nodes, ranks, what, log)
+        return failure_outcome(failure, run_folder, attempt=attempt)
     reason = "stopped by a signal"
     if fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown"):
         reason += ": preempted"
@@ -167,20 +173,49 @@ def classify(
     return Outcome(ending=Ending.STOPPED, reason=reason, exit_code=EXIT_STOPPED_RESUMABLE)
 
 
-def failure_of_task(nodes: str, ranks: str, what: str) -> Failure:
-    """What srun's line says of tasks that ended together, in its words: n[1-2], 0-1, Killed."""
+def failure_of_task(nodes: str, ranks: str, what: str, log: Path) -> Failure:
+    """What srun's line says of tasks that ended together, in its words: n[1-2], 0-1, Killed.
+
+    log: of the first of them.
+    """
     word, were = ("rank", "was") if ranks.isdecimal() else ("ranks", "were")
     who = f"{word} {ranks} on {nodes}"
     if exited := EXITED.match(what):
-        return ended_with(who, int(exited[1]))
-    name = SIGNALS.get(what.removesuffix(" (core dumped)"))
-    text = f"{who} {were} ended by {name} ({what})" if name else f"{who}: {what}"
-    if what == "Out Of Memory":
-        text = f"{who} ran out of memory and {were} killed"
-    killed = Failure(kind=FailureKind.KILLED, what=text)
+        code = int(exited[1])
+        if (why := not_started(log, code)) is None:
+            return ended_with(who, code)
+        failure = Failure(kind=FailureKind.OTHER, what=f"{who} could not start: {why}")
+    else:
+        name = SIGNALS.get(what.removesuffix(" (core dumped)"))
+        text = f"{who} {were} ended by {name} ({what})" if name else f"{who}: {what}"
+        if what == "Out Of Memory":
+            text = f"{who} ran out of memory and {were} killed"
+        failure = Failure(kind=FailureKind.KILLED, what=text)
     if set(nodes) & set("[,"):
-        return killed
-    return replace(killed, rank=int(re.split("[,-]", ranks)[0]), node=nodes)
+        return failure
+    return replace(failure, rank=_first(ranks), node=nodes)
+
+
+def _first(ranks: str) -> int:
+    return int(re.split("[,-]", ranks)[0])
+
+
+def log_of(folder: Path, *, job_id: str, rank: int) -> Path:
+    """The log of a task. folder: of the run; of a task of an array, the one beside its log."""
+    name = f"{job_id}_{rank}_log.out"
+    beside = folder.parent / name
+    return beside if beside.exists() else folder / "slurm" / job_id / name
+
+
+def not_started(log: Path, code: int) -> str | None:
+    """Why the command of a task was not executed, such as a missing Python; None: it was."""
+    lines = (line.decode(errors="replace").strip() for line in reversed(last_lines(log)))
+    # srun's lines follow in the log of rank 0.
+    own = (line for line in lines if not re.match(r"srun: |slurmstepd\S*: error: \*\*\*", line))
+    last = next(own, "")
+    if found := NOT_EXECUTED.match(last):
+        return found[1]
+    return last if code in SHELL_CODES else None
 
 
 def failure_of_srun(code: int, srun_errors: Sequence[str]) -> Failure:

@@ -44,6 +44,9 @@ from vitscale.runs.launching import LaunchSettings
 # Kept when submitting from inside another job: they name the cluster, not the job.
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 
+# Restarts in a row that may fail without a newer checkpoint.
+MAX_FRUITLESS_RESTARTS = 3
+
 # ---- the batch script -------------------------------------------------------------------------
 
 # Before anything: the script outlives its tasks, to record how they ended and to requeue the job.
@@ -74,11 +77,24 @@ AFTER = """\
 code=${{PIPESTATUS[0]}}
 next=$({after} --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
-[ -z "$next" ] || exit "$next"
-if [ "$code" != 0 ] && [ "$restart" -lt {max_requeues} ] &&
-    scontrol show job "$job" | grep -q JobState=RUNNING; then
-    echo "requeueing job $job: Python did not start, or was killed"
+# Without Python on this node: a line for each start in a row, as `after` would decide.
+failed={failed}
+[ -z "$next" ] || {{ rm -f "$failed"; exit "$next"; }}
+[ "$code" != 0 ] || exit 0
+echo "$SLURMD_NODENAME" >> "$failed"
+echo "job $job: Python did not start on $SLURMD_NODENAME, or was killed"
+if [ "$restart" -ge {max_requeues} ] || [ "$(wc -l < "$failed")" -gt {max_fruitless} ]; then
+    echo "not requeued: submit again when the cause is removed"
+elif fields=$(scontrol --oneliner show job "$job") && [[ "$fields" = *JobState=RUNNING* ]]; then
+    echo "requeueing job $job"
     scontrol requeue "$job"
+    node=$(tail -n 2 "$failed" | uniq -d)
+    before=$(grep -o 'ExcNodeList=[^ (]*' <<< "$fields") before=${{before#*=}}
+    up=$(sinfo -hN -o %N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" | sort -u | wc -l)
+    [ -z "$node" ] || [ "$up" -le {fewest_nodes} ] || for try in {{1..10}}; do
+        scontrol update "JobId=$job" "ExcNodeList=$node${{before:+,$before}}" && break
+        sleep 2
+    done
 fi
 exit "$code\""""
 
@@ -133,6 +149,9 @@ def _executor(
         "attempt": ATTEMPT_VARIABLE,
         "max_requeues": launch.max_requeues,
         "stopped": EXIT_STOPPED_RESUMABLE,
+        "failed": f'{shlex.quote(str(folder))}/{job_id}/"$job".failed_starts',
+        "max_fruitless": MAX_FRUITLESS_RESTARTS,
+        "fewest_nodes": launch.node_counts[0],
         "after": f"{shlex.join(after)} {where} {shlex.join(map(str, options))}",
     }
     parameters: dict[str, Any] = {

@@ -44,10 +44,23 @@ srun --unbuffered --output FOLDER/runs/vit_h14-imagenet21k/slurm/%j/%j_%t_log.ou
 code=${PIPESTATUS[0]}
 next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/vit_h14-imagenet21k --signal-delay 300 --max-requeues 100 --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
-[ -z "$next" ] || exit "$next"
-if [ "$code" != 0 ] && [ "$restart" -lt 100 ] &&
-    scontrol show job "$job" | grep -q JobState=RUNNING; then
-    echo "requeueing job $job: Python did not start, or was killed"
+# Without Python on this node: a line for each start in a row, as `after` would decide.
+failed=FOLDER/runs/vit_h14-imagenet21k/slurm/$SLURM_JOB_ID/"$job".failed_starts
+[ -z "$next" ] || { rm -f "$failed"; exit "$next"; }
+[ "$code" != 0 ] || exit 0
+echo "$SLURMD_NODENAME" >> "$failed"
+echo "job $job: Python did not start on $SLURMD_NODENAME, or was killed"
+if [ "$restart" -ge 100 ] || [ "$(wc -l < "$failed")" -gt 3 ]; then
+    echo "not requeued: submit again when the cause is removed"
+elif fields=$(scontrol --oneliner show job "$job") && [[ "$fields" = *JobState=RUNNING* ]]; then
+    echo "requeueing job $job"
     scontrol requeue "$job"
+    node=$(tail -n 2 "$failed" | uniq -d)
+    before=$(grep -o 'ExcNodeList=[^ (]*' <<< "$fields") before=${before#*=}
+    up=$(sinfo -hN -o %N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" | sort -u | wc -l)
+    [ -z "$node" ] || [ "$up" -le 8 ] || for try in {1..10}; do
+        scontrol update "JobId=$job" "ExcNodeList=$node${before:+,$before}" && break
+        sleep 2
+    done
 fi
 exit "$code"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import shlex
 import shutil
 import socket
 import subprocess
@@ -136,15 +137,19 @@ class SlurmCluster:
         self.daemons[daemon].kill()
         self.daemons[daemon].wait()
 
-    def start(self, daemon: str, *options: object) -> None:
+    def start(self, daemon: str, *options: object, without: Path | None = None) -> None:
         """Start munged, slurmctld or the slurmd of a node, again if it was killed.
 
-        It is in the foreground, as a child process that is easy to end.
+        It is in the foreground, as a child process that is easy to end. without: a folder that is
+        empty on this node.
         """
         name = "slurmd" if daemon in NODES else daemon
         # A controller without saved state ends, but for -i.
         options = {"slurmd": ("-D", "-N", daemon), "slurmctld": ("-D", "-i")}.get(name, options)
         command = [str(_program(name)), *map(str, options)]
+        if without is not None:
+            hide = f"mount -t tmpfs none {shlex.quote(str(without))} && exec {shlex.join(command)}"
+            command = ["unshare", "--mount", "sh", "-c", hide]
         with open(self.folder / f"{daemon}-output.log", "ab") as output:
             self.daemons[daemon] = subprocess.Popen(
                 command, env=self.environment, stdout=output, stderr=output

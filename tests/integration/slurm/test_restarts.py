@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +132,35 @@ def test_a_node_that_two_attempts_blame_is_left(slurm, submit, tmp_path) -> None
     assert kinds == [FailureKind.KILLED, FailureKind.KILLED, None]
     text = f"{bad} is excluded from job {job.job_id}: its last two attempts failed there"
     assert text in job.log(0).read_text()
+
+
+@pytest.mark.parametrize(("node", "nodes"), [("n1", 1), ("n2", "1-2")])
+def test_a_node_without_python_is_left(slurm, submit, tmp_path, node, nodes) -> None:
+    """n1 runs the batch script too, whose last lines are Python; n2 a task alone."""
+
+    def restart(without: Path | None) -> None:
+        slurm.kill(node)
+        # It is idle again once it has answered.
+        slurm.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"])
+        slurm.start(node, without=without)
+        slurm.await_idle()
+
+    restart(Path(sys.executable).parent)
+    try:
+        job = submit(BEGINNING, nodes=nodes)
+        ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    finally:
+        restart(None)
+    log = job.log(0).read_text()
+    assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "2", "1"), log
+    assert ended["ExcNodeList"] == node and not [*slurm.processes(SLURM_JOB_ID=job.job_id)]
+    *without, last = read_attempts(tmp_path)
+    assert last.ending is Ending.DONE and node not in last.nodes
+    missing = f"{sys.executable}: No such file or directory"
+    if node == "n1":
+        assert not without and log.count(f"execve(): {missing}") == 2
+        assert log.count("Python did not start on n1") == 2
+    else:
+        reason = f"rank 1 on n2 could not start: {missing}"
+        assert [(each.reason, each.failed_node) for each in without] == [(reason, node)] * 2
+        assert f"n2 is excluded from job {job.job_id}: its last two attempts failed there" in log

@@ -72,5 +72,6 @@ def test_failures_without_a_newer_checkpoint_end_the_job(slurm: FakeSlurm) -> No
 def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm) -> None:
     script = (slurm.folder / "slurm/script").read_text()
     slurm.write("script", script.replace("# setup\n", "# setup\nexport PYTHONHOME=/nowhere\n"))
-    assert slurm.run_job(KILLED) != 0
-    assert slurm.is_requeued
+    for restart in range(4):
+        assert slurm.run_job(KILLED, restart=restart) != 0
+        assert slurm.is_requeued == (restart < 3), slurm.log

@@ -41,6 +41,7 @@ LOST = Failure(
 GONE = Failure(kind=FailureKind.KILLED, what="is gone", rank=1, node="n2", reported_by=0)
 EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
+NO_FILE = "/env/python: No such file or directory"
 KILL = "rank 1 on n2 was ended by SIGKILL (Killed)"
 
 
@@ -89,6 +90,29 @@ def test_without_a_line_about_one_task_no_node_is_blamed(
 ) -> None:
     found = outcome(tmp_path, line, code=code)
     assert (found.reason, found.failed_node) == (reason, None)
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "last", "why"),
+    [
+        ("run/slurm/17/17_1_log.out", 2, f"slurmstepd-n2: error: execve(): {NO_FILE}", NO_FILE),
+        # Of an array, and of a shell.
+        ("17_1_log.out", 127, f"sh: 1: exec: {NO_FILE}", f"sh: 1: exec: {NO_FILE}"),
+        ("17_1_log.out", 2, f"error: {NO_FILE}", None),
+    ],
+)
+def test_a_node_without_python_is_blamed(
+    tmp_path: Path, log: str, code: int, last: str, why: str | None
+) -> None:
+    line = f"srun: error: n2: task 1: Exited with exit code {code}"
+    (tmp_path / log).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / log).write_text(f"of an earlier attempt\n{last}\n{line}\n")
+    found = outcome(tmp_path / "run", line)
+    if why is None:
+        assert (found.kind, found.failed_node) == (FailureKind.BAD_INPUT, None)
+    else:
+        assert (found.kind, found.failed_rank, found.failed_node) == (FailureKind.OTHER, 1, "n2")
+        assert found.reason == f"rank 1 on n2 could not start: {why}"
 
 
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
