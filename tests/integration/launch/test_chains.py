@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,22 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.corpora.shard_folders import make_shard_folder
+from tests.support.runs import TINY
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 ROOT = Path(__file__).resolve().parents[3]
-RUN = """\
-stage: {stage}
-name: tiny
-data: {{path: shards, global_batch: 2, num_workers: 0}}
-model: {{image_size: 8, patch_size: 4, width: 8, depth: 1, num_heads: 1, mlp_width: 8}}
-optim: {{lr: 0.001}}
-schedule: {{steps: 4}}
-engine: {{device: cpu, zero_stage: 0}}
-checkpoint: {{every_steps: 2}}
-tracking: {{uri: null, log_every_steps: 2}}
-"""
+RUN = TINY | {
+    "data": {"path": "shards", "global_batch": 2, "num_workers": 0},
+    "schedule": {"steps": 4},
+    "checkpoint": {"every_steps": 2},
+}
 CHAIN = """\
 stage: chain
 name: small
@@ -53,7 +49,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards")
     for stage in ("pretrain", "finetune"):
-        (tmp_path / f"{stage}.yaml").write_text(RUN.format(stage=stage))
+        (tmp_path / f"{stage}.yaml").write_text(json.dumps(RUN | {"stage": stage}))
     (tmp_path / "chain.yaml").write_text(CHAIN)
 
     chain = start(tmp_path)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.corpora.image_corpus import corpus
+from tests.support.runs import TINY
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -21,17 +22,11 @@ source: {path: images, holdout_fraction: 0.5}
 shards: {min_shards: 2}
 launch: {timeout_min: 10, num_tasks: 2}
 """
-RUN = """\
-stage: {stage}
-name: tiny
-data: {{path: none, global_batch: 2, num_workers: 0}}
-model: {{image_size: 8, patch_size: 4, width: 8, depth: 1, num_heads: 1, mlp_width: 8}}
-optim: {{lr: 0.001}}
-schedule: {{epochs: 1}}
-engine: {{device: cpu, zero_stage: 0, num_threads: 1}}
-tracking: {{uri: null}}
-launch: {{timeout_min: 10}}
-"""
+RUN = TINY | {
+    "data": {"path": "none", "global_batch": 2, "num_workers": 0},
+    "schedule": {"epochs": 1},
+    "launch": {"timeout_min": 10},
+}
 EVALUATE = """\
 stage: evaluate
 name: tiny
@@ -69,8 +64,8 @@ def write_inputs(folder: Path) -> None:
     corpus(folder / "images", num=4, side=8)
     files = {
         "data": DATA,
-        "pretrain": RUN.format(stage="pretrain"),
-        "finetune": RUN.format(stage="finetune"),
+        "pretrain": json.dumps(RUN | {"stage": "pretrain"}),
+        "finetune": json.dumps(RUN | {"stage": "finetune"}),
         "evaluate": EVALUATE,
         "chain": CHAIN.replace("FOLDER", str(folder)),
     }

@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM: environment, collectives, exit codes, requeueing."""
+"""Jobs on a real SLURM: environment, collectives, exit codes."""
 
 from __future__ import annotations
 
@@ -6,38 +6,11 @@ import json
 
 import pytest
 
-from tests.integration.slurm.conftest import wait_for_files
 from vitscale.runs.launching import LaunchSettings
 
 pytestmark = pytest.mark.slurm
 
-LAUNCH = LaunchSettings(
-    nodes=2,
-    tasks_per_node=1,
-    timeout_min=5,
-    signal_delay_s=30,
-    max_requeues=3,
-)
-
-# Behaves as a stage: its own handlers, a flag read between steps, 75 after the checkpoint.
-STOPPABLE = """
-    import os, pathlib, signal, sys, time
-    stop = []
-    for name in (signal.SIGUSR2, signal.SIGTERM):
-        signal.signal(name, lambda *_: stop.append(1))
-    folder = pathlib.Path(sys.argv[2]).parent
-    rank = os.environ["RANK"]
-    checkpoint = folder / f"checkpoint-{rank}"
-    if checkpoint.exists():
-        print("resumed")
-        (folder / f"finished-{rank}").touch()
-        sys.exit(0)
-    (folder / f"ready-{rank}").touch()
-    while not stop:
-        time.sleep(0.05)
-    checkpoint.touch()
-    sys.exit(75)
-"""
+LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30)
 
 
 def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path) -> None:
@@ -79,19 +52,6 @@ def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit) -> None:
     # srun's own code is the highest of all tasks: that of the one that was ended.
     ended = slurm.wait(job.job_id, states=["FAILED"])
     assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0"), job.log(0).read_text()
-
-
-def test_a_stopped_job_is_requeued_once_and_finishes(slurm, submit, tmp_path) -> None:
-    job = submit(STOPPABLE)
-    folder = tmp_path / "slurm"
-    wait_for_files(folder, "ready-0", "ready-1")
-    slurm.run(["scancel", "--signal=USR2", job.job_id])
-    wait_for_files(folder, "finished-0", "finished-1")
-    ended = slurm.wait(job.job_id, states=["COMPLETED"])
-    assert ended["Restarts"] == "1"
-    log = job.log(0).read_text()
-    assert log.count("2 task(s), ") == 2 and "attempt 2 of the run" in log and "resumed" in log
-    assert f"requeueing job {job.job_id} (1 of 3)" in log
 
 
 def test_only_the_settings_reach_slurm_and_unchanged(slurm, submit, tmp_path, monkeypatch) -> None:

@@ -54,18 +54,6 @@ WAITING = (
     sys.exit("no heartbeat from rank 1")
 """
 )
-# Killed at every start on the node where it was first.
-BAD_NODE = (
-    BEGINNING
-    + """
-    node = os.environ["SLURMD_NODENAME"]
-    if attempt == 1:
-        (run / "bad").write_text(node)
-    if (run / "bad").read_text() == node:
-        os.kill(os.getpid(), signal.SIGKILL)
-    (run / "good").write_text(node)
-"""
-)
 
 
 def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> None:
@@ -120,18 +108,6 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_pa
     assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "1", "2"), log
     first, second = read_attempts(tmp_path)
     assert second.ending is Ending.DONE, first
-
-
-def test_a_node_that_two_attempts_blame_is_left(slurm, submit, tmp_path) -> None:
-    job = submit(BAD_NODE, nodes=1)
-    ended = slurm.wait(job.job_id, states=FINAL_STATES)
-    assert ended["JobState"] == "COMPLETED", slurm.logs()
-    bad, good = ((tmp_path / name).read_text() for name in ("bad", "good"))
-    assert ended["ExcNodeList"] == bad != good
-    kinds = [attempt.kind for attempt in read_attempts(tmp_path)]
-    assert kinds == [FailureKind.KILLED, FailureKind.KILLED, None]
-    text = f"{bad} is excluded from job {job.job_id}: its last two attempts failed there"
-    assert text in job.log(0).read_text()
 
 
 @pytest.mark.parametrize(("node", "nodes"), [("n1", 1), ("n2", "1-2")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import sqlite3
@@ -13,22 +14,19 @@ import pytest
 
 from tests.integration.slurm.conftest import ROOT, SlurmCluster
 from tests.support.corpora.shard_folders import make_shard_folder
+from tests.support.runs import TINY
 from tests.support.waiting import PATIENCE_S
 from vitscale.tracking.source_version import CODE_FOLDERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-RUN = """\
-stage: pretrain
-name: tiny
-data: {path: shards, global_batch: 2, num_workers: 0}
-model: {image_size: 8, patch_size: 4, width: 8, depth: 1, num_heads: 1, mlp_width: 8}
-optim: {lr: 0.001}
-schedule: {steps: 2}
-engine: {device: cpu, zero_stage: 0, num_threads: 1}
-tracking: {uri: "sqlite:///runs/mlflow.db"}
-launch: {timeout_min: 10}
-"""
+RUN = TINY | {
+    "stage": "pretrain",
+    "data": {"path": "shards", "global_batch": 2, "num_workers": 0},
+    "schedule": {"steps": 2},
+    "tracking": {"uri": "sqlite:///runs/mlflow.db"},
+    "launch": {"timeout_min": 10},
+}
 ENDED = ("COMPLETED", "FAILED")
 
 
@@ -45,7 +43,7 @@ def checkout(tmp_path: Path) -> Path:
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
         subprocess.run(["git", "-C", folder, *identity, *arguments], check=True)
     make_shard_folder(folder / "shards")
-    (folder / "run.yaml").write_text(RUN)
+    (folder / "run.yaml").write_text(json.dumps(RUN))
     return folder
 
 

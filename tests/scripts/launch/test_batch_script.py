@@ -8,7 +8,6 @@ from tests.scripts.launch.conftest import FakeSlurm
 
 FAILED = "echo 'srun: error: n2: task 1: Exited with exit code {code}' >&2; exit {code}"
 KILLED = "echo 'srun: error: n2: task 1: Killed' >&2; exit 137"
-SAVED = 'saved="$RUN/checkpoints/step-{step:08d}"; mkdir -p "$saved"; : > "$saved/manifest.json"; '
 RECORDED = """mkdir -p "$RUN/events" && cat >> "$RUN/events/n1.jsonl" << END
 {"event": "failed", "time": 1, "attempt": "$VITSCALE_ATTEMPT", "kind": "device", "what": "no bus"}
 END
@@ -52,21 +51,6 @@ def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: Fak
 def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm) -> None:
     assert slurm.run_job(FAILED.format(code=75), state="COMPLETING") == 75
     assert not slurm.is_requeued
-
-
-def test_requeueing_has_a_limit(slurm: FakeSlurm) -> None:
-    assert slurm.run_job(FAILED.format(code=75), restart=8) == 75 and slurm.is_requeued
-    assert slurm.run_job(FAILED.format(code=75), restart=9) == 75 and not slurm.is_requeued
-    assert "launch.max_requeues=9 is reached" in slurm.log
-
-
-def test_failures_without_a_newer_checkpoint_end_the_job(slurm: FakeSlurm) -> None:
-    step = 0
-    for restart in (0, 1, 2, 3, 4, 5):  # the last checkpoint is that of restart 2
-        step += restart < 3
-        slurm.run_job(SAVED.format(step=step) + FAILED.format(code=1), restart=restart)
-        assert slurm.is_requeued == (restart < 5), slurm.log
-    assert "3 restarts in a row brought no newer checkpoint" in slurm.log
 
 
 def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm) -> None:
