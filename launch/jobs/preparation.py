@@ -29,6 +29,7 @@ from vitscale.config.loader import run_to_yaml
 from vitscale.config.packaged import PROJECT_ROOT
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
+from vitscale.runs.launching import LaunchSettings
 from vitscale.runs.training import TrainingRun
 
 LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | DataPrepRun
@@ -79,6 +80,22 @@ def usable_nodes(run: LaunchableRun) -> list[int]:
     # Images are mixed in pairs.
     unit = run.launch.tasks_per_node * (1 if run.data.mixing is None else 2)
     return [nodes for nodes in counts if run.data.global_batch % (nodes * unit) == 0]
+
+
+def resources(run: LaunchableRun) -> LaunchSettings:
+    """The launch section, with shell lines that use the largest usable number of nodes."""
+    usable = usable_nodes(run)
+    if len(usable) == len(run.launch.node_counts):
+        return run.launch
+    lines = (
+        f"for nodes in {' '.join(map(str, usable))}; do",
+        '    [ "$nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break',
+        "done",
+        '[ "$nodes" = "$SLURM_JOB_NUM_NODES" ] ||',
+        '    echo "using $nodes of $SLURM_JOB_NUM_NODES nodes, over which the batch divides"',
+        "export SLURM_JOB_NUM_NODES=$nodes",
+    )
+    return run.launch.model_copy(update={"setup": (*run.launch.setup, *lines)})
 
 
 def check_job(run: LaunchableRun, *, cluster: str, num_tasks: int | None = None) -> None:
@@ -160,16 +177,13 @@ def submit_run(
     folder = job_folder(run, cluster="slurm")
     run = with_num_workers(run)
     with submitting(folder):
-        launch = depending_on(run.launch, "afterok", after_ok)
+        launch = depending_on(resources(run), "afterok", after_ok)
         if earlier != "ignore":
             ids = _earlier_jobs(run, folder.parent, wait=earlier == "wait")
             launch = depending_on(launch, "afterany", ids)
         code = kept_code(launch, folder)
         job = prepare_job(run, cluster="slurm", code=code)
-        usable = usable_nodes(run)
-        return submit_to_slurm(
-            job, launch=launch, name=run_name(run), folder=folder, code=code, usable_nodes=usable
-        )
+        return submit_to_slurm(job, launch=launch, name=run_name(run), folder=folder, code=code)
 
 
 def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:

@@ -21,7 +21,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,10 +106,9 @@ def sbatch_text(
     folder: Path,
     run_folder: str | None = None,
     code: Path | None = None,
-    usable_nodes: Sequence[int] = (),
 ) -> str:
     """The batch script that `submit_to_slurm` would submit. Needs no SLURM."""
-    executor = _executor(launch, name, folder, run_folder, code, usable_nodes)
+    executor = _executor(launch, name, folder, run_folder, code)
     if launch.num_tasks > 1:
         # submitit adds this when it submits an array.
         executor.parameters["map_count"] = launch.num_tasks
@@ -126,12 +125,7 @@ class _Executor(SlurmExecutor):
 
 
 def _executor(
-    launch: LaunchSettings,
-    name: str,
-    folder: Path,
-    run_folder: str | None,
-    code: Path | None,
-    usable_nodes: Sequence[int],
+    launch: LaunchSettings, name: str, folder: Path, run_folder: str | None, code: Path | None
 ) -> _Executor:
     """submitit's executor for validated settings."""
     # A wheel's stages are on no path of their own.
@@ -192,7 +186,11 @@ def _executor(
         parameters["cpus_per_task"] = tasks * launch.cpus_per_task
         parameters["srun_args"].append(f"--ntasks-per-node={tasks}")
         parameters["additional_parameters"]["nodes"] = launch.nodes
-        parameters["setup"][-1:-1] = _on_usable_nodes(launch, usable_nodes)
+        parameters["setup"][-1:-1] = [
+            "export SLURM_NNODES=$SLURM_JOB_NUM_NODES",
+            f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks}))",
+            "export SLURM_NPROCS=$SLURM_NTASKS",
+        ]
     if launch.mem_gb is not None:
         parameters["mem"] = f"{launch.mem_gb}GB"
     for field in ("partition", "account"):
@@ -210,23 +208,6 @@ def _imports_from(code: Path) -> list[str]:
         f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         # Otherwise `python -m` imports from the current folder first: often the checkout.
         "export PYTHONSAFEPATH=1",
-    ]
-
-
-def _on_usable_nodes(launch: LaunchSettings, usable: Sequence[int]) -> list[str]:
-    """Shell lines that start the ranks on the largest usable number of the job's nodes.
-
-    usable: these numbers, most first.
-    """
-    return [
-        f"for nodes in {' '.join(map(str, usable or reversed(launch.node_counts)))}; do",
-        '    [ "$nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break',
-        "done",
-        '[ "$nodes" = "$SLURM_JOB_NUM_NODES" ] ||',
-        '    echo "using $nodes of $SLURM_JOB_NUM_NODES nodes, over which the batch divides"',
-        "export SLURM_JOB_NUM_NODES=$nodes SLURM_NNODES=$nodes",
-        f"export SLURM_NTASKS=$((nodes * {launch.tasks_per_node}))",
-        "export SLURM_NPROCS=$SLURM_NTASKS",
     ]
 
 
@@ -271,21 +252,14 @@ def require_slurm() -> None:
 
 
 def submit_to_slurm(
-    job: StageJob,
-    *,
-    launch: LaunchSettings,
-    name: str,
-    folder: Path,
-    code: Path | None = None,
-    usable_nodes: Sequence[int] = (),
+    job: StageJob, *, launch: LaunchSettings, name: str, folder: Path, code: Path | None = None
 ) -> Submission:
     """Submit one job, or an array of `launch.num_tasks` equal jobs, through sbatch.
 
     code: the snapshot that the tasks import from; None: the code on disk.
-    usable_nodes: how many nodes the ranks can be started on, most first; default: all.
     Raises UserError if sbatch refuses.
     """
-    executor = _executor(launch, name, folder, job.run_folder, code, usable_nodes)
+    executor = _executor(launch, name, folder, job.run_folder, code)
     try:
         # submitit prints sbatch's message, which the error contains as well.
         with outside_any_job(), redirect_stderr(io.StringIO()):

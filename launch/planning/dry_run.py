@@ -19,7 +19,7 @@ from typing import Literal
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.jobs.preparation import LaunchableRun, job_folder, run_name, usable_nodes
+from launch.jobs.preparation import LaunchableRun, job_folder, resources, run_name, usable_nodes
 from launch.jobs.queue import NoAnswerError, ask_slurm
 from launch.jobs.snapshot import planned_folder
 from launch.jobs.submission import outside_any_job, sbatch_text
@@ -141,12 +141,11 @@ def batch_script(run: LaunchableRun) -> str:
     """The batch script of the run's job. Writes nothing and needs no SLURM."""
     folder = job_folder(run, cluster="slurm")
     return sbatch_text(
-        run.launch,
+        resources(run),
         name=run_name(run),
         folder=folder,
         code=planned_folder(run.launch, folder),
         run_folder=None if isinstance(run, DataPrepRun) else str(folder.parent),
-        usable_nodes=usable_nodes(run),
     )
 
 

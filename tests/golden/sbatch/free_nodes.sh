@@ -21,8 +21,9 @@ for nodes in 8 4 2; do
 done
 [ "$nodes" = "$SLURM_JOB_NUM_NODES" ] ||
     echo "using $nodes of $SLURM_JOB_NUM_NODES nodes, over which the batch divides"
-export SLURM_JOB_NUM_NODES=$nodes SLURM_NNODES=$nodes
-export SLURM_NTASKS=$((nodes * 4))
+export SLURM_JOB_NUM_NODES=$nodes
+export SLURM_NNODES=$SLURM_JOB_NUM_NODES
+export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * 4))
 export SLURM_NPROCS=$SLURM_NTASKS
 set +eu
 job=$SLURM_JOB_ID restart=${SLURM_RESTART_COUNT:-0}
