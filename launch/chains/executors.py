@@ -27,7 +27,14 @@ from launch.jobs.processes import StopFlag, run_here
 from launch.jobs.queue import NoAnswerError, jobs_of, submitted_ids, user_jobs
 from launch.jobs.states import RESULTS_NAME
 from launch.jobs.submission import require_slurm
-from launch.planning.dry_run import batch_script, refuse_or_warn, run_checks, slurm_check
+from launch.planning.dry_run import (
+    Check,
+    as_table,
+    batch_script,
+    refuse_or_warn,
+    run_checks,
+    slurm_check,
+)
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.config.loader import load_run_file
@@ -180,15 +187,19 @@ def _start(chain: Chain, *, leave_out: Container[str]) -> dict[str, StepState]:
     states = chain_states(chain)
     say(overview(chain, states))
     check_unchanged(states)
+    refuse_or_warn(_checks(chain, states), leave_out=leave_out)
+    return states
+
+
+def _checks(chain: Chain, states: States) -> list[Check]:
+    """The checks of what is not done, each once."""
     kinds, rows = {step.name: step.kind for step in chain.steps}, []
     for step in chain.steps:
         missing = [kinds[name] for name in step.needs if not states[name].is_done]
         # Shards that the chain is still to make cannot be checked.
         if not states[step.name].is_done and "data_prep" not in missing:
             rows += run_checks(step.run)
-    each_once = {(row.name, row.detail): row for row in rows}
-    refuse_or_warn(list(each_once.values()), leave_out=leave_out)
-    return states
+    return list({(row.name, row.detail): row for row in rows}.values())
 
 
 def _compare_line(chain: Chain) -> str:
@@ -243,7 +254,7 @@ def _scripts(chain: Chain, states: States) -> dict[str, str]:
 def describe_chain(chain: Chain) -> str:
     """The table, and a batch script of each stage that has something to do. Writes nothing."""
     states = chain_states(chain)
-    parts = [overview(chain, states)]
+    parts = [overview(chain, states), f"# Checks\n{as_table(_checks(chain, states))}\n"]
     for name, script in _scripts(chain, states).items():
         parts.append(f"# Batch script of {name}\n{script.rstrip()}\n")
         refuse_or_warn(slurm_check(script))

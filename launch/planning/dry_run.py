@@ -364,7 +364,12 @@ def run_checks(run: LaunchableRun) -> list[Check]:
     """Rows about the data, weights, loader and files of a valid run, none of them heavy."""
     launch = run.launch
     if isinstance(run, DataPrepRun):
-        return [Check("configuration", "ok", f"{run.stage}, {launch.num_tasks} task(s)")]
+        rows = [Check("configuration", "ok", f"{run.stage}, {launch.num_tasks} task(s)")]
+        images = location_of(run.source.path)
+        if isinstance(images, Path) and not images.exists():
+            next_step = "correct source.path, unless only the nodes see it"
+            rows.append(Check("images", "warning", f"{images} does not exist here", next_step))
+        return rows
     rows = [Check("configuration", "ok", f"{run.stage}, {launch.num_ranks} task(s)")]
     if isinstance(run, EvaluateRun):
         return rows + caught("data", _evaluation_data(run))

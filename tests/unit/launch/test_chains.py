@@ -303,4 +303,8 @@ def test_a_dry_run_writes_nothing(chain: Chain, folder: Path) -> None:
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
     assert text.count("#!/bin/bash") == 3 and "# Batch script of evaluate/lr-0.01_seed-3" in text
+    assert " samples in " in text and "images does not exist" not in text
+    (folder / "shards/manifest.json").unlink()
+    text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
+    assert "images         warning  images does not exist here" in text
     assert not (folder / "runs").exists()
