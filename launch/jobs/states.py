@@ -155,7 +155,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
             has_started = last is not None and last.job_id == job.job_id
             state = RunState.PAUSED if has_started else RunState.QUEUED
             since = job.submitted
-    elif pid := _live_pid(opened, start):
+    elif pid := _live_pid(folder, opened, start):
         state, place = RunState.RUNNING, f"process {pid} on this machine"
         since = opened.started if opened is not None else start.time if start else None
     elif jobs is None and opened is not None and opened.cluster == "slurm":
@@ -180,7 +180,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     )
 
 
-def _live_pid(attempt: Attempt | None, start: TrainingStart | None) -> int | None:
+def _live_pid(folder: Path, attempt: Attempt | None, start: TrainingStart | None) -> int | None:
     """A process of the run on this machine: the launcher of an open attempt, else rank 0."""
     here = node_name()
     found = []
@@ -188,6 +188,11 @@ def _live_pid(attempt: Attempt | None, start: TrainingStart | None) -> int | Non
         found.append(attempt.pid)
     if start is not None and start.node == here:
         found.append(start.pid)
+    with suppress(OSError, ValueError):
+        # An evaluation without a launcher has its lock alone: process 17 on n1.
+        process, pid, _, node = (folder / ".lock").read_text().split()
+        if (process, node) == ("process", here):
+            found.append(int(pid))
     return next((pid for pid in found if pid is not None and is_alive(pid)), None)
 
 

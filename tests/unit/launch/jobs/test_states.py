@@ -14,6 +14,7 @@ from launch.jobs.queue import QueuedJob
 from launch.jobs.states import RunState, as_text, find_runs, line_of, read_state
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import FAILED, STARTED, append_event, read_start, record_start
+from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import Row, encode
 
 NOW = time.time()
@@ -125,6 +126,15 @@ def test_a_process_of_this_machine_is_running(run: RunFolder) -> None:
     found = read_state(run.folder, None)
     assert found.state is RunState.RUNNING
     assert found.place == f"process {os.getpid()} on this machine"
+
+
+def test_an_evaluation_that_is_repeated_is_running(run: RunFolder) -> None:
+    (run.folder / "results.json").touch()
+    assert read_state(run.folder, None).state is RunState.FINISHED
+    (run.folder / ".lock").write_text(f"process {os.getpid()} on {node_name()}")
+    assert read_state(run.folder, None).state is RunState.RUNNING
+    (run.folder / ".lock").write_text("")
+    assert read_state(run.folder, None).state is RunState.FINISHED
 
 
 def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
