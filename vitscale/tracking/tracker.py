@@ -105,7 +105,8 @@ class Tracker:
         prepare()
         self._status: Status = "RUNNING"
         self._closing, self._is_complete = threading.Event(), False
-        arguments = (uri, settings.system_metrics)
+        # An evaluation takes seconds, and names the page at its end.
+        arguments = (uri, settings.system_metrics, resume_step >= 0)
         self._thread = threading.Thread(target=self._deliver, args=arguments, daemon=True)
         self._thread.start()
 
@@ -144,7 +145,7 @@ class Tracker:
                 )
         self._journal = self._thread = None
 
-    def _deliver(self, uri: str, watches: bool) -> None:
+    def _deliver(self, uri: str, watches: bool, says_start: bool) -> None:
         """Send new lines until the run is closed. No failure of the store stops training."""
         run = monitor = None
         pause_s, is_last = 0.0, False
@@ -153,7 +154,8 @@ class Tracker:
             try:
                 if run is None:
                     run = MlflowRun(self.folder, uri, say=self._say)
-                    self._say(f"MLflow: {chart_page(uri, run.experiment)}")
+                    if says_start:
+                        self._say(f"MLflow: {chart_page(uri, run.experiment)}")
                 run.sync(self._status)
                 if watches and monitor is None:
                     monitor = run.watch_node()

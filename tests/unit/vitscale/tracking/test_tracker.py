@@ -111,8 +111,9 @@ def test_a_resumed_run_is_one_run_with_each_step_once(
     expected = [(key, step) for key in ("train/loss", "zero") for step in range(1, 15)]
     assert select(store, "key, step from metrics order by key, step") == expected
     # Finished for good: a new start is another run.
-    open_tracker().close(status="FINISHED")
-    assert select(store, "count(*) from runs") == [2]
+    said.clear()
+    open_tracker(resume_step=-1, say=said.append).close(status="FINISHED")  # as an evaluation does
+    assert select(store, "count(*) from runs") == [2] and len(said) == 1
 
 
 def test_a_start_at_step_0_continues_an_unfinished_run_of_the_same_settings_and_code(
