@@ -32,7 +32,8 @@ NUM_COLORS = 512  # 3 bits a channel
 class MaskedPatchPredictionSettings(NamedSection):
     name: Literal["masked_patch_prediction"] = "masked_patch_prediction"
     """The mean colours of corrupted patches are predicted from their output tokens, without labels.
-    Dosovitskiy et al. 2021, appendix B.1.2."""
+    Dosovitskiy et al. 2021, appendix B.1.2. Metric: `train/color_accuracy`, the share of corrupted
+    patches whose colour is predicted right."""
     corrupted_share: float = Field(default=0.5, gt=0, le=1)
     """Share of the patches of each image that are corrupted and predicted, rounded to a number."""
     mask_share: float = Field(default=0.8, ge=0, le=1)

@@ -1,7 +1,4 @@
-"""Copy batches to the device, one batch ahead of the training, and normalise their pixels.
-
-Leaves out: loading (`data.loader`).
-"""
+"""Copy batches to the device, one batch ahead of the training, and normalise their pixels."""
 
 from __future__ import annotations
 
@@ -25,20 +22,15 @@ class DeviceBatches:
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         self._batches, self._device = batches, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ahead: Batch | None = None
-        self._error: Exception | None = None
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
+        self._ahead: Batch | Exception | None = None
 
     def __next__(self) -> Batch:
         if self._stream is None:
             return next(self._batches)
         self.prefetch()
-        if self._ahead is None:
-            assert self._error is not None
-            raise self._error
         batch, self._ahead = self._ahead, None
+        if isinstance(batch, Exception):
+            raise batch
         current = torch.cuda.current_stream(self._device)
         current.wait_stream(self._stream)
         batch.keep_for(current)  # its memory belongs to the other stream
@@ -50,15 +42,14 @@ class DeviceBatches:
         To be called when the kernels of a step are launched: what then waits for the loader does
         not stop the device. The end of the batches, or an error, is raised by the next `next`.
         """
-        if self._stream is None or self._ahead is not None or self._error is not None:
+        if self._stream is None or self._ahead is not None:
             return
         try:
             batch = next(self._batches)
+            with torch.cuda.stream(self._stream):
+                self._ahead = batch.to(self._device)
         except Exception as error:
-            self._error = error
-            return
-        with torch.cuda.stream(self._stream):
-            self._ahead = batch.to(self._device)
+            self._ahead = error
 
 
 class Normalization:

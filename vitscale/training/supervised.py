@@ -74,7 +74,9 @@ class TeacherSettings(Section):
 class DistillationSettings(SupervisedSettings):
     name: Literal["distillation"] = "distillation"  # type: ignore[assignment]  # another entry
     """Labels and a teacher's predictions are learned together. Touvron et al. 2021 (DeiT), sec. 3.
-    With model.distillation_token each has a head of its own; without, one head learns both."""
+    With model.distillation_token each has a head of its own; without, one head learns both.
+    Metrics: `train/label_loss`, `train/teacher_loss`; `train/teacher_agreement`: share of the
+    images for which the student's class is the teacher's."""
     teacher: TeacherSettings
     kind: Literal["hard", "soft"] = "hard"
     """hard: cross-entropy with the teacher's class. soft: divergence from its probabilities."""
