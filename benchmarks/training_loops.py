@@ -28,7 +28,7 @@ from vitscale.distributed.world import World
 from vitscale.engine.configuration import resolve_precision
 from vitscale.models.vit import build_model, compile_blocks, decayed
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
-from vitscale.optim.schedules import learning_rate
+from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.session import seed_step
 from vitscale.training.start import build_engine

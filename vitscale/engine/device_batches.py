@@ -22,7 +22,7 @@ class DeviceBatches:
     def __init__(self, batches: Iterator[Batch], device: torch.device) -> None:
         self._batches, self._device = batches, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ahead: Batch | Exception | None = None
+        self._ahead: Any = None  # a batch, or the error of taking it
 
     def __next__(self) -> Batch:
         if self._stream is None:

@@ -65,8 +65,7 @@ class Engine:
         """
         self.world, self.dtype = world, dtype
         self._state_names = OPTIMIZERS[optimizer_name].state_names + ((AVERAGE,) if ema else ())
-        self._accumulation = int(config["gradient_accumulation_steps"])
-        self._ema, self._num_averaged, self._micro_step = ema, 0, 0
+        self._ema, self._num_averaged = ema, 0
         self._buffer_names = sorted(set(model.state_dict()) - dict(model.named_parameters()).keys())
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
         initial = {name: parameter.data for name, parameter in model.named_parameters()}
@@ -87,6 +86,7 @@ class Engine:
             self.base_optimizer,
             clip_norm=config["gradient_clipping"] or None,
             norm=self._layout.norm,
+            accumulation=config["gradient_accumulation_steps"],
             device=world.device,
         )
         # Before the first step: it may be skipped, but a checkpoint needs the states.
@@ -124,9 +124,8 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients; DeepSpeed divides by the number of accumulated micro-batches."""
-        self._engine.backward(self._guard.checked(loss, micro_step=self._micro_step))
+        self._engine.backward(self._guard.checked(loss))
         self._layout.finish_backward()
-        self._micro_step += 1
 
     def step(self) -> None:
         """Update at the end of an accumulation; does nothing in its middle.
@@ -145,7 +144,7 @@ class Engine:
 
     def health(self) -> Health:
         """Updates skipped so far. Waits for the device: for log intervals."""
-        return self._guard.health(accumulation=self._accumulation)
+        return self._guard.health()
 
     @property
     def loss_scale(self) -> float | None:
@@ -285,7 +284,6 @@ class Engine:
         self._num_averaged = counters["num_averaged"]
         if self.dtype == torch.float16 and "loss_scaler" in counters:
             self._layout.set_loss_scaler(counters["loss_scaler"])
-        self._micro_step = counters["guard"]["steps"] * self._accumulation
 
     @torch.no_grad()
     def import_state(self, read: ReadPart, *, optimizer_steps: int) -> None:

@@ -43,30 +43,37 @@ class UpdateGuard:
         *,
         clip_norm: float | None,
         norm: Callable[[], Any],
+        accumulation: int,
         device: torch.device,
     ) -> None:
-        """norm: the global norm of the unclipped gradients, whenever the optimiser steps."""
+        """norm: the global norm of the unclipped gradients, whenever the optimiser steps.
+
+        accumulation: micro-steps of a step.
+        """
         self._optimizer, self._clip_norm, self._norm = optimizer, clip_norm, norm
-        self._device = device
+        self._accumulation, self._device = accumulation, device
         assert optimizer.defaults["fused"]
         self._update = optimizer.step
         # [skipped, skipped in a row, last skipped step, micro-step of this rank's last bad loss,
         # longest row since the last `health`]
         self._counts = torch.tensor([0, 0, NEVER, NEVER, 0], dtype=torch.int64, device=device)
-        self._steps = 0
+        self._steps = self._micro_steps = 0
         optimizer.step = self._step  # type: ignore[method-assign,assignment]  # replaced
 
-    def checked(self, loss: torch.Tensor, *, micro_step: int) -> torch.Tensor:
-        """The same loss; one that is not finite is made to give gradients that are not."""
-        own = loss.detach()
-        finite = torch.isfinite(own)
-        self._counts[3] = torch.where(finite, self._counts[3], micro_step)
+    def checked(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the next micro-step; one that is not finite is made to give gradients that
+        are not."""
+        finite = torch.isfinite(loss.detach())
+        self._counts[3] = torch.where(finite, self._counts[3], self._micro_steps)
+        self._micro_steps += 1
         # An infinite cross-entropy has finite gradients. Times 1 changes no bit.
         return loss * torch.where(finite, 1.0, torch.nan)
 
-    def _norm_tensor(self, device: torch.device) -> torch.Tensor:
-        norm = self._norm()
-        return torch.as_tensor(torch.nan if norm is None else norm).to(device, torch.float32)
+    def _read_norm(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm, and whether it is bad: not finite, or DeepSpeed's -1 for such a norm."""
+        found = self._norm()
+        norm = torch.as_tensor(torch.nan if found is None else found).to(device, torch.float32)
+        return norm, ~torch.isfinite(norm) | (norm < 0)
 
     def _step(self, closure: Any = None) -> None:
         assert closure is None
@@ -74,8 +81,7 @@ class UpdateGuard:
         device = next((each.device for each in tensors if each.grad is not None), None)
         if device is None:
             return
-        norm = self._norm_tensor(device)
-        bad = _is_bad(norm)
+        norm, bad = self._read_norm(device)
         # As torch.nn.utils.clip_grad_norm_ does: the small term keeps a zero norm from dividing.
         shrink = torch.ones_like(norm)
         if self._clip_norm is not None:
@@ -89,19 +95,19 @@ class UpdateGuard:
     def finish(self) -> None:
         """Count the update, applied or skipped."""
         self._steps += 1
-        bad = _is_bad(self._norm_tensor(self._device))
+        _, bad = self._read_norm(self._device)
         counts, one = self._counts, bad.to(torch.int64)
         counts[0] += one
         counts[1] = (counts[1] + 1) * one
         counts[2] = torch.where(bad, self._steps, counts[2])
         counts[4] = torch.maximum(counts[4], counts[1])
 
-    def health(self, *, accumulation: int) -> Health:
+    def health(self) -> Health:
         """Read the counts and begin a new longest row; waits for the device."""
         skipped, _, last, micro, longest = self._counts.tolist()
         self._counts[4] = 0
-        first = (last - 1) * accumulation
-        inside = last != NEVER and first <= micro < first + accumulation
+        first = (last - 1) * self._accumulation
+        inside = last != NEVER and first <= micro < first + self._accumulation
         return Health(
             skipped=skipped,
             longest=longest,
@@ -121,10 +127,6 @@ class UpdateGuard:
 
     def load_state(self, state: dict[str, int]) -> None:
         self._steps = state["steps"]
+        self._micro_steps = self._steps * self._accumulation
         values = [state["skipped"], state["consecutive"], state["last_skipped_step"], NEVER, 0]
         self._counts.copy_(torch.tensor(values))
-
-
-def _is_bad(norm: torch.Tensor) -> torch.Tensor:
-    """DeepSpeed also returns -1 for a norm that is not finite."""
-    return ~torch.isfinite(norm) | (norm < 0)

@@ -1,8 +1,8 @@
 """Build optimisers as the recipes use them, and the two that torch does not have.
 
 Owns: parameter groups (kernels decayed, the rest not; rates by layer), AdamW with a bf16 moment,
-LAMB. Leaves out: settings and the table of optimisers (`settings`), rates (`schedules`), sharding
-(`engine`), which layer a parameter belongs to (`models`).
+LAMB. Leaves out: the table of optimisers and rates (`settings`), sharding (`engine`), which layer a
+parameter belongs to (`models`).
 """
 
 from __future__ import annotations

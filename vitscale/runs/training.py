@@ -20,13 +20,12 @@ from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings
-from vitscale.optim.schedules import (
+from vitscale.optim.settings import (
+    OptimSettings,
     ScheduleSettings,
-    cooldown_steps,
+    optim_problems,
     schedule_problems,
-    warmup_steps,
 )
-from vitscale.optim.settings import OptimSettings, optim_problems
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings, absolute_uri
 
@@ -158,8 +157,8 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
         )
     # Exactly one of `steps` and `epochs` is set.
     total = schedule.steps or max(1, int((schedule.epochs or 0) * num_samples) // batch)
-    warmup = warmup_steps(schedule, num_samples=num_samples, global_batch=batch)
-    cooldown = cooldown_steps(schedule.cooldown_share, total_steps=total)
+    warmup = schedule.warmup_steps or int(schedule.warmup_epochs * num_samples) // batch
+    cooldown = max(1, round(schedule.cooldown_share * total)) if schedule.cooldown_share else 0
     if warmup >= total or warmup + cooldown > total:
         unit = "warmup_epochs" if schedule.warmup_epochs else "warmup_steps"
         raise UserError(

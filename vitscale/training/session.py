@@ -39,7 +39,7 @@ from vitscale.evaluation.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
-from vitscale.optim.schedules import learning_rate
+from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingRun, training_plan
 from vitscale.tracking.console import training_log
 from vitscale.tracking.mlflow_sync import DATA_TAG, read_record

@@ -36,8 +36,7 @@ from vitscale.models.vit import (
     layers_above,
 )
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
-from vitscale.optim.schedules import ScheduleSettings, learning_rate
-from vitscale.optim.settings import EmaSettings, OptimSettings
+from vitscale.optim.settings import EmaSettings, OptimSettings, ScheduleSettings, learning_rate
 
 STEPS, HALF, BATCH, ACCUMULATION, CLIP = 50, 25, 16, 2, 0.5
 # Steps whose update is skipped, see `spoiled`.

@@ -15,13 +15,18 @@ BAD_NORMS = [math.nan, math.inf, -1.0]
 class Update:
     """One parameter, SGD with rate 1, and a norm that the test sets."""
 
-    def __init__(self, *, clip_norm: float | None = None) -> None:
+    def __init__(self, *, clip_norm: float | None = None, accumulation: int = 1) -> None:
         self.weight = torch.nn.Parameter(torch.zeros(2))
         self.norm: float | None = None
         self.optimizer = torch.optim.SGD([self.weight], lr=1.0, fused=True)
         self.guard = UpdateGuard(
-            self.optimizer, clip_norm=clip_norm, norm=lambda: self.norm, device=torch.device("cpu")
+            self.optimizer,
+            clip_norm=clip_norm,
+            norm=lambda: self.norm,
+            accumulation=accumulation,
+            device=torch.device("cpu"),
         )
+        self.health = self.guard.health
 
     def step(self, *gradient: float, norm: float | None = None) -> list[float]:
         """The change of the weight."""
@@ -31,9 +36,6 @@ class Update:
         self.optimizer.step()
         self.guard.finish()
         return (before - self.weight.detach()).tolist()
-
-    def health(self, *, accumulation: int = 1) -> Health:
-        return self.guard.health(accumulation=accumulation)
 
 
 def test_gradient_above_the_clip_norm_is_scaled_to_it() -> None:
@@ -64,16 +66,18 @@ def test_a_row_that_ended_before_it_was_looked_at_is_seen() -> None:
 
 
 def test_micro_step_of_a_bad_loss_is_reported() -> None:
-    update = Update()
-    for micro_step, loss in enumerate([1.0, 1.0, 1.0, math.nan]):
-        update.guard.checked(torch.tensor(loss), micro_step=micro_step)
+    update = Update(accumulation=2)
+    for loss in (1.0, 1.0, 1.0, math.nan):
+        update.guard.checked(torch.tensor(loss))
     update.step(1.0, 0.0)
     update.step(1.0, 0.0, norm=math.nan)
     expected = Health(skipped=1, longest=1, last_step=2, bad_micro_step=1)
-    assert update.health(accumulation=2) == expected
+    assert update.health() == expected
     # A bad loss of another rank: this rank has no micro-step to report.
+    for loss in (1.0, 1.0):
+        update.guard.checked(torch.tensor(loss))
     update.step(1.0, 0.0, norm=math.nan)
-    assert update.health(accumulation=2).bad_micro_step is None
+    assert update.health().bad_micro_step is None
     # Nor is a bad loss of the step after it one of that step.
-    update.guard.checked(torch.tensor(math.nan), micro_step=6)
-    assert update.health(accumulation=2).bad_micro_step is None
+    update.guard.checked(torch.tensor(math.nan))
+    assert update.health().bad_micro_step is None

@@ -6,13 +6,11 @@ import pytest
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 
-from vitscale.optim.schedules import (
+from vitscale.optim.settings import (
     SCHEDULES,
     ScheduleSettings,
-    cooldown_steps,
     learning_rate,
     schedule_problems,
-    warmup_steps,
 )
 
 
@@ -78,14 +76,6 @@ def test_drops_are_those_of_bits_hyperrule(
             step, schedule, peak=0.003, warmup_steps=supports[0], total_steps=supports[-1]
         )
         assert ours == pytest.approx(0.003 * slow), step
-
-
-def test_parts_of_a_schedule_are_whole_steps() -> None:
-    assert [cooldown_steps(x, total_steps=100) for x in (0.0, 0.2, 0.001)] == [0, 20, 1]
-    counts = {"num_samples": 1000, "global_batch": 64}
-    assert warmup_steps(ScheduleSettings(warmup_epochs=5), **counts) == 78
-    assert warmup_steps(ScheduleSettings(warmup_steps=9), **counts) == 9
-    assert warmup_steps(ScheduleSettings(), **counts) == 0
 
 
 @pytest.mark.parametrize(

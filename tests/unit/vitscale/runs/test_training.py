@@ -22,11 +22,10 @@ def run(**changes: dict[str, object]) -> PretrainRun:
 
 
 def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
-    plan = training_plan(
-        run(schedule={"decay": "constant", "cooldown_share": 0.25}), world_size=1, num_samples=8
-    )
-    assert (plan.total_steps, plan.cooldown_steps) == (100, 25)
-    assert training_plan(run(), world_size=1, num_samples=8).cooldown_steps == 0
+    for share, steps in ((0.25, 25), (0.001, 1), (0.0, 0)):
+        chosen = run(schedule={"decay": "constant", "cooldown_share": share})
+        plan = training_plan(chosen, world_size=1, num_samples=8)
+        assert (plan.total_steps, plan.cooldown_steps) == (100, steps)
     late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
     with pytest.raises(UserError, match="schedule.cooldown_share: 10 .* and 95 of cool-down"):
         training_plan(late, world_size=1, num_samples=8)
@@ -34,7 +33,7 @@ def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
 
 def test_warmup_of_a_plan_may_be_given_in_epochs() -> None:
     short = run(schedule={"warmup_steps": 0, "warmup_epochs": 3})
-    assert training_plan(short, world_size=1, num_samples=80).warmup_steps == 30
+    assert training_plan(short, world_size=1, num_samples=83).warmup_steps == 31
     with pytest.raises(UserError, match="schedule.warmup_epochs: 150 .* in 100 steps"):
         training_plan(short, world_size=1, num_samples=400)
 
