@@ -1,8 +1,4 @@
-"""Generate DeepSpeed's configuration from ours.
-
-Owns: the precision of a device and the generated dict. Leaves out: which raw keys may be merged
-over it (`settings`), everything that runs (`engine`).
-"""
+"""Generate DeepSpeed's configuration from ours. Raw keys are checked in `settings`."""
 
 from __future__ import annotations
 
@@ -15,15 +11,6 @@ from vitscale.config.errors import UserError
 from vitscale.engine.settings import BUCKET_ELEMENTS, MAX_RANKS_IN_HALF, EngineSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Doubled after 1000 updates without overflow, halved at the second overflow in a row.
-FP16 = {
-    "enabled": True,
-    "loss_scale": 0,
-    "initial_scale_power": 16,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
 
 
 def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.dtype:
@@ -86,7 +73,10 @@ def deepspeed_config(
         in_fp32 = world_size > MAX_RANKS_IN_HALF
         config |= {"communication_data_type": "fp32"} if in_fp32 else {}
         config |= _precision(settings, dtype, few=accumulation <= 2 and not in_fp32)
-    config = _merged(config, raw)
+    for key, value in raw.items():
+        group = config.get(key)
+        both = isinstance(value, Mapping) and isinstance(group, Mapping)
+        config[key] = group | value if both else value
     if stage in (1, 2):
         # DeepSpeed frees a gradient larger than the bucket while its reduction still reads it (ZeRO
         # 2 with overlap_comm: reduce_ipg_grads records no stream for what other ranks own).
@@ -103,17 +93,11 @@ def _precision(settings: EngineSettings, dtype: torch.dtype, *, few: bool) -> di
         return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     if dtype == torch.float16:
-        return {"fp16": dict(FP16), **sums}
+        # With a loss scale from 2^16 on, doubled after 1000 updates without overflow, halved at the
+        # second overflow in a row.
+        return {"fp16": {"enabled": True}, **sums}
     if settings.zero_stage == 1 and few:
         # Gradients are rounded to bf16 before they are sent. One is that already, and the sum of
         # two has the same bits whether it is rounded now or then: no copy in fp32.
         sums = {"data_types": {"grad_accum_dtype": "bf16"}}
     return {"bf16": {"enabled": True, "check_grad_overflow": False}, **sums}
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged

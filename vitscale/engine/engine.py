@@ -1,9 +1,4 @@
-"""Train a model with DeepSpeed.
-
-Owns: forward, backward and step, learning rates, the average of the weights, and the state of model
-and optimiser as tensors by name, whatever the ZeRO stage and number of ranks.
-Leaves out: DeepSpeed's private parts (`layouts`), the generated configuration (`configuration`),
-which gradients reach the optimiser (`guard`), files (`checkpoint`), schedules, losses.
+"""Train a model with DeepSpeed, whose private parts are in `layouts`.
 
 Names of whole tensors make a checkpoint independent of its layout: each rank saves the parts it
 owns, named after the whole tensor, and restores its own parts from wherever they were saved.

@@ -1,8 +1,6 @@
-"""Clip gradients, and skip updates whose loss or gradient is not finite.
+"""Clip gradients, and skip updates whose loss or gradient is not finite; count these.
 
-Owns: clipping to the global norm, skipping, and counting skipped updates. Everything stays on the
-device; only `health` waits for it.
-Leaves out: computing the norm (`layouts`), and the reaction to skipped updates (the loops).
+Everything stays on the device; only `health` waits for it.
 
 All ranks make the same decision without communication: a loss that is not finite makes its
 gradients NaN, gradients are summed over the ranks before their norm is taken, and the norm is the

@@ -1,8 +1,6 @@
 """Build optimisers as the recipes use them, and the two that torch does not have.
 
-Owns: parameter groups (kernels decayed, the rest not; rates by layer), AdamW with a bf16 moment,
-LAMB. Leaves out: the table of optimisers and rates (`settings`), sharding (`engine`), which layer a
-parameter belongs to (`models`).
+The table of optimisers is in `settings`.
 """
 
 from __future__ import annotations

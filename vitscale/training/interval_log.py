@@ -30,14 +30,7 @@ from vitscale.tracking.console import format_duration
 from vitscale.tracking.tracker import Tracker
 
 # Dense bf16 FLOP/s by NVIDIA's datasheets, by a part of the device name.
-PEAK_BF16_FLOPS = {
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40": 181e12,
-    "V100": 112e12,
-}
-
+PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12, "V100": 112e12}
 PROFILE_SKIPPED = 5
 # A run ends after this many updates in a row whose loss or gradient was not finite, and when more
 # than this many of 100 updates were such, or a tenth of a log interval that is longer.
@@ -283,7 +276,7 @@ class IntervalLog:
         yield
         self._clock.wait_s += time.perf_counter() - start
 
-    def advance(self, step: int) -> None:
+    def advance(self) -> None:
         """After every step: the clock of the first interval, and the profiler."""
         if self._first is None:
             if self._engine.world.device.type == "cuda":

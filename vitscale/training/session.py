@@ -137,9 +137,24 @@ class TrainingSession:
         if checkpoint is None and initial_weights is not None:
             messages += start_from(model, self.arch, initial_weights, world)
         self.engine = build_engine(run, self.plan, world, self.arch, model)
+        subject = (
+            None
+            if self.val_index is None
+            else Subject(
+                model=self.engine,
+                train=tuple(self.data.parts),
+                val=self.val_index,
+                data=run.data,
+                image_size=self.arch.image_size,
+                micro_batch=run.engine.max_micro_batch,
+                num_outputs=self.arch.num_classes,
+                classes=self.data.classes if self.arch.num_classes else None,
+                folder=self.folder / FILES,
+            )
+        )
         self.evaluations = ScheduledEvaluations(
             objective.evaluations(run),
-            None if self.val_index is None else self._subject(self.val_index),
+            subject,
             engine=self.engine,
             has_average=run.optim.ema is not None,
         )
@@ -183,20 +198,6 @@ class TrainingSession:
             if self.world.is_first:
                 print(f"done before: {self.folder} at step {self.start_step}", flush=True)
             raise SystemExit(0)
-
-    def _subject(self, val_index: SplitIndex) -> Subject:
-        """The validation split, and the model that is evaluated on it."""
-        return Subject(
-            model=self.engine,
-            train=tuple(self.data.parts),
-            val=val_index,
-            data=self.run.data,
-            image_size=self.arch.image_size,
-            micro_batch=self.run.engine.max_micro_batch,
-            num_outputs=self.arch.num_classes,
-            classes=self.data.classes if self.arch.num_classes else None,
-            folder=self.folder / FILES,
-        )
 
     def _open_log(self, stack: ExitStack, facts: str) -> IntervalLog:
         run, plan, folder, start = self.run, self.plan, self.folder, self.start_step
@@ -314,7 +315,7 @@ class TrainingSession:
         done = step + 1
         is_last = done == self.plan.total_steps
         self.watchdog.step = done
-        self.log.advance(done)
+        self.log.advance()
         preempted = self.preemption.set_on_any_rank() and not is_last
         is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
         # A save ends the interval, so that no checkpoint holds a part of one.

@@ -207,10 +207,6 @@ def check_resumable(
         table = "\n".join(changed)
         what = f"this checkpoint belongs to another run; resuming would not continue it\n{table}"
         raise UserError(what, where=where, next_step=f"undo the change, or {another}")
-    seen, due = checkpoint.progress["samples_seen"], checkpoint.step * plan.global_batch
-    if seen != due:
-        what = f"{seen} samples seen by step {checkpoint.step}, which are {due} of this run"
-        raise UserError(what, where=where, next_step=f"use the checkpoint before it, or {another}")
     if checkpoint.step > plan.total_steps:
         what = f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run"
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
