@@ -12,6 +12,10 @@ import torch
 
 from vitscale.optim.settings import OptimSettings
 
+# Values that `MaskedAdam` updates at a time; it needs memory for four times as many.
+CHUNK_ELEMENTS = 25_000_000
+Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
+
 
 def optimizer_groups(
     named: Iterable[tuple[str, torch.nn.Parameter]],
@@ -86,54 +90,60 @@ class MaskedAdam(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
         assert closure is None
         for group in self.param_groups:
+            together: list[torch.Tensor] = []
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                    together.append(parameter)
+                if sum(each.numel() for each in together) > CHUNK_ELEMENTS:
+                    self._update(together, group)
+                    together = []
+            if together:
+                self._update(together, group)
 
-    def _first_moment(
-        self, kept: torch.Tensor, gradient: torch.Tensor, beta: float
-    ) -> torch.Tensor:
-        """The new first moment, in the gradient's type."""
-        return kept.lerp(gradient, 1 - beta)
+    def _first_moments(self, kept: Tensors, gradients: Tensors, beta: float) -> Tensors:
+        """The new first moments, in the gradients' type."""
+        return torch._foreach_lerp(kept, gradients, 1 - beta)
 
-    def _changed(
-        self, parameter: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
-    ) -> torch.Tensor:
-        """The new parameter. `direction`: Adam's, without rate and decay; is overwritten."""
+    def _changed(self, parameters: Tensors, directions: Tensors, group: dict[str, Any]) -> None:
+        """Make new parameters of `directions`: Adam's, without rate and decay."""
         raise NotImplementedError
 
-    def _update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
-    ) -> None:
-        state, device = self.state[parameter], parameter.device
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=self.state_dtypes.get(name))
+    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
+        device = parameters[0].device
+        for parameter in parameters:
+            if not self.state[parameter]:
+                state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter, dtype=self.state_dtypes.get(name))
+                self.state[parameter] = state
+        steps, means, squares = (
+            [self.state[each][name] for each in parameters]
+            for name in ("step", "exp_avg", "exp_avg_sq")
+        )
         skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        gradients: Any = [each.grad for each in parameters]
         if self.grad_scale is not None:
-            gradient = gradient / self.grad_scale
+            gradients = torch._foreach_div(gradients, self.grad_scale)
         beta1, beta2 = group["betas"]
+        torch._foreach_add_(steps, 1.0 - skipped)
         # In fp64: 1 - 0.999 in fp32 is off by 5e-5.
-        count = state["step"].add_(1.0 - skipped).double()
-        mean = self._first_moment(state["exp_avg"], gradient, beta1)
-        # Each copy of the size of the parameter is written in place or freed as soon as it can be.
-        square = (state["exp_avg_sq"] * beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        del gradient
-        deviation = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        counts = torch.stack(steps).double()
+        new_means = self._first_moments(means, gradients, beta1)
+        new_squares = torch._foreach_mul(squares, beta2)
+        torch._foreach_addcmul_(new_squares, gradients, gradients, value=1 - beta2)
+        del gradients
+        deviations = torch._foreach_div(new_squares, (1 - beta2**counts).unbind())
+        torch._foreach_sqrt_(deviations)
+        torch._foreach_add_(deviations, group["eps"])
+        changed = torch._foreach_div(new_means, (1 - beta1**counts).unbind())
+        torch._foreach_div_(changed, deviations)
+        del deviations
+        self._changed(parameters, changed, group)
         keep = skipped.bool()
-        _replace(state["exp_avg_sq"], square, keep)
-        del square
-        direction = (mean / (1 - beta1**count)).div_(deviation)
-        del deviation
-        _replace(state["exp_avg"], mean, keep)
-        del mean
-        _replace(parameter, self._changed(parameter, direction, group), keep)
-
-
-def _replace(old: torch.Tensor, new: torch.Tensor, keep: torch.Tensor) -> None:
-    """Give `old` the new values, rounded to its type, unless `keep`."""
-    torch.where(keep, old, new.to(old.dtype), out=old)
+        for old, new in zip(
+            [*means, *squares, *parameters], [*new_means, *new_squares, *changed], strict=True
+        ):
+            torch.where(keep, old, new.to(old.dtype), out=old)
 
 
 class Bf16MomentumAdamW(MaskedAdam):
@@ -147,17 +157,16 @@ class Bf16MomentumAdamW(MaskedAdam):
 
     state_dtypes = {"exp_avg": torch.bfloat16}
 
-    def _first_moment(
-        self, kept: torch.Tensor, gradient: torch.Tensor, beta: float
-    ) -> torch.Tensor:
-        decay = torch.full((), beta, dtype=torch.bfloat16, device=kept.device)
-        return kept * decay + (1 - beta) * gradient
+    def _first_moments(self, kept: Tensors, gradients: Tensors, beta: float) -> Tensors:
+        decayed = torch._foreach_mul(kept, torch.tensor(beta, dtype=torch.bfloat16).item())
+        new = torch._foreach_mul(gradients, 1 - beta)
+        torch._foreach_add_(new, decayed)
+        return new
 
-    def _changed(
-        self, parameter: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
-    ) -> torch.Tensor:
-        change = direction.mul_(-group["lr"])
-        return change.add_(parameter * (1 - group["lr"] * group["weight_decay"]))
+    def _changed(self, parameters: Tensors, directions: Tensors, group: dict[str, Any]) -> None:
+        torch._foreach_mul_(directions, -group["lr"])
+        kept = torch._foreach_mul(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(directions, kept)
 
 
 class Lamb(MaskedAdam):
@@ -169,13 +178,14 @@ class Lamb(MaskedAdam):
     the global norm, at 1 there, is not built in: see `optim.clip_norm`.
     """
 
-    def _changed(
-        self, parameter: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
-    ) -> torch.Tensor:
+    def _changed(self, parameters: Tensors, directions: Tensors, group: dict[str, Any]) -> None:
         if group["weight_decay"]:
-            direction.add_(parameter, alpha=group["weight_decay"])
-            size = torch.linalg.vector_norm(parameter)
-            change = torch.linalg.vector_norm(direction)
+            torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
+            size, change = (
+                torch.stack(torch._foreach_norm(each)) for each in (parameters, directions)
+            )
             # Both sides are computed on the device: asking the host would stop it at every tensor.
-            direction.mul_(torch.where((size > 0) & (change > 0), size / change, 1.0))
-        return direction.mul_(-group["lr"]).add_(parameter)
+            ratio = torch.where((size > 0) & (change > 0), size / change, 1.0)
+            torch._foreach_mul_(directions, ratio.unbind())
+        torch._foreach_mul_(directions, -group["lr"])
+        torch._foreach_add_(directions, parameters)
