@@ -50,8 +50,7 @@ COMMANDS = {
 # They run as many processes as there are GPUs, or --num-procs.
 PARALLEL = ("pretrain", "finetune", "evaluate")
 LOCAL = "launch/local.py"
-# These show, and start nothing.
-SHOWING = ("--help", "-h", "--print-config")
+HELP = ("--help", "-h")
 WITH_CONFIG = (*PARALLEL, "launch", "shards", "index")
 COMPLETION = {
     "bash": """\
@@ -74,27 +73,27 @@ def main() -> None:
 def start(words: Sequence[str]) -> None:
     """Run a command line without its first word, `vitscale`. Raises UserError."""
     name, *rest = words or ["--help"]
-    if name in ("--help", "-h"):
-        lines = [f"  {each:<12}{text}" for each, (_, text) in COMMANDS.items()]
-        print("usage: vitscale COMMAND ...\n", *lines, sep="\n")
-        print("\nvitscale COMMAND --help shows what it takes; --version the version.")
+    if name in HELP:
+        show("vitscale", COMMANDS)
     elif name == "--version":
         print(f"vitscale {version('vitscale')}")
+    elif name in ("configs", "completion") and {*HELP} & {*rest}:
+        print(f"vitscale {name}: {COMMANDS[name][1]}")
     elif name == "configs":
         copy_config(rest[1:]) if rest[:1] == ["copy"] else list_configs(rest)
     elif name == "completion":
         complete(rest)
     elif name == "prepare":
-        kind = rest[0] if rest else "--help"
-        if kind in ("--help", "-h"):
-            lines = [f"  {each:<12}{text}" for each, (_, text) in PREPARE.items()]
-            print("usage: vitscale prepare WHAT ...\n", *lines, sep="\n")
-            return
-        execute(_known(kind, PREPARE)[0], _with_config(kind, rest[1:]))
+        kind, *rest = rest or ["--help"]
+        if kind in HELP:
+            show("vitscale prepare", PREPARE)
+        else:
+            execute(_known(kind, PREPARE)[0], _with_config(kind, rest))
     else:
         script, _ = _known(name, COMMANDS)
         rest = _with_config(name, rest)
-        if name in PARALLEL and "RANK" not in os.environ and not {*SHOWING} & {*rest}:
+        starts_ranks = "RANK" not in os.environ and not {*HELP, "--print-config"} & {*rest}
+        if name in PARALLEL and starts_ranks:
             if "--config" in rest:
                 _check_stage(name, rest[rest.index("--config") + 1 :])
                 script = LOCAL
@@ -104,6 +103,13 @@ def start(words: Sequence[str]) -> None:
             rest.remove("--local")
             script = LOCAL
         execute(script, rest)
+
+
+def show(program: str, commands: dict[str, tuple[str, str]]) -> None:
+    """Print what may follow the program."""
+    print(f"usage: {program} COMMAND ...\n")
+    print(*(f"  {name:<12}{text}" for name, (_, text) in commands.items()), sep="\n")
+    print(f"\n{program} COMMAND --help shows what it takes.")
 
 
 def _known(name: str, commands: dict[str, tuple[str, str]]) -> tuple[str, str]:
@@ -119,7 +125,7 @@ def _with_config(name: str, words: Sequence[str]) -> list[str]:
     """The words with `--config` before the first plain one, where a configuration is wanted."""
     split = (word.split("=", 1) if word.startswith("--config=") else [word] for word in words)
     words = [part for parts in split for part in parts]
-    if name in WITH_CONFIG and not {"--config", "--help", "-h"} & set(words):
+    if name in WITH_CONFIG and not {*HELP, "--config"} & {*words}:
         for i, word in enumerate(words):
             if "=" not in word and word[:1] != "-" and words[i - 1 : i] != ["--num-procs"]:
                 return ["--config", word, *words[:i], *words[i + 1 :]]
@@ -131,8 +137,7 @@ def _check_stage(name: str, words: Sequence[str]) -> None:
     from vitscale.config.loader import read_values
 
     config = words[0] if words else ""
-    stage = read_values(config).get("stage", name) if config else name
-    if stage != name:
+    if config and (stage := read_values(config).get("stage", name)) != name:
         other = {"chain": "launch --local", "data_prep": "prepare shards"}.get(stage, stage)
         step = f"vitscale {other} {config}"
         raise UserError(f"is a configuration of stage {stage}", where=config, next_step=step)
@@ -140,17 +145,14 @@ def _check_stage(name: str, words: Sequence[str]) -> None:
 
 def execute(script: str, words: Sequence[str]) -> NoReturn:
     """Become `python SCRIPT WORDS`."""
-    environment = dict(os.environ)
     if IS_WHEEL:  # its stages are on no path of their own
-        inherited = os.environ.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{INSIDE}:{inherited}" if inherited else str(INSIDE)
-    sys.stdout.flush()
-    command = [sys.executable, str(PROJECT_ROOT / script), *words]
-    os.execve(sys.executable, command, environment)
+        paths = [str(INSIDE), os.environ.get("PYTHONPATH")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    os.execv(sys.executable, [sys.executable, str(PROJECT_ROOT / script), *words])
 
 
 def list_configs(words: Sequence[str]) -> None:
-    """Print names that contain one of the words, or all, and the first line of each card."""
+    """Print the names that contain a word, or all, each with the first line of its card."""
     for name in config_names():
         if not words or any(word in name for word in words):
             first = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
@@ -180,22 +182,19 @@ def copy_config(words: Sequence[str]) -> None:
 
 
 def complete(words: Sequence[str]) -> None:
-    """Print a shell's completion, or for `words`, what may follow the words after it."""
-    if words[:1] != ["words"]:
-        names = {shell: (text, "") for shell, text in COMPLETION.items()}
-        print(_known(words[0] if words else "", names)[0])
-        return
-    followers: list[str] = []
-    match words[1:]:
-        case []:
-            followers = list(COMMANDS)
-        case ["prepare"]:
-            followers = list(PREPARE)
-        case ["configs"]:
-            followers = ["copy"]
-        case [*_, last] if last in (*WITH_CONFIG, "copy"):
-            followers = list(config_names())
-    print(*followers, sep="\n")
+    """Print a shell's completion; after `words`, what may follow the words after that."""
+    match words:
+        case ["words"]:
+            print(*COMMANDS, sep="\n")
+        case ["words", "prepare"]:
+            print(*PREPARE, sep="\n")
+        case ["words", "configs"]:
+            print("copy")
+        case ["words", *_, last]:
+            print(*(config_names() if last in (*WITH_CONFIG, "copy") else ()), sep="\n")
+        case _:
+            shells = {name: (text, "") for name, text in COMPLETION.items()}
+            print(_known(words[0] if words else "", shells)[0])
 
 
 if __name__ == "__main__":
