@@ -55,6 +55,8 @@ def _is_known(path: str, tracked: set[str]) -> bool:
         path = "/".join(path.split("/")[:2])
     if "*" in path:
         return any(ROOT.glob(path))
+    if f"configs/{path}.yaml" in tracked:  # the name that `vitscale` takes
+        return True
     return path in tracked or any(known.endswith(f"/{path}") for known in tracked)
 
 

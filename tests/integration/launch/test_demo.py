@@ -21,6 +21,8 @@ from tests.contract.tree import PACKAGES
 from tests.support.waiting import ROOT
 from vitscale.config.errors import UserError
 
+# What a job of this wheel imports, as it lies in a checkout.
+LIST_SNAPSHOT = "from launch.jobs.snapshot import read_code; print(*read_code(), sep='\\n')"
 BUILD_SDIST = "from setuptools.build_meta import build_sdist; build_sdist('..')"
 
 
@@ -77,6 +79,12 @@ def test_the_demo_of_a_wheel_learns_and_transfers(
     ask = "import vitscale, vitscale.images.jpeg._region; print(vitscale.__path__[0])"
     package = Path(subprocess.check_output([python, "-c", ask], text=True).strip())
     assert package.is_relative_to(tmp_path)
+    listed = subprocess.check_output(
+        [python, "-c", LIST_SNAPSHOT], text=True, env={"PYTHONPATH": str(package / "_app")}
+    )
+    names = set(listed.splitlines())
+    assert {"vitscale/command.py", "pretrain/main.py", "configs/vit_b16.yaml"} <= names
+    assert any(name.endswith("/_region.abi3.so") for name in names) and "_app" not in listed
     for stage in ("pretrain", "finetune"):
         shorten(package / f"_app/configs/demo/{stage}.yaml")
     finished = subprocess.run(
