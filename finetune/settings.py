@@ -162,7 +162,7 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
         resolve_weights(init)
     files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]
     path = next((each for each in files if each.is_file()), None)
-    config: Any = (read_yaml(path.read_text(), name=str(path)) if path is not None else None) or {}
+    config: Any = (read_yaml(path.read_text(), name=str(path)).values if path else None) or {}
     evaluations = [
         {key: value for key, value in each.items() if key != "every_steps"}
         for each in config.get("evaluate") or [{"name": "classification"}]

@@ -273,7 +273,7 @@ def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
         run_type = TRAINABLE.get(str(read_values(file).get("stage")))
         for word in lists:
             key, _, text = word.partition("=")
-            value = read_yaml(text, name=key)
+            value = read_yaml(text, name=key).values
             if run_type and value and _is_sweep(run_type, key, value):
                 values[key] = value
     except UserError:

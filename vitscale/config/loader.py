@@ -1,8 +1,7 @@
-"""Load a validated run from files and overrides; report all errors at once.
+"""Load a validated run from files and overrides, and write it; report all errors at once.
 
-Owns: the order of layers (command line > file > base > site file > default), validation, one error
-per invalid key (place, value, what is allowed, the nearest key), and writing a run as YAML.
-Leaves out: the YAML dialect and merging (`source`), what a key may hold (`section`).
+Layers: command line > file > base > site file > default. One error per invalid key: its place, its
+value, what is allowed, the nearest key.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from vitscale.config.packaged import find_config
 from vitscale.config.section import (
     NAME,
     KeyPath,
+    Node,
     Run,
     chosen,
     describe,
@@ -31,6 +31,7 @@ from vitscale.config.section import (
 )
 from vitscale.config.source import (
     COMMAND_LINE,
+    MISSING,
     Source,
     kind_of,
     merge,
@@ -89,9 +90,7 @@ def load_run(
     try:
         run_type = _choose_type(run_types, merged)
         site = read_site(errors=found) if with_site else Source({}, {})
-        # A group whose keys are all comments is null.
-        fields = run_type.model_fields
-        known = {k: v for k, v in site.values.items() if k in fields and v is not None}
+        known = {k: v for k, v in site.values.items() if k in run_type.model_fields}
         layers = [Source(known, site.places), *files, given]
         merged = reduce(partial(merge, group=tree_of(run_type)), layers)
         run = run_type.model_validate({"# card": _card(path)} | merged.values)
@@ -135,15 +134,16 @@ def read_site(*, errors: list[UserError]) -> Source:
     except UserError as error:
         errors.append(error)
         return Source({}, {})
-    for key, value in list(site.values.items()):
-        if key in SITE_GROUPS and isinstance(value, dict | None):
-            continue
-        what = f"{key} as {kind_of(value)} cannot be set in a site file"
-        where, allowed = _where([key], site), f"the groups {', '.join(SITE_GROUPS)}"
-        step = "set it in the run's file"
-        errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
-        del site.values[key]
-    return site
+    groups = {}
+    for key, value in site.values.items():
+        if key in SITE_GROUPS and isinstance(value, dict):
+            groups[key] = value
+        elif key not in SITE_GROUPS or value is not None:  # null: its keys are all comments
+            what = f"{key} as {kind_of(value)} cannot be set in a site file"
+            where, allowed = _where([key], site), f"the groups {', '.join(SITE_GROUPS)}"
+            step = "set it in the run's file"
+            errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
+    return Source(groups, site.places)
 
 
 def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
@@ -176,7 +176,6 @@ def _card(path: Path | str | None) -> str:
 
 # ---- errors of values -------------------------------------------------------------------------
 
-MISSING: Any = object()
 # Starts of pydantic's names of errors in values of the right type.
 LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "value_error", "union_tag")
 # Names in other trainers; by spelling alone an unrelated key would be nearest.
@@ -202,28 +201,48 @@ def explain(error: ValidationError, run_type: type[Run], source: Source) -> list
         path, place = _path_of(loc, source.values), tuple(p for p in loc if isinstance(p, str))
         while place not in settings:
             place = place[:-1]
-        allowed = describe(node := settings[place].node)
+        step, allowed = None, describe(node := settings[place].node)
         if kind == "missing" and isinstance(loc[-1], str):  # an int: in a list of fixed length
             path = (*path, loc[-1])
         elif kind.startswith("union_tag") and isinstance(value_at(source.values, path), dict):
             path, allowed = (*path, NAME), ", ".join(groups_of(node))
         value = value_at(source.values, path, MISSING)
+        what = f"{show_value(value)} was read as {kind_of(value)}"
         if kind == "extra_forbidden":
             what = f"unknown key {'.'.join(path)}"
             group = chosen(node, value_at(source.values, path[:-1]))
             assert group is not None
-            siblings = list(group["properties"])
-            owners = [n for n, each in groups_of(node).items() if path[-1] in each["properties"]]
-            keys = [setting.key for setting in settings.values()]
-            allowed = ", ".join(siblings)
-            step = _known_instead(path, owners=owners, siblings=siblings, keys=keys)
+            allowed = ", ".join(group["properties"])
+            step = _instead(path, node, group, [setting.key for setting in settings.values()])
         elif value is MISSING:
-            what, step = f"{'.'.join(path)} is missing", None
-        else:
-            what, step = _what(value, kind), _hint(value, kind, allowed)
+            what = f"{'.'.join(path)} is missing"
+        elif kind.startswith(LIMIT_ERRORS):
+            what = f"{show_value(value)} is not allowed"
+            if isinstance(value, str):
+                step = did_you_mean(value, allowed.split(", "))
+        elif isinstance(value, list):
+            what = f"{show_value(value)} is a list of {len(value)}"
+        elif kind.startswith("string") and value is not None and not isinstance(value, dict):
+            step = f'put it in quotes: "{show_value(value)}"'
         new = UserError(what, where=_where(path, source), allowed=allowed, next_step=step)
         found.setdefault(path, new)
     return list(found.values())
+
+
+def _instead(path: KeyPath, node: Node, group: Node, keys: Sequence[str]) -> str:
+    """The next step after an unknown key of a group in `node`."""
+    name, dotted, prefix = path[-1], ".".join(path), "".join(f"{part}." for part in path[:-1])
+    if any("." in part for part in path):
+        return "in a file write dots as nested groups, not inside one key"
+    if owners := [n for n, each in groups_of(node).items() if name in each["properties"]]:
+        return f"remove it; it belongs to {prefix}{NAME}={' or '.join(owners)}"
+    if OTHER_NAMES.get(name) in keys:
+        return f"did you mean {OTHER_NAMES[name]}?"
+    known = [key for key in keys if ".N." not in key]
+    same_name = [key for key in known if key.rpartition(".")[2] == name]
+    best = nearest(dotted, same_name or [f"{prefix}{key}" for key in group["properties"]])
+    best = best or next(iter(same_name), nearest(dotted, known))
+    return f"did you mean {best}?" if best else "remove it"
 
 
 def _path_of(loc: Sequence[int | str], values: Any) -> KeyPath:
@@ -240,43 +259,6 @@ def _where(path: Sequence[str], source: Source) -> str:
     """`file:line: key`; a key that no file sets is placed at its group."""
     known = next(k for n in range(len(path), -1, -1) if (k := tuple(path[:n])) in source.places)
     return f"{source.places[known]}: {'.'.join(path)}"
-
-
-def _what(value: Any, kind: str) -> str:
-    if kind.startswith(LIMIT_ERRORS):
-        return f"{show_value(value)} is not allowed"
-    if isinstance(value, list):
-        return f"{show_value(value)} is a list of {len(value)}"
-    return f"{show_value(value)} was read as {kind_of(value)}"
-
-
-def _hint(value: Any, kind: str, allowed: str) -> str | None:
-    if kind.startswith(("literal_error", "union_tag")):
-        return did_you_mean(value, allowed.split(", ")) if isinstance(value, str) else None
-    if kind.startswith("string") and value is not None and not isinstance(value, list | dict):
-        return f'put it in quotes: "{show_value(value)}"'
-    return None
-
-
-def _known_instead(
-    path: KeyPath, *, owners: Sequence[str], siblings: Sequence[str], keys: Sequence[str]
-) -> str:
-    """The next step after an unknown key.
-
-    owners: other groups of the same choice, which have it. siblings: the keys beside it.
-    """
-    name, dotted, group = path[-1], ".".join(path), ".".join(path[:-1])
-    if any("." in part for part in path):
-        return "in a file write dots as nested groups, not inside one key"
-    if owners:
-        return f"remove it; it belongs to {group}.{NAME}={' or '.join(owners)}"
-    if OTHER_NAMES.get(name) in keys:
-        return f"did you mean {OTHER_NAMES[name]}?"
-    beside = [f"{group}.{key}".lstrip(".") for key in siblings]
-    known = [key for key in keys if ".N." not in key]
-    same_name = [key for key in known if key.rpartition(".")[2] == name]
-    best = nearest(dotted, same_name or beside) or next(iter(same_name), nearest(dotted, known))
-    return f"did you mean {best}?" if best else "remove it"
 
 
 # ---- writing ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """List every setting with its default and description, for `--help` and as Markdown.
 
-Owns: one entry for all stages, and all groups of a choice, that share a setting.
-Leaves out: the descriptions, which are the docstrings of the sections and their fields.
+The descriptions are the docstrings of the sections and their fields. Stages, and groups of a
+choice, that share a setting share its entry.
 """
 
 from __future__ import annotations
@@ -96,19 +96,20 @@ def as_markdown(reference: Reference, names: Sequence[str] = ()) -> str:
 
     Raises UserError for a name that there is not.
     """
+
+    def inside(key: str, *names: str) -> bool:
+        return any(f"{key}.".startswith(f"{name}.") for name in names)
+
     keys = [entry.key for entries in reference.values() for entry in entries]
-    asked = {key for key in keys if not names}
     for name in names:
-        inside = {key for key in keys if f"{key}.".startswith(f"{name}.")}
-        if not inside:
+        if not any(inside(key, name) for key in keys):
             known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
             what, step = f"there is no group or key {name!r}", did_you_mean(name, [*known, *keys])
             allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
             raise UserError(what, where="--help", allowed=allowed, next_step=step)
-        asked |= inside
     lines = []
     for title, entries in reference.items():
-        shown = [entry for entry in entries if entry.key in asked]
+        shown = [entry for entry in entries if not names or inside(entry.key, *names)]
         lines += ["", f"## {title}", ""] if shown else []
         lines += [f"- **`{key}`** ({facts}). {text}" for key, facts, text in shown]
     return "\n".join(lines) + "\n"

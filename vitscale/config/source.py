@@ -1,8 +1,7 @@
 """Read YAML into plain values, with the file and line of every key beside them; merge and write it.
 
-Owns: the dialect (a strict subset of YAML 1.2: no aliases, anchors, tags or duplicate keys; only
-true and false are booleans; `1e-4` is a number, `.inf` is text), `base:` chains, and what a file
-inherits. Leaves out: what the keys mean (`loader`).
+The dialect is a strict subset of YAML 1.2: no aliases, anchors, tags or duplicate keys; only true
+and false are booleans; `1e-4` is a number, `.inf` is text.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from vitscale.config.section import KeyPath, Node, chosen, is_list
 
 COMMAND_LINE = "command line"
 MAX_FILE_BYTES = 1 << 20
+MISSING: Any = object()
 
 CONSTANTS = {"": None, "~": None, "null": None, "true": True, "false": False}
 INTEGER = re.compile(r"[-+]?[0-9]+")
@@ -93,19 +93,15 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
-        problem = None
-        if event.anchor is not None:
-            kind = "alias *" if isinstance(event, yaml.AliasEvent) else "anchor &"
-            problem = f"{kind}{event.anchor}; write the value out, or share it through base:"
-        elif event.tag is not None:
-            problem = f"tag {shorten(event.tag)}; remove it, values are plain values"
-        if problem is not None:
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        for kind in ("anchor", "tag"):
+            if (given := getattr(event, kind, None)) is not None:
+                problem = f"{kind} {shorten(given)}; write plain values, or share through base:"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
 
-def read_document(text: str, *, name: str) -> Source:
-    """Read one YAML text, None where it is empty. Raises UserError if it cannot be read."""
+def read_yaml(text: str, *, name: str) -> Source:
+    """Read one YAML text, None where it is empty. Raises UserError with a place in `name`."""
     places: dict[KeyPath, str] = {}
 
     def value_of(node: yaml.Node, path: KeyPath) -> Any:
@@ -138,11 +134,6 @@ def read_document(text: str, *, name: str) -> Source:
         what, where = str(error).splitlines()[0], _place(name, None)
         raise UserError(f"not readable as YAML: {what}", where=where) from None
     return Source(None if node is None else value_of(node, ()), places)
-
-
-def read_yaml(text: str, *, name: str) -> Any:
-    """Read the values of one document in our dialect. Raises UserError with a place in `name`."""
-    return read_document(text, name=name).values
 
 
 def _place(name: str, mark: yaml.Mark | None) -> str:
@@ -199,7 +190,7 @@ def _read_file(path: str, *, where: str | None) -> Source:
         raise UserError("is not UTF-8 text", where=where or name) from None
     if len(data) > MAX_FILE_BYTES:
         raise UserError(f"is larger than {MAX_FILE_BYTES >> 20} MiB", where=where or name)
-    source = read_document(text, name=name)
+    source = read_yaml(text, name=name)
     if not isinstance(source.values, dict | None):
         what = f"contains {kind_of(source.values)} instead of keys and values"
         raise UserError(what, where=name, allowed="lines like `key: value`")
@@ -223,7 +214,7 @@ def read_override(text: str) -> Source:
         raise UserError("no value after =", where=where, next_step=step)
     found = Source(resolve_scalar(value), {})
     if value[0] in "[{'\"":
-        found = read_document(value, name=where)
+        found = read_yaml(value, name=where)
     places = {(*path, *inner): COMMAND_LINE for inner in found.places}
     values = found.values
     for depth in range(len(path), 0, -1):
@@ -242,8 +233,7 @@ def merge(under: Source, over: Source, group: Node | None = None) -> Source:
     """
     values = _merged(under.values, over.values, group)
     places = (under.places | over.places).items()
-    gone = object()
-    kept = {path: where for path, where in places if value_at(values, path, gone) is not gone}
+    kept = {k: where for k, where in places if value_at(values, k, MISSING) is not MISSING}
     return Source(values, kept)
 
 

@@ -271,7 +271,7 @@ def _read_config(
     """
     described = checkpoint.description["architecture"]
     try:
-        values: Any = read_yaml(path.read_text(), name=str(path))
+        values: Any = read_yaml(path.read_text(), name=str(path)).values
         sections = _Sections.model_validate({key: values[key] for key in ("model", "data")})
         arch = sections.model.resolved(num_classes=described["num_classes"])
         arch = arch.model_copy(update={"image_size": described["image_size"]})
