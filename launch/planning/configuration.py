@@ -11,8 +11,8 @@ import argparse
 from finetune.settings import ExportRun, PredictRun, VisualizeRun
 from launch.chains.settings import ChainRun
 from launch.jobs.preparation import RUN_TYPES
+from vitscale.config.command_line import as_markdown, settings_reference
 from vitscale.config.packaged import PROJECT_ROOT
-from vitscale.config.reference import as_markdown, settings_reference
 from vitscale.config.section import Run
 from vitscale.distributed.atomic_files import write_text
 

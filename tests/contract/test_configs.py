@@ -6,9 +6,9 @@ from pathlib import Path
 
 from launch.planning.configuration import ALL_RUN_TYPES, PAGE, renewed
 from tests.contract.tree import ROOT
+from vitscale.config.command_line import settings_reference
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, load_run_file, run_to_yaml
-from vitscale.config.reference import settings_reference
 
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))
 CARD = ("What", "Command", "Hardware", "Expect", "Source")

@@ -1,25 +1,36 @@
-"""Parse the command line that all scripts share.
+"""Parse the command line that all scripts share, and list the settings for its --help.
 
-Owns: --config, key=value overrides, --print-config, --help, and a script's own switches, options
-and words.
-Leaves out: reading and validating the configuration (`loader`), the list of keys (`reference`).
+Each setting has an entry with its default and its description: the docstrings of sections and their
+fields. Stages, and groups of a choice, that share a setting share its entry.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NoReturn
+from statistics import mode
+from typing import Any, Generic, NamedTuple, NoReturn
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
-from vitscale.config.reference import WIDTH, as_markdown, as_overview, settings_reference
-from vitscale.config.section import is_list, tree_of
-from vitscale.config.source import COMMAND_LINE
+from vitscale.config.section import (
+    NAME,
+    Node,
+    Run,
+    default_name,
+    describe,
+    groups_of,
+    is_list,
+    settings_of,
+    tree_of,
+)
+from vitscale.config.source import COMMAND_LINE, yaml_flow
 
+WIDTH = 98
 EPILOG = """\
 Any setting can be given as key=value, for example optim.lr=1e-3 data.val_split=null
 data.crop_area=[0.2,1]. Command line > file > base > site file > default; --print-config
@@ -93,12 +104,12 @@ def load_command(
     found, rest = parser.parse_known_args(argv)
     if found.help is not None:
         reference = settings_reference(by_stage)
-        overview = f"{parser.format_help()}\n{as_overview(reference)}"
+        overview = f"{parser.format_help()}\n{_as_overview(reference)}"
         print(as_markdown(reference, found.help) if found.help else overview)
         raise SystemExit(0)
     errors = []
+    known = ["--config", *options, *switches, "--print-config", "--help"]
     for name in (word.partition("=")[0] for word in rest if word.startswith("-")):
-        known = ["--config", *options, *switches, "--print-config", "--help"]
         what, step = f"unknown switch {name}", did_you_mean(name, known)
         allowed = ", ".join(known)
         errors.append(UserError(what, where=COMMAND_LINE, allowed=allowed, next_step=step))
@@ -120,3 +131,91 @@ def load_command(
         raise SystemExit(0)
     switched = frozenset(found.switches)
     return Command(run=loaded.run, switches=switched, config_path=found.config)
+
+
+# ---- the list of settings ---------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    key: str
+    facts: str
+    """The stages and groups of a choice that have it, what it may hold, its default in YAML."""
+    text: str
+
+
+Reference = dict[str, list[Entry]]
+"""Title -> settings of a group; of those outside groups first."""
+
+
+def settings_reference(run_types: Mapping[str, type[Run]]) -> Reference:
+    """All settings of these stages. One whose text differs between stages has several entries."""
+    found: dict[tuple[str, Entry], tuple[dict[str, None], dict[str, None]]] = {}
+    for stage, run_type in run_types.items():
+        for setting in list(settings_of(run_type).values())[1:]:
+            key, node = setting.key, setting.node
+            text = f"{_text(tree_of(run_type))} {_text(node)}" if key == "stage" else _text(node)
+            group = key.partition(".")[0] if "." in key or groups_of(node) else ""
+            stages, names = found.setdefault((group, Entry(key, _facts(node), text)), ({}, {}))
+            stages[stage] = None
+            names |= {setting.name: None} if setting.name else {}
+    sections: Reference = {"Outside groups": []}
+    for (group, entry), (stages, names) in found.items():
+        # Not said again: the stages that most settings of the group have.
+        usual = mode(tuple(each) for (other, _), (each, _) in found.items() if other == group)
+        own = usual if group else tuple(run_types)
+        title = group or "Outside groups"
+        title += f" ({', '.join(own)})" if group and len(run_types) > 1 else ""
+        facts = [f"stage: {', '.join(stages)}"] if own != tuple(stages) else []
+        facts += [f"{NAME}: {', '.join(names)}"] if names else []
+        facts += [entry.facts] if entry.facts else []
+        sections.setdefault(title, []).append(entry._replace(facts="; ".join(facts)))
+    sections["Outside groups"].sort(key=lambda entry: entry.key)
+    return sections
+
+
+def _facts(node: Node) -> str:
+    if "const" in node or "properties" in node:
+        return "" if "const" in node else describe(node)
+    default = default_name(node) or (yaml_flow(node["default"]) if "default" in node else None)
+    return f"{describe(node)}; default {default}" if default else f"{describe(node)}; required"
+
+
+def _text(node: Node) -> str:
+    text = node.get("description") or groups_of(node).get("", {}).get("description") or ""
+    return " ".join(text.split())
+
+
+def _as_overview(reference: Reference) -> str:
+    """A line for the settings outside groups, and for each group."""
+    outside, *groups = reference.values()
+    found = {"": ", ".join(dict.fromkeys(entry.key for entry in outside))}
+    found |= {entries[0].key: entries[0].facts for entries in groups}
+    lines = [
+        f"  {key:<14} {textwrap.shorten(text, WIDTH - 17, placeholder=' ...')}"
+        for key, text in found.items()
+    ]
+    return "\n".join(["Settings, listed by --help NAME:", *lines])
+
+
+def as_markdown(reference: Reference, names: Sequence[str] = ()) -> str:
+    """A line per setting: all, or those of these names and in groups of these names.
+
+    Raises UserError for a name that there is not.
+    """
+
+    def is_in(key: str, *names: str) -> bool:
+        return any(f"{key}.".startswith(f"{name}.") for name in names)
+
+    keys = [entry.key for entries in reference.values() for entry in entries]
+    for name in names:
+        if not any(is_in(key, name) for key in keys):
+            known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
+            what, step = f"there is no group or key {name!r}", did_you_mean(name, [*known, *keys])
+            allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
+            raise UserError(what, where="--help", allowed=allowed, next_step=step)
+    lines = []
+    for title, entries in reference.items():
+        shown = [entry for entry in entries if not names or is_in(entry.key, *names)]
+        lines += ["", f"## {title}", ""] if shown else []
+        lines += [f"- **`{key}`** ({facts}). {text}" for key, facts, text in shown]
+    return "\n".join(lines) + "\n"

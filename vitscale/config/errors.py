@@ -1,7 +1,6 @@
-"""User-facing errors, kinds of failures, and the exit code of a script that raises one.
+"""Errors that users see, kinds of failures, and the exit code of a script that raises one.
 
-Owns: the exception type for invalid input, its layout, kinds of failures and their exit codes.
-Leaves out: internal errors, which stay `assert` and show a traceback.
+Internal errors stay `assert` and show a traceback.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ class UserErrors(UserError):
     """Several errors, reported together."""
 
     def __init__(self, errors: Sequence[UserError]) -> None:
-        assert errors
         self.errors = tuple(errors)
         super().__init__("\n".join(error.text() for error in errors))
 
@@ -133,8 +131,7 @@ def not_written(error: OSError, *, key: str, path: str) -> UserError:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
-    matches = get_close_matches(name, known, n=1, cutoff=0.6)
-    return matches[0] if matches else None
+    return next(iter(get_close_matches(name, known, n=1)), None)
 
 
 def did_you_mean(name: str, known: Sequence[str], otherwise: str | None = None) -> str | None:

@@ -178,19 +178,6 @@ def _card(path: Path | str | None) -> str:
 
 # Starts of pydantic's names of errors in values of the right type.
 LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "value_error", "union_tag")
-# Names in other trainers; by spelling alone an unrelated key would be nearest.
-OTHER_NAMES = {
-    "learning_rate": "optim.lr",
-    "batch_size": "data.global_batch",
-    "micro_batch_size": "engine.max_micro_batch",
-    "num_epochs": "schedule.epochs",
-    "max_steps": "schedule.steps",
-    "grad_clip": "optim.clip_norm",
-    "gradient_clipping": "optim.clip_norm",
-    "heads": "model.num_heads",
-    "stochastic_depth": "model.drop_path",
-    **dict.fromkeys(("constraint", "exclude", "qos", "reservation"), "launch.sbatch"),
-}
 
 
 def explain(error: ValidationError, run_type: type[Run], source: Source) -> list[UserError]:
@@ -236,8 +223,6 @@ def _instead(path: KeyPath, node: Node, group: Node, keys: Sequence[str]) -> str
         return "in a file write dots as nested groups, not inside one key"
     if owners := [n for n, each in groups_of(node).items() if name in each["properties"]]:
         return f"remove it; it belongs to {prefix}{NAME}={' or '.join(owners)}"
-    if OTHER_NAMES.get(name) in keys:
-        return f"did you mean {OTHER_NAMES[name]}?"
     known = [key for key in keys if ".N." not in key]
     same_name = [key for key in known if key.rpartition(".")[2] == name]
     best = nearest(dotted, same_name or [f"{prefix}{key}" for key in group["properties"]])

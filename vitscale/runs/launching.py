@@ -1,9 +1,8 @@
 """Settings of the `launch` group: resources of one job, on SLURM or on this machine.
 
-Owns: the fields and their validation. A batch script is shell, and sbatch reads options from its
-comment lines: a newline inside a value would end the line, and the rest would run as shell. Hence
-every text is printable and on one line; submitit quotes it.
-Leaves out: the script itself (launch/jobs/submission.py).
+A batch script is shell, and sbatch reads options from its comment lines: a newline inside a value
+would end the line, and the rest would run as shell. Hence every text is printable and on one line;
+submitit quotes it.
 """
 
 from __future__ import annotations
@@ -101,17 +100,25 @@ def launch_problems(
     """
     for key, text in _texts_of(launch):
         if not text.replace("\t", " ").isprintable():
-            yield (f"launch.{key}", f"{text!r} is not one line of printable text")
+            yield (key, f"{text!r} is not one line of printable text")
         elif found := SECRET_ASSIGNMENT.search(text):
             name = found["name"]
             yield (
-                f"launch.{key}",
+                key,
                 f"gives the value of {name}, which the run's files would show; read it on the "
                 f"nodes from a file that only you can read: export {name}=$(cat FILE)",
             )
-        elif key.startswith("srun_args") and not text.startswith("-"):
-            yield (f"launch.{key}", f"{text!r} is not an option of srun such as --cpu-bind=none")
-    yield from _sbatch_problems(launch.sbatch)
+        elif key.startswith("launch.srun_args") and not text.startswith("-"):
+            yield (key, f"{text!r} is not an option of srun such as --cpu-bind=none")
+    for option in launch.sbatch:
+        key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
+        name = option.replace("_", "-")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            yield (key, f"{option!r} is not the long name of an sbatch option, such as mail-type")
+        elif owner := SBATCH_OWNERS.get(name):
+            yield (key, f"is not allowed here: set {owner} instead")
+        elif name in SBATCH_FIXED:
+            yield (key, "is not allowed here: vitscale sets it; remove it")
     if not launch.node_counts:
         yield ("launch.nodes", f"{launch.nodes} begins with the larger number; turn it round")
     if launch.signal_delay_s + SIGNAL_EARLY_S >= 60 * launch.timeout_min:
@@ -121,41 +128,28 @@ def launch_problems(
             f"{SIGNAL_EARLY_S} s earlier) leaves no time of launch.timeout_min="
             f"{launch.timeout_min}; lower it or request more time",
         )
-    unused: tuple[str, ...] = ("num_tasks",)
-    why = "is for data preparation only; the size of this job is launch.nodes x "
-    why += "launch.tasks_per_node"
-    if independent_tasks:
-        unused = ("nodes", "tasks_per_node", "gpus_per_node")
-        why = "is not possible: data preparation runs as independent tasks with one process and "
-        why += "no GPU; leave it at {default} and set launch.num_tasks"
-    for field in unused:
-        value, default = getattr(launch, field), LaunchSettings.model_fields[field].default
-        if value != default:
-            yield (f"launch.{field}", f"{value} {why.format(default=default)}")
     gpus, tasks = launch.gpus_per_node, launch.tasks_per_node
-    if not independent_tasks and gpus and tasks != gpus:
+    if independent_tasks:
+        for field, default in {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0}.items():
+            if (value := getattr(launch, field)) != default:
+                why = "is not possible: data preparation runs as independent tasks with one process"
+                what = f"{why} and no GPU; leave it at {default} and set launch.num_tasks"
+                yield (f"launch.{field}", f"{value} {what}")
+        return
+    if launch.num_tasks != 1:
+        why = "is for data preparation only; the size of this job is launch.nodes x"
+        yield ("launch.num_tasks", f"{launch.num_tasks} {why} launch.tasks_per_node")
+    if gpus and tasks != gpus:
         what = f"{tasks} processes for {gpus} GPUs per node"
         yield ("launch.tasks_per_node", f"{what}; set both to the same number, one process per GPU")
 
 
 def _texts_of(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) for each text."""
+    """Yield (dotted key, text) for each text."""
     for field, value in launch:
-        texts = {field: value}
+        texts = {"": value}
         if isinstance(value, tuple):
-            texts = {f"{field}[{position}]": each for position, each in enumerate(value)}
+            texts = {f"[{position}]": each for position, each in enumerate(value)}
         if isinstance(value, dict):
-            texts = {f"{field}.{key}": each for key, each in value.items()}
-        yield from ((key, text) for key, text in texts.items() if isinstance(text, str))
-
-
-def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str, str]]:
-    for option in options:
-        key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
-        name = option.replace("_", "-")
-        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            yield (key, f"{option!r} is not the long name of an sbatch option, such as mail-type")
-        elif owner := SBATCH_OWNERS.get(name):
-            yield (key, f"is not allowed here: set {owner} instead")
-        elif name in SBATCH_FIXED:
-            yield (key, "is not allowed here: vitscale sets it; remove it")
+            texts = {f".{key}": each for key, each in value.items()}
+        yield from ((f"launch.{field}{k}", v) for k, v in texts.items() if isinstance(v, str))

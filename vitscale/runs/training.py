@@ -67,44 +67,42 @@ class TrainingRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.model.problems()
         yield from data_problems(self.data)
-        yield from _conflicts(self)
-        yield from schedule_problems(self.schedule)
-        yield from optim_problems(self.optim, zero_stage=self.engine.zero_stage)
+        schedule, data, engine = self.schedule, self.data, self.engine
+        if not RUN_NAME.fullmatch(self.name):
+            what = "use letters, digits, '.', '-', '_', at most 100 of them"
+            yield ("name", f"{self.name!r}: {what}")
+        if (schedule.epochs is None) == (schedule.steps is None):
+            given = f"(epochs={schedule.epochs}, steps={schedule.steps})"
+            yield ("schedule", f"give either epochs or steps {given}")
+        if schedule.final_lr > self.optim.lr:
+            what = f"exceeds the peak optim.lr {self.optim.lr}"
+            yield ("schedule.final_lr", f"{schedule.final_lr} {what}")
+        for key, bound in {"crop_area": 1.0, "crop_aspect": math.inf}.items():
+            low, high = getattr(data, key)
+            if not 0 < low <= high <= bound:
+                what = "is not an increasing pair above 0, at most"
+                yield (f"data.{key}", f"({low}, {high}) {what} {bound}")
+        if data.mixture and sum(part.share for part in data.mixture) > 0.999:
+            yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
+        if min(data.std) <= 0:
+            yield ("data.std", f"{data.std} must be positive")
+        if engine.compile is True and engine.zero_stage == 3:
+            what = "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2"
+            yield ("engine.compile", what)
+        if engine.zero_stage == 0 and engine.precision == "fp16":
+            yield ("engine.precision", "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1")
+        names = [evaluation.name for evaluation in self.evaluate or ()]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
+        if self.tracking.uri is not None:
+            try:
+                absolute_uri(self.tracking.uri)
+            except UserError as error:
+                yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
+        yield from schedule_problems(schedule)
+        yield from optim_problems(self.optim, zero_stage=engine.zero_stage)
         yield from raw_problems(self.deepspeed)
         yield from launch_problems(self.launch)
-
-
-def _conflicts(run: TrainingRun) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong in, or between, values of all sections."""
-    schedule, data, engine = run.schedule, run.data, run.engine
-    if not RUN_NAME.fullmatch(run.name):
-        yield ("name", f"{run.name!r}: use letters, digits, '.', '-', '_', at most 100 of them")
-    if (schedule.epochs is None) == (schedule.steps is None):
-        given = f"(epochs={schedule.epochs}, steps={schedule.steps})"
-        yield ("schedule", f"give either epochs or steps {given}")
-    if schedule.final_lr > run.optim.lr:
-        yield ("schedule.final_lr", f"{schedule.final_lr} exceeds the peak optim.lr {run.optim.lr}")
-    for key, bound in {"crop_area": 1.0, "crop_aspect": math.inf}.items():
-        low, high = getattr(data, key)
-        if not 0 < low <= high <= bound:
-            what = "is not an increasing pair above 0, at most"
-            yield (f"data.{key}", f"({low}, {high}) {what} {bound}")
-    if data.mixture and sum(part.share for part in data.mixture) > 0.999:
-        yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
-    if min(data.std) <= 0:
-        yield ("data.std", f"{data.std} must be positive")
-    if engine.compile is True and engine.zero_stage == 3:
-        yield ("engine.compile", "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2")
-    if engine.zero_stage == 0 and engine.precision == "fp16":
-        yield ("engine.precision", "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1")
-    names = [evaluation.name for evaluation in run.evaluate or ()]
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
-    if run.tracking.uri is not None:
-        try:
-            absolute_uri(run.tracking.uri)
-        except UserError as error:
-            yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

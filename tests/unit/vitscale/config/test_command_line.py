@@ -11,9 +11,8 @@ import pytest
 
 from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
-from vitscale.config.command_line import Command, load_command
+from vitscale.config.command_line import Command, as_markdown, load_command, settings_reference
 from vitscale.config.errors import UserError, UserErrors, run_script
-from vitscale.config.reference import as_markdown, settings_reference
 
 CONFIG = "{name: demo, data: {path: s, global_batch: 64}, model: {preset: B/16}, optim: {lr: 1}"
 

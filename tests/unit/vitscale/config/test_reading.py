@@ -14,7 +14,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import VisualizeRun
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import OTHER_NAMES, load_run, load_run_file, run_to_yaml
+from vitscale.config.loader import load_run, load_run_file, run_to_yaml
 from vitscale.config.section import Run, settings_of
 from vitscale.config.source import read_override, read_yaml, yaml_flow
 
@@ -274,21 +274,15 @@ def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path) 
 
 
 TYPOS = {
-    "optim.learning_rate": "optim.lr", "data.globalbatch": "data.global_batch",
+    "data.globalbatch": "data.global_batch",
     "model.img_size": "model.image_size", "schedul.epochs": "schedule", "zero_stage":
     "engine.zero_stage", "optim.warmup_steps": "schedule.warmup_steps",
-    "model.heads": "model.num_heads",
 }  # fmt: skip
 
 
 def test_typo_suggests_the_nearest_key(here: Path) -> None:
     found = {typed: errors_of("a.yaml", f"{typed}=1")[0] for typed in TYPOS}
     assert [k for k, v in TYPOS.items() if not found[k].endswith(f"did you mean {v}?")] == []
-
-
-def test_suggested_keys_exist() -> None:
-    known = {setting.key for setting in settings_of(PretrainRun).values()}
-    assert {*OTHER_NAMES.values()} <= known
 
 
 # ---- writing, and anything at all ---------------------------------------------------------------
