@@ -25,7 +25,10 @@ STAGE_OF = {
 }
 # Of all scripts together; about a second. With torch it would be over a thousand.
 MAX_MODULES = 800
-WITH_CONFIG = sorted(m for m in scripts() if "vitscale.config.command_line" in imports_of(m))
+PAGE = "launch.planning.configuration"  # It lists the settings, and reads none.
+WITH_CONFIG = sorted(
+    m for m in scripts() if "vitscale.config.command_line" in imports_of(m) and m != PAGE
+)
 # One process runs all scripts. Heavy imports fail there, so that each script has to try its own.
 RUN_ALL = """
 import contextlib, io, json, os, runpy, sys
