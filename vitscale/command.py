@@ -177,7 +177,7 @@ def copy_config(words: Sequence[str]) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
             print(target)
-        base = read_yaml(path.read_text(), name=str(path)).get("base")
+        base = read_yaml(path.read_text(), name=str(path)).values.get("base")
         path = None if base is None else (path.parent / base).resolve()
 
 
