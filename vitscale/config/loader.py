@@ -167,11 +167,9 @@ def _choose_type(run_types: RunTypes[RunT], source: Source) -> type[RunT]:
 
 def _card(path: Path | str | None) -> str:
     """The comment that a readable file starts with."""
-    if path is None:
-        return ""
-    with open(path, encoding="utf-8-sig") as file:
-        lines = itertools.takewhile(lambda line: line.startswith("#"), file)
-        return "\n".join(line.removeprefix("#").removeprefix(" ").rstrip() for line in lines)
+    text = "" if path is None else Path(path).read_text(encoding="utf-8-sig")
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return "\n".join(line.removeprefix("#").removeprefix(" ").rstrip() for line in lines)
 
 
 # ---- errors of values -------------------------------------------------------------------------

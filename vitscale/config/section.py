@@ -1,18 +1,15 @@
 """Base classes of configuration sections, and the settings of a run as one tree.
 
-Owns: what all sections share (frozen, strict, unknown keys refused), choices of sections, and the
-tree: pydantic's JSON schema without references. A node is the schema of a key. A group has
+The tree is pydantic's JSON schema without references. A node is the schema of a key. A group has
 `properties`; a choice has `oneOf`, groups of which the key `name` chooses one. Both may stand in
 `anyOf` beside null, or be the `items` of a list.
-Leaves out: loading (`loader`), and the sections themselves (`settings.py` of each package).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, NamedTuple, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from pydantic.json_schema import SkipJsonSchema
@@ -84,18 +81,19 @@ def choice_of(registry: Mapping[str, Any], *, default: str | None = None) -> Any
 @cache
 def tree_of(run_type: type[BaseModel]) -> Node:
     schema = run_type.model_json_schema()
-    tree: Node = _without_references(schema, schema.pop("$defs", {}))
+    definitions = schema.pop("$defs", {})
+
+    def without_references(value: Any) -> Any:
+        if isinstance(value, list):
+            return [without_references(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        if "$ref" in value:
+            value = definitions[value["$ref"].rpartition("/")[2]] | value
+        return {k: without_references(v) for k, v in value.items() if k != "$ref"}
+
+    tree: Node = without_references(schema)
     return tree
-
-
-def _without_references(value: Any, definitions: Node) -> Any:
-    if isinstance(value, list):
-        return [_without_references(each, definitions) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if "$ref" in value:
-        value = definitions[value["$ref"].rpartition("/")[2]] | value
-    return {k: _without_references(v, definitions) for k, v in value.items() if k != "$ref"}
 
 
 def is_list(node: Node) -> bool:
@@ -124,8 +122,7 @@ def chosen(node: Node, value: Any) -> Node | None:
     return groups.get("") or (groups.get(name) if isinstance(name, str) else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """A key, or a group of keys."""
 
     key: str
@@ -138,20 +135,18 @@ class Setting:
 @cache
 def settings_of(run_type: type[BaseModel]) -> dict[KeyPath, Setting]:
     """The tree and all its keys, by location in pydantic's errors without positions in lists."""
-    tree = tree_of(run_type)
-    return {(): Setting("", "", tree), **dict(_settings(tree, (), "", ""))}
+    found: dict[KeyPath, Setting] = {(): Setting("", "", tree_of(run_type))}
 
+    def add(group: Node, place: KeyPath, prefix: str, name: str) -> None:
+        for key, node in group["properties"].items():
+            inside, dotted = (*place, key), f"{prefix}{key}"
+            found[inside] = Setting(dotted, name, node)
+            dotted += ".N." if is_list(node) else "."
+            for choice, inner in groups_of(node).items():
+                add(inner, (*inside, choice) if choice else inside, dotted, choice or name)
 
-def _settings(
-    group: Node, place: KeyPath, prefix: str, name: str
-) -> Iterator[tuple[KeyPath, Setting]]:
-    for key, node in group["properties"].items():
-        inside, dotted = (*place, key), f"{prefix}{key}"
-        yield inside, Setting(dotted, name, node)
-        dotted += ".N." if is_list(node) else "."
-        for choice, inner in groups_of(node).items():
-            deeper = (*inside, choice) if choice else inside
-            yield from _settings(inner, deeper, dotted, choice or name)
+    add(tree_of(run_type), (), "", "")
+    return found
 
 
 def describe(node: Node | bool) -> str:

@@ -73,9 +73,7 @@ class LaunchSettings(Section):
 
 # sbatch options that other keys set.
 SBATCH_OWNERS = {
-    field.replace("_", "-"): f"launch.{field}" for field in LaunchSettings.model_fields
-}
-SBATCH_OWNERS |= {
+    **{field.replace("_", "-"): f"launch.{field}" for field in LaunchSettings.model_fields},
     "array": "launch.num_tasks",
     "gres": "launch.gpus_per_node with launch.gpu_request=gres",
     "job-name": "name",

@@ -20,19 +20,8 @@ from vitscale.config.redaction import redact, short_reason
 from vitscale.distributed.atomic_files import write_text
 from vitscale.distributed.events import EVENTS_NAME, append_event
 from vitscale.distributed.retry import or_warn
+from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
-from vitscale.tracking.mlflow_sync import (
-    CODE_TAG,
-    CONFIG_NAME,
-    ENDED,
-    TRACKED,
-    MlflowRun,
-    Say,
-    Status,
-    chart_page,
-    prepare,
-    read_record,
-)
 from vitscale.tracking.settings import TrackingSettings, absolute_uri, sqlite_path
 from vitscale.tracking.source_version import SourceVersion, source_version
 
@@ -57,7 +46,7 @@ class Tracker:
         is_writer: bool,
         note: str = "",
         origin: str | None = None,
-        say: Say = lambda text: print(text, file=sys.stderr, flush=True),
+        say: mlflow_sync.Say = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
         """Open the journal at `resume_step` (0: from the start) and start sending it to MLflow.
 
@@ -72,16 +61,16 @@ class Tracker:
             return
         uri = None if settings.uri is None else absolute_uri(settings.uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
-        version, config = source_version(), (self.folder / CONFIG_NAME).read_bytes()
+        version, config = source_version(), (self.folder / mlflow_sync.CONFIG_NAME).read_bytes()
         made_with = sha256(config + (version.short if version else "").encode()).hexdigest()
         # A start at step 0 continues an unfinished run of the same configuration and code alone,
         # since MLflow cannot replace points.
-        last = read_record(self.folder)
+        last = mlflow_sync.read_record(self.folder)
         is_same = last is not None and last.status != "FINISHED" and last.made_with == made_with
         is_continued = last is not None and (resume_step > 0 or is_same)
         tags = _process_tags(version) | settings.tags | tags | {"vitscale.stage": stage}
         self._record(
-            TRACKED,
+            mlflow_sync.TRACKED,
             tracking_id=last.tracking_id if last and is_continued else uuid.uuid4().hex,
             made_with=made_with,
             name=name,
@@ -102,8 +91,8 @@ class Tracker:
                 f"vitscale compare sync {self.folder} --uri {redact(uri)}"
             )
             return
-        prepare()
-        self._status: Status = "RUNNING"
+        mlflow_sync.prepare()
+        self._status: mlflow_sync.Status = "RUNNING"
         self._closing, self._is_complete = threading.Event(), False
         # An evaluation takes seconds, and names the page at its end.
         arguments = (uri, settings.system_metrics, resume_step >= 0)
@@ -126,13 +115,13 @@ class Tracker:
                 "goes on, and metrics are kept until there is space"
             )
 
-    def close(self, *, status: Status) -> None:
+    def close(self, *, status: mlflow_sync.Status) -> None:
         """Flush within a bounded time and record the final status. A second call does nothing."""
         if self._journal is None:
             return
         with or_warn(self._journal.path, self._say):
             self._journal.close()
-        self._record(ENDED, status=status)
+        self._record(mlflow_sync.ENDED, status=status)
         if self._thread is not None:
             self._status = status
             self._closing.set()
@@ -153,9 +142,9 @@ class Tracker:
             is_last = self._closing.wait(pause_s)
             try:
                 if run is None:
-                    run = MlflowRun(self.folder, uri, say=self._say)
+                    run = mlflow_sync.MlflowRun(self.folder, uri, say=self._say)
                     if says_start:
-                        self._say(f"MLflow: {chart_page(uri, run.experiment)}")
+                        self._say(f"MLflow: {mlflow_sync.chart_page(uri, run.experiment)}")
                 run.sync(self._status)
                 if watches and monitor is None:
                     monitor = run.watch_node()
@@ -169,7 +158,7 @@ class Tracker:
                 run, pause_s = None, RETRY_S
         if run is not None:
             self._is_complete = True
-            self._say(f"MLflow: {chart_page(uri, run.experiment)}")
+            self._say(f"MLflow: {mlflow_sync.chart_page(uri, run.experiment)}")
             if monitor is not None:
                 monitor.finish()
 
@@ -193,11 +182,11 @@ def _process_tags(version: SourceVersion | None) -> dict[str, str]:
     if version is not None:
         tags["mlflow.source.git.commit"] = version.commit
         tags["mlflow.source.git.dirty"] = str(bool(version.patch)).lower()
-        tags[CODE_TAG] = version.short
+        tags[mlflow_sync.CODE_TAG] = version.short
     return tags | ({"vitscale.job_id": job} if job else {})
 
 
-def final_status(error: BaseException | None) -> Status:
+def final_status(error: BaseException | None) -> mlflow_sync.Status:
     """Status of a run that ended with `error`, or without one.
 
     A run stopped to be resumed (exit code 75) is PAUSED until a resume sets it RUNNING again.
