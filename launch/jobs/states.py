@@ -203,6 +203,10 @@ def _ended_state(
     is_saved = logged.total_steps is not None and logged.checkpoint_step >= logged.total_steps
     if is_saved or (last is not None and last.ending is Ending.DONE):
         return RunState.FINISHED, None
+    for path in folder.glob("slurm/*/*.failed_starts"):  # of the batch script, without Python
+        if path.stat().st_mtime > (0 if last is None else last.ended or last.started):
+            what = f"Python did not start on {path.read_text().split()[-1]}, or was killed"
+            return RunState.FAILED, Failure(kind=FailureKind.OTHER, what=what)
     if last is not None and last.ending in (None, Ending.FAILED):
         what = last.reason or "no record of its end: its node died, or SLURM ended the job"
         return RunState.FAILED, Failure(kind=last.kind or FailureKind.OTHER, what=what)

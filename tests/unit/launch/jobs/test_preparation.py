@@ -111,18 +111,14 @@ def test_a_refusal_removes_no_files_of_other_submissions(tmp_path: Path) -> None
     assert {path.name for path in folder.iterdir()} == {"12", "config-2.yaml"}
 
 
-def test_a_job_runs_the_script_of_its_preparation(
+def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for script in ("make_shards", "index_shards"):
-        source = {"path": "tars", "kind": "webdataset"}
-        values = {"output": "shards", "source": source, "script": script}
-        job = prepare_job(DataPrepRun.model_validate(values), cluster="slurm")
-        folder = Path(job.config).parent
-        assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
-        assert Path(job.script).name == f"{script}.py" and Path(job.script).is_file()
-        assert job.run_folder is None and f"script: {script}" in Path(job.config).read_text()
-    source["kind"] = "image_folder"
-    problems = dict(DataPrepRun.model_validate(values | {"source": source}).problems())
-    assert problems["source.kind"] == "must be webdataset for script=index_shards"
+    source = {"path": "tars", "kind": "webdataset"}
+    values = {"output": "shards", "source": source, "script": "index_shards"}
+    job = prepare_job(DataPrepRun.model_validate(values), cluster="slurm")
+    folder = Path(job.config).parent
+    assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
+    assert Path(job.script).name == "index_shards.py" and Path(job.script).is_file()
+    assert job.run_folder is None and "script: index_shards" in Path(job.config).read_text()
