@@ -287,7 +287,8 @@ def test_a_prefetch_evicts_nothing_in_use(cache: Cache) -> None:
     assert cache.held() == [1, 2, 3]
 
 
-def test_damage_on_the_local_disk_is_fetched_again(cache: Cache, log: Path) -> None:
+def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path) -> None:
+    """On the local disk, and where the bytes are stored."""
     shard = cache.file(1)
     for damage in (b"x" * SIZE, b""):
         shard.path().write_bytes(damage)
@@ -297,9 +298,7 @@ def test_damage_on_the_local_disk_is_fetched_again(cache: Cache, log: Path) -> N
     assert requests(log) == [1] * 4
     with pytest.raises(OSError, match="do not have the hash in the index"):
         shard.read(offset=5, num_bytes=7, hash_prefix=0)
-
-
-def test_bytes_with_a_wrong_hash_are_never_kept(cache: Cache, log: Path) -> None:
+    log.write_text("")
     with pytest.raises(UserError, match="bucket/99: cannot be read: its bytes do not have"):
         cache.file(99).path()
     assert cache.held() == [] and requests(log) == [99] * remote.DAMAGED_READS
