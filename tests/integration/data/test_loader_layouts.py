@@ -6,7 +6,6 @@ each half runs once per layout, and every pair of a first and a second half is c
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.loader_runs import GLOBAL_BATCH, SEED, Run
-from vitscale.data.samples import augmentation_key
-from vitscale.data.training_set import open_training_set
+from tests.support.loader_runs import GLOBAL_BATCH, Run
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 STEPS = 6
@@ -49,24 +46,6 @@ def run_of(folders: Folders, which: str) -> Run:
         },
     }
     return Run(folders[0], more)
-
-
-@pytest.mark.parametrize("which", SETS)
-def test_every_sample_is_read_once_per_epoch_and_view(folders: Folders, which: str) -> None:
-    run = run_of(folders, which)
-    whole = open_training_set(run.settings(0), seed=SEED)
-    views = whole.order.views
-    # Two epochs of the set that is passed through slowest.
-    num_draws = 2 * views * 4 * max(part.num_samples for part in whole.parts)
-    draws = [whole.order.at(position) for position in range(num_draws)]
-    times = Counter(draws)
-    assert set(times.values()) == {1}
-    assert len({augmentation_key(SEED, draw) for draw in draws}) == num_draws
-    for number, part in enumerate(whole.parts):
-        epochs = Counter(draw.epoch for draw in times if draw.part == number)
-        complete = [epoch for epoch in epochs if epoch < max(epochs)]
-        assert complete
-        assert {epochs[epoch] for epoch in complete} == {part.num_samples * views}
 
 
 @pytest.mark.parametrize(

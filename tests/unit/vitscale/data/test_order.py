@@ -23,6 +23,7 @@ from vitscale.data.order import (
     TrainingOrder,
     check_mixed,
 )
+from vitscale.data.samples import augmentation_key
 from vitscale.distributed.random_numbers import permutation, stream_key
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(lambda x: sum(x) > 0)
@@ -131,6 +132,7 @@ def test_each_set_keeps_its_own_order_and_share(
     draws = [order.at(position) for position in range(3 * MIXTURE_BLOCK)]
     for number, share in enumerate(shares):
         own = [(d.epoch, d.sample) for d in draws if d.part == number]
+        assert len(set(own)) == len(own)
         assert abs(len(own) - share * len(draws) / 1_000_000) < 2
         assert own == [order.parts[number].at(i) for i in range(len(own))]
         # Mixed, not one after the other: every stretch holds about its share.
@@ -147,6 +149,8 @@ def test_every_sample_comes_once_in_each_view(views: int) -> None:
     assert Counter((d.sample, d.view) for d in draws) == {
         (sample, view): 1 for sample in range(num) for view in range(views)
     }
+    more = [order_of_views.at(position) for position in range(views * num, 2 * views * num)]
+    assert len({augmentation_key(0, draw) for draw in draws + more}) == 2 * views * num
     # A sample's views fall into one stretch: a global batch that is a multiple holds them together.
     for start in range(0, views * num, views * VIEW_BLOCK):
         stretch = [d.sample for d in draws[start : start + views * VIEW_BLOCK]]
