@@ -22,7 +22,6 @@ from vitscale.data.samples import (
     Samples,
     Unreadable,
     reason_of,
-    unreadable_sample,
 )
 from vitscale.data.settings import DataSettings
 from vitscale.images.crops import converted_pixels
@@ -62,7 +61,9 @@ class Images:
     def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
         """Reads and resizes them."""
         if self.index is not None:
-            return ShardSamples(self.index, settings=settings, image_size=image_size)
+            return EvaluationSamples(
+                self.index, settings=settings, image_size=image_size, strict=False
+            )
         return FileSamples(self.paths, settings=settings, image_size=image_size)
 
 
@@ -120,21 +121,6 @@ def _walk(folder: str) -> Iterator[str]:
 
 def _suffix(path: str) -> str:
     return path.rpartition(".")[2].lower()
-
-
-class ShardSamples(EvaluationSamples):
-    """Samples of an evaluation; unreadable ones are reported and do not end the command."""
-
-    def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        label = int(self.index.label[sample])
-        try:
-            self.resize(self.index.read(sample), out)
-        except UserError:
-            raise  # the storage cannot be accessed
-        except (OSError, ValueError) as error:
-            out.zero_()
-            return label, [unreadable_sample(self.index, sample, error)]
-        return label, []
 
 
 class FileSamples(Samples):

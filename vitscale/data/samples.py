@@ -281,8 +281,11 @@ class EvaluationResize:
 class EvaluationSamples(Samples):
     """Evaluation samples, by stored position; resized deterministically."""
 
-    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
-        self.index, self.image_size = index, image_size
+    def __init__(
+        self, index: SplitIndex, *, settings: DataSettings, image_size: int, strict: bool = True
+    ) -> None:
+        """strict: an unreadable sample is an error; else its image is black, and it is returned."""
+        self.index, self.image_size, self.strict = index, image_size, strict
         self.resize = EvaluationResize(settings, image_size=image_size)
 
     def prefetch(self, samples: Sequence[int]) -> None:
@@ -291,16 +294,16 @@ class EvaluationSamples(Samples):
         prefetch(self.index.shards[int(numbers.min()) : int(numbers.max()) + 3])
 
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write an image. Raises UserError if it cannot be read: a substitute would change the
-        metric."""
+        """Write an image. There is no substitute, which would change the metric."""
+        unreadable = []
         try:
             self.resize(self.index.read(sample), out)
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            raise unreadable_error(
-                self.index,
-                unreadable_sample(self.index, sample, error),
-                next_step="make the shards again: they have changed since data preparation",
-            ) from None
-        return int(self.index.label[sample]), []
+            unreadable.append(unreadable_sample(self.index, sample, error))
+            if self.strict:
+                advice = "make the shards again: they have changed since data preparation"
+                raise unreadable_error(self.index, unreadable[0], next_step=advice) from None
+            out.zero_()
+        return int(self.index.label[sample]), unreadable
