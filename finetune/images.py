@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from vitscale.config.errors import UserError
@@ -24,7 +25,8 @@ from vitscale.data.samples import (
     reason_of,
 )
 from vitscale.data.settings import DataSettings
-from vitscale.images.crops import converted_pixels
+from vitscale.images.crops import open_image
+from vitscale.images.plain import UPRIGHT, orientation, plain, upright
 
 # Files with these names are images; others in a folder are left out.
 SUFFIXES = frozenset("jpg jpeg jpe jfif mpo png apng webp".split())
@@ -139,6 +141,17 @@ class FileSamples(Samples):
             out.zero_()
             return NO_LABEL, [Unreadable(0, position, path, reason_of(error))]
         return NO_LABEL, []
+
+
+def converted_pixels(data: bytes) -> torch.Tensor | None:
+    """The pixels of an image that was not prepared, as decoded from shards, uint8 [H, W, 3]; None
+    for an image that decoders turn into the same pixels, faster. Raises like `open_image`."""
+    with open_image(data) as image:
+        turn = orientation(image)
+        if data.startswith(b"\xff\xd8\xff") and turn == UPRIGHT:
+            return None
+        image.load()
+        return torch.from_numpy(np.array(upright(plain(image), turn).convert("RGB")))
 
 
 def _bounded_bytes(path: str) -> bytes:

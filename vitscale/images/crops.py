@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from vitscale.distributed.random_numbers import CounterRandom
-from vitscale.images.plain import PILLOW_ERRORS, UPRIGHT, orientation, plain, upright
+from vitscale.images.plain import PILLOW_ERRORS
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
@@ -77,17 +77,6 @@ def decode(data: bytes) -> torch.Tensor:
     """Decode to RGB pixels, uint8 [H, W, 3]. Raises like `open_image`."""
     with open_image(data) as image:
         return torch.from_numpy(np.array(image.convert("RGB")))
-
-
-def converted_pixels(data: bytes) -> torch.Tensor | None:
-    """The pixels of an image that was not prepared, as decoded from shards, uint8 [H, W, 3]; None
-    for an image that decoders turn into the same pixels, faster. Raises like `open_image`."""
-    with open_image(data) as image:
-        turn = orientation(image)
-        if data.startswith(b"\xff\xd8\xff") and turn == UPRIGHT:
-            return None
-        image.load()
-        return torch.from_numpy(np.array(upright(plain(image), turn).convert("RGB")))
 
 
 def random_crop_box(

@@ -3,6 +3,7 @@ is missing is said, and refused by name."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -12,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from sklearn.decomposition import PCA
 from timm.utils import AttentionExtract
 from torch import nn
 
-from finetune.images import Images
+from finetune.images import Images, converted_pixels
 from finetune.inspection.attention import (
     attention_modules,
     attention_rollout,
@@ -35,6 +36,7 @@ from finetune.inspection.weights import first_filters, position_similarity, prin
 from finetune.predicting import find_inputs
 from finetune.settings import PICTURES, PredictRun, VisualizeRun
 from tests.contract.tree import ROOT
+from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
@@ -284,6 +286,31 @@ def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
         assert torch.equal(found, expected) and title == index.classes[label]
     (skipped,) = subject.skipped
     assert f" in {index.shards[0]}: " in skipped
+
+
+def test_unprepared_images_become_upright_and_opaque() -> None:
+    """By the rules of data preparation; upright JPEGs are left to the decoders."""
+    photo, tag = photograph(40, 30), Image.Exif()
+    for exif in (b"", b"Exif\0\0" + b"II*\0\xff\xff\xff\xff"):  # none, and broken
+        assert converted_pixels(encoded(photo, "JPEG", quality=95, exif=exif)) is None
+    tag[274] = 6
+    data = encoded(photo, "JPEG", quality=95, exif=tag)
+    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    clear = photo.copy()
+    clear.putalpha(0)
+    deep = np.linspace(0, 65535, 1200).reshape(30, 40).astype(np.uint16)
+    grey = np.rint(deep / 257).astype(np.uint8)[..., None].repeat(3, axis=2)
+    for content, expected in (
+        (encoded(photo, "PNG"), np.asarray(photo)),
+        (data, np.asarray(turned)),
+        (encoded(clear, "PNG"), np.full((30, 40, 3), 255, np.uint8)),
+        (encoded(Image.fromarray(deep), "PNG"), grey),
+    ):
+        found = converted_pixels(content)
+        assert found is not None and np.array_equal(found.numpy(), expected)
+    for bad in (b"", b"no image", data[:200], encoded(photo, "BMP")):
+        with pytest.raises((OSError, ValueError)):
+            converted_pixels(bad)
 
 
 def test_names_that_are_no_utf8_are_escaped() -> None:

@@ -1,18 +1,16 @@
-"""Crop boxes and resampling against plain reference versions; images that were not prepared."""
+"""Crop boxes and resampling against plain reference versions."""
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image
 
 from tests.support.corpora.image_samples import encoded, photograph
 from vitscale.distributed.random_numbers import CounterRandom
@@ -21,7 +19,6 @@ from vitscale.images.crops import (
     CropRequest,
     area_resized,
     center_crop,
-    converted_pixels,
     crop_and_resize,
     decode,
     open_image,
@@ -34,10 +31,6 @@ from vitscale.images.crops import (
 
 PHOTO = photograph(40, 30)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (240, 240, 3), np.uint8))
-
-
-def png(image: Image.Image, **options: Any) -> bytes:
-    return encoded(image, "PNG", **options)
 
 
 @pytest.mark.parametrize("draw_box", [random_crop_box, tf_crop_box])
@@ -150,7 +143,7 @@ def test_the_centre_of_a_very_long_image_is_cut_first() -> None:
 
 def test_what_cannot_be_read_raises_oserror_or_valueerror() -> None:
     """For a broken chunk Pillow raises SyntaxError, which is neither; BMP is no format here."""
-    data = png(NOISE)
+    data = encoded(NOISE, "PNG")
     kinds = set()
     for start in range(0, len(data), 512):
         damaged = data[:start] + bytes(512) + data[start + 512 :]
@@ -159,34 +152,8 @@ def test_what_cannot_be_read_raises_oserror_or_valueerror() -> None:
         except (OSError, ValueError) as error:
             kinds.add(str(error).partition(":")[0])
     assert "SyntaxError" in kinds
-    for read in (decode, converted_pixels):
-        for bad in (b"", b"no image", data[:200], encoded(PHOTO, "BMP")):
-            with pytest.raises((OSError, ValueError)):
-                read(bad)
+    for bad in (b"", b"no image", data[:200], encoded(PHOTO, "BMP")):
+        with pytest.raises((OSError, ValueError)):
+            decode(bad)
     with pytest.raises(MemoryError), open_image(data):  # not an unreadable image
         raise MemoryError
-
-
-# ---- images that were not prepared ---------------------------------------------------------------
-
-
-def test_unprepared_images_become_upright_and_opaque() -> None:
-    """By the rules of data preparation; upright JPEGs are left to the decoders."""
-    for exif in (b"", b"Exif\0\0" + b"II*\0\xff\xff\xff\xff"):  # none, and broken
-        assert converted_pixels(encoded(PHOTO, "JPEG", quality=95, exif=exif)) is None
-    tag = Image.Exif()
-    tag[274] = 6
-    data = encoded(PHOTO, "JPEG", quality=95, exif=tag)
-    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
-    clear = PHOTO.copy()
-    clear.putalpha(0)
-    deep = np.linspace(0, 65535, 1200).reshape(30, 40).astype(np.uint16)
-    grey = np.rint(deep / 257).astype(np.uint8)[..., None].repeat(3, axis=2)
-    for content, expected in (
-        (png(PHOTO), np.asarray(PHOTO)),
-        (data, np.asarray(turned)),
-        (png(clear), np.full((30, 40, 3), 255, np.uint8)),
-        (png(Image.fromarray(deep)), grey),
-    ):
-        found = converted_pixels(content)
-        assert found is not None and np.array_equal(found.numpy(), expected)
