@@ -15,7 +15,7 @@ from tests.support.loader_runs import GLOBAL_BATCH, SEED, rank_batches_of
 from vitscale.config.errors import UserError
 from vitscale.data import webdataset
 from vitscale.data.index import read_split, sample_keys
-from vitscale.data.settings import DataSettings, data_problems
+from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.data.webdataset import tar_samples, tars_of_split
 
@@ -146,16 +146,3 @@ def test_a_split_is_a_name_or_a_pattern(folder: Path, split: str, numbers: Any) 
     with pytest.raises(UserError, match="no such folder"):
         tars_of_split(folder / "missing", split, where="data.train_split")
     assert not (folder / "canary").exists()
-
-
-def test_what_needs_an_index_is_refused() -> None:
-    assert not list(data_problems(settings("x")))
-    for key, more in (
-        ("data.only_keys", {"only_keys": "a"}),
-        ("data.val_split", {"val_split": "val"}),
-        ("data.path", {"path": "s3://bucket/tars"}),
-        ("data.webdataset.num_samples", {"webdataset": {"num_samples": None}}),
-        ("data.webdataset", {"reader": "index"}),
-    ):
-        data = settings(**({"path": "x"} | more))
-        assert [each for each, _ in data_problems(data)] == [key]

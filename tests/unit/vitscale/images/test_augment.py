@@ -100,6 +100,9 @@ def test_erasing_fills_one_box(mode: str) -> None:
         assert len({tuple(box[:, 0, 0].tolist()) for box in values}) > 400
 
 
+STREAMED = "reader: webdataset\nval_split: null\nwebdataset: {num_samples: 9}\n"
+
+
 @pytest.mark.parametrize(
     ("values", "keys"),
     [
@@ -113,6 +116,14 @@ def test_erasing_fills_one_box(mode: str) -> None:
         ("{crop: squash, crop_area: [0.5, 1.0], crop_share: 0.5}", "crop_area"),
         ("{eval_interpolation: area, eval_antialias: false}", "eval_antialias"),
         ("mixing: {}", "mixing"),
+        ("webdataset: {num_samples: 9}", "webdataset"),
+        (STREAMED, ""),
+        (f"{STREAMED}only_keys: a\nremote: {{cache_path: b}}", "only_keys remote.cache_path"),
+        (f"{STREAMED}val_split: val", "val_split"),
+        (f"{STREAMED}path: s3://bucket/tars", "path"),
+        (f"{STREAMED}webdataset: {{num_classes: 2}}", "webdataset.num_samples"),
+        ("path: s3://bucket/shards", "remote.cache_path"),
+        ("mixture: [{path: 's3://key:word@bucket/shards', share: 0.5}]", "mixture"),
     ],
 )
 def test_conflicts_are_named(values: str, keys: str) -> None:
