@@ -73,7 +73,7 @@ def test_an_existing_output_is_recognised_or_refused(
     made: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
     source, shards, text = made
-    assert "24 inputs = 24 kept + 0 rejected" in text and "next: deepspeed" in text
+    assert "24 inputs = 24 kept + 0 rejected" in text and "next: vitscale pretrain" in text
     before = contents(shards)
     assert "already there" in make_shards(source, shards, "shards.min_shards=2")
     text = make_shards(source, shards, "shards.min_shards=2", "seed=1", rc=2)
