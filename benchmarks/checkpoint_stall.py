@@ -35,7 +35,7 @@ from benchmarks.training_loops import EngineLoop, Task
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import read_checkpoint
 from vitscale.checkpoint.store import CheckpointStore
-from vitscale.checkpoint.tensors import SLICE
+from vitscale.checkpoint.tensors import SLICE, read_tensors
 from vitscale.config.loader import load_run
 from vitscale.distributed.exit import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group
@@ -217,7 +217,7 @@ def check_last_save(store: CheckpointStore, loop: EngineLoop, *, step: int) -> N
     train_step(loop, store)
     committed = store.wait()
     assert committed is not None
-    saved = read_checkpoint(committed.folder).tensors()
+    saved = read_tensors(read_checkpoint(committed.folder).files)
     is_same = True
     for key, part in own.items():
         piece = SLICE.fullmatch(key)

@@ -12,12 +12,12 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from data_prep.sources.protocol import Outage
-from vitscale.distributed.fork_server import end_with_server, worker_context
+from vitscale.distributed.fork_server import end_with_server, start_worker
 
 Item = TypeVar("Item")
 
@@ -34,15 +34,12 @@ class Workers:
         self._processes = list[BaseProcess]()
         if num == 1:
             return
-        context = worker_context(imports)
-        pipes = [context.Pipe() for _ in range(num)]
-        self._pipes = [ours for ours, _ in pipes]
-        for _, theirs in pipes:
-            process = context.Process(target=_work, args=(theirs, function), daemon=True)
-            with _deaths_named():
-                process.start()
+        for _ in range(num):
+            ours, theirs = Pipe()
+            with _deaths_named(), theirs:
+                process = start_worker(_work, (theirs, function), imports=imports)
             self._processes.append(process)
-            theirs.close()
+            self._pipes.append(ours)
 
     def __enter__(self) -> Workers:
         return self

@@ -23,12 +23,10 @@ def evaluate(run: EvaluateRun) -> None:
     from finetune.evaluating import check_folder, evaluate_run
     from vitscale.distributed.watchdog import watched_ranks
 
-    compute, folder = run.compute, Path(run.folder)
+    folder = Path(run.folder)
     check_folder(folder)
-    with watched_ranks(
-        folder, compute.timeout_min, device=compute.device, num_threads=compute.num_threads
-    ) as world:
-        evaluate_run(run, world)
+    with watched_ranks(folder, run.compute) as watchdog, watchdog.reporting():
+        evaluate_run(run, watchdog.world)
 
 
 def main() -> None:

@@ -24,12 +24,10 @@ def predict(run: PredictRun) -> None:
     from vitscale.distributed.watchdog import watched_ranks
     from vitscale.evaluation.trained_model import open_model
 
-    inputs, compute = find_inputs(run), run.compute
-    with watched_ranks(
-        None, compute.timeout_min, device=compute.device, num_threads=compute.num_threads
-    ) as world:
-        for line in predict_images(run, open_model(**run.source()), inputs, world):
-            if world.is_first:
+    inputs = find_inputs(run)
+    with watched_ranks(None, run.compute) as watchdog, watchdog.reporting():
+        for line in predict_images(run, open_model(**run.source()), inputs, watchdog.world):
+            if watchdog.world.is_first:
                 print(line)
 
 

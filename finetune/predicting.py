@@ -23,7 +23,7 @@ from vitscale.data.index import read_split
 from vitscale.data.loader import open_batches
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import atomic_file, make_folders
-from vitscale.distributed.world import World, broadcast_object, errors_on_all_ranks, gather_objects
+from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
 from vitscale.evaluation.trained_model import TrainedModel
 
 # The prediction of one image, with the columns of `schema`.
@@ -83,7 +83,7 @@ def predict_images(
         return
     output = Path(run.output).absolute()
     # Each rank writes a Parquet file; the first joins them in the order of the images.
-    parts = output.with_name(broadcast_object(f".{output.name}.{uuid.uuid4().hex[:8]}.parts"))
+    parts = output.with_name(gather_objects(f".{output.name}.{uuid.uuid4().hex[:8]}.parts")[0])
 
     def write_part() -> None:
         make_folders(parts)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import settings
 
 from tests.support.golden import Golden
+from tests.support.levels import skip_or_fail
 from tests.support.ranks.warm_ranks import WarmStarter
-from tests.support.required import skip_or_fail
 from vitscale.tracking.mlflow_sync import open_client
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:

@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.config.errors import EXIT_CODES, FailureKind
+from vitscale.distributed.atomic_files import or_warn, retried
 from vitscale.distributed.events import (
     EVENTS_NAME,
     Failure,
@@ -33,7 +34,6 @@ from vitscale.distributed.events import (
     read_failures,
     record_failure,
 )
-from vitscale.distributed.retry import or_warn, retried
 from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
 
 # Name of the event.

@@ -15,8 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from vitscale.checkpoint.commit import Commit, Save, commit_save
-from vitscale.checkpoint.folders import Gather, only_this_rank
+from vitscale.checkpoint.folders import Commit, Gather, Save, commit_save, only_this_rank
 from vitscale.config.errors import UserError
 
 LENGTH = 24

@@ -1,31 +1,48 @@
-"""Read checkpoint folders: names, manifest, verification, the newest valid one.
+"""Checkpoint folders: commit one, verify one, find the newest valid one.
 
-Owns: the format of manifest.json and what counts as valid. Needs no torch until tensors are read.
-Leaves out: writing (`commit`), ranks (`store`), what the tensors mean (`engine`).
+A folder is either whole or absent. One save, as `commit_save` does it:
+
+    all ranks   .step-N.ATTEMPT.tmp/rank-R.safetensors: write, hash on the way, fsync, read back
+                from the disk
+    to rank 0   size and hash of every rank's file
+    rank 0      check that it sees all files in full; manifest.json, fsync; fsync of the folder;
+                rename to step-N; fsync of the parent; remove checkpoints beyond `keep`
+    to all      the result
+
+Nothing is removed before the new step is durable and was read back. ATTEMPT is drawn anew at every
+start, so files of a killed save are never mistaken for those of another.
 
 A reader trusts a folder only if its manifest carries its own hash and every file agrees with the
 size and hash it lists. All of it is checked before any tensor file is parsed; nothing is pickled.
+Needs no torch: a login node has none, and a process that is killed at every system call of a save
+starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import blake3
 
 from vitscale.config.errors import StorageError, UserError, nearest
-from vitscale.distributed.atomic_files import blake3_of_file, json_text
-from vitscale.distributed.retry import retried
+from vitscale.distributed.atomic_files import (
+    blake3_of_file,
+    commit_folder,
+    json_text,
+    make_folders,
+    retried,
+    write_new_file,
+)
 
-if TYPE_CHECKING:
-    import torch
-
+T = TypeVar("T")
 Listing = Mapping[str, Mapping[str, Any]]
 """Files of a checkpoint: name -> {bytes, blake3}."""
 Gather = Callable[[Any], list[Any]]
@@ -41,10 +58,6 @@ def only_this_rank(value: Any) -> list[Any]:
     return [value]
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step-{step:08d}"
-
-
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
@@ -55,37 +68,18 @@ class Checkpoint:
 
     folder: Path
     step: int
-    files: tuple[str, ...]
+    files: tuple[Path, ...]
+    """For `tensors.read_tensors`."""
     progress: dict[str, Any]
     """Position of the run: JSON values."""
     description: dict[str, Any]
     """What the tensors are: architecture, grid, label map."""
 
-    def tensors(self, *, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Whole tensors on the CPU, of names that start with `prefix`, which is removed."""
-        # Imported late: torch takes seconds, and verification needs none.
-        from vitscale.checkpoint.tensors import read_tensors
 
-        return read_tensors([self.folder / name for name in self.files], prefix=prefix)
-
-
-def manifest_text(
-    *,
-    step: int,
-    files: Listing,
-    progress: Mapping[str, Any],
-    description: Mapping[str, Any],
-) -> str:
-    """The text of manifest.json."""
-    body = {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "files": files,
-        "progress": progress,
-        "description": description,
-    }
+def manifest_text(**body: Any) -> str:
+    """The text of manifest.json for a step, its files, progress and description."""
     # As it will be read: keys become strings, tuples lists.
-    body = json.loads(json.dumps(body))
+    body = json.loads(json.dumps(body | {"format_version": FORMAT_VERSION}))
     return json_text(body | {"manifest_blake3": _hash_of(body)})
 
 
@@ -125,7 +119,7 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
         return Checkpoint(
             folder=folder,
             step=int(manifest["step"]),
-            files=tuple(files),
+            files=tuple(folder / name for name in files),
             progress=manifest["progress"],
             description=manifest["description"],
         )
@@ -196,22 +190,18 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted(steps, key=step_of, reverse=True)
 
 
-def newest_checkpoint(
-    folder: Path,
-    folders: Sequence[Path] | None = None,
-    *,
-    read: Callable[[Path], Checkpoint] = read_checkpoint,
-) -> tuple[Checkpoint | None, list[str]]:
+def newest_checkpoint(folder: Path, **ranks: Any) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint, and a sentence for each newer one that is damaged.
 
-    folders: its step folders, if they are known. None only when there is no checkpoint at all.
+    ranks: as for `read_checkpoint`; the folders are those that rank 0 finds. None only when there
+    is no checkpoint at all.
     Raises UserError when there are some and none can be read, since starting over would overwrite
     them, and StorageError when storage fails.
     """
-    complaints: list[str] = []
-    for path in step_folders(folder) if folders is None else folders:
+    gather, complaints = ranks.get("gather", only_this_rank), list[str]()
+    for path in gather(step_folders(folder))[0]:
         try:
-            return read(path), complaints
+            return read_checkpoint(path, **ranks), complaints
         except StorageError:
             raise
         except UserError as error:
@@ -248,3 +238,157 @@ def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[s
         if best
         else "run pre-training first, or correct the path",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save on one rank."""
+
+    checkpoints: Path
+    step: int
+    attempt: str
+    """The same on all ranks, and not of an earlier save of this step."""
+    rank: int
+    keep: int
+    progress: Mapping[str, Any]
+    description: Mapping[str, Any]
+
+    @property
+    def temporary(self) -> Path:
+        return self.checkpoints / f".step-{self.step:08d}.{self.attempt}.tmp"
+
+    @property
+    def final(self) -> Path:
+        return self.checkpoints / f"step-{self.step:08d}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A durable step: it survives power loss."""
+
+    folder: Path
+    step: int
+    warnings: tuple[str, ...]
+    """Problems after the commit: old folders that could not be removed."""
+
+
+def commit_save(
+    save: Save, pieces: Iterable[bytes | memoryview], *, gather: Gather = only_this_rank
+) -> Commit:
+    """Write this rank's tensors and commit the step once all ranks have.
+
+    Every rank gathers twice, also after a UserError, so no rank waits for one that failed.
+    Raises StorageError when a disk fails, or what `pieces` raises, the same on all ranks.
+    """
+    shares = gather(_result_of(save, lambda: _write_share(save, pieces)))
+    warnings: list[str] | UserError = []
+    if save.rank == 0:
+        warnings = _result_of(save, lambda: _finish(save, shares))
+        if isinstance(warnings, UserError):
+            _remove([save.temporary])
+    warnings = gather(warnings)[0]
+    if isinstance(warnings, UserError):
+        raise warnings
+    return Commit(folder=save.final, step=save.step, warnings=tuple(warnings))
+
+
+def _result_of(save: Save, work: Callable[[], T]) -> T | UserError:
+    """The result, or the error that all ranks raise."""
+    try:
+        return work()
+    except UserError as error:
+        return error
+    except OSError as error:
+        return StorageError(
+            f"checkpoint cannot be written ({error.strerror})",
+            where=str(error.filename or save.checkpoints),
+            next_step="free space or set output, then rerun the same command; committed "
+            "checkpoints are untouched",
+        )
+
+
+def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Listing:
+    if save.rank == 0:
+        # First: the remains of a killed save may fill the disk.
+        _remove(_leftovers(save))
+    name = f"rank-{save.rank:05d}.safetensors"
+    written = _write(save, name, list(pieces))
+    # Every rank its own file: one rank would take hours for those of hundreds.
+    verify_file(save.temporary, name, written, from_disk=True)
+    return {name: written}
+
+
+def _write(save: Save, name: str, pieces: list[bytes | memoryview]) -> dict[str, Any]:
+    """Write a file of the temporary folder, several times if storage fails for a moment."""
+    path = save.temporary / name
+
+    def write() -> tuple[int, str]:
+        make_folders(save.checkpoints)
+        save.temporary.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)  # a part of it, after a failure
+        return write_new_file(path, pieces)
+
+    num_bytes, content = retried(write)
+    return {"bytes": num_bytes, "blake3": content}
+
+
+def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
+    """Rank 0, when all have written and read back: manifest, rename, retention."""
+    files: dict[str, Mapping[str, Any]] = {}
+    for rank, share in enumerate(shares):
+        if isinstance(share, UserError):
+            raise share if len(shares) == 1 else type(share)(f"rank {rank}: {share}")
+        files |= share
+    # Not so if the folder is on a disk that the nodes do not share.
+    check_sizes(save.temporary, files)
+    values = {"progress": save.progress, "description": save.description}
+    _write(save, MANIFEST, [manifest_text(step=save.step, files=files, **values).encode()])
+    # A step that exists is damaged: the run has resumed from an older one.
+    _set_aside(save.final)
+    commit_folder(save.temporary, save.final)
+    return _prune(save)
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename a folder: one killed half-way through its removal must not look committed."""
+    if folder.exists():
+        doomed = folder.with_name(f".{folder.name}.old")
+        _remove([doomed])
+        os.rename(folder, doomed)
+
+
+def _prune(save: Save) -> list[str]:
+    """Keep the committed step and the newest valid ones before it; remove older ones.
+
+    Later steps stay: they are damaged, the run resumed from before them, and training will write
+    them again. Counting them would drop the step just committed.
+    """
+    kept = 1
+    try:
+        for folder in step_folders(save.checkpoints):
+            if step_of(folder) >= save.step:
+                continue
+            if kept < save.keep and looks_whole(folder):
+                kept += 1
+            else:
+                _set_aside(folder)
+        return _remove(_leftovers(save))
+    except OSError as error:
+        return [f"{error.filename}: old checkpoint could not be removed ({error.strerror})"]
+
+
+def _leftovers(save: Save) -> list[Path]:
+    """Folders of killed saves and partly removed checkpoints."""
+    return [path for path in save.checkpoints.glob(".step-*") if path != save.temporary]
+
+
+def _remove(folders: Iterable[Path]) -> list[str]:
+    """Remove folders; a sentence for each one that cannot be removed."""
+    warnings = []
+    for folder in folders:
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            if folder.exists():
+                warnings.append(f"{folder}: could not be removed ({error.strerror})")
+    return warnings

@@ -1,9 +1,5 @@
 """Save the checkpoints of a run in the background, one after the other.
 
-Owns: the thread that writes, and agreement between the ranks' threads.
-Leaves out: the commit protocol (`commit`), reading (`folders`), what the tensors mean (`engine`)
-and when to save (the loops).
-
 The thread first copies the tensors to host memory, while the next forward and backward pass read
 the same weights; an update must wait for that copy (`wait_for_host_copy`), and for nothing else.
 The threads of all ranks agree through a group of their own, whose collectives cannot cross with
@@ -21,29 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vitscale.checkpoint.commit import Commit, Save, commit_save
-from vitscale.checkpoint.folders import (
-    Checkpoint,
-    newest_checkpoint,
-    read_checkpoint,
-    step_folders,
-)
+from vitscale.checkpoint.folders import Checkpoint, Commit, Save, commit_save, newest_checkpoint
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import DivergedError, StorageError
-from vitscale.distributed.world import (
-    SAVES,
-    World,
-    broadcast_object,
-    control_group,
-    errors_on_all_ranks,
-    gather_objects,
-)
+from vitscale.distributed.world import SAVES, World, control_group, gather_objects
 
 # Longest that a save may take, and one rank's disk beyond another's.
 LONGEST_SAVE_S = 3600.0
@@ -65,20 +47,17 @@ class CheckpointStore:
         self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
         self._copied.set()
-        self._attempt: str = broadcast_object(uuid.uuid4().hex[:8])
+        self._attempt: str = gather_objects(uuid.uuid4().hex[:8])[0]
         self._group = control_group(SAVES, timeout=timedelta(seconds=LONGEST_SAVE_S))
         self._committed_at = time.monotonic()
         self._save: Future[Commit] | None = None
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """`newest_checkpoint`, the same on all ranks, which share the verification."""
-        folders: list[Path] = []
-        with errors_on_all_ranks("cannot be read", self.folder):
-            if self.world.is_first:
-                folders = step_folders(self.folder)
         rank, world_size = self.world.rank, self.world.world_size
-        read = partial(read_checkpoint, rank=rank, world_size=world_size, gather=gather_objects)
-        return newest_checkpoint(self.folder, broadcast_object(folders), read=read)
+        return newest_checkpoint(
+            self.folder, rank=rank, world_size=world_size, gather=gather_objects
+        )
 
     def save(
         self,
@@ -106,9 +85,8 @@ class CheckpointStore:
         )
         self._save = Future()
         # A daemon: a process that must end does not wait for a disk that hangs.
-        threading.Thread(
-            target=self._write, args=(save, tensors, self._save), name="save", daemon=True
-        ).start()
+        arguments = save, tensors, self._save
+        threading.Thread(target=self._write, args=arguments, name="save", daemon=True).start()
 
     def wait_for_host_copy(self) -> None:
         """Wait until the tensors given to `save` may change: before an update of the weights."""

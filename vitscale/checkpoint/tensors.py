@@ -1,8 +1,4 @@
-"""Write and read tensors as safetensors files.
-
-Owns: the host copy that a save is written from, names of slices, and reading any range of a tensor
-from the files of a checkpoint, whatever layout wrote them.
-Leaves out: the commit (`commit`), verification (`folders`), which always comes before reading.
+"""Write and read tensors as safetensors files, which `folders` verifies before they are read.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, data). It is
 written here because the library wants all bytes at once, which would double the host memory.
@@ -21,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vitscale.distributed.retry import retried
+from vitscale.distributed.atomic_files import retried
 
 DTYPES = {
     torch.float64: "F64",
@@ -34,8 +30,6 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-# A rank that resumes on fewer ranks than have saved reads from many files.
-MAX_OPEN_FILES = 128
 
 
 class HostCopy:
@@ -72,42 +66,34 @@ class HostCopy:
         with torch.no_grad(), torch.cuda.stream(self._stream):
             if self._stream is not None and self._ready is not None:
                 self._stream.wait_event(self._ready)
-            header = self._copy(tensors, order)
+            header: dict[str, object] = {}
+            end = 0
+            for name in order:
+                tensor = tensors[name]
+                start, end = end, end + tensor.nbytes
+                place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor, non_blocking=True)
+                self._places[name] = place
+                header[name] = {
+                    "dtype": DTYPES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "data_offsets": [start, end],
+                }
             if self._stream is not None:
                 self._stream.synchronize()
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return [len(text).to_bytes(8, "little") + text, self._buffer.numpy().data]
 
-    def _copy(self, tensors: Mapping[str, torch.Tensor], order: list[str]) -> dict[str, object]:
-        header: dict[str, object] = {}
-        end = 0
-        for name in order:
-            tensor = tensors[name]
-            start, end = end, end + tensor.nbytes
-            place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
-            place.copy_(tensor, non_blocking=True)
-            self._places[name] = place
-            header[name] = {
-                "dtype": DTYPES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
-        return header
-
     def not_finite(self) -> list[str]:
         """Names of the tensors copied last that hold a NaN or an infinity."""
         return [
             name
             for name, place in self._places.items()
-            if place.is_floating_point() and place.numel() and not _is_finite(place)
+            if place.is_floating_point() and place.numel()
+            # Ten times as fast as isfinite; NaN is the least and the greatest of everything.
+            if not all(map(math.isfinite, torch.aminmax(place)))
         ]
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    # Ten times as fast as isfinite; NaN is the least and the greatest of everything.
-    least, greatest = torch.aminmax(tensor)
-    return math.isfinite(least) and math.isfinite(greatest)
 
 
 SLICE = re.compile(r"(?P<name>.+)@(?P<start>\d+)/(?P<shape>[\dx]*)")
@@ -129,7 +115,7 @@ class Slice(NamedTuple):
     """Shape of the whole tensor."""
     dtype: str
     """As the file names it: F32, BF16, ..."""
-    file: str
+    path: str
     offset: int
     """First byte in the file."""
 
@@ -152,16 +138,16 @@ def read_header(path: Path) -> list[Slice]:
             name, start = piece["name"], int(piece["start"])
             shape = tuple(int(size) for size in piece["shape"].split("x") if size)
         offset = LENGTH_BYTES + length + entry["data_offsets"][0]
-        slices.append(Slice(start, num_elements, name, shape, entry["dtype"], path.name, offset))
+        slices.append(Slice(start, num_elements, name, shape, entry["dtype"], str(path), offset))
     return slices
 
 
 def read_tensors(files: Iterable[Path], *, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Whole tensors of a folder's files, by name without `prefix`. Raises OSError."""
-    files = list(files)
+    """Whole tensors on the CPU whose names start with `prefix`, which is removed."""
     slices = [each for path in files for each in read_header(path) if each.name.startswith(prefix)]
-    with SavedTensors(files[0].parent, slices) as saved:
-        return {name.removeprefix(prefix): saved.whole(name) for name in saved.names}
+    with SavedTensors(slices) as saved:
+        names = dict.fromkeys(each.name for each in slices)
+        return {name.removeprefix(prefix): saved.whole(name) for name in names}
 
 
 class SavedTensors:
@@ -170,17 +156,12 @@ class SavedTensors:
     As a context manager it closes its files.
     """
 
-    def __init__(self, folder: Path, slices: Iterable[Slice]) -> None:
+    def __init__(self, slices: Iterable[Slice]) -> None:
         """slices: of all files, in any order."""
-        self._folder = folder
         self._slices: dict[str, list[Slice]] = {}
         for each in slices:
             self._slices.setdefault(each.name, []).append(each)
         self._open: dict[str, int] = {}
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._slices)
 
     def part(self, name: str, start: int, num_elements: int) -> torch.Tensor:
         """Elements from `start` of a flattened tensor, on the CPU. Raises OSError."""
@@ -193,7 +174,7 @@ class SavedTensors:
             if first < last:
                 here = slice((first - start) * dtype.itemsize, (last - start) * dtype.itemsize)
                 offset = each.offset + (first - each.start) * dtype.itemsize
-                retried(partial(self._read, each.file, offset, into=found[here]))
+                retried(partial(self._read, each.path, offset, into=found[here]))
                 num_read += last - first
         assert num_read == num_elements, f"slices of {name} overlap or do not cover it"
         return found.view(dtype)
@@ -203,27 +184,19 @@ class SavedTensors:
         shape = self._slices[name][0].shape
         return self.part(name, 0, math.prod(shape)).view(shape)
 
-    def _read(self, file: str, offset: int, *, into: torch.Tensor) -> None:
-        descriptor, left = self._descriptor(file), into.numpy().data
+    def _read(self, path: str, offset: int, *, into: torch.Tensor) -> None:
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY)
+        left = into.numpy().data
         while left:
-            count = os.preadv(descriptor, [left], offset)
+            count = os.preadv(self._open[path], [left], offset)
             if count == 0:
-                raise OSError(f"{self._folder / file} has become shorter")
+                raise OSError(f"{path} has become shorter")
             left, offset = left[count:], offset + count
-
-    def _descriptor(self, file: str) -> int:
-        if file not in self._open:
-            if len(self._open) == MAX_OPEN_FILES:
-                self.close()
-            self._open[file] = os.open(self._folder / file, os.O_RDONLY)
-        return self._open[file]
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
 
     def __enter__(self) -> SavedTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        while self._open:
+            os.close(self._open.popitem()[1])

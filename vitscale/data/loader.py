@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ from vitscale.data.samples import (
 )
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.fork_server import SIGNALS, end_with_server, start_server, worker_context
+from vitscale.distributed.fork_server import SIGNALS, end_with_server, start_server, start_worker
 from vitscale.distributed.processes import process_state
 
 # With this torch, the decoders and all readers of samples.
@@ -270,13 +270,10 @@ def _filled_by_workers(
 def _started(
     memory: int, samples: Samples, shape: tuple[int, ...], number: int, num_workers: int
 ) -> _Worker:
-    context = worker_context(IMPORTS)
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_run, args=(theirs, samples, shape, number, num_workers), daemon=True
-    )
+    ours, theirs = Pipe()
+    arguments = (theirs, samples, shape, number, num_workers)
     try:
-        process.start()
+        process = start_worker(_run, arguments, imports=IMPORTS)
         reduction.send_handle(ours, memory, process.pid)
     except (EOFError, OSError) as error:
         raise WorkerError(

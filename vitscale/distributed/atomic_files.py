@@ -1,26 +1,30 @@
-"""Files that are either whole or absent.
-
-Owns: write -> fsync -> rename -> fsync of the parent, for files and folders, and content hashes.
-Needs no torch.
-Leaves out: what is written, and which folder names mean what.
+"""Write files that are either whole or absent; try again, or do without, where storage fails.
 
 A rename without the fsync before it can leave a file of zero bytes after power loss (seen on ext4),
-hence the order. https://lwn.net/Articles/457667/
+hence the order: write, fsync, rename, fsync of the parent. https://lwn.net/Articles/457667/
+Needs no torch.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 import blake3
 
+T = TypeVar("T")
 HASH_CHUNK_BYTES = 1 << 20
+# Errors of storage that often pass, and how long to wait before each further attempt.
+PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EAGAIN)
+PAUSES_S = (0.5, 1.0, 2.0)
 
 
 def fsync_folder(folder: Path) -> None:
@@ -125,3 +129,42 @@ def blake3_of_file(path: Path | str, *, from_disk: bool = False) -> str:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def retried(work: Callable[[], T]) -> T:
+    """The result of `work`, which is repeated after an error of PASSING. Raises OSError."""
+    for pause_s in PAUSES_S:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+        time.sleep(pause_s)
+    return work()
+
+
+class _ForgivingFile(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            return memoryview(data).nbytes
+
+
+def open_log(file: Path | int) -> TextIO:
+    """Append lines to a file or descriptor; those that storage refuses are lost."""
+    raw = _ForgivingFile(file, "a", closefd=isinstance(file, Path))
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
+    )
+
+
+@contextmanager
+def or_warn(what: Path | str, say: Callable[[str], None]) -> Iterator[None]:
+    """Say it when storage refuses what the block writes, which is then lost."""
+    try:
+        yield
+    except OSError as error:
+        say(f"warning: {what}: cannot be written ({error.strerror}); going on without it")

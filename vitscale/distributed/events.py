@@ -1,8 +1,6 @@
 """The record of what happened to a run: `events/NODE.jsonl` in its folder, one JSON object a line.
 
-Owns: appending events, the start of a training, the failure of an attempt, and which of several
-reports names the cause. Needs no torch.
-Leaves out: metrics (`tracking.journal`), and the events of attempts (`launch.jobs.attempts`).
+Needs no torch. Leaves out the events of attempts (`launch.jobs.attempts`).
 
 A line: {"event": "failed", "time": 1763700000.25, "attempt": "17/0", "kind": "storage", "rank": 3,
 "node": "n2", "step": 120, "what": "...", "reported_by": 3}. The rank that knows the cause writes
@@ -18,9 +16,11 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import node_name
@@ -59,10 +59,6 @@ class Failure:
         when = f", step {self.step}" if self.step is not None else ""
         return f"{self.what} ({self.kind}{when})"
 
-    def values(self) -> dict[str, Any]:
-        """What a line has of it; the time is when that is written."""
-        return {k: v for k, v in asdict(self).items() if v is not None and k != "time"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStart:
@@ -78,15 +74,8 @@ class TrainingStart:
     """Process of rank 0, which runs on `node`."""
 
 
-Event = TypeVar("Event", Failure, TrainingStart)
-
-
-def parsed(kind: type[Event], row: Mapping[str, Any]) -> Event:
-    """The event of a line. Raises TypeError or ValueError for a line without its values."""
-    values = {field.name: row[field.name] for field in fields(kind) if field.name in row}
-    if "kind" in values:
-        values["kind"] = FailureKind(values["kind"])
-    return kind(**values)
+READ_FAILURE, READ_START = TypeAdapter(Failure), TypeAdapter(TrainingStart)
+Event = TypeVar("Event")
 
 
 def append_event(run_folder: Path | str, event: str, values: Mapping[str, Any]) -> None:
@@ -117,12 +106,12 @@ def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
     return [row for _, _, row in sorted(rows, key=lambda each: each[0])]
 
 
-def _read(kind: type[Event], event: str, run_folder: Path | str) -> list[Event]:
+def _read(event: str, run_folder: Path | str, adapter: TypeAdapter[Event]) -> list[Event]:
     found = []
     for row in read_events(run_folder):
         if row["event"] == event:
-            with suppress(TypeError, ValueError):
-                found.append(parsed(kind, row))
+            with suppress(ValidationError):
+                found.append(adapter.validate_python(row))
     return found
 
 
@@ -134,7 +123,7 @@ def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -
 
 def read_start(run_folder: Path | str) -> TrainingStart | None:
     """The last start of a training; None without one."""
-    return next(reversed(_read(TrainingStart, STARTED, run_folder)), None)
+    return next(reversed(_read(STARTED, run_folder, READ_START)), None)
 
 
 def record_failure(run_folder: Path | str, failure: Failure) -> None:
@@ -142,15 +131,15 @@ def record_failure(run_folder: Path | str, failure: Failure) -> None:
 
     A full or failing disk, or no such folder, loses the line, not the process.
     """
-    attempt = os.environ.get(ATTEMPT_VARIABLE)
-    values = {"attempt": attempt} if attempt else {}
+    values = asdict(failure) | {"time": None}
+    values["attempt"] = failure.attempt or os.environ.get(ATTEMPT_VARIABLE) or None
     with suppress(OSError):
-        append_event(run_folder, FAILED, values | failure.values())
+        append_event(run_folder, FAILED, {k: v for k, v in values.items() if v is not None})
 
 
 def read_failures(run_folder: Path | str, *, attempt: str | None = None) -> list[Failure]:
     """All reports in the order of the file, or those of one attempt."""
-    found = _read(Failure, FAILED, run_folder)
+    found = _read(FAILED, run_folder, READ_FAILURE)
     return [each for each in found if attempt is None or each.attempt == attempt]
 
 

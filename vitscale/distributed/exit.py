@@ -1,24 +1,24 @@
 """End the process of a rank: at once, with its children, whatever still runs in it.
 
-Owns: the exit code of a rank's script, the deadline of everything at exit, and killing children.
-Needs no torch.
-Leaves out: telling the other ranks (`watchdog`).
+Needs no torch. Leaves out telling the other ranks (`watchdog`).
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
+import io
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 from vitscale.config.errors import EXIT_FAILED, FailureKind, run_script
+from vitscale.distributed.atomic_files import open_log
 from vitscale.distributed.processes import descendants
-from vitscale.distributed.retry import forgive_output
 
 # From a failure, or the end of a script, until the process is gone.
 EXIT_S = 10.0
@@ -46,26 +46,35 @@ def kill_children() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def end_within(seconds: float, *, exit_code: int) -> None:
-    """End this process after `seconds`, whatever it does then. The first call sets the time.
+def end_soon(exit_code: int) -> None:
+    """End this process `EXIT_S` after the first call, with the exit code of the last one.
 
-    exit_code: of that end; the last call's. Nothing else waits for longer, but the process should
-    end before: what it does then is printed.
+    It should end before: what it does then is printed.
     """
     global _exit_code, _deadline
     _exit_code = exit_code
     if _deadline is None:
-        faulthandler.dump_traceback_later(seconds + LATER_S, exit=True, file=STDERR)
-        _deadline = threading.Timer(seconds, _end_late, [seconds])
+        faulthandler.dump_traceback_later(EXIT_S + LATER_S, exit=True, file=STDERR)
+        _deadline = threading.Timer(EXIT_S, _end_late)
         _deadline.daemon = True
         _deadline.start()
 
 
-def _end_late(seconds: float) -> None:
+def _end_late() -> None:
     with suppress(OSError):
-        print(f"error: this process has not ended for {seconds:g} s; it does:", file=sys.stderr)
+        print(f"error: this process has not ended for {EXIT_S:g} s; it does:", file=sys.stderr)
     faulthandler.dump_traceback(file=STDERR, all_threads=True)
     end_now(_exit_code)
+
+
+def forgive_output() -> None:
+    """Let standard output and errors that go to files lose lines when storage refuses them."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with suppress(io.UnsupportedOperation):  # kept in memory
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                stream.flush()
+                setattr(sys, name, open_log(stream.fileno()))
 
 
 def run_rank_script(main: Callable[[], None]) -> None:
@@ -94,7 +103,7 @@ def skip_teardown(exit_code: int) -> None:
     reports a finished run as failed (pytorch/pytorch#179291).
     Threads are joined, exit handlers run, and output is flushed. The last call sets the exit code.
     """
-    end_within(EXIT_S, exit_code=exit_code)
+    end_soon(exit_code)
     atexit.unregister(_end)
     atexit.register(_end)
 

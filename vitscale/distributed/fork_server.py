@@ -1,12 +1,10 @@
-"""Start worker processes from a server that never has a thread.
-
-Owns: the standard library's fork server of this process: its environment, its imports, its signals.
-Leaves out: what workers do. Needs no torch.
+"""Start worker processes from the standard library's fork server, which never has a thread.
 
 A fork of a process with threads copies locks that another thread holds, and the child may wait for
 them for ever. The server is a fork of this process, which shares its modules, as long as that has
 one thread; else a fresh interpreter, which imports what workers need. A worker is a fork of the
 server and starts in milliseconds. It ends with the process that started it, its workers with it.
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 # Signals for the process that starts workers; SLURM and a terminal send them to all.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
@@ -50,7 +48,7 @@ def start_server(imports: Sequence[str]) -> None:
     """
     forkserver.set_forkserver_preload(list(imports))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    saved = {name: os.environ.get(name) for name in ENVIRONMENT}
+    saved = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     os.environ.update(ENVIRONMENT)
     try:
         # Both inherit the mask. Starting the tracker unblocks SIGTERM.
@@ -59,21 +57,31 @@ def start_server(imports: Sequence[str]) -> None:
         with _forked_server():
             forkserver.ensure_running()
     finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in ENVIRONMENT:
+            del os.environ[name]
+        os.environ.update(saved)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def worker_context(imports: Sequence[str]) -> ForkServerContext:
-    """The context whose processes come from the server, which is started if there is none.
+def start_worker(
+    work: Callable[..., None], arguments: tuple[Any, ...], *, imports: Sequence[str]
+) -> ForkServerProcess:
+    """Start a worker from the server, which is started if there is none.
 
-    SIGNALS are blocked in them, and nothing of the main script is there.
+    SIGNALS are blocked in it, and nothing of the main script is there. Raises OSError or EOFError.
     """
     start_server(imports)
-    return _Context()
+    worker = ForkServerProcess(target=work, args=arguments, daemon=True)
+    main = sys.modules["__main__"]
+    # The worker would import the main script, with all that this imports, if it found one.
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        worker.start()
+    finally:
+        sys.modules["__main__"] = main
+    # Python waits for these at exit, without a limit; this one ends with its server.
+    multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]  # private
+    return worker
 
 
 def end_with_server() -> None:
@@ -115,19 +123,13 @@ def _forked_server() -> Iterator[None]:
         multiprocessing.util.spawnv_passfds = start_fresh
 
 
-def _become_server(command: str, descriptors: set[int]) -> None:
-    """Run the server's command in this fork, with its descriptors and no handlers of signals.
-
-    Does not return.
-    """
+def _become_server(command: str, descriptors: set[int]) -> NoReturn:
+    """Run the server's command in this fork, with its descriptors alone."""
     try:
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in descriptors:
                 with suppress(OSError):
                     os.close(int(name))
-        for number in SIGNALS:
-            is_int = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
         gc.freeze()  # a collection would write to all objects, whose pages are shared
         exec(command, {})
     except SystemExit:  # nobody needs workers any more
@@ -136,25 +138,3 @@ def _become_server(command: str, descriptors: set[int]) -> None:
         traceback.print_exc()
     finally:
         os._exit(0)
-
-
-class _Process(ForkServerProcess):
-    def start(self) -> None:
-        super().start()
-        # Python waits for these at exit, without a limit; this one ends with its server.
-        multiprocessing.process._children.discard(self)  # type: ignore[attr-defined]  # private
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Any:
-        """Start a worker. It would import the main script, with all that this imports, if it found
-        one."""
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            return ForkServerProcess._Popen(process_obj)
-        finally:
-            sys.modules["__main__"] = main
-
-
-class _Context(ForkServerContext):
-    Process = _Process

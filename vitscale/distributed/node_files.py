@@ -1,7 +1,5 @@
 """Share arrays among the processes of this node, and keep a folder there that only this user reads.
 
-Leaves out: what is shared. Needs no torch.
-
 One rank of a node writes the arrays to memory without a name, which all ranks open through
 `/proc/PID/fd/NUMBER`. Pickling such an array writes the path in this rank, so its workers map it,
 too. The kernel frees the memory when the last of these processes ends, however it does.
@@ -67,17 +65,15 @@ def read_column(path: str) -> Column:
 
 
 class _SharingPickler(pickle.Pickler):
-    """Writes the arrays of a value to shared memory, and their paths to the pickle."""
-
     def reducer_override(self, value: Any) -> Any:
+        """Write arrays to shared memory, and their paths to the pickle."""
         if type(value) is not np.ndarray or not value.size:
             return NotImplemented
         return read_column, (_shared(value),)
 
 
 def _shared(array: np.ndarray) -> str:
-    """Copy an array to memory that this process keeps until its end. The size of /dev/shm is no
-    limit."""
+    """Copy an array to memory that this process keeps until its end, whatever /dev/shm holds."""
     memory = os.memfd_create("column", os.MFD_CLOEXEC)
     with open(memory, "wb", closefd=False) as file:
         np.save(file, array)
@@ -100,22 +96,20 @@ def once_per_node(
     is_maker: whether this rank is that one. gather: returns the argument of every rank, in rank
     order. Collective. Raises UserError, on all ranks, when `make` does on one.
     """
-    place, error = None, None
+    own: tuple[Any, ...] | UserError | None = None
     if is_maker:
         try:
             pickled = io.BytesIO()
             _SharingPickler(pickled, protocol=5).dump(make())
             path = _shared(np.frombuffer(pickled.getbuffer(), np.uint8))
-            place = path, _identity(path)
-        except UserError as caught:
-            error = caught
-    places = {}
-    for node, found, failed in gather((node_name(), place, error)):
-        if failed is not None:
-            raise failed
-        if found is not None:
-            places[node] = found
-    path, identity = places[node_name()]
+            own = node_name(), path, _identity(path)
+        except UserError as error:
+            own = error
+    found = [each for each in gather(own) if each is not None]
+    for each in found:
+        if isinstance(each, UserError):
+            raise each
+    path, identity = next(place for node, *place in found if node == node_name())
     if _identity(path) != identity:  # in a container with processes of its own
         return make()
     value: T = pickle.loads(read_column(path).data)

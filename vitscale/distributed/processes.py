@@ -1,7 +1,4 @@
-"""Count cores, GPUs and threads, inspect processes of this machine, find a free port.
-
-Needs no torch.
-"""
+"""Count cores, GPUs and threads, inspect processes, find a free port. Needs no torch."""
 
 from __future__ import annotations
 
@@ -42,10 +39,9 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def num_gpus(driver: Path = Path("/proc/driver/nvidia")) -> int:
+def num_gpus() -> int:
     """NVIDIA GPUs of this machine, by its driver."""
-    gpus = driver / "gpus"
-    return len(list(gpus.iterdir())) if gpus.is_dir() else 0
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
 def threads_per_rank(
@@ -60,8 +56,8 @@ def threads_per_rank(
     if environment.get("SLURM_STEP_NUM_TASKS") == str(world_size):
         threads = min(num_cores(), int(environment.get("SLURM_CPUS_PER_TASK", threads)))
     # A list has one number for each level of nested regions.
-    limit = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if limit.isascii() and limit.isdecimal():
+    limit = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if limit.isdecimal():
         threads = min(threads, int(limit))
     return max(1, threads)
 
@@ -69,15 +65,14 @@ def threads_per_rank(
 def process_state(pid: int) -> str:
     """The kernel's state of a process, such as `running`, `stopped`, `disk-sleep`; or `gone`."""
     try:
-        state: str = psutil.Process(pid).status()
-        return state
+        return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
         return "gone"
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process of this machine runs. A zombie (not reaped by its parent) is dead."""
-    return psutil.pid_exists(pid) and process_state(pid) != "zombie"
+    return process_state(pid) not in ("gone", "zombie")
 
 
 def descendants(pid: int) -> list[int]:

@@ -1,7 +1,6 @@
 """Counter-based random numbers: pure functions of a key, equal on every rank and machine.
 
-Owns: keys, single numbers and permutations, all from SplitMix64 (Steele et al. 2014).
-Leaves out: what is drawn with them; callers build their keys from (seed, epoch, sample).
+All are from SplitMix64 (Steele et al. 2014).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def stream_key(*parts: object) -> int:
 
 
 def mix(value: int) -> int:
-    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out. Steele et al. 2014."""
+    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)

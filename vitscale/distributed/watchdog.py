@@ -1,9 +1,5 @@
 """Detect and name ranks that failed, died or hang, and end all others.
 
-Owns: the heartbeat of each rank, who is silent or behind, and what a rank reports when it fails.
-Leaves out: the record of failures (`events`), ending a process (`exit`), collectives, whose own
-timeouts name no rank.
-
 Once a period, a thread of each rank writes a heartbeat to the key-value store of rank 0 and reads
 one key there: the failure that ends the run. A rank that raises an error writes that key. The first
 two ranks read all heartbeats, and write it for a rank that is silent or behind. The first failure
@@ -27,30 +23,29 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import FailureKind, PeerLostError, RankError, UserError
-from vitscale.distributed.events import Failure, parsed, record_failure
-from vitscale.distributed.exit import EXIT_S, end_now, end_within
+from vitscale.config.errors import FailureKind, RankError, UserError
+from vitscale.distributed.events import READ_FAILURE, Failure, record_failure
+from vitscale.distributed.exit import end_now, end_soon
 from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import HERE, SAVES, World, process_group
 
+# A period is a tenth of the time after which a rank is late, and at most this long.
 LONGEST_PERIOD_S = 3.0
 # A node without power is named within a minute, whatever the timeout of collectives.
 LONGEST_SILENCE_S = 45.0
 # Shorter than the timeout of collectives, which names no rank.
 SHARE_OF_TIMEOUT = 0.7
-CHECKS_PER_TIMEOUT = 10
-# Without a heartbeat of a rank, or an answer of the store, once a connection is lost.
-PERIODS_TO_CONFIRM = 2
+# In periods. Silence that is enough once a connection is lost.
+CONFIRM = 2
 # How long a rank that lost a peer waits for the name of the one that failed.
-PERIODS_TO_FIND = 5
+FIND = 5
 # For the others to read the failure before the store of rank 0 ends.
-PERIODS_TO_READ = 1.5
-# How long a failing rank waits for its report to be sent and recorded.
+READ = 1.5
+# How long a report may take to be sent, and to be recorded.
 SEND_S = 1.0
 # Two, since one may be the rank that is gone.
 FIRST_RANKS = 2
 FAILURE = "vitscale/failure"
-MOST_NAMED = 4
 # How gloo, NCCL and the store say that a peer is gone.
 CONNECTION_LOST = re.compile(
     r"[Cc]onnection|[Tt]imed out|[Tt]imeout|Broken pipe|got 0 bytes|remote process exited"
@@ -62,21 +57,15 @@ class Beat(NamedTuple):
     """One heartbeat of one rank."""
 
     number: int
-    """Count of heartbeats that the rank has sent."""
-    marks: int
-    """That the rank has reached: its loop, and its device, too."""
-    collectives: int
-    """That the rank has begun; fewer if the others wait for it between two marks."""
+    progress: list[int]
+    """Marks that the rank has reached, and its device, too; collectives that it has begun: fewer if
+    the others wait for it between two marks."""
     doing: str
     """Since the mark that it has reached."""
     has_lost: bool
     """Whether a collective failed because a peer is gone."""
     ended: bool
     """Whether it came to its planned end."""
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        return self.marks, self.collectives
 
 
 class Watchdog:
@@ -85,11 +74,13 @@ class Watchdog:
     def __init__(self, world: World, *, timeout_min: float, folder: Path | None = None) -> None:
         """folder: of the run, where failures are recorded."""
         self.world, self.folder = world, folder
+        self._store: Any = world.store
         self.step: int | None = None
         """Steps that this rank has done."""
         self.late_s = timeout_min * 60 * SHARE_OF_TIMEOUT
         self.dead_s = min(self.late_s, LONGEST_SILENCE_S)
-        self.period_s = min(LONGEST_PERIOD_S, self.late_s / CHECKS_PER_TIMEOUT)
+        self.period_s = min(LONGEST_PERIOD_S, self.late_s / 10)
+        self._nodes = {world.rank: node_name()}
         # Marks that the device has not reached yet.
         self._ahead: deque[tuple[int, str, torch.cuda.Event | None]] = deque()
         self._num_marks, self._reached = 0, (0, "starting")
@@ -98,18 +89,18 @@ class Watchdog:
         # What the first ranks know: the last heartbeat of each rank and, in periods, how long it is
         # the last, and how long no rank made progress.
         self._beats: list[Beat] = []
-        self._silent: list[int] = [0] * world.world_size
+        self._silent = [0] * world.world_size
         self._stalled = 0
         self._end = threading.Event()
         # Two: the one that uses the store blocks while rank 0 is stopped.
         self._threads = [
-            threading.Thread(target=target, name=f"watchdog-{number}", daemon=True)
-            for number, target in enumerate((self._run, self._watch_store))
+            threading.Thread(target=target, name="watchdog", daemon=True)
+            for target in (self._run, self._watch_store)
         ]
 
     def mark(self, doing: str) -> None:
         """Record progress of the loop; every rank makes the same marks in the same order."""
-        if self.world.store is None:
+        if self._store is None:
             return
         on_device = self.world.device.type == "cuda"
         event = torch.cuda.current_stream().record_event() if on_device else None
@@ -117,17 +108,17 @@ class Watchdog:
         self._ahead.append((self._num_marks, doing, event))
 
     def __enter__(self) -> Watchdog:
-        if self.world.store is not None:
-            self._first_node = self._node(0)
+        if self._store is not None:
+            self._node(0)  # it cannot be asked for once rank 0 is gone
             for thread in self._threads:
                 thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.world.store is None:
+        if self._store is None:
             return
         if self._is_failing and self.world.is_first:
-            self._end.wait(PERIODS_TO_READ * self.period_s)
+            self._end.wait(READ * self.period_s)
         self._end.set()
         # Not for ever, since the store does not answer while rank 0 is stopped.
         self._threads[0].join(timeout=SEND_S)
@@ -136,48 +127,55 @@ class Watchdog:
     def reporting(self) -> Iterator[None]:
         """Report an error that leaves the block to the other ranks, before anything is closed.
 
-        The process then ends within `EXIT_S`. To be the innermost block of a run.
+        The process then ends within `exit.EXIT_S`. To be the innermost block of a run.
         """
         try:
             yield
-        except (SystemExit, GeneratorExit, KeyboardInterrupt):
-            raise
-        except BaseException as error:
+        except Exception as error:
             self._fail(error)
             raise
 
     def _fail(self, error: BaseException) -> None:
         """Report that this rank ends by an error. Nothing may wait for other ranks after it."""
         kind, text = kind_and_text(error)
-        if self.world.store is not None and is_connection_lost(error):
-            kind, self._has_lost = FailureKind.PEER_LOST, True
+        if self._store is not None and kind is FailureKind.PEER_LOST:
+            self._has_lost = True
             # The thread ends this process when it knows who failed.
-            self._end.wait(PERIODS_TO_FIND * self.period_s)
+            self._end.wait(FIND * self.period_s)
             error.add_note("no rank is missing")
-        end_within(EXIT_S, exit_code=kind.exit_code)
+        end_soon(kind.exit_code)
         self._is_failing = True
         is_agreed = isinstance(error, UserError) and not isinstance(error, RankError)
-        if is_agreed and not self.world.is_first:
-            return  # the first rank says it
-        rank = self.world.rank
-        what = f"rank {rank} on {node_name()} ended with an error: {text}"
-        self._tell(self._failure(kind, what, rank, node_name()))
+        if self.world.is_first or not is_agreed:  # or the first rank says it
+            self._tell(self._failure(kind, f"ended with an error: {text}", [self.world.rank]))
 
-    def _failure(self, kind: FailureKind, what: str, rank: int, node: str) -> Failure:
+    def _failure(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure:
+        """what: happened to these ranks, of which the first is named."""
+        rank, node = ranks[0], self._node(ranks[0])
+        more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
         return Failure(
-            kind=kind, what=what, rank=rank, node=node, step=self.step, reported_by=self.world.rank
+            kind=kind,
+            what=f"rank {rank} on {node}{more} {what}",
+            rank=rank,
+            node=node,
+            step=self.step,
+            reported_by=self.world.rank,
         )
+
+    def _silence(self, ranks: Sequence[int], seconds: float) -> Failure:
+        what = "killed, stopped or ended, or its node is gone"
+        what = f"has sent no heartbeat for {seconds:.0f} s: {what}"
+        return self._failure(FailureKind.KILLED, what, ranks)
 
     def _tell(self, failure: Failure) -> Failure:
         """Tell all ranks of a failure and record it, unless they know another; returns that one."""
-        text = json.dumps(failure.values())
-        told = text.encode()
-        if self.world.store is not None:
+        text = told = READ_FAILURE.dump_json(failure).decode()
+        if self._store is not None:
             with suppress(RuntimeError):  # rank 0 is gone
-                told = self.world.store.compare_set(FAILURE, "", text)
-        if told.decode() == text:
+                told = self._store.compare_set(FAILURE, "", text).decode()
+        if told == text:
             self._record(failure)
-        return parsed(Failure, json.loads(told))
+        return READ_FAILURE.validate_json(told)
 
     def _record(self, failure: Failure) -> None:
         """Record a failure, unless storage hangs."""
@@ -195,8 +193,7 @@ class Watchdog:
             torch.cuda.set_device(self.world.device)  # or the thread would use GPU 0
         is_over = False
         while not is_over:
-            is_over = self._end.is_set()
-            found = None
+            is_over, found = self._end.is_set(), None
             try:
                 self._send(ended=is_over and not self._is_failing)
                 if not (is_over or self._is_failing):
@@ -212,75 +209,54 @@ class Watchdog:
         """End this rank if the store of rank 0 is gone or does not answer."""
         while not self._end.wait(self.period_s):
             self._unanswered += 1
-            if self._is_store_lost and self._unanswered > PERIODS_TO_CONFIRM:
-                what = "was killed or exited: its key-value store is gone"
-            elif (self._unanswered - 1) * self.period_s > self.dead_s:
-                what = "was stopped or killed, or its node is gone: its key-value store has not "
-                what += f"answered for {self.dead_s:.0f} s"
-            else:
-                continue
-            node, world = self._first_node, self.world
-            failure = self._failure(FailureKind.KILLED, f"rank 0 on {node} {what}", 0, node)
-            if not self._is_failing and (world.rank < FIRST_RANKS or world.local_rank == 0):
-                self._record(failure)
-            self._stop(failure)
-
-    @property
-    def _store(self) -> dist.Store:
-        assert self.world.store is not None
-        return self.world.store
+            limit_s = CONFIRM * self.period_s if self._is_store_lost else self.dead_s
+            if (self._unanswered - 1) * self.period_s >= limit_s:
+                failure, world = self._silence([0], limit_s), self.world
+                if not self._is_failing and (world.rank < FIRST_RANKS or world.local_rank == 0):
+                    self._record(failure)
+                self._stop(failure)
 
     def _node(self, rank: int) -> str:
-        return self._store.get(f"{HERE}/{rank}").decode()
+        if rank not in self._nodes:
+            self._nodes[rank] = self._store.get(f"{HERE}/{rank}").decode()
+        return self._nodes[rank]
 
     def _send(self, *, ended: bool) -> None:
         with suppress(RuntimeError):  # the device has failed, and with it the loop
             while self._ahead and (self._ahead[0][2] is None or self._ahead[0][2].query()):
-                number, doing, _ = self._ahead.popleft()
-                self._reached = number, doing
+                self._reached = self._ahead.popleft()[:2]
         self._num_beats += 1
-        beat = Beat(
-            number=self._num_beats,
-            marks=self._reached[0],
-            collectives=collectives_begun(),
-            doing=self._reached[1],
-            has_lost=self._has_lost,
-            ended=ended,
-        )
+        marks, doing = self._reached
+        progress = [marks, collectives_begun()]
+        beat = Beat(self._num_beats, progress, doing, has_lost=self._has_lost, ended=ended)
         self._store.set(f"vitscale/beats/{self.world.rank}", json.dumps(beat))
 
     def _read(self) -> Failure | None:
         """The failure that ends the run, as another rank has found it."""
         if not self._store.check([FAILURE]):
             return None
-        return parsed(Failure, json.loads(self._store.get(FAILURE)))
+        return READ_FAILURE.validate_json(self._store.get(FAILURE))
 
     def _find(self) -> Failure | None:
         """Find ranks that are silent or behind, and tell the others."""
         keys = [f"vitscale/beats/{rank}" for rank in range(self.world.world_size)]
         if self.world.rank >= FIRST_RANKS or not self._store.check(keys):
             return None
-        beats = [Beat(*json.loads(text)) for text in self._store.multi_get(keys)]
-        before, self._beats = self._beats, beats
-        pairs = zip(before, beats, strict=False)  # there are none before the first time
-        for rank, (old, new) in enumerate(pairs):
+        before = self._beats  # none the first time
+        self._beats = beats = [Beat(*json.loads(text)) for text in self._store.multi_get(keys)]
+        for rank, (old, new) in enumerate(zip(before, beats, strict=False)):
             is_silent = old.number == new.number and not new.ended
             self._silent[rank] = self._silent[rank] + 1 if is_silent else 0
         is_stalled = [old.progress for old in before] == [new.progress for new in beats]
         self._stalled = self._stalled + 1 if is_stalled else 0
-        failure = self._silent_rank() or self._rank_behind()
+        limit_s = self.dead_s
+        if any(beat.has_lost for beat in beats):
+            limit_s = CONFIRM * self.period_s
+        silent = [rank for rank, num in enumerate(self._silent) if num * self.period_s >= limit_s]
+        failure = self._silence(silent, limit_s) if silent else self._lateness()
         return failure and self._tell(failure)
 
-    def _silent_rank(self) -> Failure | None:
-        wait_s = self.dead_s
-        what = f"has sent no heartbeat for {wait_s:.0f} s: stopped or killed, or its node is gone"
-        if any(beat.has_lost for beat in self._beats):
-            wait_s = PERIODS_TO_CONFIRM * self.period_s
-            what = f"was killed or exited: it sent no heartbeat for {wait_s:.0f} s"
-        gone = [rank for rank, num in enumerate(self._silent) if num * self.period_s >= wait_s]
-        return self._named(FailureKind.KILLED, what, gone)
-
-    def _rank_behind(self) -> Failure | None:
+    def _lateness(self) -> Failure | None:
         """The ranks that the others wait for; None when all have reached the same."""
         if self._stalled * self.period_s < self.late_s:
             return None
@@ -291,21 +267,12 @@ class Watchdog:
             return None  # all in the same collective, or none in any; collectives have timeouts
         doing = ", ".join(sorted({present[rank].doing for rank in late}))
         what = f"has kept the others waiting for {self.late_s:.0f} s ({doing})"
-        return self._named(FailureKind.HANG, what, late)
-
-    def _named(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure | None:
-        if not ranks:
-            return None
-        nodes = [self._node(rank) for rank in ranks[:MOST_NAMED]]
-        who = ", ".join(f"rank {rank} on {node}" for rank, node in zip(ranks, nodes, strict=False))
-        if len(ranks) > MOST_NAMED:
-            who += f" and {len(ranks) - MOST_NAMED} more ranks"
-        return self._failure(kind, f"{who} {what}", ranks[0], nodes[0])
+        return self._failure(FailureKind.HANG, what, late)
 
     def _stop(self, failure: Failure) -> None:
         """End the process, whose loop may hang in a collective and cannot raise."""
         if self.world.is_first:
-            self._end.wait(PERIODS_TO_READ * self.period_s)
+            self._end.wait(READ * self.period_s)
         if self._end.is_set() or self._is_failing:
             return
         with suppress(OSError):
@@ -332,38 +299,30 @@ def collectives_begun() -> int:
     return 0
 
 
-def is_connection_lost(error: BaseException) -> bool:
-    """Whether a collective or the store failed because another process is gone."""
-    return isinstance(error, PeerLostError) or (
-        isinstance(error, RuntimeError) and bool(CONNECTION_LOST.search(str(error)))
-    )
-
-
 def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:
     """The kind of an error, and its first line."""
     if isinstance(error, UserError):
         where = f"{error.where}: " if error.where else ""
         return error.kind, where + error.what.splitlines()[0]
-    lines = str(error).splitlines() or [""]
-    text = f"{type(error).__name__}: {lines[0]}".rstrip(": ")
+    kind, line = FailureKind.OTHER, str(error).partition("\n")[0]
     if isinstance(error, DEVICE_ERRORS):
-        return FailureKind.DEVICE, text
-    if is_connection_lost(error):
-        return FailureKind.PEER_LOST, text
-    if isinstance(error, OSError):
-        return FailureKind.STORAGE, text
-    return FailureKind.OTHER, text
+        kind = FailureKind.DEVICE
+    elif isinstance(error, RuntimeError) and CONNECTION_LOST.search(str(error)):
+        kind = FailureKind.PEER_LOST
+    elif isinstance(error, OSError):
+        kind = FailureKind.STORAGE
+    return kind, f"{type(error).__name__}: {line}".rstrip(": ")
 
 
 @contextmanager
-def watched_ranks(folder: Path | None, timeout_min: float, **settings: Any) -> Iterator[World]:
-    """`process_group` with a watchdog that reports what leaves the block.
+def watched_ranks(folder: Path | None, limits: Any) -> Iterator[Watchdog]:
+    """`process_group` with a watchdog; what runs inside belongs in its `reporting`.
 
-    folder: where failures are recorded. settings: of the process group.
+    folder: where failures are recorded. limits: settings with device, timeout_min and num_threads.
     """
+    device, timeout_min, num_threads = limits.device, limits.timeout_min, limits.num_threads
     with (
-        process_group(timeout_min=timeout_min, **settings) as world,
+        process_group(device=device, timeout_min=timeout_min, num_threads=num_threads) as world,
         Watchdog(world, timeout_min=timeout_min, folder=folder) as watchdog,
-        watchdog.reporting(),
     ):
-        yield world
+        yield watchdog

@@ -1,14 +1,10 @@
-"""Join the ranks of a job and exchange small values.
-
-Owns: the environment of launchers (deepspeed, SLURM job, plain python), waiting for all ranks to
-start, the process groups, and the small collectives every stage needs.
-Leaves out: gradient traffic (`engine`), which uses the default group.
-"""
+"""Join the ranks of a job, whatever launcher started them; exchange small values; stop together."""
 
 from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import threading
 import warnings
@@ -32,6 +28,7 @@ INIT_TIMEOUT_MIN = 30.0
 HERE, LEFT = "vitscale/here", "vitscale/left"
 # The group of the threads that save, see `control_group`.
 SAVES = "saves"
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 # Of a planned end: how long ranks may take until all have left.
 LEAVE_S = 15.0
 
@@ -54,7 +51,7 @@ class World:
 
 
 def _complete_environment() -> None:
-    """Set the variables that the launcher did not; all of them for a plain `python`."""
+    """Set the variables that the launcher did not, all of them for a plain `python`."""
     env = os.environ
     if "RANK" not in env:
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
@@ -75,11 +72,21 @@ def _complete_environment() -> None:
 def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
-    num_gpus = _usable_gpus()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*driver.* too old")
+        try:
+            num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        except UserWarning as warning:
+            raise UserError(
+                f"torch {torch.__version__} cannot use the GPU: {warning}",
+                where="engine.device",
+                next_step="update the driver, install a torch for older ones (see "
+                "docs/troubleshooting.md), or set engine.device=cpu",
+            ) from None
     if wanted == "auto" and not num_gpus:
         return torch.device("cpu")
-    if num_gpus == 1 and _sees_one_gpu_of_its_own():
-        return torch.device("cuda", 0)
+    if num_gpus == 1 and "SLURM_PROCID" in os.environ:
+        return torch.device("cuda", 0)  # each task sees its own (`--gpu-bind=single`)
     if local_rank >= num_gpus:
         raise UserError(
             f"local rank {local_rank} has no GPU: torch finds {num_gpus} here",
@@ -89,60 +96,31 @@ def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> tor
     return torch.device("cuda", local_rank)
 
 
-def _usable_gpus() -> int:
-    """GPUs of this node. Raises UserError for a driver too old for torch, which only warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*driver.* too old")
-        try:
-            return torch.cuda.device_count() if torch.cuda.is_available() else 0
-        except UserWarning as warning:
-            raise UserError(
-                f"torch {torch.__version__} cannot use the GPU: {warning}",
-                where="engine.device",
-                next_step="update the driver, install a torch for older ones (see "
-                "docs/troubleshooting.md), or set engine.device=cpu",
-            ) from None
-
-
-def _sees_one_gpu_of_its_own() -> bool:
-    """Whether SLURM shows each task one GPU (`--gpu-bind=single`, `--gpus-per-task=1`)."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return "SLURM_PROCID" in os.environ and bool(visible) and "," not in visible
-
-
-def _interface_to(address: str) -> str | None:
-    """The network interface from which this machine reaches another one; None if unknown."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect((address, 9))  # sends nothing
-        own = probe.getsockname()[0]
-        for name, addresses in psutil.net_if_addrs().items():
-            if own in [each.address for each in addresses]:
-                return name
-    return None
-
-
 def _choose_interface(world: World) -> None:
     """Let gloo use the network of the route to rank 0, not the one of this node's host name."""
     if world.world_size == world.local_world_size or "GLOO_SOCKET_IFNAME" in os.environ:
         return
-    interface = _interface_to(os.environ["MASTER_ADDR"])
-    if interface not in (None, "lo"):
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        if world.is_first:
-            print(f"network of gloo: GLOO_SOCKET_IFNAME={interface}", flush=True)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if name != "lo" and own in [each.address for each in addresses]:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                if world.is_first:
+                    print(f"network of gloo: GLOO_SOCKET_IFNAME={name}", flush=True)
 
 
-def _connect(*, is_master: bool, timeout_min: float) -> dist.TCPStore:
+def _connect(*, is_master: bool) -> dist.TCPStore:
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=is_master,
-        timeout=timedelta(minutes=timeout_min),
+        timeout=timedelta(minutes=INIT_TIMEOUT_MIN),
         wait_for_workers=False,
     )
 
 
-def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
+def _rendezvous(world: World) -> dist.TCPStore:
     """Wait for every rank at the address that the launcher named; rank 0 listens there.
 
     The last one sets a key for which all wait: if each waited for every other, the store would
@@ -150,11 +128,11 @@ def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
     Raises PeerLostError, which on rank 0 names the ranks that did not start.
     """
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    if world.is_first:  # two connections of each rank, which may be more than the usual 1,024
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # Rank 0 has two connections of each rank, and any rank may open the checkpoint files of all.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        store = _connect(is_master=world.is_first, timeout_min=timeout_min)
+        store = _connect(is_master=world.is_first)
         store.set(f"{HERE}/{world.rank}", node_name())
         if store.add(HERE, 1) == world.world_size:
             store.set(f"{HERE}/all", "")
@@ -163,7 +141,7 @@ def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
             what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
             raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
         raise PeerLostError(
-            f"rank 0 does not answer at {address} ({timeout_min:g} min)",
+            f"rank 0 does not answer at {address} ({INIT_TIMEOUT_MIN:g} min)",
             next_step="read the output of rank 0; check that MASTER_ADDR is its node",
         ) from None
     try:
@@ -174,7 +152,8 @@ def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
             ranks = [r for r in range(world.world_size) if not store.check([f"{HERE}/{r}"])]
             missing = f"missing: {', '.join(map(str, ranks))}"
         raise PeerLostError(
-            f"not all of {world.world_size} ranks started within {timeout_min:g} min; {missing}",
+            f"not all of {world.world_size} ranks started within {INIT_TIMEOUT_MIN:g} min; "
+            f"{missing}",
             next_step="read the output of the missing ranks",
         ) from error
     return store
@@ -182,16 +161,11 @@ def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
 
 @contextmanager
 def process_group(
-    *,
-    device: Literal["auto", "cuda", "cpu"],
-    timeout_min: float,
-    num_threads: int | None,
-    init_timeout_min: float = INIT_TIMEOUT_MIN,
+    *, device: Literal["auto", "cuda", "cpu"], timeout_min: float, num_threads: int | None
 ) -> Iterator[World]:
     """Join the other ranks inside the block. gloo on CPU, NCCL on GPU.
 
-    timeout_min: for collectives; init_timeout_min: for all ranks to start.
-    num_threads: CPU threads of every rank; None: see `threads_per_rank`.
+    timeout_min: for collectives. num_threads: CPU threads of a rank; None: `threads_per_rank`.
     Raises UserError naming the ranks that did not start.
     """
     _complete_environment()
@@ -209,7 +183,7 @@ def process_group(
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
     _choose_interface(world)
-    store = _rendezvous(world, timeout_min=init_timeout_min)
+    store = _rendezvous(world)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         rank=world.rank,
@@ -220,7 +194,7 @@ def process_group(
     try:
         if world.world_size > 1:
             # torch holds the first connection while a collective starts.
-            world = replace(world, store=_connect(is_master=False, timeout_min=init_timeout_min))
+            world = replace(world, store=_connect(is_master=False))
         torch.set_num_threads(
             num_threads
             or threads_per_rank(world_size=world.world_size, local_world_size=local_world)
@@ -269,6 +243,54 @@ def control_group(purpose: str, *, timeout: timedelta | None = None) -> dist.Pro
     return group
 
 
+class PreemptionFlag:
+    """Stop all ranks at the same step after SIGUSR2 (SLURM's warning) or SIGTERM to any of them.
+
+    When step S ends, the ranks begin to reduce one byte, in the background; they read it when step
+    S + 1 ends. So all read the same at the same step, and none waits for another in between.
+
+    Inside the block the signals only set a flag. Once the ranks stop, they stay ignored after it:
+    they would kill a rank whose checkpoint is committed while it closes its files.
+    """
+
+    def __init__(self) -> None:
+        """Collective."""
+        self._received = self._stops = False
+        self._group = control_group("stop")
+        self._flag = torch.zeros(1, dtype=torch.uint8)
+        self._work: dist.Work | None = None
+
+    def __enter__(self) -> PreemptionFlag:
+        self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_IGN if self._received or self._stops else handler)
+
+    def _remember(self, *_: object) -> None:
+        self._received = True
+
+    def set_on_any_rank(self) -> bool:
+        """Whether all ranks stop now. To be called once a step on every rank.
+
+        Set one or two calls after a signal; a single rank stops at once.
+        """
+        if self._group is None:
+            self._stops = self._stops or self._received
+            return self._stops
+        if self._work is not None:
+            self._work.wait()
+            self._stops = self._stops or bool(self._flag)
+        self._flag = torch.tensor([self._received], dtype=torch.uint8)
+        self._work = dist.all_reduce(
+            self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True
+        )
+        return self._stops
+
+
 @contextmanager
 def errors_on_all_ranks(what: str, where: Path | str) -> Iterator[None]:
     """Raise a UserError of the block on every rank, so that none waits for a failed one.
@@ -293,13 +315,6 @@ def gather_objects(value: Any, *, group: dist.ProcessGroup | None = None) -> lis
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value` on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 def broadcast_tensor(tensor: torch.Tensor, *, source: int) -> None:

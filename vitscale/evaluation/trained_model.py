@@ -20,6 +20,7 @@ from torch import distributed as dist
 from torch import nn
 
 from vitscale.checkpoint.folders import MANIFEST, Checkpoint, resolve_weights
+from vitscale.checkpoint.tensors import read_tensors
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.config.source import read_yaml
@@ -238,7 +239,7 @@ def read_source(
     averaged, classes = takes_average(checkpoint, weights), folder / CLASSES_NAME
     rows, columns = checkpoint.description["grid"]
     found = Weights(
-        tensors=checkpoint.tensors(prefix="ema." if averaged else "model."),
+        tensors=read_tensors(checkpoint.files, prefix="ema." if averaged else "model."),
         grid=(rows, columns),
         format=f"{checkpoint.folder}, step {checkpoint.step}",
         preprocessing=preprocessing_of(sections.data, image_size=arch.image_size).data_values(),

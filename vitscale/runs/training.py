@@ -13,9 +13,8 @@ from typing import Any
 
 from pydantic import Field
 
-from vitscale.checkpoint.settings import CheckpointSettings
 from vitscale.config.errors import UserError
-from vitscale.config.section import Run
+from vitscale.config.section import Run, Section
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EvaluationSettings
@@ -30,6 +29,15 @@ from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings, absolute_uri
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class CheckpointSettings(Section):
+    """When checkpoints are written, and how many stay."""
+
+    every_steps: int = Field(default=1000, gt=0)
+    """Steps between checkpoints; the last step always gets one."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay; older ones are removed after a commit."""
 
 
 class TrainingRun(Run):

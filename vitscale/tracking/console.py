@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vitscale.distributed.retry import open_log
+from vitscale.distributed.atomic_files import open_log
 
 LOG_NAME = "logs/rank0.log"
 CLOCK_FORMAT = "%Y-%m-%d %H:%M:%S"

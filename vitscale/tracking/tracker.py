@@ -17,9 +17,8 @@ from pathlib import Path
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.config.redaction import redact, short_reason
-from vitscale.distributed.atomic_files import write_text
+from vitscale.distributed.atomic_files import or_warn, write_text
 from vitscale.distributed.events import EVENTS_NAME, append_event
-from vitscale.distributed.retry import or_warn
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
 from vitscale.tracking.settings import TrackingSettings, absolute_uri, sqlite_path

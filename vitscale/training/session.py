@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vitscale.checkpoint.commit import Commit
+from vitscale.checkpoint.folders import Commit
 from vitscale.checkpoint.run_lock import run_folder_lock
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
@@ -25,14 +25,12 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, training_batches
 from vitscale.data.mixing import mix_batch
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
-from vitscale.distributed.atomic_files import write_json, write_text
+from vitscale.distributed.atomic_files import or_warn, write_json, write_text
 from vitscale.distributed.events import EVENTS_NAME, record_start
 from vitscale.distributed.node_files import once_per_node
-from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.random_numbers import stream_key
-from vitscale.distributed.retry import or_warn
-from vitscale.distributed.watchdog import Watchdog
-from vitscale.distributed.world import World, broadcast_object, gather_objects, process_group
+from vitscale.distributed.watchdog import Watchdog, watched_ranks
+from vitscale.distributed.world import PreemptionFlag, gather_objects
 from vitscale.engine.configuration import resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.evaluation.evaluation import FILES, Subject
@@ -72,20 +70,10 @@ def open_session(
     Raises UserError for anything that cannot train, before the first step, and SystemExit for a run
     that is finished.
     """
-    limits = run.engine
     with ExitStack() as stack:
-        world = stack.enter_context(
-            process_group(
-                device=limits.device,
-                timeout_min=limits.timeout_min,
-                num_threads=limits.num_threads,
-            )
-        )
-        watchdog = stack.enter_context(
-            Watchdog(world, timeout_min=limits.timeout_min, folder=Path(run.folder))
-        )
+        watchdog = stack.enter_context(watched_ranks(Path(run.folder), run.engine))
         with watchdog.reporting():
-            yield TrainingSession(stack, world, watchdog, run, objective, initial_weights)
+            yield TrainingSession(stack, watchdog, run, objective, initial_weights)
 
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
@@ -102,14 +90,14 @@ class TrainingSession:
     def __init__(
         self,
         stack: ExitStack,
-        world: World,
         watchdog: Watchdog,
         run: TrainingRun,
         objective: Objective,
         initial_weights: InitialWeights | None,
     ) -> None:
         """stack: closes what is opened here. The others: as in `open_session`."""
-        self.run, self.objective, self.world, self.watchdog = run, objective, world, watchdog
+        self.run, self.objective, self.watchdog = run, objective, watchdog
+        self.world = world = watchdog.world
         self.folder = Path(run.folder)
         self.data, self.val_index = once_per_node(
             lambda: _read_index(run, check_files=world.is_first),
@@ -194,7 +182,7 @@ class TrainingSession:
         if self.start_step < self.plan.total_steps:
             return
         record = read_record(self.folder) if self.world.is_first else None
-        if broadcast_object(record is not None and record.status == "FINISHED"):
+        if gather_objects(record is not None and record.status == "FINISHED")[0]:
             if self.world.is_first:
                 print(f"done before: {self.folder} at step {self.start_step}", flush=True)
             raise SystemExit(0)

@@ -220,9 +220,9 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
     """
     world, progress, own = engine.world, checkpoint.progress, list[Slice]()
     with errors_on_all_ranks("cannot be read", checkpoint.folder):
-        for name in checkpoint.files[world.rank :: world.world_size]:
-            own += read_header(checkpoint.folder / name)
+        for path in checkpoint.files[world.rank :: world.world_size]:
+            own += read_header(path)
     slices = [each for found in gather_objects(own) for each in found]
-    with SavedTensors(checkpoint.folder, slices) as saved:
+    with SavedTensors(slices) as saved:
         engine.import_state(saved.part, optimizer_steps=progress["optimizer_steps"])
     engine.import_counters(progress["engine"])

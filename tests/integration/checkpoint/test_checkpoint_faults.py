@@ -22,10 +22,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import mounted
+from tests.support.levels import skip_or_fail
 from tests.support.light_checkpoints import LENGTH, light_save
-from tests.support.required import skip_or_fail
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.checkpoint.folders import newest_checkpoint
+from vitscale.checkpoint.tensors import read_tensors
 from vitscale.config.errors import UserError
 
 WRITER = ROOT / "tests/support/light_checkpoints.py"
@@ -81,7 +82,7 @@ def check_recovery(folder: Path, *, promised: bool) -> int:
     assert checkpoint is not None and complaints == []
     assert checkpoint.step in ((2,) if promised else (1, 2))
     assert checkpoint.progress == {"n": checkpoint.step}
-    assert checkpoint.tensors()["model.0"].tolist() == [checkpoint.step] * LENGTH
+    assert read_tensors(checkpoint.files)["model.0"].tolist() == [checkpoint.step] * LENGTH
     light_save(folder, step=2, keep=1, attempt="again")
     light_save(folder, step=3, keep=1, attempt="again")
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]

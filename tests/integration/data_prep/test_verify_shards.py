@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.support.corpora.image_corpus import corpus, make_shards
 from tests.support.corpora.shard_folders import make_shard_folder
-from tests.support.required import skip_or_fail
+from tests.support.levels import skip_or_fail
 from tests.support.waiting import ROOT
 from vitscale.data.samples import Augmentation, TrainingSamples
 from vitscale.data.settings import DataSettings

@@ -16,7 +16,7 @@ import pytest
 from launch.comparison.differences import compare
 from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
-from tests.support.required import skip_or_fail
+from tests.support.levels import skip_or_fail
 from tests.support.waiting import PATIENCE_S
 from vitscale.tracking.journal import Row
 from vitscale.tracking.settings import TrackingSettings

@@ -30,7 +30,7 @@ import pytest
 
 from launch.jobs.preparation import submitting
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
-from tests.support.required import skip_or_fail
+from tests.support.levels import skip_or_fail
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.distributed.processes import free_port
 

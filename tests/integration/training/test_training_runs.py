@@ -17,6 +17,7 @@ from tests.support.ranks.fault_runs import STEPS, FaultRuns, output, wait_all
 from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint.folders import newest_checkpoint
+from vitscale.checkpoint.tensors import read_tensors
 from vitscale.distributed.processes import free_port
 
 pytestmark = pytest.mark.distributed
@@ -82,7 +83,7 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     assert f": from {finished}; 0." in done.stdout
     checkpoint, _ = newest_checkpoint(tmp_path / "run/checkpoints")
     assert checkpoint is not None
-    assert checkpoint.tensors(prefix="model.")["pos_embed"].shape == (1, 1 + 6 * 6, 24)
+    assert read_tensors(checkpoint.files, prefix="model.")["pos_embed"].shape == (1, 1 + 6 * 6, 24)
     assert (tmp_path / "run/pictures/test_predictions.png").stat().st_size > 1000
 
 

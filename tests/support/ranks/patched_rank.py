@@ -36,11 +36,11 @@ PLACES = {
     "evaluation": ("vitscale.training.session", "TrainingSession._evaluate"),
     "evaluated batch": ("vitscale.data.loader", "Batch.to"),
     "export": ("vitscale.engine.engine", "Engine.export_state"),
-    "write": ("vitscale.checkpoint.commit", "write_new_file"),
-    "rename": ("vitscale.checkpoint.commit", "commit_folder"),
-    "prune": ("vitscale.checkpoint.commit", "_prune"),
+    "write": ("vitscale.checkpoint.folders", "write_new_file"),
+    "rename": ("vitscale.checkpoint.folders", "commit_folder"),
+    "prune": ("vitscale.checkpoint.folders", "_prune"),
     "close": ("vitscale.tracking.tracker", "Tracker.close"),
-    "leave": ("vitscale.distributed.world", "_leave"),
+    "leave": ("torch.distributed", "destroy_process_group"),
 }
 Call = Callable[[], Any]
 

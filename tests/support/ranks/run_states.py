@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vitscale.checkpoint.folders import newest_checkpoint
+from vitscale.checkpoint.tensors import read_tensors
 
 # These differ between equal runs.
 TIMES = ("time", "vitals/")
@@ -40,7 +41,7 @@ def read_state(folder: Path) -> RunState:
         step=checkpoint.step,
         progress=checkpoint.progress,
         description=dict(checkpoint.description),
-        tensors=checkpoint.tensors(),
+        tensors=read_tensors(checkpoint.files),
         journal=journal_rows(folder),
     )
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from vitscale.checkpoint.folders import (
     step_folders,
 )
 from vitscale.config.errors import StorageError, UserError
-from vitscale.distributed import retry
+from vitscale.distributed import atomic_files
 
 RANK_FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 
@@ -110,7 +109,7 @@ def test_an_outage_of_storage_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
         return read(path, **options)
 
     monkeypatch.setattr(folders, "blake3_of_file", fail)
-    monkeypatch.setattr(retry, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(atomic_files, "PAUSES_S", (0.0, 0.0))
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 2 and complaints == []
     left[0] = 100
@@ -196,9 +195,8 @@ def test_ranks_share_the_verification_and_agree(
     )
 
     def read(rank: int, gather: Gather) -> tuple[Checkpoint | None, list[str]] | str:
-        read = partial(read_checkpoint, rank=rank, world_size=num_ranks, gather=gather)
         try:
-            return newest_checkpoint(checkpoints, read=read)
+            return newest_checkpoint(checkpoints, rank=rank, world_size=num_ranks, gather=gather)
         except UserError as error:
             return str(error)
 

@@ -13,16 +13,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.light_checkpoints import light_save
-from tests.support.protocol_mutants import MUTANTS, rmtree
-from vitscale.checkpoint import commit
+from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import fsync_folder
 
 RECORDED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
 
@@ -99,6 +100,15 @@ def write_out(node: Node, path: Path) -> None:
         write_out(child, path / name)
 
 
+def rmtree(folder: Path) -> None:
+    """shutil.rmtree in calls with whole paths."""
+    if not folder.exists():
+        raise FileNotFoundError(folder)
+    for child in sorted(folder.iterdir()):
+        os.unlink(child)
+    os.rmdir(folder)
+
+
 def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     """Lose power after each call of three saves; return what the reader finds wrong."""
     root, promised, broken = tmp_path / "disk", 0, []
@@ -147,10 +157,47 @@ def test_power_loss_never_loses_a_committed_step(tmp_path: Path, keep: int) -> N
     assert broken_promises(tmp_path, keep=keep) == []
 
 
+WRITE_NEW_FILE, COMMIT_FOLDER = folders.write_new_file, folders.commit_folder
+
+
+def unflushed(path: Path, pieces: Any, *, suffix: str) -> tuple[int, str]:
+    """Write a file, without its fsync if it has this suffix."""
+    with pytest.MonkeyPatch.context() as patch:
+        if path.suffix == suffix:
+            patch.setattr(os, "fsync", lambda fd: None)
+        return WRITE_NEW_FILE(path, pieces)
+
+
+def rename_only(temporary: Path, final: Path, *, flush: str) -> None:
+    if flush == "content":
+        fsync_folder(temporary)
+    os.rename(temporary, final)
+    if flush == "parent":
+        fsync_folder(final.parent)
+
+
+def pruned_first(temporary: Path, final: Path) -> None:
+    for path in final.parent.glob("step-*"):
+        rmtree(path)
+    COMMIT_FOLDER(temporary, final)
+
+
+# Each replaces one name of `folders`.
+MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "no fsync of the tensors": ("write_new_file", partial(unflushed, suffix=".safetensors")),
+    "no fsync of the manifest": ("write_new_file", partial(unflushed, suffix=".json")),
+    "no fsync of the folder": ("commit_folder", partial(rename_only, flush="parent")),
+    "no fsync of the parent": ("commit_folder", partial(rename_only, flush="content")),
+    "no fsync of new parents": ("make_folders", partial(os.makedirs, exist_ok=True)),
+    "no rename": ("commit_folder", lambda temporary, final: None),
+    "old steps removed first": ("commit_folder", pruned_first),
+}
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_step_of_the_protocol_is_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
     name, function = MUTANTS[mutant]
-    monkeypatch.setattr(commit, name, function)
+    monkeypatch.setattr(folders, name, function)
     assert broken_promises(tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitscale.checkpoint import commit
+from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
     read_checkpoint,
@@ -21,8 +21,9 @@ from vitscale.checkpoint.folders import (
     step_folders,
 )
 from vitscale.checkpoint.store import CheckpointStore
+from vitscale.checkpoint.tensors import read_tensors
 from vitscale.config.errors import DivergedError, StorageError, UserError
-from vitscale.distributed import retry
+from vitscale.distributed import atomic_files
 from vitscale.distributed.world import World, process_group
 
 
@@ -60,9 +61,9 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     """Copy and disk hang: the save has returned; what changes after the copy is not saved."""
     copying, writing = threading.Event(), threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
-    take, write = store._host_copy.take, commit.write_new_file
+    take, write = store._host_copy.take, folders.write_new_file
     monkeypatch.setattr(store._host_copy, "take", lambda *a: copying.wait(60) and take(*a))
-    monkeypatch.setattr(commit, "write_new_file", lambda *a: writing.wait(60) and write(*a))
+    monkeypatch.setattr(folders, "write_new_file", lambda *a: writing.wait(60) and write(*a))
     weights, progress = torch.zeros(1000), {"n": 1}
     store.save({"model.a": weights}, step=1, progress=progress, description={})
     progress["n"] = 7
@@ -80,7 +81,7 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     assert committed is not None and committed.step == 1 and committed.warnings == ()
     assert store.wait() is None and store.take_committed() is None, "taken twice"
     checkpoint = read_checkpoint(committed.folder)
-    assert torch.equal(checkpoint.tensors()["model.a"], torch.zeros(1000))
+    assert torch.equal(read_tensors(checkpoint.files)["model.a"], torch.zeros(1000))
     assert checkpoint.progress == {"n": 1}
 
 
@@ -94,7 +95,7 @@ def test_next_save_waits_and_raises_the_previous_error(
     assert read_checkpoint(store.folder / "step-00000001").step == 1, "2 began before 1 was whole"
     store.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "commit_folder", refuse)
+        patch.setattr(folders, "commit_folder", refuse)
         store.save(tensors, step=3, progress={}, description={})
         with pytest.raises(StorageError, match=r"cannot be written \(Input/output error\)"):
             store.save(tensors, step=4, progress={}, description={})
@@ -113,8 +114,8 @@ def test_storage_may_refuse_saves_for_an_hour(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(commit, "write_new_file", refuse)
-    monkeypatch.setattr(retry, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(folders, "write_new_file", refuse)
+    monkeypatch.setattr(atomic_files, "PAUSES_S", (0.0,))
     with pytest.raises(StorageError), CheckpointStore(tmp_path, keep=3, world=world) as store:
         for step in range(1, 6):
             store.save({"model.a": torch.zeros(3)}, step=step, progress={}, description={})
@@ -137,12 +138,12 @@ def test_store_waits_for_its_last_save(
             if stop is not None:
                 raise stop
 
-    write = commit.write_new_file
-    monkeypatch.setattr(commit, "write_new_file", lambda *a: time.sleep(0.2) or write(*a))
+    write = folders.write_new_file
+    monkeypatch.setattr(folders, "write_new_file", lambda *a: time.sleep(0.2) or write(*a))
     with contextlib.suppress(SystemExit, KeyError):
         save_and_stop()
     assert read_checkpoint(tmp_path / "checkpoints/step-00000001").step == 1
-    monkeypatch.setattr(commit, "commit_folder", refuse)
+    monkeypatch.setattr(folders, "commit_folder", refuse)
     with pytest.raises(KeyError if isinstance(stop, KeyError) else StorageError) as caught:
         save_and_stop()
     if isinstance(stop, KeyError):
@@ -175,7 +176,7 @@ def test_save_that_reads_back_differently_is_refused(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, world, step=1)
-    write = commit.write_new_file
+    write = folders.write_new_file
 
     def lying_disk(path: Path, pieces: object) -> tuple[int, str]:
         written = write(path, pieces)
@@ -183,7 +184,7 @@ def test_save_that_reads_back_differently_is_refused(
             flip(path, -1)
         return written
 
-    monkeypatch.setattr(commit, "write_new_file", lying_disk)
+    monkeypatch.setattr(folders, "write_new_file", lying_disk)
     with pytest.raises(UserError, match="does not match its hash"):
         save(tmp_path, world, step=2, keep=1)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")

@@ -14,7 +14,7 @@ from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.waiting import wait_until
 from vitscale.config.errors import StorageError
 from vitscale.distributed.node_files import Column, once_per_node
-from vitscale.distributed.processes import is_alive
+from vitscale.distributed.processes import is_alive, node_name
 
 PER_NODE = 4
 
@@ -83,8 +83,6 @@ def test_what_another_process_made_outlives_it() -> None:
     for array in (column, pickle.loads(pickle.dumps(column))):
         assert array.tolist() == [0, 1, 2, 3, 4]
     # As in a container, where the maker does not exist, or is another process.
-    place = column.path, (1, 1)
-    found = once_per_node(
-        lambda: "own", is_maker=False, gather=lambda own: [own, (own[0], place, None)]
-    )
+    place = node_name(), column.path, (1, 1)
+    found = once_per_node(lambda: "own", is_maker=False, gather=lambda own: [own, place])
     assert found == "own"

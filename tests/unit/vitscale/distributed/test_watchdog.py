@@ -54,10 +54,7 @@ def test_a_silent_node_is_named() -> None:
     assert ranks.turns(15, rest) is None  # 45 s
     found = ranks.turns(1, rest)
     assert found is not None and found.kind is FailureKind.KILLED
-    assert found.what == (
-        "rank 8 on n1, rank 9 on n1, rank 10 on n1, rank 11 on n1 and 4 more ranks has sent no "
-        "heartbeat for 45 s: stopped or killed, or its node is gone"
-    )
+    assert found.what.startswith("rank 8 on n1 (and 7 more) has sent no heartbeat for 45 s")
     assert (found.rank, found.node, found.step, found.reported_by) == (8, "n1", 5, 0)
 
 
@@ -68,7 +65,9 @@ def test_a_lost_peer_is_named_within_periods(gone: int) -> None:
     ranks.dogs[3]._has_lost = True
     assert ranks.turns(1, range(4)) is None, "all are there"
     found = ranks.turns(3, rest)
-    assert found is not None and found.what.startswith(f"rank {gone} on n0 was killed or exited")
+    assert found is not None and found.what.startswith(
+        f"rank {gone} on n0 has sent no heartbeat for 6 s"
+    )
 
 
 def test_a_rank_that_has_ended_is_not_missed() -> None:

@@ -1,14 +1,26 @@
-"""The device of one rank; several ranks are in tests/integration."""
+"""The device and the signals of one rank; several ranks are in tests/integration."""
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from vitscale.config.errors import UserError
-from vitscale.distributed.world import _interface_to, _pick_device
+from vitscale.distributed.world import (
+    STOP_SIGNALS,
+    PreemptionFlag,
+    World,
+    _choose_interface,
+    _pick_device,
+)
 
 
 def _see_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, *, in_slurm: bool) -> None:
@@ -49,5 +61,42 @@ def test_a_driver_too_old_for_torch_is_an_error(monkeypatch: pytest.MonkeyPatch)
     assert _pick_device("cpu", 0).type == "cpu"
 
 
-def test_gloo_takes_the_network_of_the_route_to_the_first_rank() -> None:
-    assert _interface_to("127.0.0.1") == "lo" and _interface_to("nowhere.invalid") is None
+def test_gloo_takes_the_network_of_the_route_to_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = {"rank": 1, "world_size": 2, "local_rank": 0, "local_world_size": 1}
+    world = World(device=torch.device("cpu"), **ranks)
+    address = SimpleNamespace(address="127.0.0.1")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [address], "ib0": [address]})
+    for host, found in (("nowhere.invalid", None), ("127.0.0.1", "ib0")):
+        monkeypatch.setattr(os, "environ", {"MASTER_ADDR": host})
+        _choose_interface(world)
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == found
+
+
+@pytest.fixture
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_handlers_are_restored_without_a_stop() -> None:
+    previous = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with PreemptionFlag() as stop:
+        assert not stop.set_on_any_rank()
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == previous
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_repeated_stop_signal_is_ignored(number: signal.Signals) -> None:
+    with PreemptionFlag() as stop:
+        os.kill(os.getpid(), number)
+        assert stop.set_on_any_rank()
+    for again in STOP_SIGNALS:
+        assert signal.getsignal(again) is signal.SIG_IGN
+        os.kill(os.getpid(), again)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.support.corpora.image_samples import encoded, png, small_samples
-from tests.support.required import skip_or_fail
+from tests.support.levels import skip_or_fail
 from vitscale.config.errors import UserError
 from vitscale.images import crops, decoders
 from vitscale.images.crops import CropBox, CropRequest
