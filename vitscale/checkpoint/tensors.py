@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -51,8 +52,9 @@ class HostCopy:
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._places.clear()  # they would keep a replaced buffer alive
         if self._buffer.numel() != num_bytes:
-            pinned = self._stream is not None
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            if self._stream is not None and num_bytes:
+                pin_in_place(self._buffer)
         if self._stream is not None:
             self._ready = torch.cuda.current_stream(self._device).record_event()
 
@@ -94,6 +96,13 @@ class HostCopy:
             # Ten times as fast as isfinite; NaN is the least and the greatest of everything.
             if not all(map(math.isfinite, torch.aminmax(place)))
         ]
+
+
+def pin_in_place(buffer: torch.Tensor) -> None:
+    """Pin a buffer while it lives; torch's own pinned memory is rounded up to a power of two."""
+    cuda: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
 
 
 SLICE = re.compile(r"(?P<name>.+)@(?P<start>\d+)/(?P<shape>[\dx]*)")

@@ -27,6 +27,7 @@ from vitscale.config.source import read_yaml
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.engine.device_batches import Normalization
+from vitscale.models.interface import round_products
 from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import Architecture
@@ -91,6 +92,8 @@ class InferenceModel:
         """dtype: below fp32 the fp32 weights are rounded where they multiply."""
         self.network = network.eval().requires_grad_(False).to(world.device)
         self.world, self.dtype = world, dtype
+        if dtype != torch.float32:
+            round_products(self.network, dtype)
         self._normalize = Normalization(mean=mean, std=std, device=world.device)
 
     @property

@@ -61,6 +61,13 @@ def classify_in_fp32(*lasts: nn.Module) -> None:
         last.__class__ = kinds.get(type(last), type(last))
 
 
+def round_products(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round once what autocast rounds for every batch, the weights of products; the same bits."""
+    for module in model.modules():
+        if type(module) in (nn.Linear, nn.Conv2d):  # not the last layers in fp32
+            module.to(dtype)
+
+
 def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:
     """Compile each block in place, when it is first used; names and weights stay as they are.
 

@@ -48,6 +48,8 @@ class TimmModel(nn.Module):
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
         assert output in self.known_outputs and not inputs, (output, *inputs)
+        if images_B3SS.is_cuda:  # whose convolutions are faster so; every layer keeps the layout
+            images_B3SS = images_B3SS.contiguous(memory_format=torch.channels_last)
         if output == "logits":
             return super().forward(images_B3SS)
         model: Any = self

@@ -13,10 +13,11 @@ from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay
 
 from pretrain.run import PretrainRun
-from tests.support.engine.small_models import export, small_model
+from tests.support.engine.small_models import export, images_of, small_model
 from vitscale.config.errors import UserError
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import costs
+from vitscale.models.interface import round_products
 from vitscale.models.settings import TimmSettings, ViTSettings
 from vitscale.models.timm_model import (
     TimmModel,
@@ -102,6 +103,39 @@ def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
     assert chosen(ours).keys() == chosen(theirs).keys()
     for key, values in chosen(theirs).items():
         assert chosen(ours)[key] == pytest.approx(values)
+
+
+@pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet_gn"])
+@torch.no_grad()
+def test_images_with_channels_last_give_the_same_and_stay_so(name: str) -> None:
+    """As on a GPU; one layer that made planes of them would undo it for all after it."""
+    model, layouts = built(name).eval(), list[bool]()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Conv2d) and module.kernel_size != (1, 1):
+            module.register_forward_hook(
+                lambda _, given, made: layouts.append(
+                    made.is_contiguous(memory_format=torch.channels_last)
+                )
+            )
+    expected = model(images())
+    layouts.clear()
+    found = model(images().contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, expected)
+    assert len(layouts) > 3 and all(layouts)
+
+
+@pytest.mark.parametrize("family", ["vit", "timm"])
+@torch.no_grad()
+def test_weights_rounded_once_give_the_bits_of_autocast(family: str) -> None:
+    network = small_model(family).network
+    pixels = images_of(small_model(family))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = network(pixels)
+        round_products(network, torch.bfloat16)
+        found = network(pixels)
+    rounded = [each.dtype for each in network.parameters()].count(torch.bfloat16)
+    assert torch.equal(found, expected) and rounded > 5
+    assert next(network.get_submodule("head").parameters()).dtype == torch.float32
 
 
 @torch.no_grad()
