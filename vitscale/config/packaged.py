@@ -1,7 +1,6 @@
 """Find the stages and the packaged configurations: in a checkout, a snapshot or a wheel.
 
-Owns: their folders, and the names of configurations: `deit/b16` is configs/deit/b16.yaml.
-Leaves out: reading them (`source`).
+The name of a configuration is its path: `deit/b16` is configs/deit/b16.yaml.
 """
 
 from __future__ import annotations

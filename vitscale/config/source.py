@@ -125,14 +125,13 @@ def read_yaml(text: str, *, name: str) -> Source:
 
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        what = " ".join(part for part in (error.context, error.problem) if part)
-        where = _place(name, error.problem_mark or error.context_mark)
-        raise UserError(f"not readable as YAML: {what}", where=where) from None
+    # The others: characters that YAML does not allow, and escapes such as "\UFFFFFFFF".
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        # Characters that YAML does not allow, and escapes such as "\UFFFFFFFF".
-        what, where = str(error).splitlines()[0], _place(name, None)
-        raise UserError(f"not readable as YAML: {what}", where=where) from None
+        what, mark = str(error).splitlines()[0], None
+        if isinstance(error, yaml.MarkedYAMLError):
+            what = " ".join(filter(None, (error.context, error.problem)))
+            mark = error.problem_mark or error.context_mark
+        raise UserError(f"not readable as YAML: {what}", where=_place(name, mark)) from None
     return Source(None if node is None else value_of(node, ()), places)
 
 

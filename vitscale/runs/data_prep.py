@@ -134,10 +134,8 @@ class DataPrepRun(Run):
         if self.source.val_labels and self.source.kind != "image_folder":
             yield ("source.val_labels", "is for source.kind=image_folder")
         if self.source.val_per_class and self.source.holdout_fraction:
-            yield (
-                "source.val_per_class",
-                "and source.holdout_fraction are mutually exclusive; remove one of the two",
-            )
+            what = "and source.holdout_fraction are mutually exclusive; remove one of the two"
+            yield ("source.val_per_class", what)
         holds_out = self.source.holdout_fraction or self.source.val_per_class
         if holds_out and self.source.holdout_split == "train":
             yield ("source.holdout_split", "must not be train, from which the images are taken")

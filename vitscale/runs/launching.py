@@ -126,7 +126,6 @@ def launch_problems(
             f"{SIGNAL_EARLY_S} s earlier) leaves no time of launch.timeout_min="
             f"{launch.timeout_min}; lower it or request more time",
         )
-    gpus, tasks = launch.gpus_per_node, launch.tasks_per_node
     if independent_tasks:
         for field, default in {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0}.items():
             if (value := getattr(launch, field)) != default:
@@ -137,8 +136,8 @@ def launch_problems(
     if launch.num_tasks != 1:
         why = "is for data preparation only; the size of this job is launch.nodes x"
         yield ("launch.num_tasks", f"{launch.num_tasks} {why} launch.tasks_per_node")
-    if gpus and tasks != gpus:
-        what = f"{tasks} processes for {gpus} GPUs per node"
+    if launch.gpus_per_node not in (0, launch.tasks_per_node):
+        what = f"{launch.tasks_per_node} processes for {launch.gpus_per_node} GPUs per node"
         yield ("launch.tasks_per_node", f"{what}; set both to the same number, one process per GPU")
 
 

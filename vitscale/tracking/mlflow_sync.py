@@ -280,7 +280,7 @@ def _experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
     # By default, MLflow puts artifacts into ./mlruns of the current folder.
     location = None if database is None else (database.parent / ARTIFACTS_FOLDER).as_uri()
     with suppress(MlflowException):  # it is there already
-        client.create_experiment(name, artifact_location=location)
+        return client.create_experiment(name, artifact_location=location)
     found = client.get_experiment_by_name(name)
     assert found is not None
     return found.experiment_id

@@ -11,7 +11,7 @@ import pytest
 
 from finetune.settings import PredictRun
 from pretrain.run import PretrainRun
-from vitscale.config.command_line import Command, as_markdown, load_command, settings_reference
+from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserError, UserErrors, run_script
 
 CONFIG = "{name: demo, data: {path: s, global_batch: 64}, model: {preset: B/16}, optim: {lr: 1}"
@@ -69,29 +69,6 @@ def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> No
     assert key.startswith("\n## optim\n\n- **`optim.ema`** (") and "optim.lr" not in key
     with pytest.raises(UserError, match="no group or key 'optm'.*\n.*\n.* did you mean optim?"):
         command("--help", "optm")
-
-
-SETTINGS = [
-    # Outside groups, of one stage or two.
-    "- **`images`** (stage: predict; a list, each item text; required). Image files",
-    "- **`stage`** (stage: pretrain). shards -> checkpoint. Which script runs this file: pre",
-    # A choice, its groups, and what two of them share.
-    "## objective (pretrain)\n\n- **`objective`** (a group with the key name: masked_patch_predi",
-    "- **`objective.name`** (name: mae). The pixels of removed",
-    "- **`objective.loss`** (name: supervised, distillation; softmax, ",
-    # What may be null, a list of groups, a group inside one, and a group of two stages.
-    "cutmix_alpha, mode, or null; default null). Mixup and CutMix of",
-    "- **`data.mixture`** (a list, each item a group with the keys path, share; default []). F",
-    "- **`data.mixture.N.share`** (a number at least 0.001 and at most 0.999; required). Share of",
-    "- **`optim.ema.decay`** (a number",
-    "## model (pretrain, predict)\n",
-    "- **`model.depth`** (name: vit; a whole number above 0, or null; default null). Number",
-]
-
-
-def test_reference_lists_every_setting_once() -> None:
-    page = as_markdown(settings_reference({"pretrain": PretrainRun, "predict": PredictRun}))
-    assert [text for text in SETTINGS if page.count(text) != 1] == []
 
 
 def test_options_are_keys() -> None:
