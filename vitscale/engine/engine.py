@@ -119,23 +119,20 @@ class Engine:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients; DeepSpeed divides by the number of accumulated micro-batches."""
-        self._engine.backward(self._guard.checked(loss))
-        self._layout.finish_backward()
+        self._layout.backward(self._guard.checked(loss))
 
     def step(self) -> None:
         """Update at the end of an accumulation; does nothing in its middle.
 
         All ranks skip the update when a loss or gradient of any rank is not finite.
         """
-        is_update = self._engine.is_gradient_accumulation_boundary()
-        if is_update:
-            self._layout.measure_norm()
-        self._engine.step()
-        if is_update:
-            self._layout.finish_update()
-            self._renew_remainders()
-            self._guard.finish()
-            self._average_weights()
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # which counts micro-steps
+            return
+        self._layout.update()
+        self._renew_remainders()
+        self._guard.finish()
+        self._average_weights()
 
     def health(self) -> Health:
         """Updates skipped so far. Waits for the device: for log intervals."""

@@ -1,12 +1,7 @@
-"""Find weights and optimiser states where DeepSpeed keeps them.
+"""Find weights and optimiser states where DeepSpeed 0.19.8 keeps them: its private parts.
 
-Owns: the private parts of DeepSpeed, one class per layout. `PlainLayout`: no ZeRO, whole tensors on
-every rank. `FlatLayout`: ZeRO 1 and 2, one flat fp32 tensor per parameter group, of which each rank
-holds a slice. `PartitionedLayout`: ZeRO 3, each parameter in equal slices. All of them name the
-`Part` of each parameter that this rank saves; values are read and written there.
-Leaves out: what is trained, averaged, saved or compared (`engine`).
-
-Written for DeepSpeed 0.19.8.
+Each layout names the `Part` of each parameter that this rank saves; values are read and written
+there.
 """
 
 from __future__ import annotations
@@ -116,7 +111,6 @@ class Part:
     """
 
     name: str
-    """Name of the parameter."""
     shape: torch.Size
     """Shape of the whole parameter."""
     start: int
@@ -172,16 +166,15 @@ class Layout(ABC):
         """
         self.publish_weights()
 
-    def finish_backward(self) -> None:
-        """Call after each backward pass."""
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a micro-batch."""
+        self._engine.backward(loss)
         if self._sums is not None:
             self._sums.finish()
 
-    def measure_norm(self) -> None:  # noqa: B027  # does nothing here
-        """Called before an update. ZeRO's optimisers measure the norm themselves."""
-
-    def finish_update(self) -> None:
-        """Call after each update."""
+    def update(self) -> None:
+        """Update the weights at the end of an accumulation."""
+        self._engine.step()
         if self._sums is not None:
             self._sums.clear()
 
@@ -240,10 +233,11 @@ class PlainLayout(Layout):
             for tensor in (parameter.detach(), *states):
                 broadcast_tensor(tensor, source=number % self._world.world_size)
 
-    def measure_norm(self) -> None:
+    def update(self) -> None:
         # Gradients are averaged over the ranks by now, and not yet clipped.
         gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
         self._norm = torch.nn.utils.get_total_norm(gradients)
+        super().update()
 
     def norm(self) -> Any:
         return self._norm
