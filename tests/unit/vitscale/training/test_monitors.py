@@ -24,30 +24,42 @@ from vitscale.training.interval_log import (
     positions_of_step,
 )
 
+STEPS: dict[str, int] = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
 PLAN = TrainingPlan(
-    world_size=2,
-    global_batch=8,
-    micro_batch=2,
-    accumulation=2,
-    num_samples=1000,
-    total_steps=100,
-    warmup_steps=0,
-    cooldown_steps=0,
+    world_size=2, global_batch=8, micro_batch=2, accumulation=2, num_samples=1000, **STEPS
 )
+ORDER = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
+DATA: Any = SimpleNamespace(order=ORDER, parts=())
 
 
 class Ranks:
-    """What rank 0 gathers: its own, and what `others` send; and what is said."""
-
-    others: list[Any] = []
-    sent: Any = None
+    """What rank 0 gathers: its own, and what `others` send; and what it says."""
 
     def __init__(self) -> None:
+        self.others: list[Any] = []
+        self.sent: Any = None
         self.said: list[str] = []
 
     def gather(self, own: Any) -> list[Any]:
         self.sent = own
         return [own, *self.others]
+
+    def unreadable(self, max_fraction: float) -> UnreadableSampleMonitor:
+        return UnreadableSampleMonitor(data=DATA, max_fraction=max_fraction, say=self.said.append)
+
+    def skipped(self) -> SkippedUpdateMonitor:
+        start: dict[str, int] = {"start_step": 0, "num_skipped": 0}
+        return SkippedUpdateMonitor(data=DATA, plan=PLAN, say=self.said.append, **start)
+
+    def report(
+        self, monitor: UnreadableSampleMonitor, own: Any, other: Any = (), num_seen: int = 10
+    ) -> list[str]:
+        """What is said at step 10 of an epoch of 1,000 samples."""
+        self.others = [(len(other), [(f"'key {each.sample} of 0'", each) for each in other])]
+        self.said.clear()
+        monitor.add(own)
+        monitor.report(10, num_seen=num_seen, num_samples=1000)
+        return self.said
 
 
 @pytest.fixture
@@ -55,52 +67,27 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """Instead of collectives; names of samples without an index."""
     ranks = Ranks()
     monkeypatch.setattr(interval_log, "gather_objects", ranks.gather)
-    monkeypatch.setattr(interval_log, "sample_names", lambda parts, samples: names_of(samples))
+    names = "'key {} of {}'".format
+    monkeypatch.setattr(
+        interval_log, "sample_names", lambda _, found: [names(i, part) for part, i in found]
+    )
     return ranks
-
-
-def names_of(samples: list[tuple[int, int]]) -> list[str]:
-    return [f"'key {sample} of {part}'" for part, sample in samples]
 
 
 def lost(*samples: int, part: int = 0) -> list[Unreadable]:
     return [Unreadable(part, sample, f"{sample}.tar", "broken") for sample in samples]
 
 
-def report(
-    monitor: UnreadableSampleMonitor,
-    ranks: Ranks,
-    own: list[Unreadable],
-    other: list[Unreadable],
-    *,
-    num_seen: int = 10,
-) -> list[str]:
-    """What is said at step 10 of an epoch of 1,000 samples."""
-    names = names_of([(each.part, each.sample) for each in other])
-    ranks.others = [(len(other), list(zip(names, other, strict=True)))]
-    ranks.said.clear()
-    monitor.add(own)
-    monitor.report(10, num_seen=num_seen, num_samples=1000)
-    return ranks.said
-
-
-def unreadable_monitor(ranks: Ranks, max_fraction: float = 0.1) -> UnreadableSampleMonitor:
-    data: Any = SimpleNamespace(parts=(), order=object())
-    return UnreadableSampleMonitor(data=data, max_fraction=max_fraction, say=ranks.said.append)
-
-
 def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
-    monitor = unreadable_monitor(ranks)
-    messages = report(monitor, ranks, [], lost(*range(UNREADABLE_SHOWN)))
-    assert len(messages) == UNREADABLE_SHOWN + 1 and monitor.num_replaced == 10
-    assert report(monitor, ranks, lost(77, part=1), []) == [
+    monitor = ranks.unreadable(0.1)
+    assert len(ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN)))) == UNREADABLE_SHOWN + 1
+    assert ranks.report(monitor, lost(77, part=1)) == [
         "77.tar: sample 'key 77 of 1' was replaced: broken",
         "step 10: 11 samples replaced since the start",
     ]
-    assert report(monitor, ranks, [], []) == []
-    assert monitor.num_replaced == 11
+    assert ranks.report(monitor, []) == [] and monitor.num_replaced == 11
     # Of many only the first are sent and named.
-    messages = report(monitor, ranks, lost(*range(50)), lost(90))
+    messages = ranks.report(monitor, lost(*range(50)), lost(90))
     assert len(messages) == UNREADABLE_SHOWN + 1 and len(ranks.sent[1]) == UNREADABLE_SHOWN
     assert messages[-1] == (
         "step 10: 62 samples replaced since the start; 41 of the last 51 are not named here"
@@ -108,27 +95,19 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
 
 
 def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
-    monitor = unreadable_monitor(ranks, 0.01)
-    report(monitor, ranks, lost(*range(10)), [])  # 10 of an epoch of 1,000
-    report(monitor, ranks, lost(11), [], num_seen=2000)  # 11 of 2,000 seen
+    monitor = ranks.unreadable(0.01)
+    ranks.report(monitor, lost(*range(10)))  # 10 of an epoch of 1,000
+    ranks.report(monitor, lost(11), num_seen=2000)  # 11 of 2,000 seen
     with pytest.raises(UserError, match=r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"):
-        report(monitor, ranks, [], lost(0), num_seen=20)
+        ranks.report(monitor, [], lost(0), num_seen=20)
 
 
 def health(skipped: int, *, longest: int = 1) -> Health:
     return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_step=None)
 
 
-def skipped_monitor(ranks: Ranks) -> SkippedUpdateMonitor:
-    order = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
-    data: Any = SimpleNamespace(order=order, parts=())
-    return SkippedUpdateMonitor(
-        data=data, plan=PLAN, start_step=0, num_skipped=0, say=ranks.said.append
-    )
-
-
-def test_skipped_updates_are_reported_with_their_samples(ranks: Ranks) -> None:
-    monitor, ranks.others = skipped_monitor(ranks), [1]
+def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> None:
+    monitor, ranks.others = ranks.skipped(), [1]
     for _ in range(2):
         monitor.update(health(2), step=20, loss_scale=None)
     # Step 3 starts at sample 16; micro-step 1 of rank 1 is its last pair.
@@ -138,23 +117,21 @@ def test_skipped_updates_are_reported_with_their_samples(ranks: Ranks) -> None:
     ]
 
 
-@pytest.mark.parametrize("loss_scale", [None, 1.0])
-def test_too_many_skipped_updates_in_a_row_end_the_run(
-    ranks: Ranks, loss_scale: float | None
-) -> None:
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks, scale: float | None) -> None:
     """But while fp16 searches its scale."""
-    monitor = skipped_monitor(ranks)
-    monitor.update(health(9, longest=9), step=20, loss_scale=loss_scale)
+    monitor = ranks.skipped()
+    monitor.update(health(9, longest=9), step=20, loss_scale=scale)
     monitor.update(health(19, longest=10), step=20, loss_scale=1024.0)
     with pytest.raises(UserError, match="10 updates in a row were skipped, the last at step 3"):
-        monitor.update(health(20, longest=10), step=20, loss_scale=loss_scale)
+        monitor.update(health(20, longest=10), step=20, loss_scale=scale)
 
 
 @pytest.mark.parametrize("interval", [1, 7, 100, 400])
 def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     ranks: Ranks, interval: int
 ) -> None:
-    few, many = skipped_monitor(ranks), skipped_monitor(ranks)
+    few, many = ranks.skipped(), ranks.skipped()
     for step in range(interval, 801, interval):
         few.update(health(step // 20), step=step, loss_scale=None)
     with pytest.raises(UserError, match=r"of the last \d+ updates were skipped"):

@@ -39,11 +39,6 @@ def safetensors(network: Any, tmp_path: Path) -> Path:
     return tmp_path / "teacher.safetensors"
 
 
-def torch_file(path: Path, content: Any) -> Path:
-    torch.save(content, path)
-    return path
-
-
 def images(size: int) -> torch.Tensor:
     return torch.randint(
         0, 256, (2, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
@@ -86,7 +81,8 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
 
 def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> None:
     vit = timm.create_model("test_vit", num_classes=CLASSES)
-    path = torch_file(tmp_path / "vit.pth", vit.state_dict())
+    path = tmp_path / "vit.pth"
+    torch.save(vit.state_dict(), path)
     teacher = opened(path, model="test_vit", image_size=64)
     assert teacher.logits(images(64)).shape == (2, CLASSES)
     with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
