@@ -14,16 +14,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from vitscale.config import packaged
 from vitscale.config.errors import UserError, did_you_mean, run_script
-from vitscale.config.packaged import (
-    CONFIGS,
-    INSIDE,
-    IS_WHEEL,
-    PROJECT_ROOT,
-    config_names,
-    find_config,
-    similar_configs,
-)
+from vitscale.config.packaged import CONFIGS, config_names
 
 PREPARE = {
     "shards": ("data_prep/make_shards.py", "images -> shuffled shards, an index and a ledger"),
@@ -114,10 +107,8 @@ def show(program: str, commands: dict[str, tuple[str, str]]) -> None:
 
 def _known(name: str, commands: dict[str, tuple[str, str]]) -> tuple[str, str]:
     if name not in commands:
-        names = list(commands)
-        step = did_you_mean(name, names, "vitscale --help")
-        where, allowed = "command line", ", ".join(names)
-        raise UserError(f"{name!r} is no command", where=where, allowed=allowed, next_step=step)
+        what, step = f"{name!r} is no command", did_you_mean(name, [*commands], "vitscale --help")
+        raise UserError(what, where="vitscale", allowed=", ".join(commands), next_step=step)
     return commands[name]
 
 
@@ -145,10 +136,10 @@ def _check_stage(name: str, words: Sequence[str]) -> None:
 
 def execute(script: str, words: Sequence[str]) -> NoReturn:
     """Become `python SCRIPT WORDS`."""
-    if IS_WHEEL:  # its stages are on no path of their own
-        paths = [str(INSIDE), os.environ.get("PYTHONPATH")]
+    if packaged.IS_WHEEL:  # its stages are on no path of their own
+        paths = [str(packaged.INSIDE), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.execv(sys.executable, [sys.executable, str(PROJECT_ROOT / script), *words])
+    os.execv(sys.executable, [sys.executable, str(packaged.PROJECT_ROOT / script), *words])
 
 
 def list_configs(words: Sequence[str]) -> None:
@@ -164,9 +155,9 @@ def copy_config(words: Sequence[str]) -> None:
     from vitscale.config.source import read_yaml
 
     name = words[0] if len(words) == 1 else ""
-    found = Path(find_config(name))
+    found = Path(packaged.find_config(name))
     if not found.is_relative_to(CONFIGS):
-        what, step = f"{name!r} is no packaged configuration", similar_configs(name)
+        what, step = f"{name!r} is no packaged configuration", packaged.similar_configs(name)
         raise UserError(what, where="copy", allowed="one name", next_step=step)
     path: Path | None = found
     while path is not None:
@@ -183,18 +174,13 @@ def copy_config(words: Sequence[str]) -> None:
 
 def complete(words: Sequence[str]) -> None:
     """Print a shell's completion; after `words`, what may follow the words after that."""
-    match words:
-        case ["words"]:
-            print(*COMMANDS, sep="\n")
-        case ["words", "prepare"]:
-            print(*PREPARE, sep="\n")
-        case ["words", "configs"]:
-            print("copy")
-        case ["words", *_, last]:
-            print(*(config_names() if last in (*WITH_CONFIG, "copy") else ()), sep="\n")
-        case _:
-            shells = {name: (text, "") for name, text in COMPLETION.items()}
-            print(_known(words[0] if words else "", shells)[0])
+    if words[:1] == ["words"]:
+        names = config_names() if words[-1] in (*WITH_CONFIG, "copy") else ()
+        followers = {"words": COMMANDS, "prepare": PREPARE, "configs": ("copy",)}
+        print(*followers.get(words[-1], names), sep="\n")
+    else:
+        shells = {name: (text, "") for name, text in COMPLETION.items()}
+        print(_known(words[0] if words else "", shells)[0])
 
 
 if __name__ == "__main__":
