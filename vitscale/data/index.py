@@ -134,10 +134,7 @@ class SplitIndex:
         return len(self.label)
 
     def subset(self, rows: np.ndarray, *, name: str) -> SplitIndex:
-        """Select samples, in stored order; `name` becomes part of the fingerprint.
-
-        rows: increasing.
-        """
+        """Select samples. rows: increasing. name: becomes part of the fingerprint."""
         rows = narrowed(rows)
         lengths = np.bincount(self.shard_of[rows], minlength=len(self.shard_lengths))
         digest = hashlib.sha256(f"{self.fingerprint}\0{name}".encode()).hexdigest()
@@ -239,12 +236,9 @@ def read_split(
     folder = location_of(folder)
     manifest = read_manifest(folder)
     if split not in manifest.splits:
-        raise UserError(
-            f"no split {split!r}",
-            where=str(folder),
-            allowed=", ".join(sorted(manifest.splits)),
-            next_step=f"set {key}" if key else None,
-        )
+        what, known = f"no split {split!r}", ", ".join(sorted(manifest.splits))
+        next_step = f"set {key}" if key else None
+        raise UserError(what, where=str(folder), allowed=known, next_step=next_step)
     entry, root = manifest.splits[split], location_of_tars(folder, manifest)
     files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
     files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
@@ -278,11 +272,9 @@ def read_split(
         and np.all(offset + length <= shard_bytes[shard_of])
     )
     if not agrees:
-        raise UserError(
-            f"disagrees with {MANIFEST_NAME} (samples, tars, labels or offsets of {split!r})",
-            where=str(folder / INDEX_NAME),
-            next_step="make the shards again",
-        )
+        what = f"disagrees with {MANIFEST_NAME} (samples, tars, labels or offsets of {split!r})"
+        where = str(folder / INDEX_NAME)
+        raise UserError(what, where=where, next_step="make the shards again")
     hashes = table.column("blake3").combine_chunks()
     words = np.frombuffer(hashes.buffers()[1], "<u8")[4 * hashes.offset :]
     points: tuple[Path, ...] = ()
@@ -331,15 +323,12 @@ def narrowed(values: np.ndarray) -> np.ndarray:
 
 def location_of_tars(folder: Location, manifest: Manifest) -> Location:
     """Folder of the tars. Raises UserError if it cannot be read from this machine."""
-    named = manifest.shards_root
+    named, where = manifest.shards_root, f"{folder / MANIFEST_NAME}: shards_root"
     if is_url(named):
-        return location_of(named, where=f"{folder / MANIFEST_NAME}: shards_root")
+        return location_of(named, where=where)
     if isinstance(folder, Url) and Path(named).is_absolute():
-        raise UserError(
-            f"is {named!r}, a path on one machine, but the manifest was read from a URL",
-            where=f"{folder / MANIFEST_NAME}: shards_root",
-            next_step="set it to the URL of the tars",
-        )
+        what = f"is {named!r}, a path on one machine, but the manifest was read from a URL"
+        raise UserError(what, where=where, next_step="set it to the URL of the tars")
     return folder / named
 
 
@@ -372,21 +361,16 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
     try:
         text = pa.array([Path(path).expanduser().read_text("utf-8")], pa.large_string())
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error})",
-            where="data.only_keys",
-            allowed="UTF-8 text with one key per line",
-        ) from None
+        what, allowed = f"{path} cannot be read ({error})", "UTF-8 text with one key per line"
+        raise UserError(what, where="data.only_keys", allowed=allowed) from None
     wanted = pc.split_pattern(text, "\n").flatten()
     keys = read_columns(index.index_path, index.split, ["key"]).column("key").cast(wanted.type)
     stored = np.arange(len(keys)) if index.stored is None else index.stored
     rows = np.flatnonzero(pc.is_in(keys, value_set=wanted).to_numpy()[stored])
     if not len(rows):
-        raise UserError(
-            f"none of the {index.num_samples:,} samples has one of the keys of {path}",
-            where="data.only_keys",
-            allowed=f"keys of {index.split!r} of {index.folder}, such as {keys[0].as_py()!r}",
-        )
+        what = f"none of the {index.num_samples:,} samples has one of the keys of {path}"
+        allowed = f"keys of {index.split!r} of {index.folder}, such as {keys[0].as_py()!r}"
+        raise UserError(what, where="data.only_keys", allowed=allowed)
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
     return replace(index.subset(rows, name=f"keys {digest}"), key_hash=digest)
 

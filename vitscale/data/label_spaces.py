@@ -45,8 +45,5 @@ def timm_file(name: str, *, where: str) -> Path:
         path = Path(folder, "data", "_info", name)
         if path.is_file():
             return path
-    raise UserError(
-        f"{name} comes with timm, and the installed timm has none",
-        where=where,
-        next_step="pip install -U timm",
-    )
+    what = f"{name} comes with timm, and the installed timm has none"
+    raise UserError(what, where=where, next_step="pip install -U timm")

@@ -152,12 +152,9 @@ class DataSettings(Section):
         if self.dev_percent == 0 or 0 < num < num_samples:
             return num
         share = f"{self.dev_percent:g} % of {num_samples:,} training samples"
-        raise UserError(
-            f"{share} is {num:,}, which leaves none to {'train on' if num else 'evaluate'}",
-            where="data.dev_percent",
-            allowed=f"a share of 1 to {num_samples - 1:,} samples" if num_samples > 1 else None,
-            next_step="change data.dev_percent, or use more samples",
-        )
+        what = f"{share} is {num:,}, which leaves none to {'train on' if num else 'evaluate'}"
+        allowed = f"a share of 1 to {num_samples - 1:,} samples" if num_samples > 1 else None
+        raise UserError(what, where="data.dev_percent", allowed=allowed)
 
     @property
     def is_streamed(self) -> bool:

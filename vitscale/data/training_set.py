@@ -44,9 +44,9 @@ class TrainingSet:
 def open_training_set(
     settings: DataSettings, *, seed: int, check_files: bool = True
 ) -> TrainingSet:
-    """Read every index. Raises UserError for damaged folders and incompatible label maps.
+    """Read every index. check_files: False where another rank checks that the shards are there.
 
-    check_files: False where another rank checks that the shards are there.
+    Raises UserError for damaged folders and incompatible label maps.
     """
     if settings.is_streamed:
         return _streamed_set(settings)
@@ -67,12 +67,9 @@ def open_training_set(
     parts = (first, *(read(mixed_in.path) for mixed_in in settings.mixture))
     for number, part in enumerate(parts[1:]):
         if part.label_map_sha256 != first.label_map_sha256:
-            raise UserError(
-                f"its {len(part.classes)} classes differ from the {len(first.classes)} of "
-                f"{settings.path}",
-                where=f"data.mixture[{number}].path",
-                next_step="prepare both with the same labels.space",
-            )
+            where, num = f"data.mixture[{number}].path", len(part.classes)
+            what = f"its {num} classes differ from the {len(first.classes)} of {settings.path}"
+            raise UserError(what, where=where, next_step="prepare both with the same labels.space")
     _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
     orders = (
@@ -164,8 +161,6 @@ def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -
         sizes = [each.num_bytes for each in part.shards if isinstance(each, RemoteFile)]
         needed += sum(sorted(sizes)[-BLOCK_SHARDS:])
     if needed > remote_settings.cache_gib * 2**30:
-        raise UserError(
-            f"less than the {BLOCK_SHARDS} largest shards of each set, which are read at once",
-            where="data.remote.cache_gib",
-            allowed=f"{needed / 2**30:.3g} GiB or more; twice as much allows prefetching",
-        )
+        what = f"less than the {BLOCK_SHARDS} largest shards of each set, which are read at once"
+        allowed = f"{needed / 2**30:.3g} GiB or more; twice as much allows prefetching"
+        raise UserError(what, where="data.remote.cache_gib", allowed=allowed)
