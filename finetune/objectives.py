@@ -26,7 +26,7 @@ class PredictionsDrawn(Objective):
         import torch
 
         from vitscale.data.samples import EvaluationSamples
-        from vitscale.images.sheet import caption, save_figure, sheet
+        from vitscale.evaluation.sheet import caption, save_figure, sheet
 
         index, engine, size = session.val_index, session.engine, session.arch.image_size
         if index is None:

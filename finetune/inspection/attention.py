@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from finetune.inspection.visualized import Visualized
+from vitscale.evaluation.sheet import Cell, caption, sheet
 from vitscale.evaluation.trained_model import InferenceModel
-from vitscale.images.sheet import Cell, caption, sheet
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,8 +12,8 @@ from finetune.inspection.weights import draw_filters, draw_positions
 from finetune.settings import PICTURES, VisualizeRun
 from vitscale.config.errors import UserError, not_written
 from vitscale.distributed.world import World
+from vitscale.evaluation.sheet import save_figure
 from vitscale.evaluation.trained_model import open_model
-from vitscale.images.sheet import save_figure
 from vitscale.models.settings import ViTSettings
 from vitscale.tracking.mlflow_sync import upload
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vitscale.data.samples import EvaluationSamples
-from vitscale.images.sheet import save_figure, sheet
+from vitscale.evaluation.sheet import save_figure, sheet
 
 if TYPE_CHECKING:
     from vitscale.training.session import TrainingSession

@@ -67,7 +67,7 @@ class Confusion(PassEvaluation):
         import torch
 
         from vitscale.data.samples import EvaluationSamples
-        from vitscale.images.sheet import caption, save_figure, sheet
+        from vitscale.evaluation.sheet import caption, save_figure, sheet
 
         subject, size = self._subject, self._subject.image_size
 

@@ -45,8 +45,8 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
+from vitscale.evaluation.sheet import caption
 from vitscale.evaluation.trained_model import InferenceModel
-from vitscale.images.sheet import caption
 from vitscale.models.positions import sincos_position_embedding
 
 
