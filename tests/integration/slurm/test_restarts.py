@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
 from tests.integration.slurm.conftest import wait_for_files
+from tests.support.required import skip_or_fail
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings
 
@@ -113,6 +115,8 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_pa
 @pytest.mark.parametrize(("node", "nodes"), [("n1", 1), ("n2", "1-2")])
 def test_a_node_without_python_is_left(slurm, submit, tmp_path, node, nodes) -> None:
     """n1 runs the batch script too, whose last lines are Python; n2 a task alone."""
+    if subprocess.run(["unshare", "--mount", "true"]).returncode:
+        skip_or_fail("cannot hide a folder from a node: only root may mount")
 
     def restart(without: Path | None) -> None:
         slurm.kill(node)
