@@ -12,7 +12,7 @@ import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
 from tests.integration.slurm.conftest import wait_for_files
-from tests.support.required import skip_or_fail
+from tests.support.levels import skip_or_fail
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings
 
