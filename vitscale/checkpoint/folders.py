@@ -140,10 +140,7 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest that agrees with its own hash.
-
-    Raises UserError, OSError, ValueError or such.
-    """
+    """A manifest that agrees with its own hash. Raises UserError, OSError, ValueError or such."""
     manifest = json.loads(path.read_text())
     if (version := manifest["format_version"]) != FORMAT_VERSION:
         what = f"format version {version!r} is unknown"

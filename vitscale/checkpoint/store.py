@@ -54,10 +54,8 @@ class CheckpointStore:
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """`newest_checkpoint`, the same on all ranks, which share the verification."""
-        rank, world_size = self.world.rank, self.world.world_size
-        return newest_checkpoint(
-            self.folder, rank=rank, world_size=world_size, gather=gather_objects
-        )
+        ranks = {"rank": self.world.rank, "world_size": self.world.world_size}
+        return newest_checkpoint(self.folder, gather=gather_objects, **ranks)
 
     def save(
         self,

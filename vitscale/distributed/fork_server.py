@@ -17,8 +17,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -36,8 +36,6 @@ ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
 }
 PR_SET_PDEATHSIG = 1
-# Of pyarrow's memory pool; jemalloc prepares itself for forks.
-HARMLESS_THREADS = {"jemalloc_bg_thd"}
 
 
 def start_server(imports: Sequence[str]) -> None:
@@ -49,14 +47,17 @@ def start_server(imports: Sequence[str]) -> None:
     forkserver.set_forkserver_preload(list(imports))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     saved = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    start_fresh = multiprocessing.util.spawnv_passfds
     os.environ.update(ENVIRONMENT)
     try:
         # Both inherit the mask. Starting the tracker unblocks SIGTERM.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        with _forked_server():
-            forkserver.ensure_running()
+        if has_one_thread():
+            multiprocessing.util.spawnv_passfds = _fork  # type: ignore[assignment]  # names differ
+        forkserver.ensure_running()
     finally:
+        multiprocessing.util.spawnv_passfds = start_fresh
         for name in ENVIRONMENT:
             del os.environ[name]
         os.environ.update(saved)
@@ -97,30 +98,18 @@ def has_one_thread(pid: int | None = None) -> bool:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             name = (thread / "comm").read_text().strip()
-            if thread.name != str(pid) and name not in HARMLESS_THREADS:
+            # jemalloc, which pyarrow has, prepares itself for forks.
+            if thread.name != str(pid) and name != "jemalloc_bg_thd":
                 return False
     return True
 
 
-@contextmanager
-def _forked_server() -> Iterator[None]:
-    """Let Python start its server as a fork, where that is safe, instead of a new interpreter."""
-    if not has_one_thread():
-        yield
-        return
-    start_fresh = multiprocessing.util.spawnv_passfds
-
-    def start(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            _become_server(arguments[-1], set(descriptors))
-        return pid
-
-    multiprocessing.util.spawnv_passfds = start  # type: ignore[assignment]  # names differ
-    try:
-        yield
-    finally:
-        multiprocessing.util.spawnv_passfds = start_fresh
+def _fork(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+    """Start Python's server as a fork, instead of a new interpreter."""
+    pid = os.fork()
+    if pid == 0:
+        _become_server(arguments[-1], set(descriptors))
+    return pid
 
 
 def _become_server(command: str, descriptors: set[int]) -> NoReturn:

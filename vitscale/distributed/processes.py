@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,19 +43,17 @@ def num_gpus() -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
 
 
-def threads_per_rank(
-    *, world_size: int, local_world_size: int, environment: Mapping[str, str] = os.environ
-) -> int:
+def threads_per_rank(*, world_size: int, local_world_size: int) -> int:
     """CPU threads of this rank: the CPUs of its SLURM task, else its share of the usable cores.
 
     OMP_NUM_THREADS limits them further.
     """
     threads = num_cores() // local_world_size
     # Where srun started each rank; a launcher inside one task shares its CPUs.
-    if environment.get("SLURM_STEP_NUM_TASKS") == str(world_size):
-        threads = min(num_cores(), int(environment.get("SLURM_CPUS_PER_TASK", threads)))
+    if os.environ.get("SLURM_STEP_NUM_TASKS") == str(world_size):
+        threads = min(num_cores(), int(os.environ.get("SLURM_CPUS_PER_TASK", threads)))
     # A list has one number for each level of nested regions.
-    limit = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if limit.isdecimal():
         threads = min(threads, int(limit))
     return max(1, threads)

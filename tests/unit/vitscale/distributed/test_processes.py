@@ -40,8 +40,8 @@ def test_ranks_share_the_cores_of_a_node(
     monkeypatch: pytest.MonkeyPatch, local_ranks: int, environment: dict[str, str], threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    found = threads_per_rank(world_size=4, local_world_size=local_ranks, environment=environment)
-    assert found == threads
+    monkeypatch.setattr(os, "environ", environment)
+    assert threads_per_rank(world_size=4, local_world_size=local_ranks) == threads
 
 
 def test_a_zombie_counts_as_dead() -> None:
