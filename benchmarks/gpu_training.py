@@ -1,27 +1,37 @@
 """Measure training on one device: our engine beside a bare loop and timm's, and with real images.
 
-    python benchmarks/gpu_training.py --json results.json          # one GPU: B/16, L/16 and H/14
+    python benchmarks/gpu_training.py --sections probe recipes host --json first.json
     python benchmarks/gpu_training.py --device cpu --toy           # to show that it works
 
-First each model by itself, with ZeRO 1 and compiled: images/s, model FLOP/s over the datasheet's
-and over those of a large matrix product, peak memory beside the estimate of a dry run. Then ZeRO 0
-to 3, a bare PyTorch loop and timm's step of one model, in turn. Then the same model on JPEGs,
-through the loader, beside batches that are on the device already. One rank does not communicate, so
-ZeRO costs its hooks, copies and checks here.
+One rank does not communicate, so ZeRO costs its hooks, copies and checks here. Sections, in order:
+    probe    versions, attention kernel, rate of a large matrix product
+    recipes  every ZeRO stage with every kind of recipe, ten steps of B/16 each
+    host     time of an update whose kernels are too small to matter, and its calls of ATen
+    models   each model with ZeRO 1: images/s, share of the product's rate, peak memory
+    kernels  where the time of a step of each model goes
+    loops    the engine, a bare PyTorch loop and timm's step, in turn, all compiled
+    stall    how long training stops for a checkpoint
+    data     JPEGs through the loader, beside batches that are on the device
+Nothing begins after `--minutes`; `--json` is written after every measurement.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
+import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
@@ -39,6 +49,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.training_loops import (
     BareLoop,
+    Calls,
     EngineLoop,
     Images,
     Task,
@@ -50,6 +61,7 @@ from benchmarks.training_loops import (
     synchronize,
 )
 from pretrain.run import PretrainRun
+from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.errors import run_script
 from vitscale.config.loader import load_run
 from vitscale.data.loader import training_batches
@@ -91,16 +103,33 @@ MODELS = {
     "H14": Model("vit_h14", 128, "vit_huge_patch14_224"),
 }
 COMPARED = "L16"
+# Kinds of recipes, as overrides; LAMB needs whole tensors.
+RECIPES = {
+    "adamw": (),
+    "layer decay": ("optim.layer_decay=0.75",),
+    "bf16 moment": ("optim.momentum_dtype=bf16",),
+    "average": ("optim.ema.decay=0.99",),
+    "drop path": ("model.drop_path=0.1",),
+    "recomputed": ("engine.activation_checkpointing=true",),
+    "lamb": ("optim.name=lamb", "optim.lr=1e-3"),
+    "sgd": ("optim.name=sgd",),
+    "mae": ("objective.name=mae", "model.positions=sincos2d_mae", "model.num_classes=null"),
+}
+RECIPE_BATCH, HOST_BATCH, RECIPE_STEPS = 32, 4, 10
+SECTIONS = ("probe", "recipes", "host", "models", "kernels", "loops", "stall", "data")
 # Several loops are in memory at once.
 COMPARED_SHARE = 0.5
 # Largest gap to the losses of the bare loop, over its first loss; other sums of bf16.
 MAX_GAP = 0.05
 WARM_UP = 10
+NUM_KERNELS = 20
 
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--minutes", type=float, default=9, help="of one call")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--images", type=Path, help="folder or tar of JPEGs; default: noise")
     parser.add_argument("--total-mib", type=float, default=700, help="images are repeated")
@@ -114,9 +143,10 @@ def main() -> None:
 def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     threads = 1 if options.toy else None
     with process_group(device=options.device, timeout_min=10, num_threads=threads) as world:
-        bench = Bench(options=options, world=world)
-        results = {"models": bench.models(), "loops": bench.loops(), "data": bench.data(work)}
-    return results
+        bench = Bench(options=options, world=world, work=work)
+        for section in options.sections:
+            getattr(bench, section)()
+    return bench.results
 
 
 @dataclass(kw_only=True)
@@ -125,6 +155,25 @@ class Bench:
 
     options: argparse.Namespace
     world: World
+    work: Path
+    results: dict[str, Any] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def keep(self, *keys: str, found: Any) -> None:
+        """Add a result and write all of them."""
+        place = self.results
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = found
+        if self.options.json:
+            self.options.json.write_text(json.dumps(self.results, indent=1) + "\n")
+
+    def has_time(self, what: str) -> bool:
+        """Whether a measurement may begin; a line says which one does not."""
+        if time.monotonic() - self.began < self.options.minutes * 60:
+            return True
+        print(f"{what}: left out, {self.options.minutes:g} minutes are over", flush=True)
+        return False
 
     @property
     def on_gpu(self) -> bool:
@@ -134,20 +183,148 @@ class Bench:
     def precision(self) -> str:
         return "bf16" if self.on_gpu else "fp32"
 
-    def task(self, name: str, *, share: float = 1.0) -> Task:
-        """A model with a share of its batch."""
+    def task(self, name: str, *more: str, share: float = 1.0, batch: int | None = None) -> Task:
+        """A model with a share of its batch, or another, and further overrides."""
         start_afresh(self.world.device)
-        batch = 4 if self.options.toy else int(MODELS[name].batch * share)
+        batch = 4 if self.options.toy else batch or int(MODELS[name].batch * share)
         sizes = (f"data.global_batch={batch}", f"engine.max_micro_batch={batch}")
-        given = [*PLAIN, *(TINY if self.options.toy else ()), *sizes]
+        given = [each for each in PLAIN if "objective.name=mae" not in more or "loss" not in each]
+        given += [*(TINY if self.options.toy else ()), *sizes]
         given += [f"engine.device={self.world.device.type}", f"engine.precision={self.precision}"]
+        given += more
         path = ROOT / "configs" / f"{MODELS[name].config}.yaml"
         run = load_run(PretrainRun, path, overrides=given, with_site=False).run
         return Task(run=run, device=self.world.device)
 
-    def models(self) -> dict[str, dict[str, Any]]:
+    def probe(self) -> None:
+        """What every other number depends on."""
+        device = self.world.device
+        query = torch.empty(2, 16, 197, 64, device=device, dtype=getattr(torch, self.dtype))
+        found: dict[str, Any] = {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "device": torch.cuda.get_device_name(device) if self.on_gpu else "cpu",
+            "capability": torch.cuda.get_device_capability(device) if self.on_gpu else None,
+            "attention": int(torch._fused_sdp_choice(query, query, query)),
+            "matmul_flops": self.matmul(),
+        }
+        print("\n" + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+        self.keep("probe", found=found)
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.on_gpu else "float32"
+
+    def recipes(self) -> None:
+        """Ten steps, not compiled, of every stage and kind of recipe: none fails."""
+        print("\nB16, ten steps: loss of the first and the last one")
+        for kind, overrides in RECIPES.items():
+            for stage in range(4):
+                where = f"{kind}, ZeRO {stage}"
+                if (kind == "lamb" and stage) or not self.has_time(where):
+                    continue
+                given = (*overrides, f"engine.zero_stage={stage}", "engine.compile=false")
+                task = self.task("B16", *given, batch=RECIPE_BATCH)
+                loop, losses = EngineLoop(task, self.world, stage=stage), list[torch.Tensor]()
+                step = stepper(loop, task.pool, losses)
+                for number in range(RECIPE_STEPS):
+                    step(number)
+                values = [float(loss) for loss in losses]
+                loop.engine.close()
+                print(f"{where:24} {values[0]:8.4f} {values[-1]:8.4f}", flush=True)
+                self.keep("recipes", where, found=values)
+                if not all(map(math.isfinite, values)):
+                    raise Failed(f"{where}: losses {values}")
+
+    def host(self) -> None:
+        """Time of an update of four images, which is the host's on any GPU; nothing is compiled."""
+        print(f"\nbatch {HOST_BATCH}, not compiled: ms of an update, calls of ATen")
+        for name in self.options.models:
+            task = self.task(name, "engine.compile=false", batch=HOST_BATCH)
+            decayed = self.task(
+                name, "engine.compile=false", "optim.layer_decay=0.75", batch=HOST_BATCH
+            )
+            precision = "master" if self.on_gpu else "fp32"
+            build: dict[str, Callable[[], Any]] = {
+                "bare": partial(BareLoop, task, precision=precision, compiled=False),
+                "ZeRO 0": partial(EngineLoop, task, self.world, stage=0),
+                "ZeRO 1": partial(EngineLoop, task, self.world, stage=1),
+                "layer decay": partial(EngineLoop, decayed, self.world, stage=1),
+            }
+            for kind, make in build.items():
+                if not self.has_time(f"{name}, {kind}"):
+                    return
+                step = stepper(make(), task.pool, [])
+                for number in range(WARM_UP):
+                    step(number)
+                seconds = interleaved({kind: step}, **self.turns())[kind]
+                with Calls() as calls:
+                    step(WARM_UP)
+                print(f"{name:5} {kind:12} {1000 * median(seconds):8.2f} {calls.count:6}")
+                self.keep("host", name, kind, found={"seconds": seconds, "calls": calls.count})
+
+    def kernels(self) -> None:
+        """The kernels that take most of three steps with ZeRO 1."""
+        for name in self.options.models:
+            if not self.has_time(f"kernels of {name}"):
+                return
+            task = self.task(name)
+            loop = EngineLoop(task, self.world)
+            step = stepper(loop, task.pool, [])
+            for number in range(WARM_UP):
+                step(number)
+            synchronize(self.world.device)
+            activity = ProfilerActivity.CUDA if self.on_gpu else ProfilerActivity.CPU
+            with profile(activities=[activity]) as trace:
+                for number in range(3):
+                    step(number)
+                synchronize(self.world.device)
+            spent = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
+            rows = sorted(trace.key_averages(), key=lambda row: -getattr(row, spent))
+            table = [
+                (row.key, row.count / 3, getattr(row, spent) / 3) for row in rows[:NUM_KERNELS]
+            ]
+            print(f"\n{name}, batch {task.batch}: calls and us of a step")
+            for key, count, micros in table:
+                print(f"{key[:70]:70} {count:7.1f} {micros:10.1f}")
+            loop.engine.close()
+            self.keep("kernels", name, found=table)
+
+    def stall(self) -> None:
+        """What steps take longer from a save until it is committed."""
+        if not self.has_time("checkpoint stall"):
+            return
+        task, device = self.task(COMPARED), self.world.device
+        loop, found = EngineLoop(task, self.world), dict[str, list[float]]()
+        step = stepper(loop, task.pool, [])
+        for number in range(WARM_UP):
+            step(number)
+        folder = Path(tempfile.mkdtemp(dir=self.work))
+        with CheckpointStore(folder, keep=1, world=self.world) as store:
+            loop.before_update = store.wait_for_host_copy
+            for number in range(1, self.options.rounds + 1):
+                quiet = median(seconds_of(lambda: step(0), device) for _ in range(5))
+                start = time.perf_counter()
+                store.save(loop.engine.export_state(), step=number, progress={}, description={})
+                called = time.perf_counter() - start
+                steps = [seconds_of(lambda: step(0), device)]
+                while (commit := store.take_committed()) is None:
+                    steps.append(seconds_of(lambda: step(0), device))
+                row = {"called": called, "added": called + sum(steps) - quiet * len(steps)}
+                for key, value in (row | {"committed": time.perf_counter() - start}).items():
+                    found.setdefault(key, []).append(value)
+                if commit.warnings:
+                    raise Failed(f"checkpoint: {commit.warnings}")
+        loop.engine.close()
+        shown = ", ".join(f"{key} {spread(each, '.3f')}" for key, each in found.items())
+        print(f"\n{COMPARED}, checkpoint, s: {shown}", flush=True)
+        self.keep("stall", found=found)
+
+    def models(self) -> None:
         print("\nmodel  images/s: min / median / max  TFLOP/s  of datasheet  of matmul  memory")
-        return {name: self.model(name) for name in self.options.models}
+        for name in self.options.models:
+            if self.has_time(name):
+                self.keep("models", name, found=self.model(name))
 
     def model(self, name: str) -> dict[str, Any]:
         """The whole engine at ZeRO 1."""
@@ -209,46 +386,51 @@ class Bench:
         peak = torch.cuda.max_memory_allocated(self.world.device) if self.on_gpu else 0
         return {"peak_bytes": peak, "estimated_bytes": estimate.total}
 
-    def loops(self) -> dict[str, Any]:
-        """ZeRO 0 to 3, the bare loop and timm's step, in turn on the same batches."""
-        task = self.task(COMPARED, share=COMPARED_SHARE)
+    def loops(self) -> None:
+        for name in self.options.models:
+            if self.has_time(f"loops of {name}"):
+                self.keep("loops", name, found=self.compared(name))
+
+    def compared(self, name: str) -> dict[str, Any]:
+        """ZeRO 1 (of one model all stages), the bare loop and timm's step, in turn."""
+        task = self.task(name, share=COMPARED_SHARE)
+        stages = range(4) if name == COMPARED else (1,)
         sizes = TINY_TIMM if self.options.toy else {}
         master, plain = ("master", "autocast") if self.on_gpu else ("fp32", "fp32")
         bare = partial(BareLoop, task, compiled=self.on_gpu)
         build: dict[str, Callable[[], Any]] = {
             "bare": partial(bare, precision=master),
             "bare, autocast": partial(bare, precision=plain),
-            "timm": lambda: TimmLoop(
-                MODELS[COMPARED].timm_name, task, compiled=self.on_gpu, **sizes
-            ),
+            "timm": lambda: TimmLoop(MODELS[name].timm_name, task, compiled=self.on_gpu, **sizes),
             **{
                 f"ZeRO {stage}": partial(EngineLoop, task, self.world, stage=stage)
-                for stage in range(4)
+                for stage in stages
             },
         }
-        losses: dict[str, list[torch.Tensor]] = {name: [] for name in build}
-        steps = {name: stepper(make(), task.pool, losses[name]) for name, make in build.items()}
+        losses: dict[str, list[torch.Tensor]] = {kind: [] for kind in build}
+        steps = {kind: stepper(make(), task.pool, losses[kind]) for kind, make in build.items()}
         for step in steps.values():
             for number in range(WARM_UP):
                 step(number)
         seconds = interleaved(steps, **self.turns())
-        print(
-            f"\n{COMPARED}, batch {task.batch}: images/s, min / median / max; speed over bare, timm"
-        )
-        for name, each in seconds.items():
+        print(f"\n{name}, batch {task.batch}: images/s, min / median / max; speed over bare, timm")
+        for kind, each in seconds.items():
             rates = spread([task.batch / one for one in each])
-            own = "bare, autocast" if name in ("ZeRO 0", "bare, autocast") else "bare"
+            own = "bare, autocast" if kind in ("ZeRO 0", "bare, autocast") else "bare"
             over = f"{ratio(seconds[own], each)}  {ratio(seconds['timm'], each)}"
-            print(f"{name:15} {rates:20} {over}", flush=True)
-            values = [float(loss) for loss in losses[name][:WARM_UP]]
+            print(f"{kind:15} {rates:20} {over}", flush=True)
+            values = [float(loss) for loss in losses[kind][:WARM_UP]]
             expected = [float(loss) for loss in losses[own][:WARM_UP]]
             gap = max(abs(a - b) for a, b in zip(values, expected, strict=True)) / expected[0]
-            if name.startswith("ZeRO") and not gap < MAX_GAP:
-                raise Failed(f"{name}: losses {values}, of the bare loop {expected}")
+            if kind.startswith("ZeRO") and not gap < MAX_GAP:
+                raise Failed(f"{kind}: losses {values}, of the bare loop {expected}")
         return {"batch": task.batch, "seconds": seconds}
 
-    def data(self, work: Path) -> dict[str, Any]:
+    def data(self) -> None:
         """Steps on JPEGs that the loader decodes, beside steps on synthetic batches."""
+        if not self.has_time("data"):
+            return
+        work = self.work
         photos = given_photos(self.options.images) if self.options.images else noise_photos()
         total = int(self.options.total_mib * 2**20)
         source = write_photo_folder(work / "photos", photos, total_bytes=total)
@@ -290,7 +472,8 @@ class Bench:
         for name, each in seconds.items():
             print(f"{name:15} {spread([task.batch / one for one in each])}")
         print(f"real / synthetic: {ratio(seconds['synthetic'], seconds['real'])}")
-        return {"batch": task.batch, "workers": workers, "seconds": seconds}
+        found = {"batch": task.batch, "workers": workers, "seconds": seconds}
+        self.keep("data", found=found)
 
 
 def stepper(

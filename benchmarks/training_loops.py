@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from timm import create_model
 from timm.optim import create_optimizer_v2
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
@@ -60,7 +61,7 @@ class Task:
 
     @cached_property
     def arch(self) -> Any:
-        return self.run.model.resolved(num_classes=self.run.model.num_classes)
+        return self.run.model.resolved(num_classes=self.run.model.num_classes or 0)
 
     @cached_property
     def _initial(self) -> nn.Module:
@@ -83,7 +84,7 @@ class Task:
     def pool(self) -> list[Images]:
         """uint8 images [batch, 3, side, side] and labels, on the device."""
         rng = torch.Generator().manual_seed(0)
-        side, classes = self.arch.image_size, min(LABELS_USED, self.arch.num_classes)
+        side, classes = self.arch.image_size, max(1, min(LABELS_USED, self.arch.num_classes))
         found = []
         for _ in range(POOL):
             images = torch.randint(
@@ -104,7 +105,10 @@ class EngineLoop:
         self.objective = self.run.make_objective()
         dtype = resolve_precision(engine, world.device)
         self.objective.prepare(arch=task.arch, world=world, dtype=dtype)
-        self.engine = build_engine(self.run, task.plan, world, task.arch, task.initial())
+        model = task.initial()
+        torch.manual_seed(self.run.seed)
+        self.objective.extend_model(model, task.arch)
+        self.engine = build_engine(self.run, task.plan, world, task.arch, model)
         self.before_update: Callable[[], None] = lambda: None
         self._weights_B = torch.ones(task.batch, device=world.device)
 
@@ -218,6 +222,18 @@ class TimmLoop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
+
+
+class Calls(TorchDispatchMode):
+    """Counts calls of ATen."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def synchronize(device: torch.device) -> None:

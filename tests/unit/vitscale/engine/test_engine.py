@@ -14,9 +14,8 @@ import pytest
 import torch
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero import stage3, stage_1_and_2
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.training_loops import BareLoop, EngineLoop, Task
+from benchmarks.training_loops import BareLoop, Calls, EngineLoop, Task
 from pretrain.run import PretrainRun
 from tests.support.engine.zero_checks import (
     ADAMW,
@@ -115,18 +114,6 @@ def test_a_release_that_hides_a_nan_is_refused(
     config = engine_config(world, stage=stage)
     with pytest.raises(UserError, match=r"DeepSpeed .* updates weights although a gradient is NaN"):
         check_nan_is_skipped(config, world=world, dtype=torch.float32)
-
-
-class Calls(TorchDispatchMode):
-    """Counts what Python asks of ATen, views and single-kernel lists alike."""
-
-    count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def calls_of(loop: Any) -> int:
