@@ -296,8 +296,9 @@ class FlatLayout(Layout):
         several, updated = self._world.world_size > 1, self.updated_tensors()
         own = (torch.cat(self._own_sums) if several else self._sums.values).float()
         # DeepSpeed's norm, to the bit: of each gradient, each group, all.
-        squares = torch.stack(torch._foreach_norm(own.split(self._cuts)[1::2])).pow(2)
-        of_groups = torch.stack([each.sum() for each in squares.split(self._per_group)])
+        norms = torch._foreach_norm(own.split(self._cuts)[1::2], dtype=torch.float64)
+        squares = torch.stack(norms).pow(2).split(self._per_group)
+        of_groups = torch.stack([each.sum() for each in squares]).float()
         if several:
             dist.all_reduce(of_groups)
         self._wrapper._global_grad_norm = torch.linalg.vector_norm(of_groups.pow(0.5))
