@@ -315,11 +315,7 @@ def _reply(worker: _Worker, workers: Sequence[_Worker]) -> Labels:
 
 
 def _run(
-    connection: Connection,
-    samples: Samples,
-    shape: tuple[int, ...],
-    number: int,
-    num_workers: int,
+    connection: Connection, samples: Samples, shape: tuple[int, ...], number: int, num_workers: int
 ) -> None:
     """Fill slots, whose descriptor comes through the pipe, until the trainer is gone."""
     end_with_server()

@@ -102,8 +102,8 @@ class DataSettings(Section):
     """Training samples that `--dry-run` assumes while `path` does not exist yet."""
     num_workers: int = Field(default=2, ge=0)
     """Loader processes per rank. The batches do not depend on it."""
-    decoder: str = "auto"
-    """region, whole, or auto: the first of these that works on this machine."""
+    decoder: Literal["auto", "region", "whole"] = "auto"
+    """auto: the first of the others that works on this machine."""
     remote: RemoteSettings = RemoteSettings()
     max_unreadable_fraction: float = Field(default=0.001, ge=0, le=1)
     """Unreadable training samples are replaced by others; the run ends if more than this share of

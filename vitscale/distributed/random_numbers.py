@@ -6,12 +6,13 @@ All are from SplitMix64 (Steele et al. 2014).
 from __future__ import annotations
 
 import hashlib
+from typing import TypeVar
 
 import numpy as np
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_STEP, _ONE = np.uint64(_GOLDEN), np.uint64(1)
+Words = TypeVar("Words", int, np.ndarray)
 
 
 def stream_key(*parts: object) -> int:
@@ -19,8 +20,8 @@ def stream_key(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
 
 
-def mix(value: int) -> int:
-    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out."""
+def mix(value: Words) -> Words:
+    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out; of arrays, each element."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
@@ -43,10 +44,8 @@ def uniform_rows(positions: np.ndarray, *, num: int, key: int) -> np.ndarray:
 
     positions: int64 [B].
     """
-    with np.errstate(over="ignore"):
-        starts_B = _mixed(np.uint64(key) + (positions.astype(np.uint64) + _ONE) * _STEP)
-        draws_BN = _mixed(starts_B[:, None] + np.arange(1, num + 1, dtype=np.uint64) * _STEP)
-    return (draws_BN >> np.uint64(11)) * 2.0**-53
+    starts_B1 = splitmix(np.uint64(key) + positions.astype(np.uint64) * np.uint64(_GOLDEN), 1)
+    return (splitmix(starts_B1[:, 0], num) >> np.uint64(11)) * 2.0**-53
 
 
 def permutation(num: int, *, key: int) -> np.ndarray:
@@ -54,13 +53,10 @@ def permutation(num: int, *, key: int) -> np.ndarray:
 
     Sorted SplitMix64 hashes rather than numpy's shuffle, whose stream may change between versions.
     """
-    with np.errstate(over="ignore"):
-        x = _mixed(np.uint64(key) + np.arange(1, num + 1, dtype=np.uint64) * _STEP)
-    return np.argsort(x, kind="stable")
+    return np.argsort(splitmix(key, num), kind="stable")
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """`mix` of each element, uint64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def splitmix(start: int | np.ndarray, num: int) -> np.ndarray:
+    """The first `num` outputs of SplitMix64 from each start, uint64 [..., num]."""
+    steps = np.arange(1, num + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return mix(np.asarray(start, np.uint64)[..., None] + steps)

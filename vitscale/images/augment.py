@@ -23,15 +23,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from vitscale.distributed.random_numbers import CounterRandom
+from vitscale.distributed.random_numbers import CounterRandom, splitmix
 from vitscale.images import pixel_operations as ops
 from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
 
 Operation = Callable[[torch.Tensor, float, CounterRandom], torch.Tensor]
+RGB = tuple[float, float, float]
 
 GRAY = 128
 ERASING_ATTEMPTS = 10
-_GOLDEN = 0x9E3779B97F4A7C15
 TIMM_PROBABILITY = 0.5
 JITTER = 0.3  # the default of DeiT's `--ThreeAugment`
 # Least and largest share of the image's area, and ratio of its sides: timm's defaults.
@@ -39,32 +39,23 @@ ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
 def augment(
-    image: torch.Tensor,
-    settings: AugmentSettings,
-    random: CounterRandom,
-    *,
-    mean: tuple[float, float, float],
-    std: tuple[float, float, float],
+    image: torch.Tensor, settings: AugmentSettings, random: CounterRandom, mean: RGB, std: RGB
 ) -> torch.Tensor:
     """The augmented image, uint8 [3, H, W].
 
-    mean, std: of the run's normalisation, for pixels 0..1; erasing and RandAugment fill with them.
+    mean, std: of the run's normalisation; erasing and RandAugment fill with them.
     """
     if settings.randaugment is not None:
-        image = rand_augment(image, settings.randaugment, random, mean=mean)
+        image = rand_augment(image, settings.randaugment, random, mean)
     if settings.three_augment:
         image = three_augment(image, random)
     if settings.erasing is not None:
-        image = erase(image, settings.erasing, random, mean=mean, std=std)
+        image = erase(image, settings.erasing, random, mean, std)
     return image
 
 
 def rand_augment(
-    image: torch.Tensor,
-    settings: RandAugmentSettings,
-    random: CounterRandom,
-    *,
-    mean: tuple[float, float, float],
+    image: torch.Tensor, settings: RandAugmentSettings, random: CounterRandom, mean: RGB
 ) -> torch.Tensor:
     """Apply `num_ops` operations, drawn with replacement. Source: Cubuk et al. 2019, and above."""
     operations = _operations(settings, mean)
@@ -79,7 +70,7 @@ def rand_augment(
     return image
 
 
-def _operations(settings: RandAugmentSettings, mean: tuple[float, float, float]) -> list[Operation]:
+def _operations(settings: RandAugmentSettings, mean: RGB) -> list[Operation]:
     operations = dict(POLICIES[settings.policy])
     changes: dict[str, object] = {}
     if settings.fill == "mean":
@@ -117,12 +108,7 @@ def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
 
 
 def erase(
-    image: torch.Tensor,
-    settings: ErasingSettings,
-    random: CounterRandom,
-    *,
-    mean: tuple[float, float, float],
-    std: tuple[float, float, float],
+    image: torch.Tensor, settings: ErasingSettings, random: CounterRandom, mean: RGB, std: RGB
 ) -> torch.Tensor:
     """Fill a random box. Source: Zhong et al. 2017; boxes and modes of timm's `RandomErasing`.
 
@@ -141,19 +127,14 @@ def erase(
         if h < height and w < width:
             top, left = _below(height - h + 1, random), _below(width - w + 1, random)
             erased = image.clone()
-            filling = _filling(settings.mode, (h, w), random, mean=mean, std=std)
+            filling = _filling(settings.mode, (h, w), random, mean, std)
             erased[:, top : top + h, left : left + w] = filling
             return erased
     return image
 
 
 def _filling(
-    mode: str,
-    size: tuple[int, int],
-    random: CounterRandom,
-    *,
-    mean: tuple[float, float, float],
-    std: tuple[float, float, float],
+    mode: str, size: tuple[int, int], random: CounterRandom, mean: RGB, std: RGB
 ) -> torch.Tensor:
     """uint8, broadcastable to [3, h, w]."""
     if mode == "const":
@@ -167,7 +148,7 @@ def _filling(
     return torch.from_numpy(np.stack(planes))
 
 
-def _mean_colour(mean: tuple[float, float, float]) -> ops.Colour:
+def _mean_colour(mean: RGB) -> ops.Colour:
     red, green, blue = (min(max(round(255 * m), 0), 255) for m in mean)
     return red, green, blue
 
@@ -182,13 +163,8 @@ def _noise_levels(mean: float, std: float) -> np.ndarray:
 
 def _codes(num: int, random: CounterRandom) -> np.ndarray:
     """uint16 [num] from one draw; one draw per pixel would take 50 ms."""
-    start = np.uint64(int(random.uniform() * 2.0**53) << 11)
-    with np.errstate(over="ignore"):
-        x = start + np.arange(1, num // 4 + 2, dtype=np.uint64) * np.uint64(_GOLDEN)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x ^= x >> np.uint64(31)
-    return x.astype("<u8").view("<u2")[:num]
+    start = int(random.uniform() * 2.0**53) << 11
+    return splitmix(start, num // 4 + 1).astype("<u8").view("<u2")[:num]
 
 
 # ---- RandAugment: (image, magnitude, random) -> image -------------------------------------------

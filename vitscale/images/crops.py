@@ -23,6 +23,7 @@ PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
 MAX_ASPECT = 16  # of what a centre is cut from; memory for what is cut away grows with it
 # Pillow takes a larger image for a decompression bomb.
 MAX_PIXELS = 178_956_970
+Range = tuple[float, float]
 
 # H height, W width, R rows and C columns of the output
 
@@ -80,12 +81,7 @@ def decode(data: bytes) -> torch.Tensor:
 
 
 def random_crop_box(
-    width: int,
-    height: int,
-    *,
-    area: tuple[float, float],
-    aspect: tuple[float, float],
-    random: CounterRandom,
+    width: int, height: int, *, area: Range, aspect: Range, random: CounterRandom
 ) -> CropBox:
     """A box of random area share and aspect ratio; the largest allowed centre box if no draw fits.
 
@@ -104,12 +100,7 @@ def random_crop_box(
 
 
 def tf_crop_box(
-    width: int,
-    height: int,
-    *,
-    area: tuple[float, float],
-    aspect: tuple[float, float],
-    random: CounterRandom,
+    width: int, height: int, *, area: Range, aspect: Range, random: CounterRandom
 ) -> CropBox:
     """A box of random height and aspect ratio; the whole image if no draw fits.
 

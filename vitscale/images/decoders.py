@@ -20,7 +20,6 @@ from vitscale.config.errors import UserError
 from vitscale.images import crops
 from vitscale.images.crops import MAX_PIXELS, CropBox, CropRequest
 
-AUTO = "auto"
 # A JPEG without an end marker may be truncated; a decoder of one box would not notice.
 JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 # Colour spaces that simplejpeg converts to RGB like Pillow.
@@ -150,10 +149,7 @@ def decode_region(
     return used_own
 
 
-DECODERS: dict[str, Callable[[], Decoder]] = {
-    "region": RegionDecoder,
-    "whole": Decoder,
-}
+DECODERS: dict[str, Callable[[], Decoder]] = {"region": RegionDecoder, "whole": Decoder}
 """Fastest first: `auto` takes the first that works on this machine."""
 
 
@@ -183,15 +179,15 @@ def missing(name: str) -> str | None:
 
 def resolve_decoder(name: str) -> str:
     """The decoder to use on this machine: `name`, or for `auto` the fastest that works."""
-    if name == AUTO:
+    if name == "auto":
         return next(known for known in DECODERS if missing(known) is None)
-    why = missing(name) if name in DECODERS else "there is none of this name"
-    if why is None:
-        return name
-    raise UserError(
-        f"decoder {name!r} does not work here: {why}",
-        where="data.decoder",
-        allowed=", ".join([AUTO, *DECODERS]),
-        next_step="for region install a C compiler and libjpeg-turbo's headers (Debian, Ubuntu: "
-        "gcc libjpeg-dev; Fedora: gcc libjpeg-turbo-devel), then `pip install -e .` again",
-    )
+    if why := missing(name):
+        raise UserError(
+            f"decoder {name!r} does not work here: {why}",
+            where="data.decoder",
+            allowed="auto, whole",
+            next_step="for region install a C compiler and libjpeg-turbo's headers (Debian, "
+            "Ubuntu: gcc libjpeg-dev; Fedora: gcc libjpeg-turbo-devel), then `pip install -e .` "
+            "again",
+        )
+    return name
