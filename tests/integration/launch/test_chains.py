@@ -13,11 +13,10 @@ import pytest
 
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.runs import TINY
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-ROOT = Path(__file__).resolve().parents[3]
 RUN = TINY | {
     "data": {"path": "shards", "global_batch": 2, "num_workers": 0},
     "schedule": {"steps": 4},

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,12 +16,11 @@ from launch.comparison.differences import compare
 from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
 from tests.support.levels import skip_or_fail
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.tracking.journal import Row
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 
-ROOT = Path(__file__).resolve().parents[3]
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
     "1f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
@@ -32,13 +30,9 @@ PNG = bytes.fromhex(
 def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "launch/compare.py"), *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
 
 
 def make_run(root: Path, name: str, *, lr: float, gain: float) -> None:
@@ -46,22 +40,16 @@ def make_run(root: Path, name: str, *, lr: float, gain: float) -> None:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\n")
     with Tracker(
-        folder,
-        settings=TrackingSettings(uri=None),
-        name=name,
-        stage="pretrain",
-        tags={"vitscale.data": "digits, 9 images"},
-        resume_step=0,
-        is_writer=True,
-        say=lambda text: None,
-    ) as tracker:
+        folder, settings=TrackingSettings(uri=None), name=name, stage="pretrain",
+        tags={"vitscale.data": "digits, 9 images"}, resume_step=0, is_writer=True,
+    ) as tracker:  # fmt: skip
         for step in range(1, 4):
             tracker.log({"train/loss": 1 / step, "odd/name": float("nan")}, step=step)
         tracker.log({"val/top1": gain}, step=3)
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("compare")
     make_run(root, "small-lr", lr=0.001, gain=0.5)
     make_run(root, "large-lr", lr=0.01, gain=0.75)
@@ -69,7 +57,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pictures.mkdir()
     (pictures / "attention_of_a_7.png").write_bytes(PNG)
     (root / "runs" / "empty").mkdir()
-    yield root
+    return root
 
 
 def test_text_shows_differences_and_deltas(root: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import is_alive
 
@@ -32,7 +32,6 @@ here = Path.cwd()
 job = StageJob(script=str(here / "stage.py"), config=str(here / "c"), run_folder=str(here))
 sys.exit(processes.run_here(job, python=None, num_procs=2, stop=stop))
 """
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str]:
@@ -47,12 +46,6 @@ def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str
         # a terminal has.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-
-
-def run(folder: Path, stage: str) -> tuple[int, str, str]:
-    process = start(folder, stage)
-    output, errors = process.communicate(timeout=PATIENCE_S)
-    return process.returncode, output, errors
 
 
 def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
@@ -93,7 +86,7 @@ WAITING = """
     "death", ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"]
 )
 def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: str) -> None:
-    code, output, errors = run(
+    process = start(
         tmp_path,
         f"""
         import os, signal, time
@@ -103,7 +96,8 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: st
         time.sleep(1000)
         """,
     )
-    assert code == 1
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
     assert "rank 0 was here" in output and "rank 1 was here" not in output
     assert "rank 1" in errors and "rank 1 was here" in errors
     assert ("out of ideas" in errors) == ("out of ideas" in death)

@@ -79,15 +79,9 @@ def test_a_killed_server_costs_no_step_and_no_point(
 
     def open_tracker(resume_step: int) -> Tracker:
         return Tracker(
-            tmp_path / "run",
-            settings=TrackingSettings(uri=server.uri),
-            name="digits",
-            stage="pretrain",
-            tags={},
-            resume_step=resume_step,
-            is_writer=True,
-            say=said.append,
-        )
+            tmp_path / "run", settings=TrackingSettings(uri=server.uri), name="digits",
+            stage="pretrain", tags={}, resume_step=resume_step, is_writer=True, say=said.append,
+        )  # fmt: skip
 
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("seed: 0\n")

@@ -31,10 +31,9 @@ import pytest
 from launch.jobs.preparation import submitting
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from tests.support.levels import skip_or_fail
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 from vitscale.distributed.processes import free_port
 
-ROOT = Path(__file__).resolve().parents[3]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("n1", "n2")
 

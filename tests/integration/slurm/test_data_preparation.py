@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.conftest import ROOT
 from tests.support.corpora.image_corpus import contents
 from tests.support.range_server import served
-from tests.support.waiting import wait_until
+from tests.support.waiting import ROOT, wait_until
 from vitscale.data.index import read_manifest
 
 pytestmark = pytest.mark.slurm

@@ -15,8 +15,7 @@ import pytest
 
 from launch.jobs.queue import user_jobs
 from launch.jobs.states import RunState, RunStatus, read_state
-from tests.integration.slurm.conftest import ROOT
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 from vitscale.runs.launching import LaunchSettings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

@@ -27,9 +27,9 @@ import psutil
 import pytest
 
 from tests.conftest import mounted
-from tests.integration.slurm.conftest import NODES, ROOT, SlurmCluster, slurm_cluster
+from tests.integration.slurm.conftest import NODES, SlurmCluster, slurm_cluster
 from tests.support.ranks.run_states import differences, read_state
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 
 CHECKPOINT_STEPS, GRACE_S, STEPS_OF_A_FAULT, OUTAGE_S = 25, 20, 120, 120
 SETTINGS = (

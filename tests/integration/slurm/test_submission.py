@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.conftest import ROOT, SlurmCluster
+from tests.integration.slurm.conftest import SlurmCluster
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.runs import TINY
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.tracking.source_version import CODE_FOLDERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

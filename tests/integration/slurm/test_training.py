@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import read_attempts
-from tests.integration.slurm.conftest import ROOT
-from tests.support.waiting import wait_until
+from tests.support.waiting import ROOT, wait_until
 
 pytestmark = pytest.mark.slurm
 

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.golden import FOLDER
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, ROOT
 
-REPOSITORY = Path(__file__).parents[3]
-PROGRAMS = REPOSITORY / "tests/support/fake_slurm"
+PROGRAMS = ROOT / "tests/support/fake_slurm"
 CONFIG = f"""\
 stage: pretrain
 name: small
@@ -51,7 +50,7 @@ class FakeSlurm:
     def call(self, script: str, *arguments: str, slurm: bool = True, code: int = 0) -> str:
         """Output of a script of launch/, called in the folder; its errors if it is to fail."""
         done = subprocess.run(
-            [sys.executable, str(REPOSITORY / script), *arguments],
+            [sys.executable, str(ROOT / script), *arguments],
             cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S,
             env=self.environment if slurm else os.environ | {"PATH": str(self.folder)},
         )  # fmt: skip

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.scripts.launch.conftest import REPOSITORY, FakeSlurm
+from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
+from tests.support.waiting import ROOT
 
 # What ranks leave behind: the start of a training of 100 steps, a logged step, its checkpoint.
 STEP = """
@@ -28,8 +29,8 @@ ENDED = "echo 'srun: error: n2: task 1: Exited with exit code {code}' >&2; exit 
 # Asks for the state while the ranks run.
 ASK = f"""
 cd $RUN/../..
-{sys.executable} {REPOSITORY}/launch/status.py runs/small > text
-{sys.executable} {REPOSITORY}/launch/status.py runs/small --json > json
+{sys.executable} {ROOT}/launch/status.py runs/small > text
+{sys.executable} {ROOT}/launch/status.py runs/small --json > json
 """
 # What the ranks did, and the job's state and reason in the queue; None: SLURM does not answer.
 STATES: dict[str, tuple[str, tuple[str, str] | None]] = {

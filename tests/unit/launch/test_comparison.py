@@ -27,8 +27,6 @@ from vitscale.distributed.events import append_event
 from vitscale.models.costs import train_flops_per_image
 from vitscale.tracking.journal import Row
 from vitscale.tracking.mlflow_sync import RunRecord
-from vitscale.tracking.settings import TrackingSettings
-from vitscale.tracking.tracker import Tracker
 
 HOUR = 3600.0
 EVIL = "</script><!--<script>alert(1)</script>&<img src=x onerror=alert(1)> $\\x$ \x07"
@@ -49,6 +47,14 @@ def run(
 def logged(*metrics: dict[str, float], label: str = "a", **params: str) -> ComparedRun:
     rows = tuple(Row(step=i, time=float(i), metrics=each) for i, each in enumerate(metrics, 1))
     return ComparedRun(label=label, source=label, params=params, rows=rows)
+
+
+def trained(folder: Path) -> Path:
+    """The folder of a run that has logged a step."""
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
+    (folder / "journal.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1}\n')
+    return folder
 
 
 # ---- budgets and metrics ----------------------------------------------------------------------
@@ -176,9 +182,7 @@ def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
 
 def test_runs_of_a_chain_with_one_name_are_told_by_their_stage(tmp_path: Path) -> None:
     for run in ("finetune/lr-1", "evaluate/lr-1", "pretrain"):
-        (tmp_path / run / "checkpoints").mkdir(parents=True)
-        (tmp_path / run / "config.yaml").write_text("stage: pretrain\nname: x\n")
-        (tmp_path / run / "journal.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1}\n')
+        trained(tmp_path / run)
     labels = [run.label for run in load_runs([str(tmp_path)], uri=None)]
     assert sorted(labels) == ["evaluate/lr-1", "finetune/lr-1", "pretrain"]
 
@@ -312,17 +316,6 @@ def test_a_run_ended_as_it_says_or_as_its_last_attempt_shows(tmp_path: Path) -> 
         attempt = begin_attempt(tmp_path, cluster="local", job_id="1")
         end_attempt(attempt, tmp_path, Outcome(ending=ending, reason="", exit_code=1))
         assert status("PAUSED") == then
-
-
-def trained(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
-    with Tracker(
-        folder, settings=TrackingSettings(uri=None), name="a", stage="pretrain", tags={},
-        resume_step=0, is_writer=True,
-    ) as tracker:  # fmt: skip
-        tracker.log({"train/loss": 1.0}, step=1)
-    return folder
 
 
 def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:

@@ -42,18 +42,24 @@ GONE = Failure(kind=FailureKind.KILLED, what="is gone", rank=1, node="n2", repor
 EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
 NO_FILE = "/env/python: No such file or directory"
-KILL = "rank 1 on n2 was ended by SIGKILL (Killed)"
+BY = "rank 1 on n2 was ended by"
+KILL = f"{BY} SIGKILL (Killed)"
+FIRST = f"srun: got SIGCONT\nsrun: error: n2: task 1: {{what}}\n{EXITED}"
+SEGFAULT = "Segmentation fault (core dumped)"
+MEMORY = "rank 1 on n2 ran out of memory and was killed"
+BOTH = "ranks 0-1 on n[1-2] were ended by SIGKILL (Killed)"
 
 
-def outcome(folder: Path, *lines: str, code: int = 1, reports: Sequence[Failure] = ()) -> Outcome:
+def outcome(folder: Path, lines: str, *, code: int = 1, reports: Sequence[Failure] = ()) -> Outcome:
     """The outcome with these errors of srun and reports of ranks."""
     for report in reports:
         record_failure(folder, replace(report, attempt=ATTEMPT))
-    return classify(code, lines, folder, attempt=ATTEMPT, fields=RUNNING, signal_delay_s=30)
+    errors = lines.splitlines()
+    return classify(code, errors, folder, attempt=ATTEMPT, fields=RUNNING, signal_delay_s=30)
 
 
 @pytest.mark.parametrize(
-    ("line", "reports", "kind", "reason", "node"),
+    ("lines", "reports", "kind", "reason", "node"),
     [
         # The culprit is blamed, and not the one that notices.
         (EXITED, [LOST, STORAGE], FailureKind.STORAGE, STORAGE.text, "n2"),
@@ -62,34 +68,22 @@ def outcome(folder: Path, *lines: str, code: int = 1, reports: Sequence[Failure]
         (KILLED, [LOST], FailureKind.KILLED, KILL, "n2"),
         (KILLED, [GONE], FailureKind.KILLED, KILL, "n2"),
         (KILLED, [ERROR], FailureKind.OTHER, ERROR.text, "n2"),
+        # The first line about a task counts.
+        (FIRST.format(what=SEGFAULT), [], FailureKind.KILLED, f"{BY} SIGSEGV ({SEGFAULT})", "n2"),
+        (FIRST.format(what="Out Of Memory"), [], FailureKind.KILLED, MEMORY, "n2"),
+        # Of several tasks none is the culprit.
+        ("srun: error: n[1-2]: tasks 0-1: Killed", [], FailureKind.KILLED, BOTH, None),
+        ("srun: error: No nodes", [], FailureKind.OTHER, "srun ended with code 1: No nodes", None),
+        ("", [], FailureKind.OTHER, "srun was ended by SIGKILL", None),
     ],
 )
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path: Path, line: str, reports: list[Failure], kind: FailureKind, reason: str, node: str
+    tmp_path: Path, lines: str, reports: list[Failure], kind: FailureKind, reason: str, node: str
 ) -> None:
     record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
-    found = outcome(tmp_path, line, reports=reports)
+    found = outcome(tmp_path, lines, code=1 if lines else 137, reports=reports)
     assert (found.kind, found.reason, found.failed_node) == (kind, reason, node)
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "reason"),
-    [
-        # Of several tasks none is the culprit.
-        (
-            "srun: error: n[1-2]: tasks 0-1: Killed",
-            137,
-            "ranks 0-1 on n[1-2] were ended by SIGKILL (Killed)",
-        ),
-        ("", 137, "srun was ended by SIGKILL"),
-        ("srun: error: No nodes", 1, "srun ended with code 1: No nodes"),
-    ],
-)
-def test_without_a_line_about_one_task_no_node_is_blamed(
-    tmp_path: Path, line: str, code: int, reason: str
-) -> None:
-    found = outcome(tmp_path, line, code=code)
-    assert (found.reason, found.failed_node) == (reason, None)
+    assert found.ending is Ending.FAILED
 
 
 @pytest.mark.parametrize(
@@ -123,21 +117,6 @@ def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
     assert len(read_failures(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(
-    ("what", "ending", "text"),
-    [
-        ("User defined signal 2", Ending.STOPPED, "stopped by a signal"),
-        ("Out Of Memory", Ending.FAILED, "rank 1 on n2 ran out of memory and was killed"),
-        ("Segmentation fault (core dumped)", Ending.FAILED, "was ended by SIGSEGV"),
-    ],
-)
-def test_the_first_line_of_srun_counts(
-    tmp_path: Path, what: str, ending: Ending, text: str
-) -> None:
-    found = outcome(tmp_path, "srun: got SIGCONT", f"srun: error: n2: task 1: {what}", EXITED)
-    assert found.ending is ending and text in found.reason
-
-
 def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     stopped = ["srun: error: n1: task 0: Exited with exit code 75"]
 
@@ -157,6 +136,8 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     assert preempted.reason == "stopped by a signal: preempted"
     # SLURM does not answer.
     assert of().reason == "stopped by a signal"
+    signalled = outcome(tmp_path, FIRST.format(what="User defined signal 2"))
+    assert (signalled.ending, signalled.reason) == (Ending.STOPPED, "stopped by a signal")
 
 
 # ---- again or not -----------------------------------------------------------------------------

@@ -183,11 +183,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_runs_are_found_by_name_and_by_folder(here: Path) -> None:
+def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
     names = ["chain/a", "chain/b", "submitted", "vit"]
     assert find_runs([]) == [Path("runs") / name for name in names]
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
     assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]
+    monkeypatch.chdir(here / "images")
+    with pytest.raises(UserError, match="no such run: runs\n"):
+        find_runs([])
 
 
 @pytest.mark.parametrize(
@@ -201,9 +204,3 @@ def test_runs_are_found_by_name_and_by_folder(here: Path) -> None:
 def test_a_name_that_is_no_run_is_an_error(here: Path, names: list[str], report: str) -> None:
     with pytest.raises(UserError, match=report):
         find_runs(names)
-
-
-def test_a_folder_without_runs_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(here / "images")
-    with pytest.raises(UserError, match="no such run: runs\n"):
-        find_runs([])
