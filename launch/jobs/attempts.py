@@ -38,7 +38,6 @@ from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
 
 # Name of the event.
 ATTEMPT = "attempt"
-CHECKPOINTS_NAME = "checkpoints"
 # Of a journal thousands of lines: the last evaluation is among them.
 TAIL_BYTES = 1 << 18
 
@@ -148,7 +147,7 @@ def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
     """Without `ended` in the changes, its last line in the journal counts as the end."""
     rows = map(decode, reversed(last_lines(folder / JOURNAL_NAME)))
     row = next((row for row in rows if row is not None), Row(step=0, time=0.0, metrics={}))
-    saved = next(map(step_of, step_folders(folder / CHECKPOINTS_NAME)), 0)
+    saved = next(map(step_of, step_folders(folder / "checkpoints")), 0)
     gained = {"checkpoint_step": saved, "last_step": max(row.step, saved)}
     closed = replace(attempt, **{"ended": max(attempt.started, row.time)} | gained | changes)
     _append(folder, closed)

@@ -152,13 +152,12 @@ def prepare_job(run: LaunchableRun, *, cluster: str, code: Path | None = None) -
     # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     write_text(config, text)
-    is_shared = isinstance(run, DataPrepRun)
     script = f"data_prep/{run.script}.py" if isinstance(run, DataPrepRun) else SCRIPTS[run.stage]
     return StageJob(
         script=str((code or PROJECT_ROOT) / script),
         config=str(config.resolve()),
         # Tasks that share work do not wait for one another.
-        run_folder=None if is_shared else str(folder.parent),
+        run_folder=None if isinstance(run, DataPrepRun) else str(folder.parent),
     )
 
 

@@ -135,9 +135,8 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
         print("stopped; the same command resumes the run", flush=True)
     elif failed is not None:
         culprit = failed if outcome.failed_rank is None else outcome.failed_rank
-        print(
-            _report(outcome.reason, culprit, log_of(culprit, folder)), file=sys.stderr, flush=True
-        )
+        report = _report(outcome.reason, culprit, log_of(culprit, folder))
+        print(report, file=sys.stderr, flush=True)
     return outcome.exit_code
 
 

@@ -173,9 +173,9 @@ def depending_on(launch: LaunchSettings, how: str, job_ids: Sequence[str]) -> La
 # ---- from inside a job ------------------------------------------------------------------------
 
 
-def restart_count(environment: Mapping[str, str] = os.environ) -> int:
+def restart_count() -> int:
     """How often this job was requeued. SLURM sets the variable from the first requeue on."""
-    return int(environment.get("SLURM_RESTART_COUNT", "0"))
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def job_fields(job_id: str) -> dict[str, str]:

@@ -151,6 +151,9 @@ def _executor(
     parameters: dict[str, Any] = {
         "job_name": name,
         "time": launch.timeout_min,
+        "partition": launch.partition,
+        "account": launch.account,
+        "mem": None if launch.mem_gb is None else f"{launch.mem_gb}GB",
         "nodes": launch.node_counts[-1],
         "ntasks_per_node": launch.tasks_per_node,
         "cpus_per_task": launch.cpus_per_task,
@@ -191,11 +194,6 @@ def _executor(
             f"export SLURM_NTASKS=$((SLURM_JOB_NUM_NODES * {tasks}))",
             "export SLURM_NPROCS=$SLURM_NTASKS",
         ]
-    if launch.mem_gb is not None:
-        parameters["mem"] = f"{launch.mem_gb}GB"
-    for field in ("partition", "account"):
-        if (value := getattr(launch, field)) is not None:
-            parameters[field] = value
     # One folder per submission, named after the job or the whole array.
     executor = _Executor(folder / ("%A" if is_array else "%j"), python=launch.python)
     executor.update_parameters(**parameters)
