@@ -10,7 +10,6 @@ import argparse
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import mode
 from typing import Any, Generic, NamedTuple, NoReturn
@@ -37,8 +36,7 @@ data.crop_area=[0.2,1]. Command line > file > base > site file > default; --prin
 shows all. The site file is $VITSCALE_SITE, or ~/.config/vitscale/site.yaml."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Command(Generic[RunT]):
+class Command(NamedTuple, Generic[RunT]):
     """The parsed command line and its run."""
 
     run: RunT

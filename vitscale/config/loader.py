@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
@@ -52,8 +51,7 @@ SITE_FILE = "~/.config/vitscale/site.yaml"
 SITE_GROUPS = ("launch", "tracking")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded(Generic[RunT]):
+class Loaded(NamedTuple, Generic[RunT]):
     run: RunT
     places: Mapping[KeyPath, str]
     """Where each value that is no default came from."""

@@ -11,8 +11,7 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -40,8 +39,7 @@ KIND_WORDS: dict[type, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """Plain values, and the place of every key and list item: "file:line" or "command line"."""
 
     values: Any

@@ -79,12 +79,9 @@ class Batch:
     number of ranks; in an evaluation their numbers in the split."""
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(
-            self.images.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.weights.to(device, non_blocking=True),
-            self.unreadable,
-        )
+        tensors = self.images, self.labels, self.weights
+        images, labels, weights = (each.to(device, non_blocking=True) for each in tensors)
+        return Batch(images, labels, weights, self.unreadable)
 
     def keep_for(self, stream: torch.cuda.Stream) -> None:
         """Once freed, a GPU's memory is used again only after what this stream does until then."""

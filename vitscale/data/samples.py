@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -48,23 +48,21 @@ class Unreadable(NamedTuple):
     """Its key, without an index to look it up in."""
 
 
-class Samples(Protocol):
+class Samples:
     """Fills one image into a row of a batch."""
 
     image_size: int
 
     def start(self, *, worker: int, num_workers: int) -> None:
         """Called once in the process that reads, before it reads."""
-        return
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Called with the positions of a batch, before they are filled."""
-        return
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write an image into `out`, uint8 [3, rows, columns]; returns its label, and the samples
         that were unreadable."""
-        ...
+        raise NotImplementedError
 
 
 def unreadable_sample(

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import torch
@@ -215,50 +214,30 @@ def _enhance_away(m: float, random: CounterRandom) -> float:
 
 def _affine(
     image: torch.Tensor,
-    matrix: ops.Matrix,
-    random: CounterRandom,
-    *,
-    fill: ops.Colour = (GRAY, GRAY, GRAY),
-    interpolation: ops.Interpolation | None = None,
-) -> torch.Tensor:
-    """interpolation: None draws bilinear or bicubic."""
-    if interpolation is None:
-        interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
-    return ops.affine(image, matrix, interpolation=interpolation, fill=fill)
-
-
-def _rotate(image: torch.Tensor, m: float, random: CounterRandom, **sampling: Any) -> torch.Tensor:
-    """Rotate about the centre."""
-    angle = -math.radians(_either_sign(m / 10 * 30, random))
-    cos, sin = math.cos(angle), math.sin(angle)
-    y, x = image.shape[1] / 2, image.shape[2] / 2
-    matrix = (cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
-    return _affine(image, matrix, random, **sampling)
-
-
-def _shear(
-    image: torch.Tensor,
     m: float,
     random: CounterRandom,
     *,
-    along_x: bool,
-    about: float = 0.0,
-    **sampling: Any,
+    matrix: Callable[[float, int, int], ops.Matrix],
+    most: float,
+    fill: ops.Colour = (GRAY, GRAY, GRAY),
+    interpolation: ops.Interpolation | None = None,
 ) -> torch.Tensor:
-    """about: the row or column that stays where it is; 0.5: the centre of the first pixel."""
-    s = _either_sign(m / 10 * 0.3, random)
-    shift = -s * about
-    matrix = (1.0, s, shift, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, shift)
-    return _affine(image, matrix, random, **sampling)
+    """matrix: of `most` at magnitude 10, with a random sign, and of height and width.
+
+    interpolation: None draws bilinear or bicubic.
+    """
+    amount = _either_sign(m / 10 * most, random)
+    if interpolation is None:
+        interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
+    made = matrix(amount, *image.shape[1:])
+    return ops.affine(image, made, interpolation=interpolation, fill=fill)
 
 
-def _translate(
-    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool, **sampling: Any
-) -> torch.Tensor:
-    """Translate by up to 45 % of the side."""
-    share = _either_sign(m / 10 * 0.45, random)
-    x, y = (share * image.shape[2], 0.0) if along_x else (0.0, share * image.shape[1])
-    return _affine(image, (1.0, 0.0, x, 0.0, 1.0, y), random, **sampling)
+def _rotation(degrees: float, height: int, width: int) -> ops.Matrix:
+    """About the centre."""
+    angle, y, x = -math.radians(degrees), height / 2, width / 2
+    cos, sin = math.cos(angle), math.sin(angle)
+    return (cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
 
 
 def _augreg_translate(
@@ -272,12 +251,12 @@ def _augreg_translate(
     return F.pad(image, cut, value=GRAY)
 
 
-NEAREST: dict[str, Any] = {"interpolation": "nearest"}
+_nearest = partial(_affine, interpolation="nearest")
 AUGREG: dict[str, Operation] = {
     "auto_contrast": lambda image, m, random: ops.auto_contrast(image),
     "equalize": lambda image, m, random: ops.equalize(image),
     "invert": lambda image, m, random: ops.invert(image),
-    "rotate": partial(_rotate, **NEAREST),
+    "rotate": partial(_nearest, matrix=_rotation, most=30),
     # 0 bits keep the highest bit: TensorFlow limits a shift of 8 to 7.
     "posterize": lambda image, m, random: ops.posterize(image, bits=max(1, int(m / 10 * 4))),
     "solarize": _augreg_solarize,
@@ -285,8 +264,9 @@ AUGREG: dict[str, Operation] = {
     "contrast": _augreg_contrast,
     "brightness": lambda image, m, random: ops.brightness(image, factor=_enhance(m)),
     "sharpness": lambda image, m, random: ops.sharpness(image, factor=_enhance(m)),
-    "shear_x": partial(_shear, along_x=True, about=0.5, **NEAREST),
-    "shear_y": partial(_shear, along_x=False, about=0.5, **NEAREST),
+    # About the centre of the first pixel.
+    "shear_x": partial(_nearest, matrix=lambda s, h, w: (1, s, -s / 2, 0, 1, 0), most=0.3),
+    "shear_y": partial(_nearest, matrix=lambda s, h, w: (1, 0, 0, s, 1, -s / 2), most=0.3),
     "translate_x": partial(_augreg_translate, along_x=True),
     "translate_y": partial(_augreg_translate, along_x=False),
     "cutout": _augreg_cutout,
@@ -298,7 +278,7 @@ TIMM: dict[str, Operation] = {
     "auto_contrast": AUGREG["auto_contrast"],
     "equalize": AUGREG["equalize"],
     "invert": AUGREG["invert"],
-    "rotate": _rotate,
+    "rotate": partial(_affine, matrix=_rotation, most=30),
     "posterize": lambda image, m, random: ops.posterize(image, bits=4 - int(m / 10 * 4)),
     "solarize": lambda image, m, random: ops.solarize(image, threshold=256 - int(m / 10 * 256)),
     "solarize_add": AUGREG["solarize_add"],
@@ -306,10 +286,10 @@ TIMM: dict[str, Operation] = {
     "contrast": lambda image, m, r: ops.contrast(image, factor=_enhance_away(m, r)),
     "brightness": lambda image, m, r: ops.brightness(image, factor=_enhance_away(m, r)),
     "sharpness": lambda image, m, r: ops.sharpness(image, factor=_enhance_away(m, r)),
-    "shear_x": partial(_shear, along_x=True),
-    "shear_y": partial(_shear, along_x=False),
-    "translate_x": partial(_translate, along_x=True),
-    "translate_y": partial(_translate, along_x=False),
+    "shear_x": partial(_affine, matrix=lambda s, h, w: (1, s, 0, 0, 1, 0), most=0.3),
+    "shear_y": partial(_affine, matrix=lambda s, h, w: (1, 0, 0, s, 1, 0), most=0.3),
+    "translate_x": partial(_affine, matrix=lambda t, h, w: (1, 0, t * w, 0, 1, 0), most=0.45),
+    "translate_y": partial(_affine, matrix=lambda t, h, w: (1, 0, 0, 0, 1, t * h), most=0.45),
 }
 """Ranges: `_RAND_INCREASING_TRANSFORMS` and `LEVEL_TO_ARG` of timm 1.0."""
 TIMM_GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
