@@ -282,7 +282,7 @@ def commit_save(
     if save.rank == 0:
         warnings = _result_of(save, lambda: _finish(save, shares))
         if isinstance(warnings, UserError):
-            _remove([save.temporary])
+            shutil.rmtree(save.temporary, ignore_errors=True)
     warnings = gather(warnings)[0]
     if isinstance(warnings, UserError):
         raise warnings
@@ -307,7 +307,7 @@ def _result_of(save: Save, work: Callable[[], T]) -> T | UserError:
 def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Listing:
     if save.rank == 0:
         # First: the remains of a killed save may fill the disk.
-        _remove(_leftovers(save))
+        _remove_leftovers(save)
     name = f"rank-{save.rank:05d}.safetensors"
     written = _write(save, name, list(pieces))
     # Every rank its own file: one rank would take hours for those of hundreds.
@@ -350,7 +350,7 @@ def _set_aside(folder: Path) -> None:
     """Rename a folder: one killed half-way through its removal must not look committed."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.old")
-        _remove([doomed])
+        shutil.rmtree(doomed, ignore_errors=True)
         os.rename(folder, doomed)
 
 
@@ -369,20 +369,15 @@ def _prune(save: Save) -> list[str]:
                 kept += 1
             else:
                 _set_aside(folder)
-        return _remove(_leftovers(save))
+        return _remove_leftovers(save)
     except OSError as error:
         return [f"{error.filename}: old checkpoint could not be removed ({error.strerror})"]
 
 
-def _leftovers(save: Save) -> list[Path]:
-    """Folders of killed saves and partly removed checkpoints."""
-    return [path for path in save.checkpoints.glob(".step-*") if path != save.temporary]
-
-
-def _remove(folders: Iterable[Path]) -> list[str]:
-    """Remove folders; a sentence for each one that cannot be removed."""
+def _remove_leftovers(save: Save) -> list[str]:
+    """Remove killed saves and old checkpoints; a sentence for each that cannot be removed."""
     warnings = []
-    for folder in folders:
+    for folder in {*save.checkpoints.glob(".step-*")} - {save.temporary}:
         try:
             shutil.rmtree(folder)
         except OSError as error:

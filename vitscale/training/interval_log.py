@@ -135,8 +135,7 @@ class SkippedUpdateMonitor:
         what = f"{'the loss' if ranks else 'the gradient'} was not finite"
         if ranks:
             what += f" on rank {', '.join(map(str, ranks))}"
-        positions = positions_of_step(self._plan, step=health.last_step, micro_steps=ranks)
-        names, last = names_at(self._data, positions), f"the last at step {health.last_step}"
+        names, last = self._names(health.last_step, ranks), f"the last at step {health.last_step}"
         total = f"{num_new} updates skipped, {health.skipped} since the start"
         self._say(f"{total}, {last}: {what}; samples {names}")
         length, num_skipped = step - self._marks[0][0], health.skipped - self._marks[0][1]
@@ -151,6 +150,25 @@ class SkippedUpdateMonitor:
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
                 "optim.clip_norm=1; all checkpoints hold finite weights",
             )
+
+    def _names(self, step: int, micro_steps: Mapping[int, int]) -> str:
+        """Keys of the samples of a step (counted from 1), at most `NAMES_SHOWN`.
+
+        micro_steps: rank -> the micro-step whose samples are meant; empty: all of the step.
+        """
+        if self._data.order is None:
+            return "that are not known: streamed tars have no positions"
+        plan = self._plan
+        start, share = (step - 1) * plan.global_batch, plan.micro_batch
+        positions = [
+            start + (number * plan.world_size + rank) * share + each
+            for rank, number in micro_steps.items()
+            for each in range(share)
+        ] or range(start, start + plan.global_batch)
+        draws = [self._data.order.at(position) for position in positions[:NAMES_SHOWN]]
+        names = sample_names(self._data.parts, [(draw.part, draw.sample) for draw in draws])
+        num_more = len(positions) - len(draws)
+        return ", ".join(names) + (f" and {num_more} more" if num_more else "")
 
 
 class UnreadableSampleMonitor:
@@ -197,27 +215,6 @@ class UnreadableSampleMonitor:
                 where=each.shard,
                 next_step="find every damaged shard with vitscale prepare verify and copy it again",
             )
-
-
-def positions_of_step(plan: TrainingPlan, *, step: int, micro_steps: dict[int, int]) -> list[int]:
-    """Positions in training of one micro-batch of some ranks, or of all when none is given.
-
-    step: counted from 1. micro_steps: rank -> micro-step.
-    """
-    start, share = (step - 1) * plan.global_batch, plan.micro_batch
-    firsts = [start + (n * plan.world_size + rank) * share for rank, n in micro_steps.items()]
-    found = [position for first in firsts for position in range(first, first + share)]
-    return found or list(range(start, start + plan.global_batch))
-
-
-def names_at(data: TrainingSet, positions: Iterable[int]) -> str:
-    """Keys of the samples at these positions, at most `NAMES_SHOWN`."""
-    if data.order is None:
-        return "that are not known: streamed tars have no positions"
-    draws = [data.order.at(position) for position in positions]
-    shown = sample_names(data.parts, [(draw.part, draw.sample) for draw in draws[:NAMES_SHOWN]])
-    more = f" and {len(draws) - NAMES_SHOWN} more" if len(draws) > NAMES_SHOWN else ""
-    return ", ".join(shown) + more
 
 
 @dataclass

@@ -356,23 +356,18 @@ class TrainingSession:
 def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:
     """Training and evaluated samples."""
     training_set = open_training_set(run.data, seed=run.seed, check_files=check_files)
-    if training_set.dev is not None:
-        return training_set, training_set.dev
-    return training_set, open_val_split(run.data, check_files=check_files)
+    return training_set, training_set.dev or open_val_split(run.data, check_files=check_files)
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
     """Name, size and fingerprint of what a run reads."""
-    if data.tars:
-        folder = redact(str(data.tars[0].parent))
-        parts = [f"{folder}, {data.num_samples:,} images"]
-    else:
-        parts = [_data(part) for part in data.parts]
+
+    def described(index: SplitIndex) -> str:
+        folder = redact(str(index.folder)).rstrip("/").split("/")[-2:]
+        name = "/".join([*folder, index.split])
+        return f"{name}, {index.num_samples:,} images, {index.fingerprint[:12]}"
+
+    parts = [described(part) for part in data.parts]
+    parts += [f"{redact(str(tar.parent))}, {data.num_samples:,} images" for tar in data.tars[:1]]
     tags = {DATA_TAG: "; ".join(parts)}
-    return tags if val_index is None else tags | {"vitscale.val_data": _data(val_index)}
-
-
-def _data(index: SplitIndex) -> str:
-    folder = redact(str(index.folder))
-    name = "/".join([*folder.rstrip("/").split("/")[-2:], index.split])
-    return f"{name}, {index.num_samples:,} images, {index.fingerprint[:12]}"
+    return tags if val_index is None else tags | {"vitscale.val_data": described(val_index)}

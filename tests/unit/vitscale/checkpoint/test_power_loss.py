@@ -100,10 +100,10 @@ def write_out(node: Node, path: Path) -> None:
         write_out(child, path / name)
 
 
-def rmtree(folder: Path) -> None:
+def rmtree(folder: Path, *, ignore_errors: bool = False) -> None:
     """shutil.rmtree in calls with whole paths."""
-    if not folder.exists():
-        raise FileNotFoundError(folder)
+    if ignore_errors and not folder.exists():
+        return
     for child in sorted(folder.iterdir()):
         os.unlink(child)
     os.rmdir(folder)

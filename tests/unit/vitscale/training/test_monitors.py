@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from vitscale.training.interval_log import (
     IntervalMeans,
     SkippedUpdateMonitor,
     UnreadableSampleMonitor,
-    positions_of_step,
 )
 
 STEPS: dict[str, int] = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
@@ -107,14 +105,19 @@ def health(skipped: int, *, longest: int = 1) -> Health:
 
 
 def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> None:
+    """Of a bad loss those that its rank read for the micro-step, else all of the step."""
     monitor, ranks.others = ranks.skipped(), [1]
     for _ in range(2):
         monitor.update(health(2), step=20, loss_scale=None)
-    # Step 3 starts at sample 16; micro-step 1 of rank 1 is its last pair.
-    assert ranks.said == [
+    read = list(rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2))
+    assert read[1] == [22, 23] and ranks.said == [
         "2 updates skipped, 2 since the start, the last at step 3: the loss was not finite "
         "on rank 1; samples 'key 22 of 0', 'key 23 of 0'"
     ]
+    ranks.others = [None]
+    monitor.update(health(3), step=30, loss_scale=None)
+    names = ", ".join(f"'key {sample} of 0'" for sample in range(16, 24))
+    assert ranks.said[1].endswith(f"the gradient was not finite; samples {names}")
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])
@@ -138,15 +141,6 @@ def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
         for step in range(interval, 401, interval):
             many.update(health(step // 2), step=step, loss_scale=None)
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
-
-
-def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:
-    plan = replace(PLAN, global_batch=12, micro_batch=3)
-    for rank in range(2):
-        batches = rank_batches(start=24, stop=36, rank=rank, world_size=2, micro_batch=3)
-        for number, expected in enumerate(batches):
-            assert positions_of_step(plan, step=3, micro_steps={rank: number}) == expected
-    assert positions_of_step(plan, step=3, micro_steps={}) == list(range(24, 36))
 
 
 def test_means_by_name_are_over_ranks_and_finite_values(monkeypatch: pytest.MonkeyPatch) -> None:
