@@ -29,6 +29,12 @@ def tensor_file(step: int, rank: int = 0) -> bytes:
     return len(header).to_bytes(8, "little") + header + bytes([step]) * LENGTH
 
 
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(bytes(data))
+
+
 def light_save(
     checkpoints: Path,
     *,

@@ -175,7 +175,6 @@ class UnreadableSampleMonitor:
     """Report samples that were replaced because they could not be read."""
 
     def __init__(self, *, data: TrainingSet, max_fraction: float, say: Say) -> None:
-        """max_fraction: `data.max_unreadable_fraction`."""
         self._data, self._max_fraction, self._say = data, max_fraction, say
         self._pending: list[Unreadable] = []
         self.num_replaced = 0

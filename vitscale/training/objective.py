@@ -1,7 +1,4 @@
-"""The interface of a training objective.
-
-Owns: what the session asks of an objective, and whether a run's data can serve it.
-Leaves out: the objectives (`supervised` here, the others in pretrain/objectives/).
+"""The interface of a training objective; objectives are in `supervised` and pretrain/objectives/.
 
 Needs no torch when imported, and neither may a file with an objective: settings are validated on
 machines without torch. Import torch inside the methods; modules belong into `vitscale.models`.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.light_checkpoints import light_save, tensor_file
+from tests.support.light_checkpoints import flip, light_save, tensor_file
 from tests.support.ranks.thread_ranks import run_ranks
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
@@ -30,12 +30,6 @@ RANK_FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 
 def save(tmp_path: Path, step: int) -> Path:
     return light_save(tmp_path / "checkpoints", step=step, keep=9).folder
-
-
-def flip(path: Path, position: int, bit: int = 0) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1 << bit
-    path.write_bytes(bytes(data))
 
 
 def replace_value(path: Path, **values: object) -> None:

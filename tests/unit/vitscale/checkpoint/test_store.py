@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.light_checkpoints import flip
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
@@ -43,12 +44,6 @@ def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
     committed = store.wait()
     assert committed is not None
     return committed.folder
-
-
-def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(bytes(data))
 
 
 def refuse(*_: object) -> None:
