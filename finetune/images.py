@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from vitscale.config.errors import UserError
@@ -26,7 +25,7 @@ from vitscale.data.samples import (
 )
 from vitscale.data.settings import DataSettings
 from vitscale.images.crops import open_image
-from vitscale.images.plain import UPRIGHT, orientation, plain, upright
+from vitscale.images.plain import UPRIGHT, orientation, rgb_pixels
 
 # Files with these names are images; others in a folder are left out.
 SUFFIXES = frozenset("jpg jpeg jpe jfif mpo png apng webp".split())
@@ -147,11 +146,10 @@ def converted_pixels(data: bytes) -> torch.Tensor | None:
     """The pixels of an image that was not prepared, as decoded from shards, uint8 [H, W, 3]; None
     for an image that decoders turn into the same pixels, faster. Raises like `open_image`."""
     with open_image(data) as image:
-        turn = orientation(image)
-        if data.startswith(b"\xff\xd8\xff") and turn == UPRIGHT:
+        if data.startswith(b"\xff\xd8\xff") and orientation(image) == UPRIGHT:
             return None
         image.load()
-        return torch.from_numpy(np.array(upright(plain(image), turn).convert("RGB")))
+        return torch.from_numpy(rgb_pixels(image))
 
 
 def _bounded_bytes(path: str) -> bytes:

@@ -21,7 +21,6 @@ CONFIGS = PROJECT_ROOT / "configs"
 
 @cache
 def config_names() -> tuple[str, ...]:
-    """The names of the packaged configurations."""
     files = CONFIGS.rglob("*.yaml")
     return tuple(sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in files))
 

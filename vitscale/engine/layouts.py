@@ -126,7 +126,6 @@ class Part:
 
 
 def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:
-    """The layout of a DeepSpeed engine."""
     if not hasattr(engine.optimizer, "optimizer"):  # DeepSpeed wrapped nothing around it
         return PlainLayout(engine, world)
     return (PartitionedLayout if zero_stage == 3 else FlatLayout)(engine, world)

@@ -238,11 +238,9 @@ class PassEvaluation(Evaluation):
 
     def start(self, subject: Subject) -> None:
         """Prepare to count."""
-        raise NotImplementedError
 
     def add(self, outputs: Outputs) -> None:
         """Count one batch of this rank."""
-        raise NotImplementedError
 
     def finish(self) -> dict[str, float]:
         """Return what `metrics` returns. Collective."""
@@ -288,11 +286,8 @@ def _in_one_pass(evaluations: Sequence[PassEvaluation], subject: Subject) -> lis
 def check_head(subject: Subject, *, name: str) -> None:
     """Raise UserError where the model has no head or the shards have no labels."""
     if not subject.val.classes:
-        raise UserError(
-            f"{name} needs labels, but the shards of {subject.val.folder} have none",
-            where="evaluate",
-            next_step="set data.path to labelled shards",
-        )
+        what = f"{name} needs labels, but the shards of {subject.val.folder} have none"
+        raise UserError(what, where="evaluate", next_step="set data.path to labelled shards")
     if subject.num_outputs == 0:
         raise UserError(
             f"{name} needs a classifier, but the model has no head",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -94,15 +94,9 @@ class LinearHeads(Evaluation):
             seen, unseen = (
                 replace(each, values_ND=each.values_ND[:, columns]) for each in (train, val)
             )
+            num_classes = len(subject.val.classes)
             weights_HCD = train_heads(
-                seen,
-                chosen=fit,
-                num_classes=len(subject.val.classes),
-                rates=rates,
-                steps=settings.steps,
-                batch=settings.batch,
-                seed=settings.seed,
-                device=device,
+                seen, settings, chosen=fit, num_classes=num_classes, device=device
             )
             score = partial(logits, weights_HCD)
             on_dev_H = seen.rows(np.isin(seen.samples, dev)).num_correct(score, device=device)
@@ -148,18 +142,15 @@ def logits(weights_HCD: torch.Tensor, features_BD: torch.Tensor) -> torch.Tensor
 
 def train_heads(
     features: Features,
+    settings: LinearHeadsSettings,
     *,
     chosen: np.ndarray,
     num_classes: int,
-    rates: Sequence[float],
-    steps: int,
-    batch: int,
-    seed: int,
     device: torch.device,
 ) -> torch.Tensor:
     """Minimise each head's mean cross-entropy over the samples `chosen`. Collective.
 
-    rates: one per head, for a batch of 256. Returns [H, C, D + 1]; the last column is the bias.
+    Returns [H, C, D + 1]; the last column is the bias.
     Weights start as N(0, 0.01), the same for all heads; biases as zero. Every rank adds the
     gradient of the rows that it holds of a global batch, so that the batches do not depend on the
     number of ranks. Epoch after epoch in a new order; batches run over the ends of epochs.
@@ -169,7 +160,7 @@ def train_heads(
 
     from vitscale.distributed.world import sum_over_ranks
 
-    batch = min(batch, len(chosen))
+    batch, seed, rates = min(settings.batch, len(chosen)), settings.seed, settings.learning_rates
     values_ND, labels_N = features.values_ND.to(device), features.labels_N.to(device)
     row_of = np.full(int(chosen.max()) + 1, -1)
     held = features.samples < len(row_of)
@@ -180,12 +171,12 @@ def train_heads(
     weights_HCD = F.pad(first_CD, (0, 1)).repeat(len(rates), 1, 1).to(device)
     momentum_HCD = torch.zeros_like(weights_HCD)
     batches = epoch_batches(len(chosen), batch=batch, seed=seed)
-    for step, drawn in zip(range(steps), batches, strict=False):
+    for step, drawn in zip(range(settings.steps), batches, strict=False):
         rows = row_of[chosen[drawn]]
         own = torch.from_numpy(rows[rows >= 0]).to(device)
         gradient_HCD = _gradient(weights_HCD, values_ND[own], labels_N[own], batch=batch)
         momentum_HCD.mul_(MOMENTUM).add_(sum_over_ranks(gradient_HCD))
-        factor_H = rates_H * (0.5 * (1 + math.cos(math.pi * step / steps)))
+        factor_H = rates_H * (0.5 * (1 + math.cos(math.pi * step / settings.steps)))
         weights_HCD -= factor_H[:, None, None] * momentum_HCD
     return weights_HCD
 

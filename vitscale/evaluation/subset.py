@@ -121,8 +121,5 @@ def model_classes(subject: Subject) -> Sequence[str]:
 def _refuse(names: list[str], *, what: str, subject: Subject, next_step: str) -> None:
     if names:
         number = f"{len(names)} of {len(subject.val.classes)} classes"
-        raise UserError(
-            f"subset: {number} are {what} (the first is {names[0]!r})",
-            where=f"label map of {subject.val.folder}",
-            next_step=next_step,
-        )
+        what = f"subset: {number} are {what} (the first is {names[0]!r})"
+        raise UserError(what, where=f"label map of {subject.val.folder}", next_step=next_step)

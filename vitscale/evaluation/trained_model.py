@@ -1,9 +1,4 @@
-"""Open a trained model: of a run, a checkpoint, or weights of another library.
-
-Owns: what `init=` names, a model with its weights, preprocessing and classes, and its use.
-Leaves out: reading weights of others (`vitscale.models.weights`), and starting a training from
-weights (`finetune.start`).
-"""
+"""Open a trained model: of a run, a checkpoint, or weights of another library."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +28,7 @@ from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import Architecture
 from vitscale.models.weights.files import CONFIG, SUFFIXES, Weights
 from vitscale.models.weights.inferred import inferred_model
-from vitscale.models.weights.reading import is_external, read_weights
+from vitscale.models.weights.reading import PREPROCESSING, is_external, read_weights
 from vitscale.models.weights.transfer import transfer_weights
 from vitscale.optim.settings import EmaSettings
 
@@ -61,17 +56,7 @@ class Preprocessing:
 
     def data_values(self) -> dict[str, Any]:
         """The same as values of `DataSettings`, which leaves the image size to the model."""
-        values = asdict(self)
-        del values["image_size"]
-        return values
-
-
-def preprocessing_of(data: DataSettings, *, image_size: int) -> Preprocessing:
-    """The preprocessing of a run's evaluations."""
-    names = [each.name for each in fields(Preprocessing) if each.name != "image_size"]
-    values = {name: getattr(data, name) for name in names}
-    values["eval_interpolation"] = data.eval_interpolation or data.interpolation
-    return Preprocessing(image_size=image_size, **values)
+        return {key: value for key, value in asdict(self).items() if key != "image_size"}
 
 
 class InferenceModel:
@@ -84,8 +69,7 @@ class InferenceModel:
         self,
         network: nn.Module,
         *,
-        mean: tuple[float, float, float],
-        std: tuple[float, float, float],
+        pixels: Preprocessing,
         world: World,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -94,7 +78,7 @@ class InferenceModel:
         self.world, self.dtype = world, dtype
         if dtype != torch.float32:
             round_products(self.network, dtype)
-        self._normalize = Normalization(mean=mean, std=std, device=world.device)
+        self._normalize = Normalization(mean=pixels.mean, std=pixels.std, device=world.device)
 
     @property
     def known_outputs(self) -> tuple[str, ...]:
@@ -158,13 +142,8 @@ class TrainedModel:
     def for_inference(self, world: World, *, precision: str = "auto") -> InferenceModel:
         """The model on the device of this rank."""
         is_low = precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
-        return InferenceModel(
-            self.network,
-            mean=self.preprocessing.mean,
-            std=self.preprocessing.std,
-            world=world,
-            dtype=torch.bfloat16 if is_low else torch.float32,
-        )
+        dtype = torch.bfloat16 if is_low else torch.float32
+        return InferenceModel(self.network, pixels=self.preprocessing, world=world, dtype=dtype)
 
 
 def open_model(
@@ -180,8 +159,8 @@ def open_model(
     """Open what `init` names, heads included.
 
     weights: see `takes_average`. model, preprocessing: keys that win over those that come with the
-    weights. image_size: to apply the model at, positions
-    resampled by the convention `position_embedding`. key: the setting that has `init`, for errors.
+    weights. image_size: to apply the model at, positions resampled by the convention
+    `position_embedding`. key: the setting that has `init`, for errors.
     Raises UserError when it cannot be read, or does not fit.
     """
     found, run = read_source(init, weights=weights, model=model, key=key)
@@ -214,11 +193,7 @@ def open_model(
 
 
 def read_source(
-    init: str,
-    *,
-    weights: str = "auto",
-    model: ModelSettings | None = None,
-    key: str = "init",
+    init: str, *, weights: str = "auto", model: ModelSettings | None = None, key: str = "init"
 ) -> tuple[Weights, SourceRun | None]:
     """Read what `init` names; the run of ours that it is of. Arguments are those of `open_model`.
 
@@ -241,11 +216,15 @@ def read_source(
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
     averaged, classes = takes_average(checkpoint, weights), folder / CLASSES_NAME
     rows, columns = checkpoint.description["grid"]
+    data = sections.data
+    pixels = {name: getattr(data, name) for name in ("mean", "std", *PREPROCESSING)}
+    pixels["eval_interpolation"] = data.eval_interpolation or data.interpolation
     found = Weights(
         tensors=read_tensors(checkpoint.files, prefix="ema." if averaged else "model."),
         grid=(rows, columns),
         format=f"{checkpoint.folder}, step {checkpoint.step}",
-        preprocessing=preprocessing_of(sections.data, image_size=arch.image_size).data_values(),
+        preprocessing=pixels
+        | {"eval_interpolation": data.eval_interpolation or data.interpolation},
         assumed=False,
         classes=tuple(json.loads(classes.read_text())) if classes.is_file() else None,
         computed=fixed_positions(arch.description(), grid=(rows, columns)),

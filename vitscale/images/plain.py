@@ -63,3 +63,8 @@ def plain(image: Image.Image) -> Image.Image:
     white = Image.new(mode, image.size, "white")
     white.paste(over.convert(mode), mask=over.getchannel("A"))
     return white
+
+
+def rgb_pixels(image: Image.Image) -> np.ndarray:
+    """Return the pixels of an image that was not prepared as decoders do, uint8 [H, W, 3]."""
+    return np.array(upright(plain(image), orientation(image)).convert("RGB"))

@@ -21,25 +21,17 @@ def num_parameters(arch: ViTSettings) -> int:
 
     Source: Dosovitskiy et al. 2021, section 3.1; ViT-B/16 with 1,000 classes has 86,567,656.
     """
-    d = arch.width
+    d, m = arch.width, arch.mlp_width
     patch = arch.patch_values * d + d
     tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
     representation = d * d + d if arch.representation_layer else 0
     head = arch.num_classifiers * (arch.feature_width * arch.num_classes + arch.num_classes)
-    blocks = arch.depth * block_parameters(arch)
-    return patch + tokens + blocks + 2 * d + pool_parameters(arch) + representation + head
-
-
-def pool_parameters(arch: ViTSettings) -> int:
-    """Parameters of the pooling head (MAP): a query, Q, K, V and output, a norm and an MLP."""
-    if arch.pool != "map":
-        return 0
-    d, m = arch.width, arch.mlp_width
-    return d + 4 * (d * d + d) + 2 * d + (d * m + m) + (m * d + d)
+    if arch.pool == "map":  # a query, Q, K, V and output, a norm and an MLP
+        head += d + 4 * (d * d + d) + 2 * d + (d * m + m) + (m * d + d)
+    return patch + tokens + arch.depth * block_parameters(arch) + 2 * d + representation + head
 
 
 def block_parameters(arch: ViTSettings) -> int:
-    """Parameters of one block."""
     d, a, m = arch.width, arch.attention_width, arch.mlp_width
     inner = 2 if arch.mlp == "swiglu" else 1
     mlp = inner * (d * m + m) + (m * d + d)
@@ -91,11 +83,8 @@ def activation_bytes_per_image(
     num_tokens = num_tokens or arch.num_tokens
     mlp = (8 if arch.mlp == "swiglu" else 4) * arch.mlp_width
     block = num_tokens * (10 * arch.width + 8 * arch.attention_width + mlp)
-    block_input = num_tokens * 2 * arch.width
-    if activation_checkpointing:
-        total = arch.depth * block_input + block
-    else:
-        total = arch.depth * block
+    inputs = arch.depth * num_tokens * 2 * arch.width
+    total = inputs + block if activation_checkpointing else arch.depth * block
     return total * ACTIVATION_SCALE[precision]
 
 

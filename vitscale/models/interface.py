@@ -121,8 +121,5 @@ def refuse_misfits(
     if rows:
         more = [f"    ... {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
         table = "\n".join(rows[:MAX_ROWS] + more)
-        raise UserError(
-            f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{table}",
-            where=where,
-            next_step=next_step,
-        )
+        what = f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{table}"
+        raise UserError(what, where=where, next_step=next_step)

@@ -2,12 +2,12 @@
 
 Owns: the sin-cos table, and the resampling conventions of the code bases whose numbers people
 compare with.
-Leaves out: which tensor of a checkpoint this is (`transfer`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +18,7 @@ DINOV2_OFFSET = 0.1
 # L prefix tokens + patches, D width, R rows, C columns
 
 
-def _google(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    return F.interpolate(x_1DRC, size=size, mode="bilinear", align_corners=True)
-
-
-def _timm(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    return F.interpolate(x_1DRC, size=size, mode="bicubic", antialias=True, align_corners=False)
-
-
-def _deit(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    return F.interpolate(x_1DRC, size=size, mode="bicubic", align_corners=False)
-
-
-def _dinov2(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+def _dinov2(x_1DRC: torch.Tensor, *, size: tuple[int, int]) -> torch.Tensor:
     factors = [(new + DINOV2_OFFSET) / old for new, old in zip(size, x_1DRC.shape[2:], strict=True)]
     return F.interpolate(x_1DRC, scale_factor=factors, mode="bicubic", align_corners=False)
 
@@ -40,10 +28,10 @@ def _dinov2(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 # dinov2: as deit, but the factor of the resize is (n + 0.1) / M for n of M patches, which moves
 # every centre towards the start (`interpolate_pos_encoding` of facebookresearch/dinov2). Its models
 # with registers have neither offset nor aliasing: that is timm's.
-CONVENTIONS: dict[str, Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]] = {
-    "google": _google,
-    "timm": _timm,
-    "deit": _deit,
+CONVENTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "google": partial(F.interpolate, mode="bilinear", align_corners=True),
+    "timm": partial(F.interpolate, mode="bicubic", antialias=True),
+    "deit": partial(F.interpolate, mode="bicubic"),
     "dinov2": _dinov2,
 }
 
@@ -75,7 +63,7 @@ def resize_position_embedding(
         return pos_LD.clone()
     prefix_LD, grid_LD = pos_LD[:num_prefix_tokens], pos_LD[num_prefix_tokens:]
     grid_1DRC = grid_LD.reshape(1, rows, columns, -1).permute(0, 3, 1, 2)
-    resized_1DRC = CONVENTIONS[convention](grid_1DRC, target_grid)
+    resized_1DRC = CONVENTIONS[convention](grid_1DRC, size=target_grid)
     resized_LD = resized_1DRC.permute(0, 2, 3, 1).flatten(0, 2)
     return torch.cat([prefix_LD, resized_LD])
 

@@ -20,11 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.models.interface import (
-    classify_in_fp32,
-    compile_each,
-    refuse_misfits,
-)
+from vitscale.models.interface import classify_in_fp32, compile_each, refuse_misfits
 from vitscale.models.settings import TimmSettings
 
 # Counters of BatchNorm, which evaluation does not read; some files lack them.
@@ -175,7 +171,6 @@ def _measured(arch: TimmSettings) -> _Measured:
 
 
 def num_parameters(arch: TimmSettings) -> int:
-    """Count the parameters."""
     return _measured(arch).num_parameters
 
 
@@ -194,16 +189,12 @@ def layers_above(name: str, arch: TimmSettings) -> int:
     """Layers from the one that holds this parameter up to the classifier, as timm divides them."""
     layers = _measured(arch).layers_above
     if layers is None:
-        raise UserError(
-            f"timm does not say what a layer of {arch.model} is",
-            where="optim.layer_decay",
-            next_step="set it to 1",
-        )
+        what = f"timm does not say what a layer of {arch.model} is"
+        raise UserError(what, where="optim.layer_decay", next_step="set it to 1")
     return layers[name]
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute activations in the backward pass instead of keeping them."""
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]  # of timm's class
     except (AssertionError, AttributeError):
@@ -215,7 +206,6 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
-    """Compile each block in place, when it is first used."""
     blocks = (module for name, module in model.named_modules() if BLOCK.fullmatch(name))
     compile_each(blocks, backend=backend)
 

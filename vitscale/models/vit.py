@@ -1,7 +1,4 @@
-"""The Vision Transformer: timm's modules, the papers' initialisation.
-
-Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
-"""
+"""The Vision Transformer: timm's modules, the papers' initialisation."""
 
 from __future__ import annotations
 
@@ -124,10 +121,8 @@ def run_blocks(
     blocks: nn.Sequential, tokens_BLD: torch.Tensor, *, recompute: bool = False
 ) -> torch.Tensor:
     """recompute: keep no activations inside the blocks; recompute them in the backward pass."""
-    if recompute and torch.is_grad_enabled():
-        recomputed: torch.Tensor = checkpoint_seq(blocks, tokens_BLD)
-        return recomputed
-    through: torch.Tensor = blocks(tokens_BLD)
+    run = partial(checkpoint_seq, blocks) if recompute and torch.is_grad_enabled() else blocks
+    through: torch.Tensor = run(tokens_BLD)
     return through
 
 

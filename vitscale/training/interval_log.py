@@ -261,7 +261,6 @@ class IntervalLog:
         self._first: _Clock | None = None
 
     def add_batch(self, batch: Batch) -> None:
-        """Count a micro-batch of this rank."""
         self._clock.num_images += len(batch.labels)
         self._unreadable.add(batch.unreadable)
 

@@ -22,12 +22,7 @@ from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.node_files import private_folder
 from vitscale.distributed.random_numbers import stream_key
-from vitscale.distributed.world import (
-    World,
-    broadcast_tensor,
-    errors_on_all_ranks,
-    gather_objects,
-)
+from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks, gather_objects
 from vitscale.engine.configuration import deepspeed_config, resolve_precision
 from vitscale.engine.engine import Engine, check_nan_is_skipped
 from vitscale.models.registry import MODELS
@@ -142,11 +137,8 @@ def build_engine(
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         if not run.deepspeed:
             raise
-        raise UserError(
-            f"DeepSpeed does not start with them: {error}",
-            where="deepspeed",
-            next_step="fix or remove the raw keys",
-        ) from error
+        what = f"DeepSpeed does not start with them: {error}"
+        raise UserError(what, where="deepspeed", next_step="fix or remove the raw keys") from error
 
 
 def compatibility_key(

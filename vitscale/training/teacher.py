@@ -69,11 +69,8 @@ def open_teacher(
             next_step="take a teacher of the same classes, or train one on these shards",
         )
     file = Path(weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
-    pixels = opened.preprocessing
     return Teacher(
-        model=InferenceModel(
-            opened.network, mean=pixels.mean, std=pixels.std, world=world, dtype=dtype
-        ),
+        model=InferenceModel(opened.network, pixels=opened.preprocessing, world=world, dtype=dtype),
         image_size=opened.arch.image_size,
         fingerprint=blake3_of_file(file),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import numpy as np
 import onnxruntime
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
 from tests.support.corpora.shard_folders import image_bytes
 from tests.support.golden import Golden
+from vitscale import ShardDataset, load_model
 
 pytestmark = pytest.mark.distributed
 
@@ -162,16 +166,8 @@ def test_unreadable_images_do_not_end_the_command(
     assert [row["image"] for row in rows] == [
         str(tmp_path / "in" / n) for n in (*names, "below/h.GIF")
     ]
-    reasons = (
-        None,
-        None,
-        "",
-        None,
-        "",
-        "is not a file",
-        "No such file",
-        "GIF is not read; convert",
-    )
+    odd = ("is not a file", "No such file", "GIF is not read; convert")
+    reasons = (None, None, "", None, "", *odd)
     for row, reason in zip(rows, reasons, strict=True):
         assert (row["error"] is None) == (row["class_1"] is not None) == (reason is None)
         assert reason is None or reason in row["error"] and " at 0x" not in row["error"]
@@ -214,6 +210,35 @@ def test_exports_predict_as_the_run_does(scripts: Scripts, from_npz: Run) -> Non
         printed = scripts.run("export", f"init={NPZ}", "--to", "npz", *more, code=2)
         assert message in printed and "Traceback" not in printed
     assert not (scripts.folder / "new").exists()
+
+
+def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_path: Path) -> None:
+    """Of a run and its export: files, one turned by its EXIF, and shards by workers of torch."""
+    turned, exif = tmp_path / "turned.jpg", Image.Exif()
+    exif[274] = 6
+    with Image.open(scripts.images / "1.jpg") as image:
+        image.resize((40, 30)).save(turned, exif=exif)
+    paths, exported = [*sorted(scripts.images.iterdir()), turned], tmp_path / "exported"
+    scripts.run("export", f"init={from_npz[0]}", "--to", "timm", exported)
+    model = load_model(from_npz[0])
+    same = load_model(str(exported))
+    files = torch.stack([same.preprocess(Image.open(path)) for path in paths])
+    dataset = ShardDataset(scripts.shards, split="test", transform=model.preprocess)
+    loader = DataLoader(dataset, batch_size=5, num_workers=2, multiprocessing_context="spawn")
+    stored, labels = map(torch.cat, zip(*loader, strict=True))
+    for used, inputs, pixels in ((same, paths, files), (model, [scripts.shards], stored)):
+        table = tmp_path / f"{len(inputs)}.parquet"
+        scripts.run("predict", f"init={from_npz[0]}", *inputs, f"output={table}", "top=3")
+        found = used(pixels).softmax(dim=1).detach().numpy()
+        assert used.classes == dataset.classes and np.abs(found - shares(table)).max() < 1e-5
+    names = [dataset.classes[label] for label in labels.tolist()]
+    assert names == [row["label"] for row in predictions(table)]
+    assert model(stored, output="features").shape == (len(dataset), 16)
+    damaged = shutil.copytree(scripts.shards, tmp_path / "shards")
+    for tar in damaged.glob("test*.tar"):
+        tar.write_bytes(bytes(tar.stat().st_size))
+    with pytest.raises(ValueError, match="sample 'test-c1-1' cannot be read"):
+        ShardDataset(damaged, split="test")[1]
 
 
 def test_pictures_are_drawn(scripts: Scripts, from_npz: Run) -> None:

@@ -1,7 +1,6 @@
-"""Google's names and shapes of tensors, and ours: vision_transformer and big_vision.
+"""Google's names and shapes of tensors, and ours, in one table for both directions.
 
-Owns: one table for both directions, and how names of old and new files differ.
-Leaves out: reading files (`reading`) and writing them (`finetune.exporting.to_vitscale`).
+Those of vision_transformer and of big_vision, and how names of old and new files differ.
 """
 
 from __future__ import annotations
@@ -44,18 +43,9 @@ Row = tuple[str, str, Layout]
 """(theirs, ours, layout)"""
 
 
-def _layer(theirs: str, ours: str, kernel: Layout = DENSE, bias: Layout = VECTOR) -> list[Row]:
-    return [
-        (f"{theirs}/kernel", f"{ours}.weight", kernel),
-        (f"{theirs}/bias", f"{ours}.bias", bias),
-    ]
-
-
-def _norm(theirs: str, ours: str) -> list[Row]:
-    return [
-        (f"{theirs}/scale", f"{ours}.weight", VECTOR),
-        (f"{theirs}/bias", f"{ours}.bias", VECTOR),
-    ]
+def _layer(theirs: str, ours: str, kernel: Layout = DENSE, bias: Layout = VECTOR) -> Iterator[Row]:
+    yield f"{theirs}/{'scale' if kernel is VECTOR else 'kernel'}", f"{ours}.weight", kernel
+    yield f"{theirs}/bias", f"{ours}.bias", bias
 
 
 def _attention(theirs: str, ours: str, *, query: str = "query") -> Iterator[Row]:
@@ -76,16 +66,16 @@ def _rows() -> Iterator[Row]:
     yield "cls", "cls_token", SAME
     yield "pos_embedding", "pos_embed", SAME
     yield from _layer("embedding", "patch_embed.proj", CONV)
-    yield from _norm(f"{block}/LayerNorm_0", "blocks.{}.norm1")
+    yield from _layer(f"{block}/LayerNorm_0", "blocks.{}.norm1", VECTOR)
     yield from _attention(block, "blocks.{}.attn")
-    yield from _norm(f"{block}/LayerNorm_1", "blocks.{}.norm2")
+    yield from _layer(f"{block}/LayerNorm_1", "blocks.{}.norm2", VECTOR)
     yield from _mlp(block, "blocks.{}")
-    yield from _norm("Transformer/encoder_norm", "norm")
+    yield from _layer("Transformer/encoder_norm", "norm", VECTOR)
     yield from _layer("pre_logits", "pre_logits")
     # The pooling head of big_vision, models/vit.py, `MAPHead`.
     yield f"{pool}/probe", "attn_pool.latent", SAME
     yield from _attention(pool, "attn_pool", query="q")
-    yield from _norm(f"{pool}/LayerNorm_0", "attn_pool.norm")
+    yield from _layer(f"{pool}/LayerNorm_0", "attn_pool.norm", VECTOR)
     yield from _mlp(pool, "attn_pool")
     yield from _layer("head", "head")
 

@@ -176,11 +176,8 @@ def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return known
     activation = config.get("hidden_act", "gelu")
     if activation not in GELUS:
-        raise UserError(
-            f"hidden_act {activation!r} is no activation of the models here",
-            where=str(folder / CONFIG),
-            allowed=", ".join(GELUS),
-        )
+        what = f"hidden_act {activation!r} is no activation of the models here"
+        raise UserError(what, where=str(folder / CONFIG), allowed=", ".join(GELUS))
     return known | {"gelu": GELUS[activation]}
 
 
@@ -201,11 +198,8 @@ def _preprocessing(folder: Path, model_type: str) -> dict[str, Any]:
     }
     resample = config.get("resample", 2)
     if resample not in RESAMPLES:
-        raise UserError(
-            f"resample {resample!r} is no filter of the evaluations here",
-            where=str(path),
-            allowed="2 (bilinear), 3 (bicubic)",
-        )
+        what = f"resample {resample!r} is no filter of the evaluations here"
+        raise UserError(what, where=str(path), allowed="2 (bilinear), 3 (bicubic)")
     found["eval_interpolation"] = RESAMPLES[resample]
     if not config.get("do_center_crop", False):
         return found | {"eval_resize": "squash"}

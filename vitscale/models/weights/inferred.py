@@ -1,7 +1,4 @@
-"""Infer which model a set of tensors is of, and list what the tensors cannot show.
-
-Owns: shapes -> settings of `model`. Leaves out: reading (`reading`), loading (`transfer`).
-"""
+"""Infer from shapes of tensors which model they are of: the settings of `model`."""
 
 from __future__ import annotations
 
@@ -49,7 +46,11 @@ def inferred_model(
         values = {key: value for key, value in values.items() if key not in NUMBERS}
     values |= mine
     if "num_heads" not in values and "preset" not in values and not is_timm:
-        values["num_heads"] = _num_heads(int(values["width"]), path)
+        width = int(values["width"])
+        if width not in ATTENTION_HEADS and width % HEAD_WIDTH:
+            what = f"the number of attention heads at width {width} cannot be inferred"
+            raise UserError(what, where=str(path), next_step="set model.num_heads")
+        values["num_heads"] = ATTENTION_HEADS.get(width, width // HEAD_WIDTH)
     if values.get("distillation_token"):
         values.pop("class_position", None)
     layers = classifiers(pretrained_config(values["model"])) if is_timm else ("head", "head.2")
@@ -109,18 +110,6 @@ def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[st
         pool = "cls_mean" if head.shape[1] == 2 * weights[PATCH].shape[0] else pool
     values: dict[str, Any] = {"pool": pool, "pool_norm": "fc_norm.weight" in weights}
     return values | {"class_token": has_class_token} if pool in PATCH_POOLS else values
-
-
-def _num_heads(width: int, path: Path) -> int:
-    if width in ATTENTION_HEADS:
-        return ATTENTION_HEADS[width]
-    if width % HEAD_WIDTH == 0:
-        return width // HEAD_WIDTH
-    raise UserError(
-        f"the number of attention heads at width {width} cannot be inferred",
-        where=str(path),
-        next_step="set model.num_heads",
-    )
 
 
 def _validated(values: Mapping[str, Any], path: Path) -> ModelSettings:

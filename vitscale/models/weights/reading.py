@@ -1,9 +1,6 @@
 """Read external weights under our names: files and folders of other code bases.
 
 Owns: which format a path has, its grid of positions, what each format implies, and vitscale.json.
-Leaves out: bytes (`files`), names (`names`, `google`), config.json (`huggingface`, `timm_folder`),
-the sizes of the model (`inferred`), which tensors carry over (`transfer`).
-
 Nothing is downloaded, and no file runs code.
 """
 
@@ -27,7 +24,7 @@ from vitscale.models.weights.files import (
     read_json,
     read_tensors,
 )
-from vitscale.models.weights.huggingface import read_huggingface_folder
+from vitscale.models.weights.huggingface import CENTRE, HALF, IMAGENET, read_huggingface_folder
 from vitscale.models.weights.timm_folder import read_timm_folder, timm_preprocessing
 
 # Written by an export (`finetune/exporting/format.py`): what a folder says of its weights.
@@ -40,17 +37,11 @@ PREPROCESSING = ("eval_resize", "eval_crop_fraction", "eval_interpolation", "eva
 # DINOv2, which evaluate on the centre of bicubically resized images.
 GOOGLE: dict[str, Any] = {
     "known": {"gelu": "tanh", "layer_norm_eps": 1e-6},
-    "preprocessing": {"mean": (0.5,) * 3, "std": (0.5,) * 3, "eval_resize": "squash"},
+    "preprocessing": HALF,
 }
 PYTORCH: dict[str, Any] = {
     "known": {"gelu": "erf", "layer_norm_eps": 1e-6},
-    "preprocessing": {
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "eval_resize": "center_crop",
-        "eval_crop_fraction": 0.875,
-        "eval_interpolation": "bicubic",
-    },
+    "preprocessing": {**IMAGENET, **CENTRE, "eval_interpolation": "bicubic"},
 }
 
 
@@ -78,7 +69,7 @@ def read_weights(path: Path, *, model: Architecture | None = None) -> Weights:
         else:
             found = read_huggingface_folder(path, config)
     except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
+        raise UserError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
     if not found.tensors:
         raise UserError("holds no tensors", where=str(path))
     if found.known.get("name") == "timm":
@@ -127,11 +118,8 @@ def _prefix(stored: Collection[str], path: Path) -> str:
     for prefix in ("", "params/", "params/img/", "img/", "opt/target/", "optimizer/target/"):
         if f"{prefix}{google.FIRST_NAME}" in stored:
             return prefix
-    raise UserError(
-        f"holds no {google.FIRST_NAME!r}; its first names: {', '.join(sorted(stored)[:3])}",
-        where=str(path),
-        allowed="weights of vision_transformer or big_vision",
-    )
+    what = f"holds no {google.FIRST_NAME!r}; its first names: {', '.join(sorted(stored)[:3])}"
+    raise UserError(what, where=str(path), allowed="weights of vision_transformer or big_vision")
 
 
 def _read_exported(folder: Path) -> Weights:

@@ -18,13 +18,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 from vitscale.config.errors import UserError
 from vitscale.models.timm_model import pretrained_config
-from vitscale.models.weights.files import (
-    CONFIG,
-    NOT_STATED,
-    Weights,
-    labels_in_order,
-    read_folder,
-)
+from vitscale.models.weights.files import CONFIG, NOT_STATED, Weights, labels_in_order, read_folder
+from vitscale.models.weights.huggingface import IMAGENET
 from vitscale.models.weights.names import from_pytorch
 
 # SiLU is of SwiGLU, which shapes show.
@@ -34,13 +29,7 @@ POOLS = {"token": "cls", "avg": "gap", "map": "map"}
 CROPS = {"center": "center_crop", "squash": "squash"}
 FILTERS = ("bilinear", "bicubic")
 # timm.data.resolve_data_config, where pretrained_cfg leaves it out.
-DEFAULTS = {
-    "mean": (0.485, 0.456, 0.406),
-    "std": (0.229, 0.224, 0.225),
-    "interpolation": "bicubic",
-    "crop_pct": 0.875,
-    "crop_mode": "center",
-}
+DEFAULTS = {**IMAGENET, "interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
 
 
 def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) -> Weights:

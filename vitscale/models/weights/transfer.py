@@ -1,8 +1,4 @@
-"""Load the trunk of one model into another.
-
-Owns: which tensors carry over, another grid or patch size, and the report of misfits.
-Leaves out: reading files (`checkpoint`, `reading`).
-"""
+"""Load the trunk of one model into another, of another grid or patch size too."""
 
 from __future__ import annotations
 

@@ -33,14 +33,10 @@ from vitscale.evaluation.schedule import ScheduledEvaluations
 )
 def test_the_interval_equals_scipys(count: int, images: int) -> None:
     expected = binomtest(count, images).proportion_ci(method="wilson")
-    found = Share(count, images).interval()
-    assert found == pytest.approx((expected.low, expected.high), abs=1e-12)
-
-
-def test_a_share_is_a_number_that_knows_its_images() -> None:
-    share = Share(3, 4)
-    assert share == 0.75 and share.images == 4 and math.isnan(Share(0, 0))
-    assert all(map(math.isnan, Share(0, 0).interval()))
+    share, none = Share(count, images), Share(0, 0)
+    assert share == count / images and share.images == images
+    assert share.interval() == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert all(map(math.isnan, (none, *none.interval())))
 
 
 def subject(
@@ -132,9 +128,7 @@ class FakeEngine:
         self.value = 1.0
 
 
-def test_each_evaluation_runs_at_its_own_interval_and_last(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """First the weights, then their average."""
     monkeypatch.setattr(schedule, "EVALUATIONS", {"a": Weights, "b": Weights})
     engine: Any = FakeEngine()

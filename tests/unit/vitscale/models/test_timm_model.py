@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
 from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay
 
@@ -139,13 +138,16 @@ def test_weights_rounded_once_give_the_bits_of_autocast(family: str) -> None:
 
 
 @torch.no_grad()
-def test_a_folder_that_timm_saved_is_read(tmp_path: Path) -> None:
-    """Its arguments hold the number of classes, too."""
+def test_what_timm_saved_is_read(tmp_path: Path) -> None:
+    """The folder's arguments hold the number of classes, too; a file needs the model's name."""
     theirs = plain("test_convnext").eval()
     save_for_hf(theirs, tmp_path)
-    found = open_model(str(tmp_path))
-    assert (found.arch.name, found.num_classes, found.arch.image_size) == ("timm", 5, 160)
-    assert torch.equal(found.network(images()), theirs(images()))
+    asked = TimmSettings(name="timm", model="test_convnext", image_size=SIZE)
+    file = open_model(str(tmp_path / "pytorch_model.bin"), model=asked)
+    for found, size in ((open_model(str(tmp_path)), 160), (file, SIZE)):
+        assert (found.arch.name, found.num_classes, found.arch.image_size) == ("timm", 5, size)
+        assert torch.equal(found.network(images()), theirs(images()))
+    assert "assumed mean=(0.5, 0.5, 0.5)" in file.source
 
 
 @pytest.mark.parametrize("name", ["test_convnext", "test_vit", "test_vit_relpos"])
@@ -182,15 +184,6 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
         target.load_weights(source.state_dict(), where="x", keep_head=True)
     with pytest.raises(UserError, match="tensors do not fit"):
         target.load_weights(built("test_vit").state_dict(), where="x", keep_head=False)
-
-
-def test_a_weight_file_is_of_the_model_that_is_named(tmp_path: Path) -> None:
-    model = built("test_convnext").eval()
-    save_file(model.state_dict(), tmp_path / "x.safetensors")
-    asked = TimmSettings(name="timm", model="test_convnext", image_size=SIZE)
-    loaded = open_model(str(tmp_path / "x.safetensors"), model=asked)
-    assert torch.equal(loaded.network(images()), model(images()))
-    assert "assumed mean=(0.5, 0.5, 0.5)" in loaded.source
 
 
 @pytest.mark.parametrize(

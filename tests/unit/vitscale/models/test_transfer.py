@@ -127,11 +127,7 @@ def test_a_model_sees_upsized_patches_as_their_originals() -> None:
         ({"num_registers": 2}, {"class_position": False}, "reg_token: model not in this model"),
         ({"positions": "sincos2d"}, {}, "pos_embed: model"),
         ({"layer_scale": 0.1}, {}, "blocks.0.ls1.gamma: model not in this model"),
-        (
-            {"mlp_width": 44},
-            {},
-            r"blocks.0.mlp.fc1.weight: model \(40, 24\), checkpoint \(44, 24\)",
-        ),
+        ({"mlp_width": 44}, {}, r"mlp.fc1.weight: model \(40, 24\), checkpoint \(44, 24\)"),
         ({}, {"depth": 2}, "blocks.1.attn.proj.bias: model .24,., checkpoint not in"),
         ({}, {"patch_size": 8}, r"model \(24, 3, 8, 8\)(?s:.*)init_patch=resize"),
     ],

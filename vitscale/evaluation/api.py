@@ -1,0 +1,130 @@
+"""What `import vitscale` offers own code: trained models, and shards as a dataset of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from PIL import Image
+from pydantic import TypeAdapter
+from torch import nn
+from torch.utils.data import Dataset
+
+from vitscale.config.errors import UserError
+from vitscale.data.index import read_split
+from vitscale.data.samples import EvaluationResize, unreadable_error, unreadable_sample
+from vitscale.data.settings import DataSettings, RemoteSettings
+from vitscale.engine.device_batches import Normalization
+from vitscale.evaluation.trained_model import Preprocessing, open_model
+from vitscale.images.decoders import Decoder
+from vitscale.images.plain import rgb_pixels
+from vitscale.models.registry import ModelSettings
+
+
+class Preprocess:
+    """The preprocessing of a model's evaluations, as a transform of one image. Can be pickled."""
+
+    def __init__(self, how: Preprocessing) -> None:
+        data = DataSettings(path="", global_batch=1, **how.data_values())
+        self._resize = EvaluationResize(data, image_size=how.image_size)
+        self._normalize = Normalization(mean=how.mean, std=how.std, device=torch.device("cpu"))
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        """Any Pillow image -> fp32 [3, S, S]: upright, over white, resized, cropped, normalised."""
+        side = self._resize.image_size
+        resized = torch.empty(3, side, side, dtype=torch.uint8)
+        self._resize(b"", resized, pixels_HW3=torch.from_numpy(rgb_pixels(image)))
+        return self._normalize(resized)
+
+
+class Model(nn.Module):
+    """A trained network on the CPU in fp32, in eval mode, with what is needed to use it.
+
+    Attributes:
+        network: The network itself; its parameters can be trained.
+        preprocess: From a Pillow image to one input.
+        classes: Name of each class by label; `class 0`, ... where unknown, empty without a head.
+    """
+
+    def __init__(self, network: nn.Module, *, preprocess: Preprocess, classes: tuple[str, ...]):
+        super().__init__()
+        self.network, self.preprocess, self.classes = network, preprocess, classes
+
+    def forward(self, images_B3SS: torch.Tensor, *, output: str = "logits") -> torch.Tensor:
+        """Preprocessed images [B, 3, S, S] -> logits [B, classes], or features [B, width]."""
+        found: torch.Tensor = self.network(images_B3SS, output=output)
+        return found
+
+
+def load_model(
+    init: str | Path,
+    *,
+    weights: Literal["auto", "model", "ema"] = "auto",
+    model: Mapping[str, Any] | None = None,
+    image_size: int | None = None,
+) -> Model:
+    """Load a model as `vitscale predict init=...` does.
+
+    Args:
+        init: A run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth), or a
+            folder of vitscale's exports, Hugging Face or timm.
+        weights: Of a run: the weights themselves (model) or their average (ema); auto: the
+            average, unless there is none or more than 1 % of it is the random start.
+        model: Keys of the section `model` that a file does not tell, such as num_heads.
+        image_size: Apply the model at another image size; None: its own.
+
+    Raises:
+        ValueError: Nothing there is a model, or it does not fit.
+    """
+    chosen = None if model is None else TypeAdapter(ModelSettings).validate_python(dict(model))
+    opened = open_model(str(init), weights=weights, model=chosen, image_size=image_size)
+    how = Preprocess(opened.preprocessing)
+    return Model(opened.network, preprocess=how, classes=opened.class_names)
+
+
+class ShardDataset(Dataset[tuple[Any, int]]):
+    """The images and labels of one split, in stored order, for a DataLoader of torch.
+
+    `dataset[i]` is (image, label): an RGB Pillow image as stored, or what `transform` makes of it;
+    the label is a position in `classes`, -1 in shards without labels.
+
+    Args:
+        path: The shard folder, or its URL.
+        split: Which part of it.
+        transform: Called with each image, such as `load_model(...).preprocess`.
+        cache_path: Local folder for shards at a URL, which need one.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        split: str = "train",
+        transform: Callable[[Image.Image], Any] | None = None,
+        cache_path: str | None = None,
+    ) -> None:
+        remote = RemoteSettings(cache_path=cache_path)
+        self._index = read_split(path, split=split, key="split", remote_settings=remote)
+        self.transform = transform
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Name of each class by label; empty in shards without labels."""
+        return self._index.classes
+
+    def __len__(self) -> int:
+        return self._index.num_samples
+
+    def __getitem__(self, number: int) -> tuple[Any, int]:
+        try:
+            pixels_HW3 = Decoder().whole(self._index.read(number))
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            found = unreadable_sample(self._index, number, error)
+            advice = "check the storage; vitscale prepare verify names every damaged shard"
+            raise unreadable_error(self._index, found, next_step=advice) from None
+        image = Image.fromarray(pixels_HW3.numpy())
+        return self.transform(image) if self.transform else image, int(self._index.label[number])
