@@ -67,6 +67,7 @@ class Engine:
             model, optimizer=optimizer, config=config, device=world.device
         )
         self._layout = layout_of(self._engine, world, zero_stage=stage)
+        self.base_optimizer: torch.optim.Optimizer = self._layout.base_optimizer
         self._parts = list(self._layout.parts(model.named_parameters()))
         for part in self._parts:
             own = initial[part.name].flatten()[part.start :][: part.num_values]
@@ -84,11 +85,6 @@ class Engine:
         self._is_compiled = compile_input
         self._normalize = Normalization(mean=mean, std=std, device=world.device)
         self._normalized = torch.compile(self._normalize) if compile_input else self._normalize
-
-    @property
-    def base_optimizer(self) -> torch.optim.Optimizer:
-        """The torch optimiser inside DeepSpeed's wrapper."""
-        return self._layout.base_optimizer
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""

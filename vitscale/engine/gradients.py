@@ -5,7 +5,7 @@ Leaves out: the norm and the update (`layouts`, `guard`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,23 +35,23 @@ class GradientSums:
 
     def __init__(
         self,
+        engine: Any,
         places: Iterable[tuple[torch.Tensor, int]],
         *,
         size: int,
-        dtype: torch.dtype,
-        sent_as: torch.dtype,
-        bucket_elements: int,
-        is_last: Callable[[], bool],
+        dtype: torch.dtype = torch.float32,
+        sent_as: torch.dtype = torch.float32,
     ) -> None:
-        """places: parameters of one dtype, with the number of their first value among `size`.
+        """engine: DeepSpeed's. dtype: of sums over micro-batches.
 
-        dtype: of sums over micro-batches. is_last: whether this backward pass ends an update.
+        places: parameters of one dtype, with the number of their first value among `size`.
         """
         places = sorted(places, key=lambda place: place[1])
         first, self._ranks = places[0][0], dist.get_world_size()
-        self._sent_as, self._is_last = sent_as, is_last
+        self._sent_as, self._is_last = sent_as, engine.is_gradient_accumulation_boundary
         self._added = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.values = self._added if dtype == first.dtype else self._added.to(dtype)
+        self.values = self._added.to(dtype)  # the same tensor where the dtype is
+        bucket_elements = engine.zero_reduce_bucket_size()
         self._views = [
             (each, self._added.narrow(0, start, each.numel()).view(each.shape))
             for each, start in places

@@ -140,11 +140,8 @@ class Layout(ABC):
     def __init__(self, engine: Any, world: World) -> None:
         self._engine, self._world = engine, world
         self._wrapper = engine.optimizer
-
-    @property
-    def base_optimizer(self) -> torch.optim.Optimizer:
+        self.base_optimizer = getattr(self._wrapper, "optimizer", self._wrapper)
         """The torch optimiser that updates `updated_tensors`."""
-        return self._wrapper.optimizer
 
     @abstractmethod
     def updated_tensors(self) -> list[torch.Tensor]:
@@ -196,24 +193,14 @@ class PlainLayout(Layout):
 
     def __init__(self, engine: Any, world: World) -> None:
         super().__init__(engine, world)
-        self._norm: torch.Tensor | None = None
+        self._wrapper._global_grad_norm = None  # as DeepSpeed's wrappers have it
         # DeepSpeed would copy all gradients into one buffer and back, after the backward pass.
         engine.enable_backward_allreduce = False
         if world.world_size > 1:
             parameters = list(engine.module.parameters())
             ends = list(accumulate(each.numel() for each in parameters))
-            self._sums = GradientSums(
-                zip(parameters, [0, *ends], strict=False),
-                size=ends[-1],
-                dtype=torch.float32,
-                sent_as=torch.float32,
-                bucket_elements=engine.zero_reduce_bucket_size(),
-                is_last=engine.is_gradient_accumulation_boundary,
-            )
-
-    @property
-    def base_optimizer(self) -> torch.optim.Optimizer:
-        return self._wrapper
+            places = zip(parameters, [0, *ends], strict=False)
+            self._sums = GradientSums(engine, places, size=ends[-1])
 
     def updated_tensors(self) -> list[torch.Tensor]:
         return [p for group in self._wrapper.param_groups for p in group["params"]]
@@ -235,11 +222,8 @@ class PlainLayout(Layout):
     def update(self) -> None:
         # Gradients are averaged over the ranks by now, and not yet clipped.
         gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        self._norm = torch.nn.utils.get_total_norm(gradients)
+        self._wrapper._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
         super().update()
-
-    def norm(self) -> Any:
-        return self._norm
 
 
 class FlatLayout(Layout):
@@ -261,6 +245,7 @@ class FlatLayout(Layout):
         flats = wrapper.bit16_groups_flat
         starts = [0, *accumulate(each.numel() for each in flats)]
         self._sums = GradientSums(
+            engine,
             (
                 (each, start + each.storage_offset() - flat.storage_offset())
                 for start, flat, group in zip(starts, flats, wrapper.bit16_groups, strict=False)
@@ -269,39 +254,35 @@ class FlatLayout(Layout):
             size=starts[-1],
             dtype=wrapper.gradient_accumulation_dtype,
             sent_as=wrapper.communication_data_type,
-            bucket_elements=wrapper.reduce_bucket_size,
-            is_last=engine.is_gradient_accumulation_boundary,
         )
         sizes = wrapper.partition_size
         self._own_sums = [
             self._sums.values.narrow(0, start + world.rank * size, size)
             for start, size in zip(starts, sizes, strict=False)
         ]
-        mappings = (each._hp_mapping for group in wrapper.bit16_groups for each in group)
-        own = [0, *accumulate(sizes)]
-        pieces = sorted(
-            (mapping.param_group_index, own[mapping.param_group_index] + place.start, place.numel)
-            for mapping in mappings
-            if mapping is not None and (place := mapping.hp_fragment_address)
-        ) or [(0, 0, own[-1])]
-        # A gap, a gradient, a gap, ...; and how many gradients are of each group.
-        ends = [0, *chain(*((start, start + count) for _, start, count in pieces)), own[-1]]
-        self._cuts = [stop - start for start, stop in pairwise(ends)]
-        self._per_group = [sum(each[0] == group for each in pieces) for group in range(len(flats))]
+        # Lengths in this rank's slice of each group: a gap, a gradient, a gap, ...
+        self._cuts: list[list[int]] = []
+        for group, size in zip(wrapper.bit16_groups, sizes, strict=True):
+            parts = self.parts(("", each) for each in group)
+            pieces = sorted((part.offset, part.num_values) for part in parts) or [(0, size)]
+            ends = [0, *chain(*((start, start + count) for start, count in pieces)), size]
+            self._cuts.append([stop - start for start, stop in pairwise(ends)])
 
     def _step(self) -> None:
         """Update this rank's slices and give all ranks the weights."""
         assert self._sums is not None
         several, updated = self._world.world_size > 1, self.updated_tensors()
         own = (torch.cat(self._own_sums) if several else self._sums.values).float()
+        gradients = own.split([each.numel() for each in updated])
         # DeepSpeed's norm, to the bit: of each gradient, each group, all.
-        norms = torch._foreach_norm(own.split(self._cuts)[1::2], dtype=torch.float64)
-        squares = torch.stack(norms).pow(2).split(self._per_group)
+        cut = zip(gradients, self._cuts, strict=True)
+        pieces = [piece for gradient, cuts in cut for piece in gradient.split(cuts)[1::2]]
+        norms = torch._foreach_norm(pieces, dtype=torch.float64)
+        squares = torch.stack(norms).pow(2).split([len(cuts) // 2 for cuts in self._cuts])
         of_groups = torch.stack([each.sum() for each in squares]).float()
         if several:
             dist.all_reduce(of_groups)
         self._wrapper._global_grad_norm = torch.linalg.vector_norm(of_groups.pow(0.5))
-        gradients = own.split([each.numel() for each in updated])
         for each, gradient in zip(updated, gradients, strict=True):
             each.grad = gradient
         self.base_optimizer.step()
