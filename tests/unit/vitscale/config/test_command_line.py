@@ -25,14 +25,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def command(*argv: str, **more: Any) -> Command[PretrainRun]:
     switches = {"--dry-run": "show, do not start"}
-    return load_command(
-        PretrainRun,
-        program="vitscale x",
-        description="Does x.",
-        argv=argv,
-        switches=switches,
-        **more,
-    )
+    texts = {"program": "vitscale x", "description": "Does x."}
+    return load_command(PretrainRun, argv=argv, switches=switches, **texts, **more)
 
 
 @pytest.mark.parametrize("config", [["--config", "a.yaml"], ["--config=a.yaml"]])

@@ -134,16 +134,7 @@ def test_conflicts_are_named(values: str, keys: str) -> None:
 
 # ---- RandAugment: strengths, and probabilities by counting ---------------------------------------
 
-TIMM_NAMES = {
-    "posterize": "PosterizeIncreasing",
-    "solarize": "SolarizeIncreasing",
-    "color": "ColorIncreasing",
-    "contrast": "ContrastIncreasing",
-    "brightness": "BrightnessIncreasing",
-    "sharpness": "SharpnessIncreasing",
-    "translate_x": "TranslateXRel",
-    "translate_y": "TranslateYRel",
-}
+TIMM_NAMES = dict(zip(TIMM, timm_augment._RAND_INCREASING_TRANSFORMS, strict=True))
 
 PHOTO = photo(61, seed=3)[:, :45]  # not square
 NOISE = torch.randint(0, 256, (3, 33, 40), generator=torch.Generator().manual_seed(1)).byte()
@@ -151,11 +142,8 @@ IMAGES = [PHOTO, photo(224), NOISE, NOISE[:, :2, :5], NOISE[:, :1, :1], torch.fu
 
 
 def timm_operation(name: str, magnitude: float, **hparams: object) -> timm_augment.AugmentOp:
-    own = "".join(part.title() for part in name.split("_"))
     chosen = {"img_mean": (128, 128, 128), **hparams}
-    return timm_augment.AugmentOp(
-        TIMM_NAMES.get(name, own), prob=1.0, magnitude=magnitude, hparams=chosen
-    )
+    return timm_augment.AugmentOp(TIMM_NAMES[name], 1.0, magnitude=magnitude, hparams=chosen)
 
 
 def off_by(own: torch.Tensor, expected: Image.Image) -> int:
@@ -174,7 +162,6 @@ def test_timm_policy_equals_timm(
     name: str, magnitude: float, sign: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal to one level: machines may round a blend's products differently."""
-    assert len(TIMM) == len(timm_augment._RAND_INCREASING_TRANSFORMS)
     monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
     for kind, share in (("BILINEAR", 0.2), ("BICUBIC", 0.7)):
         reference = timm_operation(name, magnitude, interpolation=Image.Resampling[kind])
