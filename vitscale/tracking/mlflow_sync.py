@@ -51,6 +51,8 @@ ID_TAG = "vitscale.tracking_id"
 DATA_TAG, CODE_TAG = "vitscale.data", "vitscale.code"
 # MLflow's own metrics of nodes, which are not in the journal.
 SYSTEM_PREFIX = "system/"
+# Counts of what may never happen. MLflow has them from the first event on.
+EVENT_COUNTS = ("train/skipped_steps", "vitals/unreadable")
 # Files of a run folder that are sent at its end.
 FILES = ("source-*.diff", "results.*", "pictures/*.png", "evaluation/**/*.*")
 # Beside a local database.
@@ -217,6 +219,7 @@ class MlflowRun:
                 for row, _ in chunk
                 for key, value in row.metrics.items()
                 if row.step > self._last_step.get(key, -1)
+                and (value or key in self._last_step or key not in EVENT_COUNTS)
             ]
             self._last_step |= {point.key: point.step for point in points}
             self.client.log_batch(self.run_id, metrics=points)
