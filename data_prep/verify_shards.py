@@ -16,6 +16,7 @@ try:
     from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, run_script
     from vitscale.data.index import read_manifest
+    from vitscale.distributed.atomic_files import make_folders
     from vitscale.distributed.processes import num_cores
     from vitscale.images.jpeg.entry_points import require_entry_points
 except ModuleNotFoundError as error:
@@ -47,6 +48,8 @@ def main() -> None:
     arguments = parse_arguments()
     if arguments.entry_points:
         require_entry_points(where="--entry-points")
+    if arguments.sheet:
+        make_folders(arguments.sheet.parent)
     folder = Path(arguments.shards)
     manifest = read_manifest(folder)
     num_samples = sum(split.num_samples for split in manifest.splits.values())

@@ -102,7 +102,7 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     )
     taken = np.zeros(len(rows), bool)
     train = np.flatnonzero(kept & pc.equal(rows["split"], TRAIN).to_numpy())
-    has_splits = any(box.split != TRAIN for box in read_containers(work))
+    has_splits = pc.any(pc.not_equal(rows["split"], TRAIN)).as_py()
     taken[train] = held_out(
         rows["class"].dictionary_encode().combine_chunks().indices.fill_null(0).to_numpy()[train],
         rows["holdout"].to_numpy()[train],

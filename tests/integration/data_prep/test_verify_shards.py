@@ -35,9 +35,9 @@ def test_shards_of_make_shards_are_sound(digits_shards: Path) -> None:
 
 def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards", classes=("cat", "dog", "eel"))
-    finished = verify(tmp_path / "shards", "--sheet", tmp_path / "sheet.png")
+    finished = verify(tmp_path / "shards", "--sheet", tmp_path / "new/sheet.png")
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    with Image.open(tmp_path / "sheet.png") as sheet:
+    with Image.open(tmp_path / "new/sheet.png") as sheet:
         pixels = np.asarray(sheet).reshape(3, -1, sheet.width, 3)
     assert all((row < 250).any() for row in pixels)
 

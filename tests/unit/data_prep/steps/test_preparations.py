@@ -77,6 +77,17 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
     assert check_folder(tmp_path / "s", manifest=manifest, num_workers=1) == []
 
 
+def test_nothing_is_held_out_of_a_table_with_splits(tmp_path: Path) -> None:
+    for number in range(10):
+        write(tmp_path / f"{number}.png", seed=number)
+    rows = "".join(f"{n}.png,{n % 2},{'train' if n < 8 else 'val'}\n" for n in range(10))
+    (tmp_path / "table.csv").write_text(f"image,label,split\n{rows}")
+    source = {"kind": "path_table", "holdout_fraction": 0.5}
+    prepare_here(run_of(tmp_path / "table.csv", tmp_path / "s", source=source))
+    splits = read_manifest(tmp_path / "s").splits
+    assert {name: split.num_samples for name, split in splits.items()} == {"train": 8, "val": 2}
+
+
 def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "shards").symlink_to("/proc")
     for output in (tmp_path / "shards", Path("/proc")):
