@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
 from vitscale.distributed.world import World
-from vitscale.engine.configuration import resolve_precision
 from vitscale.models.vit import build_model, compile_blocks, decayed
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.settings import learning_rate
@@ -103,8 +102,7 @@ class EngineLoop:
         self.run = task.run.model_copy(update={"engine": engine})
         self.task = task
         self.objective = self.run.make_objective()
-        dtype = resolve_precision(engine, world.device)
-        self.objective.prepare(arch=task.arch, world=world, dtype=dtype)
+        self.objective.prepare(arch=task.arch, world=world, engine=engine)
         model = task.initial()
         torch.manual_seed(self.run.seed)
         self.objective.extend_model(model, task.arch)

@@ -38,7 +38,7 @@ class DeviceSettings(Section):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: GPU where torch finds one, else CPU."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """auto: bf16 on GPU, fp32 on CPU. Weights stay in fp32."""
+    """auto: bf16 on GPU, fp32 on CPU. bf16 also rounds the weights, as ZeRO does."""
     batch: int = Field(default=64, gt=0)
     """Images that one process takes through one forward pass."""
     num_threads: int | None = Field(default=None, gt=0)

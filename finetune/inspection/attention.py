@@ -49,12 +49,10 @@ def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Ten
     qkv_BT3HE = attention.qkv(x_BTD).unflatten(-1, (3, attention.num_heads, attention.head_dim))
     q_BTHE, k_BTHE, _ = qkv_BT3HE.unbind(2)
     q_BTHE, k_BTHE = attention.q_norm(q_BTHE).float(), attention.k_norm(k_BTHE).float()
-    # In fp32: autocast would round the scores.
-    with torch.autocast(x_BTD.device.type, enabled=False):
-        for head in range(attention.num_heads):
-            k_BET = k_BTHE[:, :, head].transpose(1, 2)
-            scores_BTT = torch.bmm(q_BTHE[:, :, head] * attention.scale, k_BET)
-            yield scores_BTT.softmax(dim=-1)
+    for head in range(attention.num_heads):
+        k_BET = k_BTHE[:, :, head].transpose(1, 2)
+        scores_BTT = torch.bmm(q_BTHE[:, :, head] * attention.scale, k_BET)
+        yield scores_BTT.softmax(dim=-1)
 
 
 @torch.no_grad()

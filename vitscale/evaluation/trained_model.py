@@ -22,7 +22,7 @@ from vitscale.config.source import read_yaml
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.engine.device_batches import Normalization
-from vitscale.models.interface import round_products
+from vitscale.models.interface import round_weights
 from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import Architecture
@@ -73,11 +73,10 @@ class InferenceModel:
         world: World,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """dtype: below fp32 the fp32 weights are rounded where they multiply."""
+        """dtype: of the weights, which are rounded in place, and of the forward pass."""
         self.network = network.eval().requires_grad_(False).to(world.device)
         self.world, self.dtype = world, dtype
-        if dtype != torch.float32:
-            round_products(self.network, dtype)
+        round_weights(self.network, dtype)
         self._normalize = Normalization(mean=pixels.mean, std=pixels.std, device=world.device)
 
     @property
@@ -93,9 +92,7 @@ class InferenceModel:
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:
         """Another output of the model, in its precision."""
-        device = self.world.device
-        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return self.network(self._normalize(images_B3SS), output=output)
+        return self.network(self._normalize(images_B3SS, dtype=self.dtype), output=output)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

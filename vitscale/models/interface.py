@@ -5,13 +5,16 @@ Owns: the last layer in fp32, compiled blocks, the table of misfits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 
 import torch
 from timm.layers import DropPath
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitscale.config.errors import UserError
+from vitscale.distributed.node_files import private_folder
 
 # Compiled variants of one function: training, evaluation, recomputation, each output that is asked
 # for; with and without drop path; blocks of an objective's own width.
@@ -61,11 +64,16 @@ def classify_in_fp32(*lasts: nn.Module) -> None:
         last.__class__ = kinds.get(type(last), type(last))
 
 
-def round_products(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round once what autocast rounds for every batch, the weights of products; the same bits."""
+def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round a model that is not trained, as ZeRO rounds one in training.
+
+    Last layers stay in fp32, and so does BatchNorm, whose variances bf16 would round by 0.4 %.
+    """
     for module in model.modules():
-        if type(module) in (nn.Linear, nn.Conv2d):  # not the last layers in fp32
-            module.to(dtype)
+        if not isinstance(module, InFp32 | _BatchNorm):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.to(dtype)
 
 
 def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:
@@ -73,6 +81,8 @@ def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:
 
     Blocks that differ in their weights and in the rate of drop path alone share what is compiled.
     """
+    # Compiled code is executed; the folder that torch would choose may be another user's.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder() / "compiled"))
     dynamo = torch._dynamo.config
     # Beyond it torch silently stops compiling.
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)

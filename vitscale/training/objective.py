@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
+    from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import Architecture
     from vitscale.runs.training import TrainingRun
 
@@ -66,10 +67,12 @@ class Objective:
             return run.evaluate
         return (ClassificationSettings(),) if self.trains_classifier else ()
 
-    def prepare(self, *, arch: Architecture, world: World, dtype: torch.dtype) -> dict[str, Any]:
+    def prepare(
+        self, *, arch: Architecture, world: World, engine: EngineSettings
+    ) -> dict[str, Any]:
         """Load what `loss` needs besides the model; called once, before the model is built.
 
-        dtype: of the run. Returns what a checkpoint and a resumed run must agree on because of it.
+        Returns what a checkpoint and a resumed run must agree on because of it.
         Raises UserError when it does not fit the run.
         """
         return {}

@@ -31,7 +31,6 @@ from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.watchdog import Watchdog, watched_ranks
 from vitscale.distributed.world import PreemptionFlag, gather_objects
-from vitscale.engine.configuration import resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.evaluation.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
@@ -108,8 +107,7 @@ class TrainingSession:
         num_samples = self.data.num_samples
         self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
         self.arch = build_architecture(run, objective, self.data)
-        dtype = resolve_precision(run.engine, world.device)
-        agreed = objective.prepare(arch=self.arch, world=world, dtype=dtype)
+        agreed = objective.prepare(arch=self.arch, world=world, engine=run.engine)
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)

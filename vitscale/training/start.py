@@ -5,7 +5,6 @@ Leaves out: their order (`session`), files (`checkpoint`), state by name (`engin
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,11 @@ from vitscale.config.errors import UserError
 from vitscale.config.redaction import flatten_params
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.node_files import private_folder
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks, gather_objects
 from vitscale.engine.configuration import deepspeed_config, resolve_precision
 from vitscale.engine.engine import Engine, check_nan_is_skipped
+from vitscale.engine.settings import EngineSettings
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
@@ -82,18 +81,11 @@ def start_from(
     return messages
 
 
-def choose_kernels(run: TrainingRun, model: nn.Module, device: torch.device) -> bool:
-    """How a model computes what it computes, in place; whether anything of it is compiled."""
-    family, compiled = MODELS[run.model.name].load(), run.engine.compile
-    if run.engine.activation_checkpointing:
-        family.checkpoint_activations(model)
-    if compiled == "auto":
-        compiled = device.type == "cuda" and run.engine.zero_stage < 3
-    if compiled:
-        # Compiled code is executed; the folder that torch would choose may be another user's.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder() / "compiled"))
-        family.compile_blocks(model)
-    return compiled
+def is_compiled(engine: EngineSettings, device: torch.device) -> bool:
+    """Whether the blocks of models are compiled."""
+    if engine.compile == "auto":
+        return device.type == "cuda" and engine.zero_stage < 3
+    return engine.compile
 
 
 def build_engine(
@@ -102,7 +94,11 @@ def build_engine(
     """Move the model to the device, compile it, and give it an optimiser and an engine."""
     family = MODELS[arch.name].load()
     dtype = resolve_precision(run.engine, world.device)
-    compiled = choose_kernels(run, model, world.device)
+    compiled = is_compiled(run.engine, world.device)
+    if run.engine.activation_checkpointing:
+        family.checkpoint_activations(model)
+    if compiled:
+        family.compile_blocks(model)
     model.to(world.device)
     groups = optimizer_groups(
         model.named_parameters(),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
+    from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import Architecture
     from vitscale.training.teacher import Teacher
 
@@ -98,12 +99,14 @@ class Distillation(Supervised):
     Settings = DistillationSettings
     teacher: Teacher
 
-    def prepare(self, *, arch: Architecture, world: World, dtype: torch.dtype) -> dict[str, Any]:
+    def prepare(
+        self, *, arch: Architecture, world: World, engine: EngineSettings
+    ) -> dict[str, Any]:
         from vitscale.training.teacher import open_teacher
 
         chosen = self.settings.teacher.model_dump()
         self.teacher = open_teacher(
-            **chosen, num_classes=arch.num_classes, world=world, dtype=dtype
+            **chosen, num_classes=arch.num_classes, world=world, engine=engine
         )
         return {"teacher": self.teacher.fingerprint}
 

@@ -15,9 +15,13 @@ from vitscale.checkpoint.folders import MANIFEST
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.world import World
+from vitscale.engine.configuration import resolve_precision
+from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.trained_model import InferenceModel, open_model
 from vitscale.models import timm_model
+from vitscale.models.registry import MODELS
 from vitscale.models.settings import TimmSettings
+from vitscale.training.start import is_compiled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,11 +51,11 @@ def open_teacher(
     image_size: int | None,
     num_classes: int,
     world: World,
-    dtype: torch.dtype,
+    engine: EngineSettings,
 ) -> Teacher:
-    """Load the teacher.
+    """Load the teacher, in the run's precision and compiled as the run's model is.
 
-    weights, model, image_size: the settings of `objective.teacher`. dtype: of the run.
+    weights, model, image_size: the settings of `objective.teacher`.
     Raises UserError for an unknown name, a missing or unfit file, an image size that the teacher
     cannot take, and another number of classes than `num_classes`.
     """
@@ -69,6 +73,9 @@ def open_teacher(
             next_step="take a teacher of the same classes, or train one on these shards",
         )
     file = Path(weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
+    dtype = resolve_precision(engine, world.device)
+    if is_compiled(engine, world.device):
+        MODELS[opened.arch.name].load().compile_blocks(opened.network)
     return Teacher(
         model=InferenceModel(opened.network, pixels=opened.preprocessing, world=world, dtype=dtype),
         image_size=opened.arch.image_size,

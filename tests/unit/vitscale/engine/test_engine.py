@@ -20,7 +20,9 @@ from pretrain.run import PretrainRun
 from tests.support.engine.zero_checks import (
     ADAMW,
     BF16,
+    FAR_HEAD,
     MODEL,
+    data,
     engine_config,
     keeps_the_head_in_fp32,
     moved,
@@ -33,6 +35,7 @@ from vitscale.config.errors import UserError
 from vitscale.distributed.world import World, process_group
 from vitscale.engine.engine import check_nan_is_skipped
 from vitscale.engine.layouts import FlatLayout, PartitionedLayout, PlainLayout
+from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
 
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
 
@@ -56,6 +59,19 @@ def test_training_equals_plain_torch_and_its_state_moves(
 
 def test_the_head_of_a_bf16_model_is_in_fp32(world: World) -> None:
     keeps_the_head_in_fp32(world, stage=1)
+
+
+@torch.no_grad()
+def test_a_trained_model_is_evaluated_as_in_training(world: World) -> None:
+    """In bf16 to the bit; its last layer keeps the digits that the engine's remainders lack."""
+    engine = new_engine(world, stage=1, dtype=BF16, recipe=FAR_HEAD)
+    engine.eval()
+    loaded = InferenceModel(
+        new_model(FAR_HEAD), pixels=Preprocessing(image_size=8), world=world, dtype=BF16
+    )
+    images = data(0)[0]
+    assert torch.equal(loaded.forward(images, "features"), engine.forward(images, "features"))
+    torch.testing.assert_close(loaded.logits(images), engine.logits(images), atol=1e-4, rtol=0)
 
 
 def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World) -> None:

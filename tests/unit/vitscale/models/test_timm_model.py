@@ -10,13 +10,14 @@ import timm
 import torch
 from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.run import PretrainRun
-from tests.support.engine.small_models import export, images_of, small_model
+from tests.support.engine.small_models import export, small_model
+from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import costs
-from vitscale.models.interface import round_products
 from vitscale.models.settings import TimmSettings, ViTSettings
 from vitscale.models.timm_model import (
     TimmModel,
@@ -124,17 +125,23 @@ def test_images_with_channels_last_give_the_same_and_stay_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["vit", "timm"])
-@torch.no_grad()
-def test_weights_rounded_once_give_the_bits_of_autocast(family: str) -> None:
-    network = small_model(family).network
-    pixels = images_of(small_model(family))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = network(pixels)
-        round_products(network, torch.bfloat16)
-        found = network(pixels)
-    rounded = [each.dtype for each in network.parameters()].count(torch.bfloat16)
-    assert torch.equal(found, expected) and rounded > 5
-    assert next(network.get_submodule("head").parameters()).dtype == torch.float32
+def test_weights_are_rounded_once_for_bf16(family: str) -> None:
+    """A batch converts pixels, to fp32 and to bf16, and what the last layer sees, and no weight."""
+    loaded, converted = small_model(family), list[torch.Size]()
+    pixels = images(loaded.arch.image_size).mul(40).add(128).byte()
+
+    class Conversions(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is torch.ops.aten._to_copy.default:
+                converted.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    expected = loaded.for_inference(WORLD).logits(pixels)
+    model = loaded.for_inference(WORLD, precision="bf16")
+    with Conversions():
+        found = model.logits(pixels)
+    assert found.dtype == torch.float32 and 0 < (found - expected).norm() < 0.1 * expected.norm()
+    assert converted[:2] == [pixels.shape] * 2 and len(converted) == 3
 
 
 @torch.no_grad()

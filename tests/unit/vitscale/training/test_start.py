@@ -15,6 +15,7 @@ import torch
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.engine.small_models import small_model
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
@@ -22,15 +23,14 @@ from vitscale.data.settings import DataSettings
 from vitscale.distributed.node_files import private_folder
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.trained_model import takes_average
-from vitscale.models.settings import ViTSettings
-from vitscale.models.vit import ViT, build_model
+from vitscale.models.vit import compile_blocks
 from vitscale.runs.training import training_plan
 from vitscale.training import session, start
 from vitscale.training.start import (
     changed_settings,
     check_resumable,
-    choose_kernels,
     compatibility_key,
+    is_compiled,
 )
 
 GLOBAL_BATCH = 8
@@ -147,26 +147,21 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
     assert counts(dev_percent=10.0) == (18, 2)
 
 
-def chosen(device: str = "cpu", **engine: object) -> tuple[ViT, bool]:
-    model = {"image_size": 8, "patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
-    settings = ViTSettings.model_validate(model | {"mlp_width": 16})
-    built = build_model(settings.resolved(num_classes=3), seed=0)
-    run: Any = SimpleNamespace(model=settings, engine=EngineSettings.model_validate(engine))
-    return built, choose_kernels(run, built, torch.device(device))
-
-
 def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model, compiled = chosen()
-    assert model.blocks[0]._compiled_call_impl is None and not compiled
+    def chosen(device: str, **engine: Any) -> bool:
+        return is_compiled(EngineSettings.model_validate(engine), torch.device(device))
+
+    assert chosen("cuda") and not chosen("cuda", zero_stage=3) and not chosen("cpu")
+    assert chosen("cpu", compile=True) and not chosen("cuda", compile=False)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)  # which imports the compiler
-    model, compiled = chosen(compile=True)
-    assert model.blocks[0]._compiled_call_impl is not None and compiled
-    assert chosen("cuda")[1] and not chosen("cuda", zero_stage=3)[1]
-    assert not chosen("cuda", compile=False)[1]
+    network: Any = small_model().network
+    assert network.blocks[0]._compiled_call_impl is None
+    compile_blocks(network)
+    assert network.blocks[0]._compiled_call_impl is not None
     folder = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR")).parent
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)

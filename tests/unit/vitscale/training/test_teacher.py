@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
+from vitscale.engine.settings import EngineSettings
 from vitscale.training.supervised import TeacherSettings
 from vitscale.training.teacher import Teacher, open_teacher
 
@@ -27,10 +28,15 @@ def network() -> Any:
 
 
 def opened(
-    path: Path, *, num_classes: int = CLASSES, dtype: Any = torch.float32, **settings: Any
+    path: Path, *, num_classes: int = CLASSES, engine: dict[str, Any] | None = None, **settings: Any
 ) -> Teacher:
     chosen = TeacherSettings.model_validate({"model": NAME, "weights": str(path), **settings})
-    return open_teacher(**chosen.model_dump(), num_classes=num_classes, world=WORLD, dtype=dtype)
+    return open_teacher(
+        **chosen.model_dump(),
+        num_classes=num_classes,
+        world=WORLD,
+        engine=EngineSettings.model_validate(engine or {}),
+    )
 
 
 @pytest.fixture
@@ -69,7 +75,7 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     """No gradients, eval mode: BatchNorm's statistics stay; no draws from the run's state."""
     torch.manual_seed(3)
     before_state = torch.get_rng_state()
-    teacher = opened(safetensors, image_size=64, dtype=torch.bfloat16)
+    teacher = opened(safetensors, image_size=64, engine={"precision": "bf16"})
     before = {name: value.clone() for name, value in teacher.model.network.state_dict().items()}
     logits = teacher.logits(images(64).float())
     assert logits.dtype == torch.float32 and not logits.requires_grad
@@ -85,6 +91,10 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
     torch.save(vit.state_dict(), path)
     teacher = opened(path, model="test_vit", image_size=64)
     assert teacher.logits(images(64)).shape == (2, CLASSES)
+    compiled = opened(path, model="test_vit", engine={"compile": True})
+    for each, is_compiled in ((teacher, False), (compiled, True)):
+        network: Any = each.model.network
+        assert all(block._compiled_call_impl is not None for block in network.blocks) == is_compiled
     with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
         opened(path, model="test_vit", num_classes=7)
     with pytest.raises(UserError, match="timm does not run test_vit on images of 65 px"):
