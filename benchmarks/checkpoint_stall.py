@@ -37,7 +37,7 @@ from vitscale.checkpoint.folders import read_checkpoint
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.checkpoint.tensors import SLICE, read_tensors
 from vitscale.config.loader import load_run
-from vitscale.distributed.exit import run_rank_script
+from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group
 
 # 5 tokens an image, so 160 a step: far fewer than a GPU takes for the same weights.

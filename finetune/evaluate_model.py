@@ -12,7 +12,7 @@ from pathlib import Path
 try:
     from finetune.settings import EvaluateRun, settings_of_run
     from vitscale.config.command_line import load_command
-    from vitscale.distributed.exit import run_rank_script
+    from vitscale.distributed.processes import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None

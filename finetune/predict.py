@@ -12,7 +12,7 @@ import sys
 try:
     from finetune.settings import PredictRun
     from vitscale.config.command_line import load_command
-    from vitscale.distributed.exit import run_rank_script
+    from vitscale.distributed.processes import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None

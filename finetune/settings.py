@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, PositiveInt
 
 from vitscale.checkpoint.folders import resolve_weights
+from vitscale.config.loader import read_yaml
 from vitscale.config.section import Run, Section
-from vitscale.config.source import read_yaml
 from vitscale.data.settings import RemoteSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings

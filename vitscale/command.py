@@ -152,7 +152,7 @@ def list_configs(words: Sequence[str]) -> None:
 
 def copy_config(words: Sequence[str]) -> None:
     """Copy a packaged configuration and its bases into configs/ here. Raises UserError."""
-    from vitscale.config.source import read_yaml
+    from vitscale.config.loader import read_yaml
 
     name = words[0] if len(words) == 1 else ""
     found = Path(packaged.find_config(name))

@@ -22,9 +22,8 @@ from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import load_run, read_values
+from vitscale.config.loader import COMMAND_LINE, load_run, read_values, read_yaml, yaml_flow
 from vitscale.config.section import Run, groups_of, is_list, settings_of
-from vitscale.config.source import COMMAND_LINE, read_yaml, yaml_flow
 from vitscale.runs.data_prep import DataPrepRun
 
 TRAINABLE: dict[str, type[PretrainRun | FinetuneRun]] = {

@@ -48,7 +48,7 @@ from launch.jobs.queue import (
 from launch.jobs.submission import MAX_FRUITLESS_RESTARTS
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.events import Failure
-from vitscale.distributed.exit import forgive_output
+from vitscale.distributed.processes import forgive_output
 
 # srun: error: n[1-2]: tasks 0-1: Exited with exit code 75
 TASK_ENDED = re.compile(r"srun: error: ([^\s:]+): tasks? ([\d,-]+): (.+?)\s*$")

@@ -1,7 +1,7 @@
 """Copy the submitted code into the job folder, so that later edits do not reach the job.
 
 Owns: which files, and the folder code-HASH, named by its content.
-Leaves out: making a job import from it (`submission`), and git (`source_version`).
+Leaves out: making a job import from it (`submission`), and git (`config.packaged`).
 
 Equal submissions share a snapshot. It contains the files of the code folders as they are on disk,
 and a record of the version.
@@ -17,10 +17,16 @@ from pathlib import Path
 import blake3
 
 from vitscale.config.errors import UserError
-from vitscale.config.packaged import INSIDE, PACKAGE, PROJECT_ROOT
+from vitscale.config.packaged import (
+    CODE_FOLDERS,
+    INSIDE,
+    PACKAGE,
+    PROJECT_ROOT,
+    RECORD_NAME,
+    source_version,
+)
 from vitscale.distributed.atomic_files import commit_folder, json_text
 from vitscale.runs.launching import LaunchSettings
-from vitscale.tracking.source_version import CODE_FOLDERS, RECORD_NAME, source_version
 
 Code = dict[str, bytes]
 """Path below the root -> content, with the record of the version."""

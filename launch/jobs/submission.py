@@ -38,7 +38,7 @@ from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.config.packaged import INSIDE, IS_WHEEL
 from vitscale.distributed.events import ATTEMPT_VARIABLE
-from vitscale.distributed.exit import skip_teardown
+from vitscale.distributed.processes import skip_teardown
 from vitscale.runs.launching import LaunchSettings
 
 # Kept when submitting from inside another job: they name the cluster, not the job.

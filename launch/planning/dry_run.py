@@ -26,8 +26,8 @@ from launch.jobs.submission import outside_any_job, sbatch_text
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import yaml_flow
 from vitscale.config.redaction import redact
-from vitscale.config.source import yaml_flow
 from vitscale.data.index import MANIFEST_NAME, read_split
 from vitscale.data.order import check_mixed
 from vitscale.data.remote import location_of

@@ -30,7 +30,7 @@ from vitscale.distributed.world import SAVES, World, control_group, gather_objec
 # Longest that a save may take, and one rank's disk beyond another's.
 LONGEST_SAVE_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed: the process ends
-# soon, `exit.EXIT_S`.
+# soon, `processes.EXIT_S`.
 PATIENCE_S = 4.0
 # How long a run goes on while storage refuses its saves.
 LONGEST_WITHOUT_S = 3600.0

@@ -15,7 +15,15 @@ from statistics import mode
 from typing import Any, Generic, NamedTuple, NoReturn
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean
-from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
+from vitscale.config.loader import (
+    COMMAND_LINE,
+    RunT,
+    RunTypes,
+    load_run,
+    run_to_yaml,
+    types_by_stage,
+    yaml_flow,
+)
 from vitscale.config.section import (
     NAME,
     Node,
@@ -27,7 +35,6 @@ from vitscale.config.section import (
     settings_of,
     tree_of,
 )
-from vitscale.config.source import COMMAND_LINE, yaml_flow
 
 WIDTH = 98
 EPILOG = """\

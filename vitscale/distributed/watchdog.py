@@ -25,8 +25,7 @@ import torch.distributed as dist
 
 from vitscale.config.errors import FailureKind, RankError, UserError
 from vitscale.distributed.events import READ_FAILURE, Failure, record_failure
-from vitscale.distributed.exit import end_now, end_soon
-from vitscale.distributed.processes import node_name
+from vitscale.distributed.processes import end_now, end_soon, node_name
 from vitscale.distributed.world import HERE, SAVES, World, process_group
 
 # A period is a tenth of the time after which a rank is late, and at most this long.
@@ -127,7 +126,7 @@ class Watchdog:
     def reporting(self) -> Iterator[None]:
         """Report an error that leaves the block to the other ranks, before anything is closed.
 
-        The process then ends within `exit.EXIT_S`. To be the innermost block of a run.
+        The process then ends within `processes.EXIT_S`. To be the innermost block of a run.
         """
         try:
             yield

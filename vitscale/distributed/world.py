@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import EXIT_FAILED, PeerLostError, RankError, StorageError, UserError
-from vitscale.distributed.exit import end_now
-from vitscale.distributed.processes import free_port, node_name, threads_per_rank
+from vitscale.distributed.processes import end_now, free_port, node_name, threads_per_rank
 
 # Longest that ranks wait for the others to start: nodes of large jobs differ by minutes.
 INIT_TIMEOUT_MIN = 30.0

@@ -21,7 +21,7 @@ from vitscale.checkpoint.tensors import slice_name
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks, gather_objects
 from vitscale.engine.device_batches import Normalization
-from vitscale.engine.guard import Health, UpdateGuard
+from vitscale.engine.gradients import Health, UpdateGuard
 from vitscale.engine.layouts import Part, initialize_deepspeed, layout_of
 from vitscale.optim.settings import OPTIMIZERS, EmaSettings
 

@@ -1,17 +1,21 @@
-"""Sum gradients over micro-batches and ranks in one flat tensor, while the backward pass runs.
+"""Sum gradients over micro-batches and ranks, clip them, and skip updates that are not finite.
 
-Leaves out: the norm and the update (`layouts`, `guard`).
+All ranks decide alike without communication: a loss that is not finite makes its gradients NaN,
+gradients are summed over the ranks before their norm is taken, and the norm is the same everywhere.
+Everything stays on the device; only `health` waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+NEVER = -1
 
 
 @dataclass(eq=False)
@@ -29,8 +33,8 @@ class _Bucket:
 class GradientSums:
     """The gradients of some parameters, each a view of one flat tensor that autograd adds to.
 
-    On several ranks each bucket is sent as soon as the last of its gradients is there; in the end
-    all ranks have the mean. Every method is collective.
+    On several ranks each bucket is sent as soon as the last of its gradients is there, while the
+    backward pass runs; in the end all ranks have the mean. Every method is collective.
     """
 
     def __init__(
@@ -103,3 +107,115 @@ class GradientSums:
             self.values.zero_()
         for parameter, view in self._views:
             parameter.grad = view
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """Counts of skipped updates."""
+
+    skipped: int
+    """Updates skipped since the first step of the run."""
+    longest: int
+    """Most updates skipped in a row, of the rows that grew since the last call."""
+    last_step: int | None
+    """The last skipped step (the first step of a run is 1); None if none was skipped."""
+    bad_micro_step: int | None
+    """The last micro-step of this rank in that step whose own loss was not finite."""
+
+
+class UpdateGuard:
+    """Replaces `optimizer.step` of a fused optimiser."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None,
+        norm: Callable[[], Any],
+        accumulation: int,
+        device: torch.device,
+    ) -> None:
+        """norm: the global norm of the unclipped gradients, whenever the optimiser steps.
+
+        accumulation: micro-steps of a step.
+        """
+        self._optimizer, self._clip_norm, self._norm = optimizer, clip_norm, norm
+        self._accumulation, self._device = accumulation, device
+        assert optimizer.defaults["fused"]
+        self._update = optimizer.step
+        # [skipped, skipped in a row, last skipped step, micro-step of this rank's last bad loss,
+        # longest row since the last `health`]
+        self._counts = torch.tensor([0, 0, NEVER, NEVER, 0], dtype=torch.int64, device=device)
+        self._steps = self._micro_steps = 0
+        optimizer.step = self._step  # type: ignore[method-assign,assignment]  # replaced
+
+    def checked(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the next micro-step; one that is not finite is made to give gradients that
+        are not."""
+        finite = torch.isfinite(loss.detach())
+        self._counts[3] = torch.where(finite, self._counts[3], self._micro_steps)
+        self._micro_steps += 1
+        # An infinite cross-entropy has finite gradients. Times 1 changes no bit.
+        return loss * torch.where(finite, 1.0, torch.nan)
+
+    def _read_norm(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm, and whether it is bad: not finite, or DeepSpeed's -1 for such a norm."""
+        found = self._norm()
+        norm = torch.as_tensor(torch.nan if found is None else found).to(device, torch.float32)
+        return norm, ~torch.isfinite(norm) | (norm < 0)
+
+    def _step(self, closure: Any = None) -> None:
+        assert closure is None
+        tensors = (each for group in self._optimizer.param_groups for each in group["params"])
+        device = next((each.device for each in tensors if each.grad is not None), None)
+        if device is None:
+            return
+        norm, bad = self._read_norm(device)
+        # As torch.nn.utils.clip_grad_norm_ does: the small term keeps a zero norm from dividing.
+        shrink = torch.ones_like(norm)
+        if self._clip_norm is not None:
+            shrink = ((norm + 1e-6) / self._clip_norm).clamp(min=1.0)
+        # Fused kernels divide by the one and do nothing where the other is 1, step counts
+        # included: the interface that torch made for loss scalers.
+        self._optimizer.grad_scale = torch.where(bad, 1.0, shrink)  # type: ignore[attr-defined]  # see above
+        self._optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # see above
+        self._update()
+
+    def finish(self) -> None:
+        """Count the update, applied or skipped."""
+        self._steps += 1
+        _, bad = self._read_norm(self._device)
+        counts, one = self._counts, bad.to(torch.int64)
+        counts[0] += one
+        counts[1] = (counts[1] + 1) * one
+        counts[2] = torch.where(bad, self._steps, counts[2])
+        counts[4] = torch.maximum(counts[4], counts[1])
+
+    def health(self) -> Health:
+        """Read the counts and begin a new longest row; waits for the device."""
+        skipped, _, last, micro, longest = self._counts.tolist()
+        self._counts[4] = 0
+        first = (last - 1) * self._accumulation
+        inside = last != NEVER and first <= micro < first + self._accumulation
+        return Health(
+            skipped=skipped,
+            longest=longest,
+            last_step=None if last == NEVER else last,
+            bad_micro_step=micro - first if inside else None,
+        )
+
+    def state(self) -> dict[str, int]:
+        """What the next step depends on; the same on every rank."""
+        skipped, consecutive, last, *_ = self._counts.tolist()
+        return {
+            "steps": self._steps,
+            "skipped": skipped,
+            "consecutive": consecutive,
+            "last_skipped_step": last,
+        }
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self._steps = state["steps"]
+        self._micro_steps = self._steps * self._accumulation
+        values = [state["skipped"], state["consecutive"], state["last_skipped_step"], NEVER, 0]
+        self._counts.copy_(torch.tensor(values))

@@ -17,8 +17,8 @@ from torch import nn
 from vitscale.checkpoint.folders import MANIFEST, Checkpoint, resolve_weights
 from vitscale.checkpoint.tensors import read_tensors
 from vitscale.config.errors import UserError
+from vitscale.config.loader import read_yaml
 from vitscale.config.section import Section
-from vitscale.config.source import read_yaml
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.engine.device_batches import Normalization

@@ -17,17 +17,28 @@ import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageFilter
 
 from vitscale.distributed.random_numbers import CounterRandom, splitmix
-from vitscale.images import pixel_operations as ops
 from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
 
 Operation = Callable[[torch.Tensor, float, CounterRandom], torch.Tensor]
 RGB = tuple[float, float, float]
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+Colour = tuple[int, int, int]
+Matrix = tuple[float, float, float, float, float, float]
+
+_LEVELS = np.arange(256)
+_RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
 
 GRAY = 128
 ERASING_ATTEMPTS = 10
@@ -89,14 +100,14 @@ def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
     """
     chosen = _below(3, random)
     if chosen == 0:
-        image = ops.grayscale(image).repeat(3, 1, 1)
+        image = grayscale(image).repeat(3, 1, 1)
     elif chosen == 1:
-        image = ops.solarize(image, threshold=128)
+        image = solarize(image, threshold=128)
     else:
-        image = ops.gaussian_blur(image, sigma=random.uniform(0.1, 2.0))
+        image = gaussian_blur(image, sigma=random.uniform(0.1, 2.0))
     steps = [
         partial(operation, factor=random.uniform(1 - JITTER, 1 + JITTER))
-        for operation in (ops.brightness, ops.contrast, ops.saturation)
+        for operation in (brightness, contrast, saturation)
     ]
     while steps:
         image = steps.pop(_below(len(steps), random))(image)
@@ -147,7 +158,7 @@ def _filling(
     return torch.from_numpy(np.stack(planes))
 
 
-def _mean_colour(mean: RGB) -> ops.Colour:
+def _mean_colour(mean: RGB) -> Colour:
     red, green, blue = (min(max(round(255 * m), 0), 255) for m in mean)
     return red, green, blue
 
@@ -166,6 +177,152 @@ def _codes(num: int, random: CounterRandom) -> np.ndarray:
     return splitmix(start, num // 4 + 1).astype("<u8").view("<u2")[:num]
 
 
+# ---- operations ---------------------------------------------------------------------------------
+# Colour and geometry of one uint8 image [3, H, W], deterministic; each returns a new tensor, equal
+# to Pillow's result on an RGB image, level by level. Resampling and blur call Pillow; merging and
+# splitting channels is a fifth of their cost.
+
+
+def map_levels(image_3HW: torch.Tensor, *tables: np.ndarray) -> torch.Tensor:
+    """Replace every value by its entry in a table of 256; one table, or one per channel."""
+    codes = [table.astype(np.uint8).tobytes() for table in tables]
+    mapped = bytearray()
+    for channel, plane_HW in enumerate(image_3HW.contiguous().numpy()):
+        mapped += bytearray(plane_HW).translate(codes[channel % len(codes)])
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(image_3HW.shape)
+
+
+def invert(image_3HW: torch.Tensor) -> torch.Tensor:
+    return ~image_3HW
+
+
+def solarize(image_3HW: torch.Tensor, *, threshold: int) -> torch.Tensor:
+    """Invert values at or above `threshold`; 256 changes nothing."""
+    if threshold > 255:
+        return image_3HW.clone()
+    return image_3HW ^ torch.ge(image_3HW, threshold).view(torch.uint8).neg_()
+
+
+def solarize_add(image_3HW: torch.Tensor, *, addition: int, threshold: int = 128) -> torch.Tensor:
+    """Brighten values below `threshold`."""
+    added = np.minimum(_LEVELS + addition, 255)
+    return map_levels(image_3HW, np.where(_LEVELS < threshold, added, _LEVELS))
+
+
+def posterize(image_3HW: torch.Tensor, *, bits: int) -> torch.Tensor:
+    """Keep the highest `bits` of 8."""
+    return image_3HW & (256 - (1 << (8 - bits)))
+
+
+def auto_contrast(image_3HW: torch.Tensor) -> torch.Tensor:
+    """Stretch each channel to 0..255."""
+    tables = []
+    for plane_HW in image_3HW:
+        low, high = (int(value) for value in plane_HW.aminmax())
+        if low == high:
+            tables.append(_LEVELS)
+        else:
+            scale = 255.0 / (high - low)
+            tables.append((_LEVELS * scale - low * scale).clip(0, 255))
+    return map_levels(image_3HW, *tables)
+
+
+def equalize(image_3HW: torch.Tensor) -> torch.Tensor:
+    """Flatten each channel's histogram, by Pillow's integer rule."""
+    tables = []
+    for plane_HW in image_3HW:
+        counts = torch.bincount(plane_HW.flatten(), minlength=256).numpy()
+        step = (counts.sum() - counts[counts.nonzero()[0][-1]]) // 255
+        if step == 0:
+            tables.append(_LEVELS)
+        else:
+            before = np.cumsum(counts) - counts
+            tables.append(((before + step // 2) // step).clip(0, 255))
+    return map_levels(image_3HW, *tables)
+
+
+def grayscale(image_3HW: torch.Tensor) -> torch.Tensor:
+    """ITU-R 601 luma in Pillow's 16-bit fixed point, uint8 [1, H, W]."""
+    r_HW, g_HW, b_HW = image_3HW.int()
+    luma_HW = (r_HW * 19595).add_(g_HW, alpha=38470).add_(b_HW, alpha=7471).add_(0x8000)
+    return luma_HW.bitwise_right_shift_(16).byte()[None]
+
+
+def brightness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Blend with black: 0 is black, 1 changes nothing."""
+    return map_levels(image_3HW, _blend_table(0.0, factor))
+
+
+def contrast(image_3HW: torch.Tensor, *, factor: float, gray: float | None = None) -> torch.Tensor:
+    """Blend with one gray level: the rounded mean luma, or `gray`."""
+    if gray is None:
+        gray = math.floor(float(grayscale(image_3HW).double().mean()) + 0.5)
+    return map_levels(image_3HW, _blend_table(gray, factor))
+
+
+def saturation(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Blend with the luma: 0 is gray, 1 changes nothing."""
+    return _blend(grayscale(image_3HW), image_3HW, factor)
+
+
+def sharpness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Blend with a smoothed image: 0 is smooth, 1 changes nothing. The border is not changed."""
+    if min(image_3HW.shape[1:]) < 3:
+        return image_3HW.clone()
+    x = image_3HW.short()
+    rows = (x[:, :-2] + x[:, 1:-1]).add_(x[:, 2:])
+    sums = (rows[:, :, :-2] + rows[:, :, 1:-1]).add_(rows[:, :, 2:])
+    sums.add_(x[:, 1:-1, 1:-1], alpha=4)
+    smooth_3HW = image_3HW.clone()
+    smooth_3HW[:, 1:-1, 1:-1] = sums.float().mul_(1 / 13).add_(0.5).byte()
+    return _blend(smooth_3HW, image_3HW, factor)
+
+
+def gaussian_blur(image_3HW: torch.Tensor, *, sigma: float) -> torch.Tensor:
+    """Pillow's blur (three box filters), as the recipes use it."""
+    return _from_rgb(_to_rgb(image_3HW).filter(ImageFilter.GaussianBlur(sigma)))
+
+
+def affine(
+    image_3HW: torch.Tensor,
+    matrix: Matrix,
+    *,
+    interpolation: Interpolation,
+    fill: Colour = (128, 128, 128),
+) -> torch.Tensor:
+    """Resample at (a x + b y + c, d x + e y + f), pixel centres at halves; `fill` outside."""
+    image = _to_rgb(image_3HW)
+    resample, method = _RESAMPLING[interpolation], Image.Transform.AFFINE
+    return _from_rgb(image.transform(image.size, method, matrix, resample, fillcolor=fill))
+
+
+def _to_rgb(image_3HW: torch.Tensor) -> Image.Image:
+    _, height, width = image_3HW.shape
+    planes = [
+        Image.frombuffer("L", (width, height), plane_HW, "raw", "L", 0, 1)
+        for plane_HW in image_3HW.contiguous().numpy()
+    ]
+    return Image.merge("RGB", planes)
+
+
+def _from_rgb(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.stack([np.asarray(plane) for plane in image.split()]))
+
+
+def _blend_table(gray: float, factor: float) -> np.ndarray:
+    """`_blend` of every level with one gray."""
+    ramp = _LEVELS.astype(np.float32)
+    low = np.float32(gray)
+    return (low + np.float32(factor) * (ramp - low)).clip(0, 255)
+
+
+def _blend(from_1or3HW: torch.Tensor, to_3HW: torch.Tensor, factor: float) -> torch.Tensor:
+    """0 gives the first, 1 the second, above 1 extrapolates; truncates as Pillow does."""
+    low, mixed = from_1or3HW.float(), to_3HW.float()
+    # In place: page faults of a new tensor would cost more than the arithmetic.
+    return mixed.sub_(low).mul_(factor).add_(low).clamp_(0, 255).byte()
+
+
 # ---- RandAugment: (image, magnitude, random) -> image -------------------------------------------
 
 
@@ -181,7 +338,7 @@ def _either_sign(value: float, random: CounterRandom) -> float:
 def _augreg_contrast(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
     """The "mean" is the mean count of the 256 histogram bins: pixels / 256, 196 at 224 px."""
     gray = min(image.shape[1] * image.shape[2] / 256, 255.0)
-    return ops.contrast(image, factor=_enhance(m), gray=math.floor(gray))
+    return contrast(image, factor=_enhance(m), gray=math.floor(gray))
 
 
 def _augreg_solarize(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
@@ -189,7 +346,7 @@ def _augreg_solarize(image: torch.Tensor, m: float, _: CounterRandom) -> torch.T
 
     Checked on 2026-11-21 with TensorFlow 2.12 and numpy 1.23; later numpy raises an error.
     """
-    return ops.solarize(image, threshold=int(m / 10 * 256) % 256)
+    return solarize(image, threshold=int(m / 10 * 256) % 256)
 
 
 def _augreg_cutout(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
@@ -217,10 +374,10 @@ def _affine(
     m: float,
     random: CounterRandom,
     *,
-    matrix: Callable[[float, int, int], ops.Matrix],
+    matrix: Callable[[float, int, int], Matrix],
     most: float,
-    fill: ops.Colour = (GRAY, GRAY, GRAY),
-    interpolation: ops.Interpolation | None = None,
+    fill: Colour = (GRAY, GRAY, GRAY),
+    interpolation: Interpolation | None = None,
 ) -> torch.Tensor:
     """matrix: of `most` at magnitude 10, with a random sign, and of height and width.
 
@@ -230,10 +387,10 @@ def _affine(
     if interpolation is None:
         interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
     made = matrix(amount, *image.shape[1:])
-    return ops.affine(image, made, interpolation=interpolation, fill=fill)
+    return affine(image, made, interpolation=interpolation, fill=fill)
 
 
-def _rotation(degrees: float, height: int, width: int) -> ops.Matrix:
+def _rotation(degrees: float, height: int, width: int) -> Matrix:
     """About the centre."""
     angle, y, x = -math.radians(degrees), height / 2, width / 2
     cos, sin = math.cos(angle), math.sin(angle)
@@ -253,24 +410,24 @@ def _augreg_translate(
 
 _nearest = partial(_affine, interpolation="nearest")
 AUGREG: dict[str, Operation] = {
-    "auto_contrast": lambda image, m, random: ops.auto_contrast(image),
-    "equalize": lambda image, m, random: ops.equalize(image),
-    "invert": lambda image, m, random: ops.invert(image),
+    "auto_contrast": lambda image, m, random: auto_contrast(image),
+    "equalize": lambda image, m, random: equalize(image),
+    "invert": lambda image, m, random: invert(image),
     "rotate": partial(_nearest, matrix=_rotation, most=30),
     # 0 bits keep the highest bit: TensorFlow limits a shift of 8 to 7.
-    "posterize": lambda image, m, random: ops.posterize(image, bits=max(1, int(m / 10 * 4))),
+    "posterize": lambda image, m, random: posterize(image, bits=max(1, int(m / 10 * 4))),
     "solarize": _augreg_solarize,
-    "color": lambda image, m, random: ops.saturation(image, factor=_enhance(m)),
+    "color": lambda image, m, random: saturation(image, factor=_enhance(m)),
     "contrast": _augreg_contrast,
-    "brightness": lambda image, m, random: ops.brightness(image, factor=_enhance(m)),
-    "sharpness": lambda image, m, random: ops.sharpness(image, factor=_enhance(m)),
+    "brightness": lambda image, m, random: brightness(image, factor=_enhance(m)),
+    "sharpness": lambda image, m, random: sharpness(image, factor=_enhance(m)),
     # About the centre of the first pixel.
     "shear_x": partial(_nearest, matrix=lambda s, h, w: (1, s, -s / 2, 0, 1, 0), most=0.3),
     "shear_y": partial(_nearest, matrix=lambda s, h, w: (1, 0, 0, s, 1, -s / 2), most=0.3),
     "translate_x": partial(_augreg_translate, along_x=True),
     "translate_y": partial(_augreg_translate, along_x=False),
     "cutout": _augreg_cutout,
-    "solarize_add": lambda image, m, random: ops.solarize_add(image, addition=int(m / 10 * 110)),
+    "solarize_add": lambda image, m, random: solarize_add(image, addition=int(m / 10 * 110)),
 }
 """Ranges: `level_to_arg` and `distort_image_with_randaugment` of big_vision."""
 
@@ -279,13 +436,13 @@ TIMM: dict[str, Operation] = {
     "equalize": AUGREG["equalize"],
     "invert": AUGREG["invert"],
     "rotate": partial(_affine, matrix=_rotation, most=30),
-    "posterize": lambda image, m, random: ops.posterize(image, bits=4 - int(m / 10 * 4)),
-    "solarize": lambda image, m, random: ops.solarize(image, threshold=256 - int(m / 10 * 256)),
+    "posterize": lambda image, m, random: posterize(image, bits=4 - int(m / 10 * 4)),
+    "solarize": lambda image, m, random: solarize(image, threshold=256 - int(m / 10 * 256)),
     "solarize_add": AUGREG["solarize_add"],
-    "color": lambda image, m, r: ops.saturation(image, factor=_enhance_away(m, r)),
-    "contrast": lambda image, m, r: ops.contrast(image, factor=_enhance_away(m, r)),
-    "brightness": lambda image, m, r: ops.brightness(image, factor=_enhance_away(m, r)),
-    "sharpness": lambda image, m, r: ops.sharpness(image, factor=_enhance_away(m, r)),
+    "color": lambda image, m, r: saturation(image, factor=_enhance_away(m, r)),
+    "contrast": lambda image, m, r: contrast(image, factor=_enhance_away(m, r)),
+    "brightness": lambda image, m, r: brightness(image, factor=_enhance_away(m, r)),
+    "sharpness": lambda image, m, r: sharpness(image, factor=_enhance_away(m, r)),
     "shear_x": partial(_affine, matrix=lambda s, h, w: (1, s, 0, 0, 1, 0), most=0.3),
     "shear_y": partial(_affine, matrix=lambda s, h, w: (1, 0, 0, s, 1, 0), most=0.3),
     "translate_x": partial(_affine, matrix=lambda t, h, w: (1, 0, t * w, 0, 1, 0), most=0.45),

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vitscale.config.loader import read_values
+from vitscale.config.loader import read_values, shown_path
 from vitscale.config.redaction import flatten_params, redact, shared_yaml, short_reason
-from vitscale.config.source import shown_path
 from vitscale.distributed.events import read_events
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows

@@ -16,13 +16,13 @@ from hashlib import sha256
 from pathlib import Path
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.config.packaged import SourceVersion, source_version
 from vitscale.config.redaction import redact, short_reason
 from vitscale.distributed.atomic_files import or_warn, write_text
 from vitscale.distributed.events import EVENTS_NAME, append_event
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
 from vitscale.tracking.settings import TrackingSettings, absolute_uri, sqlite_path
-from vitscale.tracking.source_version import SourceVersion, source_version
 
 # Between two looks at the journal; after a failure.
 SEND_S, RETRY_S = 1.0, 20.0

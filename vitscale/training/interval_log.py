@@ -24,7 +24,7 @@ from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import gather_objects, sum_over_ranks
 from vitscale.engine.engine import Engine
-from vitscale.engine.guard import Health
+from vitscale.engine.gradients import Health
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.console import format_duration
 from vitscale.tracking.tracker import Tracker

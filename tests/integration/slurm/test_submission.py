@@ -16,7 +16,7 @@ from tests.integration.slurm.conftest import SlurmCluster
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.runs import TINY
 from tests.support.waiting import PATIENCE_S, ROOT
-from vitscale.tracking.source_version import CODE_FOLDERS
+from vitscale.config.packaged import CODE_FOLDERS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

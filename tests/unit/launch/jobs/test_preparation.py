@@ -12,9 +12,9 @@ import pytest
 from launch.jobs.preparation import prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from vitscale.config.errors import UserError
+from vitscale.config.packaged import RECORD_NAME, source_version
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
-from vitscale.tracking.source_version import RECORD_NAME, source_version
 
 
 def git(root: Path, *arguments: str) -> None:

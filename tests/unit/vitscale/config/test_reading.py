@@ -14,9 +14,15 @@ from finetune.run import FinetuneRun
 from finetune.settings import VisualizeRun
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import load_run, load_run_file, run_to_yaml
+from vitscale.config.loader import (
+    load_run,
+    load_run_file,
+    read_override,
+    read_yaml,
+    run_to_yaml,
+    yaml_flow,
+)
 from vitscale.config.section import Run, settings_of
-from vitscale.config.source import read_override, read_yaml, yaml_flow
 
 STAGES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 VALID = """\

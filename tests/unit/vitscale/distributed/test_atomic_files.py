@@ -53,7 +53,7 @@ def test_failed_write_leaves_the_old_file_alone(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-from vitscale.distributed.exit import run_rank_script
+from vitscale.distributed.processes import run_rank_script
 
 def main():
     for number in range(2000):

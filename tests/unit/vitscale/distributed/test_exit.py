@@ -30,7 +30,7 @@ def test_rank_script_exits_with_its_code_and_output(ending: str) -> None:
     code = f"""
 import atexit, os, sys, threading
 from vitscale.config.errors import DivergedError, RankError, StorageError, UserError
-from vitscale.distributed.exit import run_rank_script
+from vitscale.distributed.processes import run_rank_script
 class AbortAtTeardown:
     def __del__(self, abort=os.abort):
         abort()
@@ -61,8 +61,8 @@ def test_nothing_keeps_a_rank_from_ending(tmp_path: Path, what: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(f"""
 import atexit, multiprocessing, signal, sys, threading, time
-from vitscale.distributed import exit
-exit.EXIT_S = 0.5
+from vitscale.distributed import processes
+processes.EXIT_S = 0.5
 def sleep(connection):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection.send("ready")
@@ -77,7 +77,7 @@ def main():
     {STUCK[what]}
     raise SystemExit(75)
 if __name__ == "__main__":
-    exit.run_rank_script(main)
+    processes.run_rank_script(main)
 """)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90)
     assert done.returncode == 75, done.stderr

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vitscale.engine.guard import Health, UpdateGuard
+from vitscale.engine.gradients import Health, UpdateGuard
 
 BAD_NORMS = [math.nan, math.inf, -1.0]
 

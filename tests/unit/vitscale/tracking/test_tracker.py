@@ -13,12 +13,12 @@ import yaml
 
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
+from vitscale.config.packaged import SourceVersion
 from vitscale.distributed.events import read_events
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.journal import read_rows
 from vitscale.tracking.mlflow_sync import MlflowRun, read_record, stored_runs, upload
 from vitscale.tracking.settings import TrackingSettings
-from vitscale.tracking.source_version import SourceVersion
 from vitscale.tracking.tracker import Tracker, final_status
 
 CONFIG: dict[str, Any] = {

@@ -12,7 +12,7 @@ import torch
 from vitscale.config.errors import UserError
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import Unreadable
-from vitscale.engine.guard import Health
+from vitscale.engine.gradients import Health
 from vitscale.runs.training import TrainingPlan
 from vitscale.training import interval_log
 from vitscale.training.interval_log import (
