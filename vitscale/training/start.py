@@ -185,15 +185,17 @@ def check_resumable(
     """Raise UserError when resuming from this checkpoint would not continue its run."""
     where = str(checkpoint.folder)
     another = "choose another name (name=...), or remove the run folder to start over"
-    saved = checkpoint.description
-    changed = [
-        f"    {key}: checkpoint {saved.get(key)!r}, now {value!r}"
-        for key, value in description.items()
-        if saved.get(key) != value
-    ]
+    changed = ""
+    for key, now in description.items():
+        before = checkpoint.description.get(key)
+        if before == now:
+            continue
+        if isinstance(before, dict) and isinstance(now, dict):
+            names = [name for name in before | now if before.get(name) != now.get(name)]
+            before, now = ({name: each.get(name) for name in names} for each in (before, now))
+        changed += f"\n    {key}: checkpoint {before!r}, now {now!r}"
     if changed:
-        table = "\n".join(changed)
-        what = f"this checkpoint belongs to another run; resuming would not continue it\n{table}"
+        what = f"this checkpoint belongs to another run; resuming would not continue it{changed}"
         raise UserError(what, where=where, next_step=f"undo the change, or {another}")
     if checkpoint.step > plan.total_steps:
         what = f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run"

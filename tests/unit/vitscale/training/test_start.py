@@ -103,6 +103,11 @@ def test_incompatible_change_is_refused(monkeypatch: pytest.MonkeyPatch, key: st
     assert f"\n    {key}: checkpoint " in caught.value.what
 
 
+def test_only_what_differs_in_an_architecture_is_shown() -> None:
+    with pytest.raises(UserError, match=r"checkpoint \{'width': 768\}, now \{'width': 192\}"):
+        resume(checkpoint_of(description_of({})), {"model": {"width": 192}})
+
+
 def test_step_beyond_the_run_is_refused() -> None:
     with pytest.raises(UserError, match="step 101 is beyond the 100 steps of this run"):
         resume(checkpoint_of(description_of({}), step=101), {})
