@@ -50,7 +50,8 @@ MAX_FRUITLESS_RESTARTS = 3
 # ---- the batch script -------------------------------------------------------------------------
 
 # Before anything: the script outlives its tasks, to record how they ended and to requeue the job.
-IGNORE_SIGNALS = "trap '' USR2 TERM"
+# The tasks get its variables, also where SBATCH_EXPORT=NONE keeps out those of the submission.
+FIRST = ("trap '' USR2 TERM", "unset SLURM_EXPORT_ENV")
 # A module or an option of the site's lines must not end the script at the first code that is not 0.
 # The port is below those that systems give to connections, and nobody listens on it.
 BEFORE = """\
@@ -168,7 +169,7 @@ def _executor(
         "array_parallelism": launch.num_tasks,
         **_gpu_parameters(launch),
         "setup": [
-            IGNORE_SIGNALS,
+            *FIRST,
             *launch.setup,
             *(_imports_from(code) if code else ()),
             BEFORE.format(**words),

@@ -14,6 +14,7 @@
 
 # setup
 trap '' USR2 TERM
+unset SLURM_EXPORT_ENV
 export PYTHONPATH=FOLDER/runs/data_prep-shards/slurm/code-HASH${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1
 set +eu

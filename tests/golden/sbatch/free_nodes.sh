@@ -16,6 +16,7 @@
 
 # setup
 trap '' USR2 TERM
+unset SLURM_EXPORT_ENV
 for nodes in 8 4 2; do
     [ "$nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break
 done

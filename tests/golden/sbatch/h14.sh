@@ -14,6 +14,7 @@
 
 # setup
 trap '' USR2 TERM
+unset SLURM_EXPORT_ENV
 export PYTHONPATH=FOLDER/runs/vit_h14-imagenet21k/slurm/code-HASH${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1
 set +eu

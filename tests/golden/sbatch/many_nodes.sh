@@ -17,6 +17,7 @@
 
 # setup
 trap '' USR2 TERM
+unset SLURM_EXPORT_ENV
 set +eu
 job=$SLURM_JOB_ID restart=${SLURM_RESTART_COUNT:-0}
 export VITSCALE_ATTEMPT=$job/$restart

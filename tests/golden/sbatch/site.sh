@@ -16,6 +16,7 @@
 
 # setup
 trap '' USR2 TERM
+unset SLURM_EXPORT_ENV
 module load cuda
 export NCCL_DEBUG=WARN
 set +eu

@@ -58,7 +58,8 @@ def test_only_the_settings_reach_slurm_and_unchanged(slurm, submit, tmp_path, mo
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
     job = submit(
         "import os, sys; sys.exit(os.environ.get('FROM_SETUP') != '1')",
-        sbatch={"comment": comment},
+        # As SBATCH_EXPORT=NONE: the tasks still get what the batch script sets.
+        sbatch={"comment": comment, "export": "NONE"},
         # After it, a command that fails, or a variable that is not set, must not end the script.
         setup=("export FROM_SETUP=1", "set -eu"),
         gpu_request="none",
