@@ -183,6 +183,10 @@ class TrainingSession:
         if gather_objects(record is not None and record.status == "FINISHED")[0]:
             if self.world.is_first:
                 print(f"done before: {self.folder} at step {self.start_step}", flush=True)
+                if changes := changed_settings(self.folder, self.run)[1:]:
+                    next_step = "  next: to train with these settings, choose another name=..."
+                    lines = ["not used, since the run is finished:", *changes, next_step]
+                    print(*lines, sep="\n", flush=True)
             raise SystemExit(0)
 
     def _open_log(self, stack: ExitStack, facts: str) -> IntervalLog:

@@ -53,7 +53,13 @@ def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished
 
     before = contents()
     assert fault_runs.run(finished.parent) == [0, 0]
-    assert f"done before: {finished} at step {STEPS}\n" in output(finished.parent)
+    done = f"done before: {finished} at step {STEPS}\n"
+    assert done in output(finished.parent) and "not used" not in output(finished.parent)
+    assert contents() == before
+    # Other settings are not used, which is said.
+    assert fault_runs.run(finished.parent, "optim.lr=0.5") == [0, 0]
+    refused = f"{done}not used, since the run is finished:\n    optim.lr: 0.001 -> 0.5\n  next: "
+    assert refused in output(finished.parent)
     assert contents() == before
 
 
