@@ -14,6 +14,7 @@ ranks train, nothing of ours runs beside them.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import signal
@@ -38,6 +39,7 @@ from launch.jobs.attempts import (
     read_attempts,
 )
 from launch.jobs.queue import (
+    ask_slurm,
     end_time,
     exclude,
     is_ended_by_slurm,
@@ -51,7 +53,9 @@ from vitscale.distributed.events import Failure
 from vitscale.distributed.processes import forgive_output
 
 # srun: error: n[1-2]: tasks 0-1: Exited with exit code 75
-TASK_ENDED = re.compile(r"srun: error: ([^\s:]+): tasks? ([\d,-]+): (.+?)\s*$")
+TASK_ENDED = re.compile(r"srun: error: ([^\s:]+): tasks? ((\d+)[\d,-]*): (.+?)\s*$")
+# srun: error: task 1 launch failed: Slurmd could not connect IO
+NOT_LAUNCHED = re.compile(r"srun: error: task (\d+) (launch failed: .+)")
 EXITED = re.compile(r"Exited with exit code (\d+)")
 # In the log of a task whose command could not be executed; its exit code is errno: 2, as bad input.
 NOT_EXECUTED = re.compile(r"slurmstepd\S*: error: execve\(\): (.+)")
@@ -152,18 +156,19 @@ def classify(
     attempt: `ATTEMPT_VARIABLE` of its ranks; fields: the controller's fields of the job.
     """
     if is_ended_by_slurm(fields):  # srun may then end with 0
-        reason = f"SLURM ended the job ({fields['JobState']})"
+        reason = "cancelled, requeued or preempted"
         return Outcome(ending=Ending.ENDED_BY_SLURM, reason=reason, exit_code=code)
     if code == 0:
         return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
     # The first line is about the task that failed first.
-    found = next(filter(None, map(TASK_ENDED.match, srun_errors)), None)
+    lines = (NOT_LAUNCHED.sub(with_node, line) for line in srun_errors)
+    found = next(filter(None, map(TASK_ENDED.match, lines)), None)
     if found is None:
         return failure_outcome(failure_of_srun(code, srun_errors), run_folder, attempt=attempt)
-    nodes, ranks, what = found.groups()
+    nodes, ranks, first, what = found.groups()
     if what not in STOPPED:
-        log = log_of(run_folder, job_id=attempt.partition("/")[0], rank=_first(ranks))
-        failure = failure_of_task(nodes, ranks, what, log)
+        log = log_of(run_folder, job_id=attempt.partition("/")[0], rank=int(first))
+        failure = failure_of_task(nodes, ranks, int(first), what, log)
         return failure_outcome(failure, run_folder, attempt=attempt)
     reason = "stopped by a signal"
     if fields.get("PreemptTime", "None") not in ("None", "N/A", "Unknown"):
@@ -173,8 +178,16 @@ def classify(
     return Outcome(ending=Ending.STOPPED, reason=reason, exit_code=EXIT_STOPPED_RESUMABLE)
 
 
-def failure_of_task(nodes: str, ranks: str, what: str, log: Path) -> Failure:
-    """What srun's line says of tasks that ended together, in its words: n[1-2], 0-1, Killed.
+def with_node(not_launched: re.Match[str]) -> str:
+    """srun's line as that of other tasks: with the node, which it leaves out here."""
+    rank, why = not_launched.groups()
+    tasks, nodes = (int(os.environ[name]) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
+    node = ask_slurm("scontrol", "show", "hostnames").split()[int(rank) * nodes // tasks]
+    return f"srun: error: {node}: task {rank}: {why}"
+
+
+def failure_of_task(nodes: str, ranks: str, first: int, what: str, log: Path) -> Failure:
+    """What srun's line says of tasks that ended together, in its words: n[1-2], 0-1, 0, Killed.
 
     log: of the first of them.
     """
@@ -193,11 +206,7 @@ def failure_of_task(nodes: str, ranks: str, what: str, log: Path) -> Failure:
         failure = Failure(kind=FailureKind.KILLED, what=text)
     if set(nodes) & set("[,"):
         return failure
-    return replace(failure, rank=_first(ranks), node=nodes)
-
-
-def _first(ranks: str) -> int:
-    return int(re.split("[,-]", ranks)[0])
+    return replace(failure, rank=first, node=nodes)
 
 
 def log_of(folder: Path, *, job_id: str, rank: int) -> Path:

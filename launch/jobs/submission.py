@@ -71,10 +71,12 @@ export SUBMITIT_LOG_LEVEL=CRITICAL
 srun_errors=$(mktemp) || srun_errors=/dev/null
 # A node that was away gets signals to its last step a minute later: this one has another number.
 [ $((restart % 2)) = 0 ] || srun --nodes=1 --ntasks=1 true
+# srun lets the others wait for a task that could not start: its log cannot be opened, for example.
+end_step='scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep "[.][0-9]")'
 {{"""
 # The interpreter that submits: that of the tasks may be in a container, which has no scontrol.
 AFTER = """\
-}} 2>&1 | tee "$srun_errors"
+}} 2>&1 | tee "$srun_errors" >(sed -nu "/ launch failed: /e $end_step")
 code=${{PIPESTATUS[0]}}
 next=$({after} --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
@@ -300,9 +302,8 @@ class StageJob:
     """Run a stage's script in every task. Small, picklable, without torch."""
 
     script: str
-    """Absolute path of the stage's script."""
     config: str
-    """Absolute path of the resolved configuration."""
+    """The resolved configuration. Both paths are absolute."""
     run_folder: str | None = None
     """Has its checkpoints and the record of its attempts; None: each task is a job of its own
     instead of a rank of one job, and has its record in the job's folder."""

@@ -35,6 +35,8 @@ export SUBMITIT_LOG_LEVEL=CRITICAL
 srun_errors=$(mktemp) || srun_errors=/dev/null
 # A node that was away gets signals to its last step a minute later: this one has another number.
 [ $((restart % 2)) = 0 ] || srun --nodes=1 --ntasks=1 true
+# srun lets the others wait for a task that could not start: its log cannot be opened, for example.
+end_step='scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep "[.][0-9]")'
 {
 
 # command
@@ -43,7 +45,7 @@ srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-t
 
 
 # teardown
-} 2>&1 | tee "$srun_errors"
+} 2>&1 | tee "$srun_errors" >(sed -nu "/ launch failed: /e $end_step")
 code=${PIPESTATUS[0]}
 next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 120 --max-requeues 9 --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"

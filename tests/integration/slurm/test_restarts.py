@@ -112,8 +112,13 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_pa
     assert second.ending is Ending.DONE, first
 
 
-@pytest.mark.parametrize(("node", "nodes"), [("n1", 1), ("n2", "1-2")])
-def test_a_node_without_python_is_left(slurm, submit, tmp_path, node, nodes) -> None:
+@pytest.mark.parametrize(
+    ("node", "nodes", "missing"),
+    [("n1", 1, "Python"), ("n2", "1-2", "Python"), ("n2", "1-2", "run")],
+)
+def test_a_node_that_cannot_start_a_task_is_left(
+    slurm, submit, tmp_path, node, nodes, missing
+) -> None:
     """n1 runs the batch script too, whose last lines are Python; n2 a task alone."""
     if subprocess.run(["unshare", "--mount", "true"]).returncode:
         skip_or_fail("cannot hide a folder from a node: only root may mount")
@@ -125,9 +130,9 @@ def test_a_node_without_python_is_left(slurm, submit, tmp_path, node, nodes) -> 
         slurm.start(node, without=without)
         slurm.await_idle()
 
-    restart(Path(sys.executable).parent)
+    restart(Path(sys.executable).parent if missing == "Python" else tmp_path)
     try:
-        job = submit(BEGINNING, nodes=nodes)
+        job = submit(f"{BEGINNING}    time.sleep(1000 if attempt < 3 else 0)", nodes=nodes)
         ended = slurm.wait(job.job_id, states=FINAL_STATES)
     finally:
         restart(None)
@@ -136,11 +141,13 @@ def test_a_node_without_python_is_left(slurm, submit, tmp_path, node, nodes) -> 
     assert ended["ExcNodeList"] == node and not [*slurm.processes(SLURM_JOB_ID=job.job_id)]
     *without, last = read_attempts(tmp_path)
     assert last.ending is Ending.DONE and node not in last.nodes
-    missing = f"{sys.executable}: No such file or directory"
+    no_python = f"{sys.executable}: No such file or directory"
     if node == "n1":
-        assert not without and log.count(f"execve(): {missing}") == 2
+        assert not without and log.count(f"execve(): {no_python}") == 2
         assert log.count("Python did not start on n1") == 2
     else:
-        reason = f"rank 1 on n2 could not start: {missing}"
+        reason = "rank 1 on n2: launch failed: Slurmd could not connect IO"
+        if missing == "Python":
+            reason = f"rank 1 on n2 could not start: {no_python}"
         assert [(each.reason, each.failed_node) for each in without] == [(reason, node)] * 2
         assert f"n2 is excluded from job {job.job_id}: its last two attempts failed there" in log

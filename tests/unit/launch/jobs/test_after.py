@@ -109,6 +109,18 @@ def test_a_node_without_python_is_blamed(
         assert found.reason == f"rank 1 on n2 could not start: {why}"
 
 
+def test_a_task_that_was_not_launched_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(after, "ask_slurm", lambda *_: "n1\nn2\nn3\n")
+    for name, value in {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    why = "launch failed: Slurmd could not connect IO"
+    # The end of the others follows from it.
+    found = outcome(tmp_path, f"srun: error: task 2 {why}\n{EXITED}")
+    assert (found.reason, found.failed_node) == (f"rank 2 on n2: {why}", "n2")
+
+
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
     outcome(tmp_path, KILLED, reports=[LOST])
     recorded = read_failures(tmp_path, attempt=ATTEMPT)[-1]
