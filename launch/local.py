@@ -1,7 +1,6 @@
 """Run any stage on this machine as the job that SLURM would run.
 
     python launch/local.py --config configs/demo/pretrain.yaml [key=value ...] --num-procs 2
-    python launch/local.py --config configs/chains/demo.yaml --num-procs 2
     vitscale launch --local chains/demo --num-procs 2
 
 The processes are as many as this machine has GPUs, one without any, or --num-procs. The runs of

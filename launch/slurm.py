@@ -2,7 +2,6 @@
 
     python launch/slurm.py --config configs/vit_h14.yaml [key=value ...]
         [--dry-run | --after] [--follow]
-    python launch/slurm.py --config configs/chains/vit_l16_imagenet.yaml [--dry-run]
 
 A chain, and a sweep such as optim.lr=[0.003,0.03], is one job for each of its runs.
 """

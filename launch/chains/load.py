@@ -2,7 +2,7 @@
 
 Owns: which runs a stage has, their names, folders and tags, what they take from earlier stages, one
 report of errors, and sweeps on the command line, which are chains of one stage.
-Leaves out: what is done (`states`), running and submitting (`executors`).
+Leaves out: what is done, running and submitting (`executors`).
 """
 
 from __future__ import annotations

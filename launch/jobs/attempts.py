@@ -72,7 +72,6 @@ class Outcome:
     failed_rank: int | None = None
     """The rank that caused the failure."""
     failed_node: str | None = None
-    """Its node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

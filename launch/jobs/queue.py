@@ -64,7 +64,6 @@ class QueuedJob:
     submitted: float | None
     """When it was submitted or, later, requeued."""
     script: str
-    """Path of its batch script."""
 
     def __str__(self) -> str:
         """Such as 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""

@@ -129,7 +129,6 @@ class RunStatus:
     """Where it runs: a job with its nodes, or a process; empty if it does not."""
     logged: LoggedProgress
     attempt: Attempt | None
-    """The newest one."""
     restarts: dict[str, int]
     """How attempts ended that another one followed or will follow -> how many."""
     failure: Failure | None

@@ -357,7 +357,7 @@ def slurm_check(script: str) -> list[Check]:
     except NoAnswerError as error:
         next_step = "compare the launch section with what sinfo shows"
         return [Check("SLURM", "warning", f"sbatch --test-only: {error}", next_step=next_step)]
-    return [Check("SLURM", "ok", "the job can start on the nodes as they are")]
+    return [Check("SLURM", "ok", "sbatch --test-only accepts the job")]
 
 
 def run_checks(run: LaunchableRun) -> list[Check]:
