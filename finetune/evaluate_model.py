@@ -31,7 +31,7 @@ def evaluate(run: EvaluateRun) -> None:
 
 def main() -> None:
     argv = sys.argv[1:]
-    of_run = [] if "--config" in argv else settings_of_run(argv)
+    of_run = settings_of_run(argv)
     command = load_command(
         EvaluateRun,
         program="vitscale evaluate",

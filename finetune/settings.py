@@ -152,11 +152,11 @@ class EvaluateRun(ModelRun):
 def settings_of_run(argv: Sequence[str]) -> list[str]:
     """Overrides that evaluate the run of `init=` on its own data, as it evaluates itself.
 
-    Of weights outside a run folder: a name, and classification. Raises UserError if nothing is
-    there.
+    Of weights outside a run folder: a name, and classification. None where a configuration is
+    given. Raises UserError if nothing is there.
     """
     init = next((word[5:] for word in reversed(argv) if word.startswith("init=")), None)
-    if init is None:
+    if init is None or any(word.partition("=")[0] == "--config" for word in argv):
         return []
     if not Path(init).exists():
         resolve_weights(init)

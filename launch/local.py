@@ -31,8 +31,7 @@ def main() -> None:
     # First of all: a signal that comes while a chain is read must not be missed.
     stop = StopFlag()
     num_procs, argv = parse_num_procs()
-    has_config = any(word.startswith("--config") for word in argv)
-    of_run = [] if has_config else settings_of_run(argv)
+    of_run = settings_of_run(argv)
     command = launch_command(
         [*(of_run and ["stage=evaluate"]), *of_run, *argv],
         needs_config=not of_run,

@@ -107,7 +107,7 @@ def show(program: str, commands: dict[str, tuple[str, str]]) -> None:
 
 def _known(name: str, commands: dict[str, tuple[str, str]]) -> tuple[str, str]:
     if name not in commands:
-        what, step = f"{name!r} is no command", did_you_mean(name, [*commands], "vitscale --help")
+        what, step = f"there is no {name!r}", did_you_mean(name, [*commands], "vitscale --help")
         raise UserError(what, where="vitscale", allowed=", ".join(commands), next_step=step)
     return commands[name]
 
@@ -143,11 +143,17 @@ def execute(script: str, words: Sequence[str]) -> NoReturn:
 
 
 def list_configs(words: Sequence[str]) -> None:
-    """Print the names that contain a word, or all, each with the first line of its card."""
-    for name in config_names():
-        if not words or any(word in name for word in words):
-            first = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
-            print(f"{name:<29} {first.removeprefix('# What:').strip()}")
+    """Print the names that contain a word, or all, each with the first line of its card.
+
+    Raises UserError where none does.
+    """
+    names = [each for each in config_names() if not words or any(word in each for word in words)]
+    if not names:
+        what, step = f"no name contains {' or '.join(words)}", packaged.similar_configs(words[0])
+        raise UserError(what, where="configs", next_step=step)
+    for name in names:
+        first = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
+        print(f"{name:<29} {first.removeprefix('# What:').strip()}")
 
 
 def copy_config(words: Sequence[str]) -> None:
@@ -175,8 +181,9 @@ def copy_config(words: Sequence[str]) -> None:
 def complete(words: Sequence[str]) -> None:
     """Print a shell's completion; after `words`, what may follow the words after that."""
     if words[:1] == ["words"]:
-        names = config_names() if words[-1] in (*WITH_CONFIG, "copy") else ()
-        followers = {"words": COMMANDS, "prepare": PREPARE, "configs": ("copy",)}
+        names = config_names() if words[-1] in (*WITH_CONFIG, "--local", "copy") else ()
+        followers = {"words": (*COMMANDS,), "prepare": (*PREPARE,), "completion": (*COMPLETION,)}
+        followers["configs"] = ("copy",)
         print(*followers.get(words[-1], names), sep="\n")
     else:
         shells = {name: (text, "") for name, text in COMPLETION.items()}

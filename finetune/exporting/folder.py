@@ -110,7 +110,7 @@ def _check(form: Format, model: TrainedModel, folder: Path) -> str:
         )
     found = form.logits(model, folder, images_B3SS)
     if found is None:
-        return f"not checked: {form.library} is not installed"
+        return f"not checked: {form.library} is not installed (pip install {form.library})"
     difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
     allowed = TOLERANCE * max(1.0, largest)
     if not difference <= allowed:

@@ -25,8 +25,7 @@ POOLS = {"cls": "token", "gap": "avg", "map": "map"}
 
 
 class TimmFormat(Format):
-    library = "timm, and transformers' Auto classes"
-    hub_library = "timm"
+    library = hub_library = "timm"
 
     def unlike(self, model: TrainedModel) -> dict[str, bool]:
         arch: Any = model.arch

@@ -25,7 +25,6 @@ class Golden:
     renew: bool
 
     def text(self, name: str, found: str) -> None:
-        """Compare a text file."""
         if self.renew:
             self._write(name, found)
         assert found == (FOLDER / name).read_text()
@@ -57,7 +56,6 @@ class Golden:
 
 
 def differences(found: Any, expected: Any, *, rel: float) -> list[str]:
-    """List the places in which two JSON values differ."""
     ours, theirs, lines = dict(_leaves(found)), dict(_leaves(expected)), []
     for place in theirs | ours:
         one, other = (each.get(place, "missing") for each in (ours, theirs))

@@ -81,12 +81,10 @@ def _digests(batch: Batch) -> list[bytes]:
 
 
 def server_pid() -> int:
-    """The server of this process's loader workers."""
     pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # private
     return pid
 
 
 def worker_pids() -> list[int]:
-    """The running loader workers of this process."""
     pid = server_pid()
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

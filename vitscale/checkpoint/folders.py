@@ -226,12 +226,14 @@ def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[s
     if checkpoint is not None:
         return checkpoint, complaints
     what = "holds no checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
-    best = nearest(folder.name, [each.parent.name for each in folder.parent.glob("*/checkpoints/")])
+    places = (Path("runs"), folder.parent)
+    runs = {each.parent.name: each.parent for at in places for each in at.glob("*/checkpoints/")}
+    best = nearest(folder.name, [*runs])
     raise UserError(
         what,
         where=f"{key}={path}",
         allowed="a run folder (runs/NAME) or a checkpoint folder (runs/NAME/checkpoints/step-N)",
-        next_step=f"did you mean {folder.parent / best}?"
+        next_step=f"did you mean {runs[best]}?"
         if best
         else "run pre-training first, or correct the path",
     )

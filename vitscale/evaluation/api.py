@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image
-from pydantic import TypeAdapter
+from pydantic import Field, ValidationError
 from torch import nn
 from torch.utils.data import Dataset
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import Source, explain
+from vitscale.config.section import Run
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationResize, unreadable_error, unreadable_sample
 from vitscale.data.settings import DataSettings, RemoteSettings
@@ -54,8 +56,17 @@ class Model(nn.Module):
 
     def forward(self, images_B3SS: torch.Tensor, *, output: str = "logits") -> torch.Tensor:
         """Preprocessed images [B, 3, S, S] -> logits [B, classes], or features [B, width]."""
+        known: Any = self.network.known_outputs
+        if output not in known:
+            raise UserError(f"there is no {output!r}", where="output", allowed=", ".join(known))
         found: torch.Tensor = self.network(images_B3SS, output=output)
         return found
+
+
+class _Arguments(Run):
+    weights: Literal["auto", "model", "ema"]
+    model: ModelSettings | None
+    image_size: int | None = Field(gt=0)
 
 
 def load_model(
@@ -78,8 +89,12 @@ def load_model(
     Raises:
         ValueError: Nothing there is a model, or it does not fit.
     """
-    chosen = None if model is None else TypeAdapter(ModelSettings).validate_python(dict(model))
-    opened = open_model(str(init), weights=weights, model=chosen, image_size=image_size)
+    given = {"weights": weights, "model": model and dict(model), "image_size": image_size}
+    try:
+        chosen = _Arguments.model_validate(given)
+    except ValidationError as error:
+        raise UserErrors(explain(error, _Arguments, Source(given, {(): "load_model"}))) from None
+    opened = open_model(str(init), weights=weights, model=chosen.model, image_size=image_size)
     how = Preprocess(opened.preprocessing)
     return Model(opened.network, preprocess=how, classes=opened.class_names)
 

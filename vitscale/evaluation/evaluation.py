@@ -64,7 +64,6 @@ class Subject:
     model: Engine | InferenceModel
     """Its methods are collective where the model is sharded over ranks."""
     train: tuple[SplitIndex, ...]
-    """The parts of the training set."""
     val: SplitIndex
     data: DataSettings
     image_size: int
@@ -141,7 +140,6 @@ class Subject:
 
     @property
     def num_train(self) -> int:
-        """Training images of all parts."""
         return sum(part.num_samples for part in self.train)
 
     def features(
@@ -210,7 +208,6 @@ class Evaluation:
     """The output of the model that the evaluation reads."""
 
     def __init__(self, settings: Any) -> None:
-        """settings: an instance of `Settings`."""
         self.settings = settings
 
     def check(self, subject: Subject) -> None:

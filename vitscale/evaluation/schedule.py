@@ -33,7 +33,6 @@ class ScheduledEvaluations:
             each.check(subject)
 
     def due(self, step: int, *, is_last: bool) -> list[Evaluation]:
-        """The evaluations to run after this step."""
         return [
             each
             for each in self._evaluations

@@ -220,8 +220,7 @@ def read_source(
         tensors=read_tensors(checkpoint.files, prefix="ema." if averaged else "model."),
         grid=(rows, columns),
         format=f"{checkpoint.folder}, step {checkpoint.step}",
-        preprocessing=pixels
-        | {"eval_interpolation": data.eval_interpolation or data.interpolation},
+        preprocessing=pixels,
         assumed=False,
         classes=tuple(json.loads(classes.read_text())) if classes.is_file() else None,
         computed=fixed_positions(arch.description(), grid=(rows, columns)),

@@ -180,7 +180,6 @@ class ViTSettings(Architecture):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(rows, columns) of patches."""
         side = self.image_size // self.patch_size
         return (side, side)
 
@@ -234,7 +233,6 @@ class ViTSettings(Architecture):
 
     @property
     def num_classifiers(self) -> int:
-        """Classifiers: one, and one of the distillation token."""
         return 1 + int(self.distillation_token)
 
     @property

@@ -130,7 +130,6 @@ def pretrained_config(name: str, *, where: str = "model.model") -> PretrainedCfg
 
 
 def classifiers(config: PretrainedCfg) -> tuple[str, ...]:
-    """Names of the last layers."""
     names: Any = config.classifier
     return (names,) if isinstance(names, str) else tuple(names or ())
 

@@ -94,7 +94,6 @@ class SlurmCluster:
         return done.stdout
 
     def script(self, name: str, *arguments: object, cwd: Path, **more: str) -> str:
-        """Standard output of one of the project's scripts."""
         return self.run([sys.executable, ROOT / name, *arguments], cwd=cwd, **more)
 
     def job(self, job_id: str) -> dict[str, str]:
@@ -164,7 +163,6 @@ class SlurmCluster:
         wait_until(lambda: self.num_idle() == len(NODES), else_say=self.logs, every_s=0.2)
 
     def logs(self) -> str:
-        """The last lines of every daemon's log."""
         parts = []
         for path in sorted(self.folder.glob("*.log")):
             lines = path.read_text(errors="replace").splitlines()[-15:]
@@ -249,7 +247,6 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
-    """The cluster, started once."""
     with slurm_cluster() as cluster:
         yield cluster
 

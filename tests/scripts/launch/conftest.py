@@ -110,7 +110,6 @@ def submitted(tmp_path_factory: pytest.TempPathFactory) -> FakeSlurm:
 
 @pytest.fixture
 def slurm(submitted: FakeSlurm, tmp_path: Path) -> FakeSlurm:
-    """The submitted job, to be run."""
     folder = tmp_path / "job"
     shutil.copytree(submitted.folder, folder, symlinks=True)
     slurm = FakeSlurm(folder=folder)

@@ -98,6 +98,7 @@ def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, fro
         "npz": (f"init={NPZ}", *data),
         "safetensors": (f"init={SAFETENSORS}", NUM_HEADS, "image_size=12", *data),
         "run": (f"init={from_npz[0]}", "data.num_workers=0"),
+        "file": (f"--config={scripts.folder}/evaluated-run/config.yaml",),
     }.items():
         output = scripts.folder / f"evaluated-{name}"
         more = (f"output={output}", "compute.device=cpu", f"evaluate={EVALUATIONS}")
@@ -106,6 +107,7 @@ def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, fro
         assert "\nclass_mean_top1 has no interval: it is a mean over classes\n" in printed
         assert "\nfew_shotK_top1 has no interval: it is a mean over draws" in printed
         found[name] = results(output)
+    assert found.pop("file") == found["run"]
     golden.json("scripts/evaluate.json", found, rel=REL)
     last = {name: values[-1] for name, values in from_npz[1].items() if name.startswith("val/")}
     assert found["run"]["top1"] == last["val/top1"]
@@ -220,8 +222,16 @@ def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_p
         image.resize((40, 30)).save(turned, exif=exif)
     paths, exported = [*sorted(scripts.images.iterdir()), turned], tmp_path / "exported"
     scripts.run("export", f"init={from_npz[0]}", "--to", "timm", exported)
+    for wrong, message in (
+        ({"model": {"width": 3, "dept": 2}}, "model.dept: unknown .*\n.*\n.*model.depth"),
+        ({"weights": "best", "image_size": 0}, "auto, model, ema\n.*image_size: 0 is not allowed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_model(from_npz[0], **wrong)
     model = load_model(from_npz[0])
     same = load_model(str(exported))
+    with pytest.raises(ValueError, match="allowed: logits, features"):
+        model(torch.zeros(1, 3, 12, 12), output="logit")
     files = torch.stack([same.preprocess(Image.open(path)) for path in paths])
     dataset = ShardDataset(scripts.shards, split="test", transform=model.preprocess)
     loader = DataLoader(dataset, batch_size=5, num_workers=2, multiprocessing_context="spawn")

@@ -19,7 +19,6 @@ Members = dict[str, bytes] | Iterable[tuple[str, bytes]]
 
 
 def tar_bytes(members: Members, *, format: int = tarfile.GNU_FORMAT) -> bytes:
-    """A tar of plain files."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=format) as tar:
         for name, data in members.items() if isinstance(members, dict) else members:

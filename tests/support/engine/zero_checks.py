@@ -123,7 +123,6 @@ class Plain:
 
 @cache
 def train_plain(recipe: Recipe) -> Plain:
-    """A plain loop that skips the spoiled updates."""
     vit = new_model(recipe)
     optimizer, named = new_optimizer(vit, recipe), dict(vit.named_parameters())
     average = {name: value.detach().clone() for name, value in named.items()}

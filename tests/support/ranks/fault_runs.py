@@ -89,7 +89,6 @@ class FaultRuns:
         )
 
     def run(self, folder: Path, *settings: str, **how: Any) -> list[int]:
-        """Start, wait for the end and return the exit codes."""
         return wait_all(self.start(folder, *settings, **how))
 
     def finish(self, folder: Path, *settings: str, **how: Any) -> RunState:
@@ -109,7 +108,6 @@ class FaultRuns:
         return self._undisturbed[key]
 
     def uninterrupted(self, *settings: str, **how: Any) -> RunState:
-        """The final state of a training without a fault."""
         return read_state(self.undisturbed(*settings, **how))
 
     def assert_resumes_exactly(self, folder: Path, *settings: str, **how: Any) -> str:
@@ -154,7 +152,6 @@ def release_hold(folder: Path) -> None:
 
 
 def output(folder: Path) -> str:
-    """What all ranks printed, over all starts."""
     return "\n".join(path.read_text() for path in sorted(folder.glob("rank-*.log")))
 
 

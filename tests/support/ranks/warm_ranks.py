@@ -50,8 +50,6 @@ WARMED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What a fork of the server runs."""
-
     path: str
     arguments: list[str]
     environment: dict[str, str]
@@ -115,7 +113,6 @@ class WarmRank:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless the rank has ended."""
         if self.poll() is None:
             # It may have been reaped since, and its exit code be on its way.
             with suppress(ProcessLookupError):

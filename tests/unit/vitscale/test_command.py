@@ -84,6 +84,8 @@ def test_all_commands_have_scripts() -> None:
         ("pretrain pets_384", "stage finetune\n  next: vitscale finetune pets_384"),
         ("pretrain chains/demo", "next: vitscale launch --local chains/demo"),
         ("configs copy nothing", "no packaged configuration"),
+        ("configs dei3", "no name contains dei3\n.*`vitscale configs` lists all"),
+        ("completion tcsh", "no 'tcsh'\n.*bash, zsh, fish"),
     ],
 )
 def test_wrong_words_get_a_next_step(words: str, message: str, started: list[str]) -> None:
@@ -122,7 +124,10 @@ def test_help_imports_nothing_slow() -> None:
 
 @pytest.mark.parametrize(
     "words, follower",
-    [("pretr", "pretrain"), ("prepare sh", "shards"), ("finetune finetune/p", "finetune/pets_384")],
+    [
+        *(("pretr", "pretrain"), ("prepare sh", "shards"), ("completion fi", "fish")),
+        *(("finetune finetune/p", "finetune/pets_384"), ("launch --local chains/d", "chains/demo")),
+    ],
 )
 def test_bash_completes_words(words: str, follower: str) -> None:
     script = f"""

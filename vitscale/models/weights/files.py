@@ -69,7 +69,6 @@ class Weights:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -166,7 +166,6 @@ def _pair(size: Any) -> tuple[int, int]:
 
 
 def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Values of `model` that shapes do not show."""
     known: dict[str, Any] = {
         "num_heads": int(config["num_attention_heads"]),
         # transformers' own default.

@@ -186,7 +186,9 @@ def test_save_that_reads_back_differently_is_refused(
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
 
 
-def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -> None:
+def test_init_takes_a_run_or_a_checkpoint_folder(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save(tmp_path, world, step=4)
     assert resolve_weights(str(tmp_path)) == resolve_weights(str(folder))
     checkpoint, complaints = resolve_weights(str(tmp_path))
@@ -198,5 +200,9 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -
         resolve_weights(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=f"did you mean {tmp_path}[?]"):
         resolve_weights(f"{tmp_path}x")
+    monkeypatch.chdir(tmp_path.parent)
+    Path("runs").symlink_to(tmp_path.parent)
+    with pytest.raises(UserError, match=f"did you mean runs/{tmp_path.name}[?]"):
+        resolve_weights(f"names/{tmp_path.name}")
     with pytest.raises(UserError, match="holds no checkpoint"):
         resolve_weights(str(folder.parent))
