@@ -35,6 +35,7 @@ try:
         has_contrast,
     )
     from vitscale.config.errors import UserError, run_script
+    from vitscale.images.crops import FORMATS
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
@@ -136,7 +137,7 @@ def compared_copies(job: tuple[int, bytes]) -> np.ndarray:
     """Which copies of an image match it."""
     number, content = job
     rng = random.Random(number)
-    with Image.open(io.BytesIO(content)) as opened:
+    with Image.open(io.BytesIO(content), formats=FORMATS) as opened:
         image = opened.convert("RGB")
     copies = [manipulate(image, rng) for manipulate in MANIPULATIONS.values()]
     rows, _ = describe_images([content, *copies])

@@ -65,7 +65,7 @@ def as_png(photos: list[bytes], *, side: int | None) -> list[bytes]:
     """The pictures as PNG, resized to a square of `side` pixels if given."""
     coded = []
     for photo in photos:
-        image = Image.open(io.BytesIO(photo)).convert("RGB")
+        image = Image.open(io.BytesIO(photo), formats=["JPEG"]).convert("RGB")
         if side is not None:
             image = image.resize((side, side), Image.Resampling.LANCZOS)
         file = io.BytesIO()

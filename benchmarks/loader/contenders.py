@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 from benchmarks.loader.ours import BATCH, SEED, SIDE, Batches, Task, ours
 from vitscale.data.index import read_split
 from vitscale.data.order import SampleOrder
+from vitscale.images.crops import FORMATS
 
 AREA = (0.05, 1.0)
 PNG_START = b"\x89PNG"
@@ -163,7 +164,7 @@ def _whole(data: bytes) -> np.ndarray:
     try:
         return simplejpeg.decode_jpeg(data, colorspace="RGB", fastdct=True, fastupsample=True)
     except ValueError:  # PNG, CMYK and other rarities
-        return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+        return np.array(Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB"))
 
 
 def _random_crop(pixels: np.ndarray) -> tuple[np.ndarray, bool]:

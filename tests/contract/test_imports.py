@@ -1,4 +1,4 @@
-"""What importing a package does, and when ranks may wait for each other.
+"""What importing a package does, what Pillow opens, and when ranks may wait for each other.
 
 Who may import what is in pyproject.toml: `[tool.importlinter]`; what would fork: `[tool.ruff]`.
 """
@@ -21,6 +21,16 @@ def test_package_files_are_empty() -> None:
 
 def test_nobody_imports_a_script() -> None:
     assert not {m: found for m in module_files() if (found := imports_of(m) & scripts())}
+
+
+def test_pillow_is_told_which_formats_to_open() -> None:
+    """Its other parsers, some of which start programs, never see untrusted bytes."""
+    files, opened = [*module_files().values(), *(ROOT / "benchmarks").rglob("*.py")], 0
+    for node in itertools.chain.from_iterable(ast.walk(parsed(path)) for path in files):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Image.open":
+            opened += 1
+            assert "formats" in {each.arg for each in node.keywords}, ast.unparse(node)
+    assert opened > 4
 
 
 # Names of torch's collectives, and of the project's functions that are themselves collective.
