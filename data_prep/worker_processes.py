@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from data_prep.sources.protocol import Outage
+from vitscale.config.errors import UserError, WorkerError
 from vitscale.distributed.fork_server import end_with_server, start_worker
 
 Item = TypeVar("Item")
@@ -51,7 +51,7 @@ class Workers:
     def results(self, items: Iterable[Item]) -> Iterator[tuple[int, Item, Any]]:
         """Yield (position, item, result) as they are done.
 
-        Raises what the function raises, and Outage if a worker dies.
+        Raises what the function raises, and WorkerError if one dies.
         """
         if not self._pipes:
             yield from ((number, item, self._function(item)) for number, item in enumerate(items))
@@ -81,7 +81,7 @@ def _deaths_named() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError):
-        raise Outage(
+        raise WorkerError(
             "a worker process died, probably for lack of memory",
             where="num_workers",
             next_step="run the command again, with fewer workers if it recurs",
@@ -97,6 +97,7 @@ def _work(connection: Connection, function: Callable[[Any], Any]) -> None:
             try:
                 reply = function(item), None
             except Exception as error:
-                error.add_note(f"in a worker process:\n{traceback.format_exc()}")
+                if not isinstance(error, UserError):
+                    error.add_note(f"in a worker process:\n{traceback.format_exc()}")
                 reply = None, error
             connection.send(reply)

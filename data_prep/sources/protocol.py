@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import pyarrow as pa
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import DATA_LOSS_ERRNOS
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -109,7 +109,7 @@ def source_root(settings: SourceSettings) -> Path:
 def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input]:
     """Yield the inputs of a container, then a row for it if the rest of it cannot be read.
 
-    Raises ChangedSource if it is gone, Outage, UserError for a compressed tar.
+    Raises ChangedSource if it is gone, StorageError, UserError for a compressed tar.
     """
     path = container.file or container.path
     try:
@@ -157,10 +157,6 @@ class TarDefect(ValueError):
     """A tar is cut or damaged after the members listed so far."""
 
 
-class Outage(UserError):
-    """The corpus is intact, and the same command resumes the work."""
-
-
 class ChangedSource(UserError):
     """The source changed after it was listed."""
 
@@ -175,7 +171,7 @@ class ChangedSource(UserError):
 
 
 def raise_if_outage(error: OSError, path: str) -> None:
-    """Raise Outage if an error does not come from the file at `path` of the source itself.
+    """Raise StorageError if an error does not come from the file at `path` of the source itself.
 
     Errors without a number come from libraries and concern the file's content.
     """
@@ -183,11 +179,11 @@ def raise_if_outage(error: OSError, path: str) -> None:
         raise source_read_error(error, path) from None
 
 
-def source_read_error(error: OSError, path: str) -> ChangedSource | Outage:
+def source_read_error(error: OSError, path: str) -> ChangedSource | StorageError:
     """Return the error for a listed file or folder that is gone, or storage that fails."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return ChangedSource(path)
-    return Outage(
+    return StorageError(
         f"the source cannot be read ({error.strerror or error}); the work done so far is kept",
         where=repr(printable(path)),
         next_step="fix this and run the same command again; it resumes",
@@ -195,13 +191,13 @@ def source_read_error(error: OSError, path: str) -> ChangedSource | Outage:
 
 
 def check_is_mounted(root: Path, path: str, *, work: Path) -> None:
-    """Raise Outage if the source, or the folder of this file, is missing or empty.
+    """Raise StorageError if the source, or the folder of this file, is missing or empty.
 
     This is the state of an unmounted file system; a file that was deleted has siblings.
     """
     for folder in (root, (root / path).parent):
         if not folder.is_dir() or next(os.scandir(folder), None) is None:
-            raise Outage(
+            raise StorageError(
                 f"{str(folder)!r} is missing or empty; the work done so far is kept in {work.name}",
                 where="source.path",
                 next_step="mount it on this machine and run the same command again, which "
@@ -210,16 +206,20 @@ def check_is_mounted(root: Path, path: str, *, work: Path) -> None:
 
 
 def read_named(file: str, *, where: str) -> bytes:
-    """Return the content of a file that the setting `where` names. Raises Outage."""
+    """Return the content of the file that the setting `where` names.
+
+    Raises UserError for a path that is wrong, StorageError.
+    """
     try:
         return Path(file).expanduser().read_bytes()
     except OSError as error:
         what = f"{file!r} cannot be read ({error.strerror or error})"
-        raise Outage(what, where=where) from None
+        kind = UserError if error.errno in FILE_FAULTS else StorageError
+        raise kind(what, where=where) from None
 
 
 def read_text(file: str, *, where: str) -> str:
-    """Return the text of a file that the setting `where` names. Raises UserError, Outage."""
+    """Return the content as text; see `read_named`."""
     try:
         return read_named(file, where=where).decode()
     except UnicodeDecodeError as error:

@@ -34,13 +34,13 @@ from data_prep.formats.index_files import (
     write_manifest,
 )
 from data_prep.formats.ledger import Outcomes, write_ledger
-from data_prep.sources.protocol import ChangedSource, Outage
+from data_prep.sources.protocol import ChangedSource
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
 from data_prep.steps.plan_shards import CLASSES_SHOWN, REJECTED, TRAIN, counts_of, read_plan
 from data_prep.steps.tars import facts_of, root_of, split_of, tar_units
 from data_prep.steps.work import WorkFolder, check_settings, content_config, tool_version
-from vitscale.config.errors import UserError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -98,7 +98,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
         with suppress(FileNotFoundError):  # of a process that died here
             os.rename((work.path / outcomes).with_suffix(".tar"), path)
         if not path.exists() or path.stat().st_size != tar.entry.bytes:
-            raise Outage(
+            raise StorageError(
                 f"{path.name}, written before, is missing or has another size",
                 where=str(work.path),
                 next_step="remove this folder and run the same command again",

@@ -189,7 +189,7 @@ def check_input(
     """Read and check one input. Its hash is empty if its bytes were not read.
 
     row: `path`, `file`, `offset`, `num_bytes`, `modified_ns` and `spooled`. source: folder, instead
-    of that of the run. Raises ChangedSource if the source has changed since it was listed, Outage.
+    of that of the run. Raises StorageError, and ChangedSource if it changed since it was listed.
     """
     if row["num_bytes"] > MAX_FILE_BYTES:
         return CheckedImage("too_large", b"")

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import SAMPLE_OVERHEAD
 from data_prep.images.check import MAX_FILE_BYTES
-from data_prep.sources.protocol import Outage, printable
+from data_prep.sources.protocol import printable
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import (
@@ -32,7 +32,7 @@ from data_prep.steps.list_inputs import (
     read_containers,
 )
 from data_prep.steps.work import WorkFolder
-from vitscale.config.errors import UserError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import NO_LABEL
 from vitscale.runs.data_prep import ShardSettings
 
@@ -278,7 +278,7 @@ def _divided(
         needed += total
     free = shutil.disk_usage(work.path).free
     if free < needed:
-        raise Outage(
+        raise StorageError(
             f"{int(free) >> 20} MiB are free, {max(1, int(needed) >> 20)} MiB are needed; "
             f"the work done so far is kept in {work.path.name}",
             where=str(work.output),

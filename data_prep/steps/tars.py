@@ -15,13 +15,13 @@ import pyarrow as pa
 from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
-from data_prep.sources.protocol import Outage, printable, source_read_error, with_damage
+from data_prep.sources.protocol import printable, source_read_error, with_damage
 from data_prep.sources.tars import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, read_containers, set_class
 from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
-from vitscale.config.errors import StorageError, UserError
+from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
 from vitscale.data.remote import Location, Url, location_of, names_below, read_chunks
 from vitscale.data.webdataset import matching
@@ -159,11 +159,8 @@ def index_tar(work: WorkFolder, unit: str) -> None:
 def _fetch(url: Url, path: Path) -> None:
     path.parent.mkdir(parents=True)
     with open(path, "wb") as file:
-        try:
-            for data in read_chunks(url):
-                file.write(data)
-        except StorageError as error:
-            raise Outage(error.what, where=error.where, next_step=error.next_step) from None
+        for data in read_chunks(url):
+            file.write(data)
 
 
 def _index_local(work: WorkFolder, unit: str, root: Path) -> None:

@@ -37,14 +37,19 @@ from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import (
     ChangedSource,
-    Outage,
     check_is_mounted,
     read_named,
     source_root,
 )
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.errors import (
+    EXIT_STOPPED_RESUMABLE,
+    FailureKind,
+    StorageError,
+    UserError,
+    WorkerError,
+)
 from vitscale.config.redaction import flatten_params
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
@@ -211,8 +216,8 @@ class Step:
 def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> None:
     """Work through the steps; return when any tasks have finished them.
 
-    num_workers: 1 works in this process. Raises Outage where a rerun resumes, UserError for a
-    corpus that cannot be used.
+    num_workers: 1 works in this process. Raises StorageError or WorkerError where a rerun resumes,
+    UserError for a corpus that cannot be used.
     """
     task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
     with _storage_errors(work):
@@ -280,7 +285,7 @@ def attempt(work: WorkFolder, task: tuple[Callable[[WorkFolder, str], None], str
     except MemoryError:
         what = "a worker process ran out of memory on an image"
         advice = "lower num_workers or images.max_pixels and rerun; the run resumes"
-        raise Outage(what, next_step=advice) from None
+        raise WorkerError(what, next_step=advice) from None
     except (OSError, UserError) as error:
         if work.is_finished:  # by another process, which removed the folder
             return True
@@ -293,7 +298,7 @@ def attempt(work: WorkFolder, task: tuple[Callable[[WorkFolder, str], None], str
 
 @contextmanager
 def _storage_errors(work: WorkFolder) -> Iterator[None]:
-    """Raise Outage for an output that cannot be written, or the failure of another task.
+    """Raise StorageError for an output that cannot be written, or the failure of another task.
 
     Nothing if another task has finished the work, and removed the folder.
     """
@@ -305,7 +310,7 @@ def _storage_errors(work: WorkFolder) -> Iterator[None]:
         work.raise_failure()
         text = getattr(error, "strerror", None) or str(error)
         is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        raise Outage(
+        raise StorageError(
             f"cannot be written ({text}); what was finished so far is kept in {work.path.name}",
             where=str(work.output),
             next_step=f"{'free space' if is_full else 'fix this'} and rerun; the run resumes",
@@ -327,11 +332,10 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
         open_work_folder(work)
         try:
             run_steps(work, steps, num_workers=run.num_workers or num_cores())
-        except Outage:
-            raise
         except UserError as error:
-            with suppress(OSError):
-                _store_failure(work, error)
+            if error.kind is FailureKind.BAD_INPUT:
+                with suppress(OSError):
+                    _store_failure(work, error)
             raise
     # Left by a process that was killed after its commit, or made again by a task that began late.
     shutil.rmtree(work.path, ignore_errors=True)

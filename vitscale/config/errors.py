@@ -149,9 +149,9 @@ def run_script(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         if isinstance(error, RankError):
-            rank = os.environ.get("RANK", "0")
+            rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
             notes = getattr(error, "__notes__", ())
-            text = "\n  ".join([f"error: rank {rank}: {error.text()}", *notes])
+            text = "\n  ".join([f"error: {rank}{error.text()}", *notes])
             print(text, file=sys.stderr, flush=True)
         elif os.environ.get("RANK", "0") == "0":
             num = len(error.errors) if isinstance(error, UserErrors) else 1

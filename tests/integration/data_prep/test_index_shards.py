@@ -249,7 +249,7 @@ def test_tars_at_a_url_are_indexed_in_place(
         splits = f"source.splits={{train: '{{{','.join(names)}}}'}}"
         server.fault = lambda path, number: "forbidden" if path == names[2] else None
         failed = run_index(server.url, tmp_path / "index", splits, "num_workers=1")
-        assert failed.returncode == 2 and f"{names[2]}: cannot be read" in failed.stderr
+        assert failed.returncode == 74 and f"{names[2]}: cannot be read" in failed.stderr
         work = tmp_path / ".index.preparing"
         assert len(list(work.glob("tars/*.arrow"))) == 2 and not list(work.rglob("*.tar"))
         server.fault = lambda path, number: None

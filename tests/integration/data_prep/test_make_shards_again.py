@@ -129,7 +129,7 @@ def test_late_array_tasks_get_the_result_of_their_job(
 
 def test_full_disk_is_one_error_without_partial_files(small_disk: Path, tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=60, side=96)
-    text = make_shards(source, small_disk / "shards", rc=2)
+    text = make_shards(source, small_disk / "shards", rc=74)
     assert "MiB are free" in text and "next: free space" in text
     assert [path.name for path in small_disk.iterdir()] == [".shards.preparing"]
 
@@ -143,7 +143,7 @@ def test_a_write_error_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", limited], cwd=REPOSITORY, capture_output=True, text=True
     )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.returncode == 74 and "Traceback" not in done.stderr
     assert "cannot be written (File too large)" in done.stderr
     assert "the run resumes" in done.stderr
     assert not (tmp_path / "shards").exists()

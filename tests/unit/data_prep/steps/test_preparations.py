@@ -22,14 +22,14 @@ from hypothesis import strategies as st
 
 from data_prep.formats.ledger import Outcomes
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.protocol import Input, Outage
+from data_prep.sources.protocol import Input
 from data_prep.steps import tars
 from data_prep.steps.list_inputs import check_input, make_key, rows_table
 from data_prep.steps.plan_shards import _ordered, held_out
 from data_prep.steps.work import WorkFolder, changed_settings, content_config, find_existing
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import corpus, encoded, ledger, prepare_here, run_of
-from vitscale.config.errors import UserError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import read_manifest
 
 NUM_PICTURES = 8
@@ -104,7 +104,7 @@ def test_no_output_gets_its_name_without_all_its_tars(fault: str, tmp_path: Path
         tar.unlink()
     else:
         os.truncate(tar, tar.stat().st_size - 512)
-    with pytest.raises(Outage, match="train-000000.tar, written before, is missing or has"):
+    with pytest.raises(StorageError, match="train-000000.tar, written before, is missing or has"):
         prepare_here(run)
     assert not (tmp_path / "shards").exists() and work.path.exists()
 
@@ -213,7 +213,7 @@ def test_an_unreadable_spool_stops_and_keeps_the_work(tmp_path: Path) -> None:
     work = prepare_here(run, until="write shards")
     (spool,) = (work.path / "spool").iterdir()
     os.truncate(spool, 100)
-    with pytest.raises(Outage, match="the spool is too short"):
+    with pytest.raises(StorageError, match="the spool is too short"):
         prepare_here(run)
     assert work.path.exists()
 
@@ -235,7 +235,7 @@ def test_outages_while_reading_reject_no_file(
     monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
     try:
         assert check_input(WorkFolder(run), row).reason == "unreadable" and code in FAULTS
-    except Outage as error:
+    except StorageError as error:
         assert code in OUTAGES and "the source cannot be read" in error.text()
         assert "same command again" in error.text()
     finally:
@@ -253,7 +253,7 @@ def test_outages_while_listing_keep_the_work(
 
     with monkeypatch.context() as patch:
         patch.setattr(ImageFolder, "inputs", lost)
-        with pytest.raises(Outage, match="the source cannot be read"):
+        with pytest.raises(StorageError, match="the source cannot be read"):
             prepare_here(run)
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
@@ -270,7 +270,7 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
     (tmp_path / mount).rename(tmp_path / "aside")
     if leaves_a_folder:
         (tmp_path / mount).mkdir()
-    with pytest.raises(Outage, match="missing or empty") as stopped:
+    with pytest.raises(StorageError, match="missing or empty") as stopped:
         prepare_here(run)
     assert ".shards.preparing" in stopped.value.text() and "mount it" in stopped.value.text()
     if leaves_a_folder:

@@ -17,7 +17,7 @@ from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder, machine
 from data_prep.worker_processes import Workers
 from tests.support.corpora.image_corpus import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
-from vitscale.config.errors import UserError
+from vitscale.config.errors import FailureKind, WorkerError
 from vitscale.distributed.processes import descendants
 
 
@@ -125,6 +125,8 @@ def test_an_error_is_raised_here_and_ends_the_workers() -> None:
 
 
 def test_a_dead_worker_process_is_reported() -> None:
-    with pytest.raises(UserError, match="a worker process died"):
+    """Not as bad input, which no job of SLURM would try again."""
+    with pytest.raises(WorkerError, match="a worker process died") as caught:
         with Workers(os._exit, num=2, imports=()) as workers:
             list(workers.results([1, 1, 1]))
+    assert caught.value.kind.exit_code not in (0, FailureKind.BAD_INPUT.exit_code)

@@ -17,7 +17,8 @@ ENDINGS = {
     "raise SystemExit(75)": (75, ""),
     "raise UserError('no such split')": (2, "error:\nno such split\n"),
     # Another start may succeed, so SLURM's retries need another code than that of bad input.
-    "raise RankError('port in use')": (1, "error: rank 0: port in use\n"),
+    "raise RankError('a worker died')": (1, "error: a worker died\n"),
+    "os.environ['RANK'] = '1'; raise RankError('port in use')": (1, "error: rank 1: port in use\n"),
     "raise StorageError('disk full')": (74, "error:\ndisk full\n"),
     "raise DivergedError('loss is NaN')": (76, "error:\nloss is NaN\n"),
     "raise KeyError('lost')": (1, "KeyError: 'lost'\n"),
