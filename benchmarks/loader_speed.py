@@ -37,7 +37,7 @@ from benchmarks.measuring import (
 )
 from vitscale.config.errors import run_script
 from vitscale.data.index import read_split
-from vitscale.images.decoders import DECODERS, missing
+from vitscale.images.crops import DECODERS, missing
 
 # A fast decoder may differ from Pillow by rounding; a wrong box gives a far lower PSNR.
 LEAST_PSNR = 30.0

@@ -24,7 +24,6 @@ from vitscale.data.webdataset import tar_samples
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
 from vitscale.images.augment import augment
-from vitscale.images.decoders import DECODERS, resolve_decoder
 from vitscale.images.settings import AugmentSettings
 
 # Tried in place of an unreadable sample before the run ends.
@@ -91,7 +90,7 @@ class Augmentation:
 
     def __init__(self, settings: DataSettings, *, image_size: int, seed: int) -> None:
         self.settings, self.image_size, self.seed = settings, image_size, seed
-        self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
+        self.decoder = crops.DECODERS[crops.resolve_decoder(settings.decoder)]()
         self.augments = settings.augment != AugmentSettings()
 
     def write(
@@ -235,7 +234,7 @@ class EvaluationResize:
     def __init__(self, settings: DataSettings, *, image_size: int) -> None:
         self.settings, self.image_size = settings, image_size
         self.is_center = settings.eval_resize == "center_crop"
-        self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
+        self.decoder = crops.DECODERS[crops.resolve_decoder(settings.decoder)]()
 
     def __call__(
         self, data: bytes, out: torch.Tensor, *, pixels_HW3: torch.Tensor | None = None

@@ -20,7 +20,7 @@ from vitscale.data.samples import EvaluationResize, unreadable_error, unreadable
 from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.engine.device_batches import Normalization
 from vitscale.evaluation.trained_model import Preprocessing, open_model
-from vitscale.images.decoders import Decoder
+from vitscale.images.crops import Decoder
 from vitscale.images.plain import rgb_pixels
 from vitscale.models.registry import ModelSettings
 

@@ -35,7 +35,7 @@ from vitscale.engine.device_batches import DeviceBatches
 from vitscale.evaluation.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
-from vitscale.images.decoders import resolve_decoder
+from vitscale.images.crops import resolve_decoder
 from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingRun, training_plan
 from vitscale.tracking.console import training_log

@@ -21,8 +21,7 @@ from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks, gather_objects
-from vitscale.engine.configuration import deepspeed_config, resolve_precision
-from vitscale.engine.engine import Engine, check_nan_is_skipped
+from vitscale.engine.engine import Engine, check_nan_is_skipped, deepspeed_config, resolve_precision
 from vitscale.engine.settings import EngineSettings
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture

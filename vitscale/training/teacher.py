@@ -15,7 +15,7 @@ from vitscale.checkpoint.folders import MANIFEST
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.world import World
-from vitscale.engine.configuration import resolve_precision
+from vitscale.engine.engine import resolve_precision
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.trained_model import InferenceModel, open_model
 from vitscale.models import timm_model

@@ -19,7 +19,7 @@ from tests.support.waiting import ROOT
 from vitscale.data.samples import Augmentation, TrainingSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
-from vitscale.images.decoders import RegionDecoder, missing
+from vitscale.images.crops import RegionDecoder, missing
 
 
 def verify(*arguments: object) -> subprocess.CompletedProcess[str]:

@@ -24,8 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from vitscale.checkpoint.tensors import SLICE
 from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
-from vitscale.engine.configuration import deepspeed_config
-from vitscale.engine.engine import Engine
+from vitscale.engine.engine import Engine, deepspeed_config
 from vitscale.engine.settings import EngineSettings
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import (

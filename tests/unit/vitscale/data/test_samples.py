@@ -22,7 +22,7 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images import crops
-from vitscale.images.decoders import DECODERS, missing
+from vitscale.images.crops import DECODERS, missing
 
 SIZE = 16
 OUT = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)

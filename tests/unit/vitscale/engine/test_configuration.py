@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vitscale.engine.configuration import deepspeed_config
+from vitscale.engine.engine import deepspeed_config
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.models import costs
 from vitscale.models.settings import ViTSettings

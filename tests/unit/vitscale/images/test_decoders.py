@@ -18,9 +18,8 @@ from PIL import Image
 from tests.support.corpora.image_samples import encoded, png, small_samples
 from tests.support.levels import skip_or_fail
 from vitscale.config.errors import UserError
-from vitscale.images import crops, decoders
-from vitscale.images.crops import CropBox, CropRequest
-from vitscale.images.decoders import DECODERS, Decoder, resolve_decoder
+from vitscale.images import crops
+from vitscale.images.crops import DECODERS, CropBox, CropRequest, Decoder, resolve_decoder
 from vitscale.images.jpeg import entry_points
 from vitscale.images.jpeg.entry_points import (
     entry_points_file,
@@ -34,7 +33,7 @@ WIDTH, HEIGHT = 83, 61
 # The extension has vectors for one kind of processor, and a plain form for the others.
 FORMS: dict[str, Callable[[], Decoder]] = {
     **DECODERS,
-    "region without AVX2": lambda: decoders.RegionDecoder(allow_avx2=False),
+    "region without AVX2": lambda: crops.RegionDecoder(allow_avx2=False),
 }
 
 
@@ -44,7 +43,7 @@ class Pillow(Decoder):
 
 
 def make(name: str) -> Decoder:
-    why = decoders.missing(name.split()[0])
+    why = crops.missing(name.split()[0])
     if why is not None:
         skip_or_fail(f"{name} does not work here: {why}")
     return FORMS[name]()
@@ -181,15 +180,15 @@ def test_ordinary_jpegs_are_decoded_without_libjpeg(vectors: None, coding: str) 
     pixels = np.zeros((3, 9, 9), np.uint8)
     for kind in ("smooth", "noise"):
         data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
-        used_own = decoders.decode_region(data, request_of(CropBox(17, 15, 31, 18), size=9), pixels)
+        used_own = crops.decode_region(data, request_of(CropBox(17, 15, 31, 18), size=9), pixels)
         assert used_own == (coding in ORDINARY | RESTARTS)
         assert bool(find_entry_points(data)) == (coding in ORDINARY)
 
 
 def test_ordinary_webp_is_not_left_to_pillow() -> None:
-    fast = {n for n, d in small_samples().items() if decoders.decode_webp(d) is not None}
+    fast = {n for n, d in small_samples().items() if crops.decode_webp(d) is not None}
     assert fast == {"webp", "webp smooth", "webp lossless", "webp lossless rgba"}
-    assert decoders.decode_webp(small_samples()["webp"] + b"more") is None
+    assert crops.decode_webp(small_samples()["webp"] + b"more") is None
 
 
 @pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None])
@@ -228,7 +227,7 @@ def test_a_machine_without_the_extension_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vitscale.images.jpeg._region", None)
     monkeypatch.delattr("vitscale.images.jpeg._region", raising=False)
-    decoders.missing.cache_clear()
+    crops.missing.cache_clear()
     try:
         with pytest.raises(UserError, match="libjpeg-dev") as error:
             resolve_decoder("region")
@@ -237,7 +236,7 @@ def test_a_machine_without_the_extension_says_how_to_get_it(
         with pytest.raises(UserError, match="needs AVX2 and the C extension"):
             require_entry_points(where="x")
     finally:
-        decoders.missing.cache_clear()
+        crops.missing.cache_clear()
 
 
 # ---- entry points --------------------------------------------------------------------------------
@@ -255,7 +254,7 @@ def cut(data: bytes, points: bytes, box: CropBox = LARGE) -> tuple[bool, np.ndar
     """Whether our own decoder was used, and the pixels."""
     pixels = np.zeros((3, 9, 9), np.uint8)
     request = request_of(box, size=9, antialias=True, entry_points=points)
-    return decoders.decode_region(data, request, pixels), pixels
+    return crops.decode_region(data, request, pixels), pixels
 
 
 @pytest.mark.parametrize("coding", ["4:4:4", "4:2:0", "grey"])
