@@ -102,7 +102,7 @@ class EngineLoop:
         self.run = task.run.model_copy(update={"engine": engine})
         self.task = task
         self.objective = self.run.make_objective()
-        self.objective.prepare(arch=task.arch, world=world, engine=engine)
+        self.objective.prepare(num_classes=task.arch.num_classes, world=world, engine=engine)
         model = task.initial()
         torch.manual_seed(self.run.seed)
         self.objective.extend_model(model, task.arch)

@@ -150,17 +150,12 @@ def index_tar(work: WorkFolder, unit: str) -> None:
         return _index_local(work, unit, root)
     copy = work.temporary("tar")
     try:
-        _fetch(root / name, copy / name)
+        (copy / name).parent.mkdir(parents=True)
+        with open(copy / name, "wb") as file:
+            file.writelines(read_chunks(root / name))
         _index_local(work, unit, copy)
     finally:
         shutil.rmtree(copy, ignore_errors=True)
-
-
-def _fetch(url: Url, path: Path) -> None:
-    path.parent.mkdir(parents=True)
-    with open(path, "wb") as file:
-        for data in read_chunks(url):
-            file.write(data)
 
 
 def _index_local(work: WorkFolder, unit: str, root: Path) -> None:

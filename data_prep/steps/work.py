@@ -35,12 +35,7 @@ from blake3 import blake3
 
 from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
-from data_prep.sources.protocol import (
-    ChangedSource,
-    check_is_mounted,
-    read_named,
-    source_root,
-)
+from data_prep.sources.protocol import ChangedSource, check_is_mounted, read_named, source_root
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
 from vitscale.config.errors import (

@@ -156,7 +156,8 @@ class Mae(Objective):
         """
         import numpy as np
 
-        from vitscale.models.patches import on_device, random_orders, to_patches
+        from vitscale.data.mixing import on_device
+        from vitscale.models.patches import random_orders, to_patches
 
         patches_BLP = to_patches(engine.normalized(images_B3SS), patch_size=self.patch_size)
         num_patches = patches_BLP.shape[1]

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from vitscale.data.loader import Batch
@@ -49,7 +50,7 @@ def mix_batch(
         batch,
         images=mix_images(batch.images, blends),
         mixed_labels=batch.labels.view(-1, 2).flip(1).flatten(),
-        mix_lambda=_on_device(shares, batch.images.device).repeat_interleave(2),
+        mix_lambda=on_device(shares, batch.images.device).repeat_interleave(2),
     )
 
 
@@ -83,7 +84,7 @@ def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend
     return Blend(1 - area / image_size**2, (top, left, bottom, right))
 
 
-def _on_device(values: list[Any], device: torch.device) -> torch.Tensor:
+def on_device(values: list[Any] | np.ndarray, device: torch.device) -> torch.Tensor:
     """A tensor of numbers of the host. A GPU gets it without being waited for."""
     pinned = torch.tensor(values, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
@@ -93,11 +94,11 @@ def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
     """Mix each image with its partner; float32, not rounded. blends: one per pair, or for all."""
     device = images_B3SS.device
     rows, columns = images_B3SS.shape[-2:]
-    keep_P = _on_device([1.0 if blend.box else blend.share for blend in blends], device)
+    keep_P = on_device([1.0 if blend.box else blend.share for blend in blends], device)
     keep_P11SS = keep_P.view(-1, 1, 1, 1, 1)
     if any(blend.box for blend in blends):
         # Made on the device: copying a mask per pair would be slow.
-        boxes_P4 = _on_device([blend.box or (0, 0, 0, 0) for blend in blends], device)
+        boxes_P4 = on_device([blend.box or (0, 0, 0, 0) for blend in blends], device)
         top, left, bottom, right = boxes_P4[:, :, None].unbind(1)
         row_R, column_C = (torch.arange(side, device=device) for side in (rows, columns))
         rows_PR = (row_R >= top) & (row_R < bottom)

@@ -40,11 +40,3 @@ def random_orders(draws_BL: np.ndarray) -> np.ndarray:
     order equal numbers differently.
     """
     return np.argsort(draws_BL, axis=1, kind="stable")
-
-
-def on_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy to the device without waiting for it."""
-    tensor = torch.from_numpy(values)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -67,9 +67,7 @@ class Objective:
             return run.evaluate
         return (ClassificationSettings(),) if self.trains_classifier else ()
 
-    def prepare(
-        self, *, arch: Architecture, world: World, engine: EngineSettings
-    ) -> dict[str, Any]:
+    def prepare(self, *, num_classes: int, world: World, engine: EngineSettings) -> dict[str, Any]:
         """Load what `loss` needs besides the model; called once, before the model is built.
 
         Returns what a checkpoint and a resumed run must agree on because of it.

@@ -107,7 +107,9 @@ class TrainingSession:
         num_samples = self.data.num_samples
         self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
         self.arch = build_architecture(run, objective, self.data)
-        agreed = objective.prepare(arch=self.arch, world=world, engine=run.engine)
+        agreed = objective.prepare(
+            num_classes=self.arch.num_classes, world=world, engine=run.engine
+        )
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
     from vitscale.engine.settings import EngineSettings
-    from vitscale.models.settings import Architecture
     from vitscale.training.teacher import Teacher
 
 
@@ -99,15 +98,11 @@ class Distillation(Supervised):
     Settings = DistillationSettings
     teacher: Teacher
 
-    def prepare(
-        self, *, arch: Architecture, world: World, engine: EngineSettings
-    ) -> dict[str, Any]:
+    def prepare(self, *, num_classes: int, world: World, engine: EngineSettings) -> dict[str, Any]:
         from vitscale.training.teacher import open_teacher
 
         chosen = self.settings.teacher.model_dump()
-        self.teacher = open_teacher(
-            **chosen, num_classes=arch.num_classes, world=world, engine=engine
-        )
+        self.teacher = open_teacher(**chosen, num_classes=num_classes, world=world, engine=engine)
         return {"teacher": self.teacher.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:

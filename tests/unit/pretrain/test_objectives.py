@@ -22,7 +22,7 @@ from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.models import vit
 from vitscale.models.mae import MaskedAutoencoder, encode_kept, reconstruction_loss
-from vitscale.models.patches import on_device, random_orders, to_images, to_patches
+from vitscale.models.patches import random_orders, to_images, to_patches
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
 from vitscale.training.objective import Objective, check_objective
@@ -297,7 +297,7 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
         np.arange(3), num_patches=9, corrupted_share=0.667, mask_share=0.4, swap_share=0.4
     )
     images = torch.randn(3, 3, arch.image_size, arch.image_size)
-    inputs = {n: on_device(v, torch.device("cpu")) for n, v in corruption.items()}
+    inputs = {n: torch.from_numpy(v) for n, v in corruption.items()}
     found = model(images, output="objective", **inputs)
     assert found.shape == (3, 6, 512)
     prefix = arch.num_prefix_tokens
