@@ -23,7 +23,7 @@ from launch.chains.load import Chain, ChainStep
 from launch.comparison.differences import has_effect
 from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import RUN_TYPES, job_folder, prepare_job, submit_run
-from launch.jobs.processes import StopFlag, run_here
+from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
 from launch.jobs.queue import NoAnswerError, jobs_of, submitted_ids, user_jobs
 from launch.jobs.states import RESULTS_NAME
 from launch.jobs.submission import require_slurm
@@ -207,7 +207,7 @@ def _compare_line(chain: Chain) -> str:
 
 
 def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
-    """Run what is missing, each with num_procs processes: 0, 1 after a failure, 75 if stopped."""
+    """Run what is missing, each with num_procs processes. 1: a run failed; 75, 130: stopped."""
     # A stage takes weights that an earlier one makes, and what cores there are.
     states = _start(chain, leave_out={"weights", "cores"})
     failures: list[str] = []
@@ -226,7 +226,7 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
             say(title)
             job = prepare_job(step.run, cluster="local")
             code = run_here(job, python=step.run.launch.python, num_procs=num_procs, stop=stop)
-            if code == EXIT_STOPPED_RESUMABLE:
+            if code in (EXIT_STOPPED_RESUMABLE, EXIT_INTERRUPTED):
                 say("stopped; the same command resumes the chain")
                 return code
             if code:

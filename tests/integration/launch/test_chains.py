@@ -42,6 +42,8 @@ def start(folder: Path) -> subprocess.Popen[str]:
         [sys.executable, ROOT / "launch/local.py", "--config", "chain.yaml", "--num-procs", "2"],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # A background job of a shell ignores Ctrl-C, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
@@ -51,13 +53,14 @@ def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
         (tmp_path / f"{stage}.yaml").write_text(json.dumps(RUN | {"stage": stage}))
     (tmp_path / "chain.yaml").write_text(CHAIN)
 
-    chain = start(tmp_path)
-    assert chain.stdout is not None
-    next(line for line in iter(chain.stdout.readline, "") if line.startswith("[1/3] pretrain"))
-    chain.send_signal(signal.SIGTERM)
-    output, _ = chain.communicate(timeout=PATIENCE_S)
-    assert chain.returncode == 75, output
-    assert "the same command resumes the chain" in output and "[2/3]" not in output
+    for number, code in {signal.SIGTERM: 75, signal.SIGINT: 130}.items():
+        chain = start(tmp_path)
+        assert chain.stdout is not None
+        next(line for line in iter(chain.stdout.readline, "") if line.startswith("running 2 proc"))
+        chain.send_signal(number)
+        output, _ = chain.communicate(timeout=PATIENCE_S)
+        assert chain.returncode == code, output
+        assert "the same command resumes the chain" in output and "[2/3]" not in output
 
     for times in (1, 2):
         chain = start(tmp_path)
