@@ -50,7 +50,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     """
     folder = Path(run.folder)
     say: Callable[[str], None] = print if world.is_first else lambda _: None
-    model = open_model(**run.source())
+    model = open_model(**run.source(), world=world)
     train, val = once_per_node(
         lambda: splits(run, check_files=world.is_first),
         is_maker=world.local_rank == 0,

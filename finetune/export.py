@@ -1,7 +1,7 @@
 """Export a trained model to a folder that another library loads.
 
 python finetune/export.py init=runs/demo-finetune --to timm exported/demo
-python finetune/export.py init=runs/demo-finetune --to safetensors exported/demo mlflow=true
+python finetune/export.py init=runs/demo-finetune --to timm --push OWNER/NAME exported/demo
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ def export(run: ExportRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
     from pathlib import Path
 
-    from finetune.exporting.folder import check_folder, check_packages, write_folder
+    from finetune.exporting.folder import check_export, write_folder
     from vitscale.config.errors import UserError
     from vitscale.evaluation.trained_model import open_model
     from vitscale.tracking.mlflow_sync import read_record, upload
 
-    check_folder(run.output)
-    check_packages(run.to)
+    check_export(run)
     model = open_model(**run.source())
     record = read_record(model.run.folder) if model.run is not None else None
     if run.mlflow and (record is None or record.uri is None):
@@ -51,7 +50,7 @@ def main() -> None:
         program="vitscale export",
         description="Export a trained model to a folder that another library loads.",
         needs_config=False,
-        options={"--to": "to"},
+        options={"--to": "to", "--push": "push"},
         words_key="output",
     )
     export(command.run)

@@ -26,7 +26,8 @@ def predict(run: PredictRun) -> None:
 
     inputs = find_inputs(run)
     with watched_ranks(None, run.compute) as watchdog, watchdog.reporting():
-        for line in predict_images(run, open_model(**run.source()), inputs, watchdog.world):
+        model = open_model(**run.source(), world=watchdog.world)
+        for line in predict_images(run, model, inputs, watchdog.world):
             if watchdog.world.is_first:
                 print(line)
 

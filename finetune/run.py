@@ -20,7 +20,7 @@ class FinetuneRun(TrainingRun):
     """What the model is trained to predict, and its loss."""
     init: str | None = None
     """What to start from: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors,
-    .pth), or a folder of Hugging Face or timm; see docs/weights.md. null: random weights."""
+    .pth), a folder of Hugging Face or timm, or hf://OWNER/NAME; see docs/weights.md. null: none."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """Start from the weights themselves (model) or their average (ema). auto: the average where
     the checkpoint has one."""

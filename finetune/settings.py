@@ -73,7 +73,7 @@ class ModelRun(Run):
 
     init: str
     """The model: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth),
-    or a folder of Hugging Face or timm; see docs/weights.md."""
+    a folder of Hugging Face or timm, or hf://OWNER/NAME; see docs/weights.md."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """The weights themselves (model) or their average (ema). auto: the average, unless
     there is none or more than 1 % of it is the random start."""
@@ -158,7 +158,7 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     init = next((word[5:] for word in reversed(argv) if word.startswith("init=")), None)
     if init is None or any(word.partition("=")[0] == "--config" for word in argv):
         return []
-    if not Path(init).exists():
+    if not init.startswith("hf://") and not Path(init).exists():
         resolve_weights(init)
     files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]
     path = next((each for each in files if each.is_file()), None)
@@ -210,6 +210,8 @@ class ExportRun(ModelRun):
     npz: Google's names. onnx: a graph with any batch size. safetensors: vitscale's names."""
     output: str
     """Folder to write: a new one, or an empty one."""
+    push: str | None = None
+    """Upload the folder to OWNER/NAME on the Hugging Face Hub; a new repository is private."""
     mlflow: bool = False
     """Upload the folder to the MLflow run that trained the model, below exported/."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,20 +16,21 @@ from vitscale.data.training_set import class_names
 from vitscale.evaluation.trained_model import read_source
 from vitscale.models.settings import Architecture
 from vitscale.models.weights.files import Weights
-from vitscale.models.weights.inferred import inferred_model
-from vitscale.models.weights.transfer import transfer_weights
+from vitscale.models.weights.transfer import inferred_model, transfer_weights
 
 # Fewer matches than this share are a mistake, not a few missing classes.
 MIN_SHARE = 0.5
 
 
-def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun) -> list[str]:
-    """Put the weights of `init` into the model; returns messages about them.
+def load_initial_weights(
+    model: nn.Module, arch: Architecture, run: FinetuneRun
+) -> tuple[str | None, list[str]]:
+    """Put the weights of `init` into the model; returns their source, and messages about them.
 
     Raises UserError when they do not fit or cannot be read; then nothing was loaded.
     """
     if run.init is None:
-        return []
+        return None, []
     found, source = read_source(run.init, weights=run.init_weights, model=run.model)
     messages = [f"starting from {found.format}"]
     if run.keep_head == "slice":
@@ -52,7 +52,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
             resize_patches=run.init_patch == "resize",
         )
     except UserError as error:
-        advice = None if source else _keys_that_fit(found, arch, path=Path(run.init))
+        advice = None if source else _keys_that_fit(found, arch)
         next_step = advice or error.next_step
         raise UserError(
             error.what, where=error.where, allowed=error.allowed, next_step=next_step
@@ -61,18 +61,18 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
         what = f"{len(left_out)} tensors that this model does not have: {_first(left_out)}"
         messages.append(f"left out {what}")
     if source is not None:
-        return [*source.warnings, *messages]
-    return [*messages, *_differences(found, run, arch)]
+        return run.init, [*source.warnings, *messages]
+    return found.where, [*messages, *_differences(found, run, arch)]
 
 
 def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
 
 
-def _keys_that_fit(found: Weights, mine: Architecture, *, path: Path) -> str | None:
+def _keys_that_fit(found: Weights, mine: Architecture) -> str | None:
     """The keys of `model` that these weights need, where they can be inferred."""
     try:
-        wanted, _ = inferred_model(found, chosen=None, path=path)
+        wanted, _ = inferred_model(found, chosen=None)
     except UserError:
         return None
     if wanted.name != mine.name:

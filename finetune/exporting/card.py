@@ -8,16 +8,17 @@ from math import floor
 import yaml
 
 from finetune.exporting.format import Format
-from vitscale.config.redaction import shared_yaml
+from vitscale.config.redaction import redact, shared_yaml
 from vitscale.evaluation.trained_model import SourceRun, TrainedModel
 from vitscale.models.settings import ViTSettings
+from vitscale.models.weights.hub import HUB
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 
 MAX_NAMES = 20
 
 
-def model_card(form: Format, model: TrainedModel, *, checked: str) -> str:
-    """Markdown. The licence is left to whoever publishes the model."""
+def model_card(form: Format, model: TrainedModel, *, checked: str, repository: str | None) -> str:
+    """Markdown. The licence is left to whoever publishes the model, in a `repository`."""
     task = "image-classification" if model.num_classes else "image-feature-extraction"
     tags = ["vitscale", model.arch.name]
     # What the Hugging Face Hub reads of a card.
@@ -26,7 +27,7 @@ def model_card(form: Format, model: TrainedModel, *, checked: str) -> str:
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n# {title}",
         "\n".join(_facts(model)),
-        f"## Load it\n```python\n{form.usage(model)}\n```",
+        f"## Load it\n```python\n{_usage(form, model, repository)}\n```",
         *form.notes(model),
         f"Written by vitscale; {checked}.",
         "## Images\n" + "\n".join(_images(model)),
@@ -34,6 +35,14 @@ def model_card(form: Format, model: TrainedModel, *, checked: str) -> str:
         "## Licence\nNot stated. Name the licence of the weights here before you publish them.",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _usage(form: Format, model: TrainedModel, repository: str | None) -> str:
+    usage = form.usage(model)
+    for local, scheme in (("local-dir:", "hf-hub:"), ('load_model("', f'load_model("{HUB}')):
+        if repository is not None:
+            usage = usage.replace(f"{local}FOLDER", f"{scheme}{repository}")
+    return usage.replace('"FOLDER"', f'"{repository or "FOLDER"}"')
 
 
 def _facts(model: TrainedModel) -> Iterator[str]:
@@ -73,6 +82,7 @@ def _training(run: SourceRun) -> Iterator[str]:
     step, described = run.checkpoint.step, run.checkpoint.description
     yield (
         f"## Training\n"
+        f"- data: {redact(str(run.config['data']['path']))}\n"
         f"- steps: {step:,}\n"
         f"- fingerprint of the training data: {described.get('data_fingerprint')}\n"
         f"- SHA-256 of the label map: {described.get('label_map_sha256')}"

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi
+from huggingface_hub.utils import build_hf_headers
 
 from finetune.exporting.card import model_card
 from finetune.exporting.format import Format
@@ -21,6 +23,7 @@ from finetune.settings import ExportRun
 from vitscale.config.errors import UserError, not_written
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_text
 from vitscale.evaluation.trained_model import TrainedModel
+from vitscale.models.weights.hub import DESCRIPTIONS, HUB, hub_errors
 
 # Largest difference of logits that two libraries may have by rounding, in units of the largest
 # logit where that is above 1.
@@ -35,6 +38,15 @@ EXPORTS: dict[str, type[Format]] = {
     "onnx": OnnxFormat,
     "safetensors": SafetensorsFormat,
 }
+
+
+def check_export(run: ExportRun) -> None:
+    """Raise UserError, before any work, for what cannot be written or pushed."""
+    check_folder(run.output)
+    check_packages(run.to)
+    if run.push is not None:
+        with hub_errors(run.push, where=f"push={run.push}"):
+            build_hf_headers(token=True)  # raises without a token
 
 
 def check_folder(output: str) -> None:
@@ -76,7 +88,8 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
         temporary.mkdir()
         form.write(model, temporary)
         checked = _check(form, model, temporary)
-        write_text(temporary / "README.md", model_card(form, model, checked=checked))
+        card = model_card(form, model, checked=checked, repository=run.push)
+        write_text(temporary / "README.md", card)
         for path in temporary.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
@@ -93,6 +106,25 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
         yield f"  {run.output}/{path.name}  {path.stat().st_size:,} bytes"
     yield "load it:"
     yield from (f"  {line}" for line in form.usage(model).replace("FOLDER", run.output).split("\n"))
+    if run.push is not None:
+        yield _push(run.output, run.push)
+
+
+def _push(folder: str, name: str) -> str:
+    """Upload an exported folder in place of an earlier one; returns a line for people.
+
+    A new repository is private. Raises UserError, or StorageError without a connection.
+    """
+    with hub_errors(name, where=f"push={name}", then=f"; then run hf upload {name} {folder}"):
+        hub = HfApi()
+        hub.create_repo(name, private=True, exist_ok=True)
+        commit = hub.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message="Export by vitscale",
+            delete_patterns=[*DESCRIPTIONS, "model.*"],  # of another format
+        )
+    return f"pushed {HUB}{name}@{commit.oid}"
 
 
 @torch.no_grad()

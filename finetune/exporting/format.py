@@ -18,6 +18,8 @@ from vitscale.distributed.atomic_files import write_bytes, write_json
 from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.weights.reading import DESCRIPTION, FORMAT_VERSION
 
+IN_VITSCALE = 'import vitscale\nmodel = vitscale.load_model("FOLDER")'
+
 
 class Format:
     """Writes a model as files of one format, and reads them back with the library they are for."""

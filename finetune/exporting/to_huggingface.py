@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from finetune.exporting.format import Format, save_weights, weights_of
+from finetune.exporting.format import IN_VITSCALE, Format, save_weights, weights_of
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.settings import ViTSettings
@@ -87,7 +87,8 @@ class HuggingFaceFormat(Format):
         return (
             f"from transformers import AutoImageProcessor, {kind}\n"
             f'model = {kind}.from_pretrained("FOLDER"{more})\n'
-            'processor = AutoImageProcessor.from_pretrained("FOLDER")'
+            'processor = AutoImageProcessor.from_pretrained("FOLDER")\n'
+            f"# or\n{IN_VITSCALE}"
         )
 
     def notes(self, model: TrainedModel) -> Iterator[str]:

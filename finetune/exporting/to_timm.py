@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from finetune.exporting.format import Format, save_weights, weights_of
+from finetune.exporting.format import IN_VITSCALE, Format, save_weights, weights_of
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.trained_model import Preprocessing, TrainedModel
 from vitscale.models.settings import TimmSettings
@@ -56,7 +56,8 @@ class TimmFormat(Format):
         return (
             "import timm\n"
             'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()\n'
-            "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
+            "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))\n"
+            f"# or\n{IN_VITSCALE}"
         )
 
     def notes(self, model: TrainedModel) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.exporting.format import Format, save_weights, write_description
+from finetune.exporting.format import IN_VITSCALE, Format, save_weights, write_description
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.weights.google import to_google
 
@@ -33,10 +33,7 @@ class SafetensorsFormat(Format):
         return logits
 
     def usage(self, model: TrainedModel) -> str:
-        return (
-            "from safetensors.torch import load_file\n"
-            'weights = load_file("FOLDER/model.safetensors")'
-        )
+        return IN_VITSCALE
 
 
 class NpzFormat(SafetensorsFormat):

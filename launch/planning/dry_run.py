@@ -418,7 +418,7 @@ def _num_shards(opened: TrainingSet) -> int:
 
 
 def _weights(init: str) -> Check:
-    if Path(init).exists():
+    if init.startswith("hf://") or Path(init).exists():
         return Check("weights", "ok", init)
     next_step = "correct init=, unless another job writes it before this one starts"
     return Check("weights", "warning", f"{init} does not exist here", next_step)

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,12 +44,18 @@ def served(folder: Path) -> Iterator[RangeServer]:
     class Handler(_Handler):
         state = server
 
-    http = _Http(("127.0.0.1", 0), Handler)
+    with listening(Handler) as server.url:
+        yield server
+
+
+@contextmanager
+def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Answer requests in threads; yields the URL."""
+    http = _Http(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    server.url = f"http://127.0.0.1:{http.server_address[1]}"
     try:
-        yield server
+        yield f"http://127.0.0.1:{http.server_address[1]}"
     finally:
         http.shutdown()
         thread.join()
@@ -90,15 +96,28 @@ class _Http(ThreadingHTTPServer):
         """A client that closes its connection is no error."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Answering(BaseHTTPRequestHandler):
+    """Quiet, and answers HEAD as GET."""
+
     protocol_version = "HTTP/1.1"
-    state: RangeServer
 
     def log_message(self, *arguments: object) -> None:
         pass
 
     def do_HEAD(self) -> None:
-        self.do_GET()
+        self.do_GET()  # type: ignore[attr-defined]  # of a subclass
+
+    def answer(self, status: int, data: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(data))} | dict(headers)).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+class _Handler(Answering):
+    state: RangeServer
 
     def do_GET(self) -> None:
         asked_for = urlsplit(self.path)
@@ -138,11 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             data, self.close_connection = data[: len(data) // 2], True
         self._end(status, data, headers)
 
-    def _end(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in (headers or {"Content-Length": "0"}).items():
-            self.send_header(name, value)
-        self.end_headers()
+    def _end(self, status: int, data: bytes, headers: Mapping[str, str] = {}) -> None:
         if self.command == "GET":
             self.state.sent[unquote(self.path).lstrip("/")] += len(data)
-            self.wfile.write(data)
+        self.answer(status, data, headers)

@@ -79,8 +79,8 @@ def load_model(
     """Load a model as `vitscale predict init=...` does.
 
     Args:
-        init: A run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth), or a
-            folder of vitscale's exports, Hugging Face or timm.
+        init: A run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth), a
+            folder of vitscale's exports, Hugging Face or timm, or hf://OWNER/NAME[@REVISION].
         weights: Of a run: the weights themselves (model) or their average (ema); auto: the
             average, unless there is none or more than 1 % of it is the random start.
         model: Keys of the section `model` that a file does not tell, such as num_heads.

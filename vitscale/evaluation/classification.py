@@ -9,19 +9,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from vitscale.evaluation.evaluation import (
-    EvaluationSettingsBase,
-    Outputs,
-    PassEvaluation,
-    Share,
-    Subject,
-)
+from vitscale.evaluation.evaluation import Outputs, PassEvaluation, SettingsBase, Share, Subject
 
 # Bins of equal width over the confidence, 0 to 1.
 NUM_BINS = 15
 
 
-class ClassificationSettings(EvaluationSettingsBase):
+class ClassificationSettings(SettingsBase):
     name: Literal["classification"] = "classification"
     """Metrics: val/top1, val/top5 of more than five classes, val/loss (mean negative
     log-likelihood), val/ece, and val/class_mean_top1 over classes that have images. With a

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import EvaluationSettingsBase, Outputs, PassEvaluation, Subject
+from vitscale.evaluation.evaluation import Outputs, PassEvaluation, SettingsBase, Subject
 
 if TYPE_CHECKING:
     import torch
 
 
-class ConfusionSettings(EvaluationSettingsBase):
+class ConfusionSettings(SettingsBase):
     name: Literal["confusion"] = "confusion"
     """Metric: val/worst_classes_top1, the mean of the worst classes. Files: confusion.csv (cells of
     the matrix that are not 0, the most frequent confusions first), worst_classes.png."""

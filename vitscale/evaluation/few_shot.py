@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import (
-    Evaluation,
-    EvaluationSettingsBase,
-    Output,
-    Share,
-    Subject,
-)
+from vitscale.evaluation.evaluation import Evaluation, Output, SettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +22,7 @@ CONSTANT = 100.0
 STD_EPS = 1e-5
 
 
-class FewShotSettings(EvaluationSettingsBase):
+class FewShotSettings(SettingsBase):
     name: Literal["few_shot"] = "few_shot"
     """Metrics of every K in `shots`: val/few_shotK_top1, the mean over draws, and
     val/few_shotK_std, their standard deviation."""

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Share, Subject
+from vitscale.evaluation.evaluation import Evaluation, SettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch
 
-# Queries in one search.
-QUERIES = 256
 
-
-class KnnSettings(EvaluationSettingsBase):
+class KnnSettings(SettingsBase):
     name: Literal["knn"] = "knn"
     """Metrics: val/knn_top1, and val/knnK_top1 for each K of `also_k`."""
     k: int = Field(default=20, gt=0)
@@ -65,7 +62,7 @@ class Knn(Evaluation):
             return torch.stack(found, dim=1)
 
         val, images = subject.features("val"), subject.val.num_samples
-        correct = sum_over_ranks(val.num_correct(votes, device=device, size=QUERIES)).tolist()
+        correct = sum_over_ranks(val.num_correct(votes, device=device, size=256)).tolist()
         shares = [Share(count, images) for count in correct]
         found = zip(settings.also_k, shares[1:], strict=True)
         return {"knn_top1": shares[0], **{f"knn{k}_top1": share for k, share in found}}

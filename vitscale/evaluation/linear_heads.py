@@ -20,12 +20,10 @@ from pydantic import Field
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import permutation, stream_key
-from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Share, Subject
+from vitscale.evaluation.evaluation import Evaluation, Features, SettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch
-
-    from vitscale.evaluation.features import Features
 
 # DINOv2: 1, 2 and 5 of every decade.
 RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
@@ -35,7 +33,7 @@ INIT_STD = 0.01
 RATE_BATCH = 256
 
 
-class LinearHeadsSettings(EvaluationSettingsBase):
+class LinearHeadsSettings(SettingsBase):
     name: Literal["linear_heads"] = "linear_heads"
     """Metrics: val/linear_top1 of the best head, val/linear_dev_top1, by which it was chosen,
     val/linear_lr, its learning rate, and val/linear_lr_at_end, 1 if that is the first or the last

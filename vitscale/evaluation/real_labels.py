@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Literal
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.label_spaces import known_space, timm_file
-from vitscale.evaluation.evaluation import (
-    EvaluationSettingsBase,
-    Outputs,
-    PassEvaluation,
-    Share,
-    Subject,
-)
+from vitscale.evaluation.evaluation import Outputs, PassEvaluation, SettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +23,7 @@ NUM_IMAGES = 50_000
 NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
 
-class RealLabelsSettings(EvaluationSettingsBase):
+class RealLabelsSettings(SettingsBase):
     name: Literal["real_labels"] = "real_labels"
     """Metrics: val/real_top1, val/real_top5. For ImageNet's validation images under their original
     names."""

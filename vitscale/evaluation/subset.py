@@ -12,16 +12,16 @@ from typing import Literal
 from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import known_space, space_of_length
 from vitscale.evaluation.evaluation import (
-    EvaluationSettingsBase,
     Outputs,
     PassEvaluation,
+    SettingsBase,
     Share,
     Subject,
     check_head,
 )
 
 
-class SubsetSettings(EvaluationSettingsBase):
+class SubsetSettings(SettingsBase):
     name: Literal["subset"] = "subset"
     """Metrics: val/subset_top1, and val/subset_top5 of more than five classes."""
     classes: Literal["shards", "imagenet_1k", "imagenet_a", "imagenet_r"] = "shards"

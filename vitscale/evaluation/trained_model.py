@@ -20,24 +20,21 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import read_yaml
 from vitscale.config.section import Section
 from vitscale.data.settings import DataSettings
-from vitscale.distributed.world import World
+from vitscale.distributed.node_files import once_per_node
+from vitscale.distributed.world import World, gather_objects
 from vitscale.engine.device_batches import Normalization
 from vitscale.models.interface import round_weights
 from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import Architecture
 from vitscale.models.weights.files import CONFIG, SUFFIXES, Weights
-from vitscale.models.weights.inferred import inferred_model
+from vitscale.models.weights.hub import HUB, fetch
 from vitscale.models.weights.reading import PREPROCESSING, is_external, read_weights
-from vitscale.models.weights.transfer import transfer_weights
+from vitscale.models.weights.transfer import inferred_model, transfer_weights
 from vitscale.optim.settings import EmaSettings
 
 # Names of the classes by label, in a run folder; the session writes it.
 CLASSES_NAME = "classes.json"
-KINDS = (
-    "a run folder (checkpoints/), a checkpoint folder (manifest.json), a folder of Hugging Face or "
-    f"timm (config.json), or a file of weights ({', '.join(SUFFIXES)})"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,17 +149,24 @@ def open_model(
     image_size: int | None = None,
     position_embedding: str = "google",
     key: str = "init",
+    world: World | None = None,
 ) -> TrainedModel:
     """Open what `init` names, heads included.
 
     weights: see `takes_average`. model, preprocessing: keys that win over those that come with the
     weights. image_size: to apply the model at, positions resampled by the convention
-    `position_embedding`. key: the setting that has `init`, for errors.
+    `position_embedding`. key: the setting that has `init`, for errors. world: of ranks that open
+    the same together, and fetch it once per node; None: this process alone opens it.
     Raises UserError when it cannot be read, or does not fit.
     """
+    if world is not None and init.startswith(HUB):
+        pinned = once_per_node(
+            lambda: fetch(init, key=key)[1], is_maker=world.local_rank == 0, gather=gather_objects
+        )
+        init = gather_objects(pinned)[0]  # a branch may move in between
     found, run = read_source(init, weights=weights, model=model, key=key)
     if run is None:
-        settings, num_classes = inferred_model(found, chosen=model, path=Path(init))
+        settings, num_classes = inferred_model(found, chosen=model)
         arch = settings.resolved(num_classes=num_classes)
     elif model is None:
         arch = run.arch
@@ -196,7 +200,7 @@ def read_source(
 
     Raises UserError.
     """
-    path = Path(init)
+    path, init = fetch(init, key=key) if init.startswith(HUB) else (Path(init), init)
     if is_external(path):
         found = read_weights(path, model=model)
         return replace(found, where=init, format=f"{init}, {found.format}"), None
@@ -207,7 +211,11 @@ def read_source(
             what = f"{path.suffix or 'a name without suffix'} is no kind of weight file"
         elif files := sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES):
             next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
-        raise UserError(what, where=f"{key}={init}", allowed=KINDS, next_step=next_step)
+        allowed = (
+            "a folder with checkpoints/ (run), manifest.json (checkpoint) or config.json (timm, "
+        )
+        allowed += f"Hugging Face), a file of weights ({', '.join(SUFFIXES)}), or hf://OWNER/NAME"
+        raise UserError(what, where=f"{key}={init}", allowed=allowed, next_step=next_step)
     checkpoint, warnings = resolve_weights(init, key=key)
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")

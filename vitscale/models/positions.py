@@ -75,20 +75,17 @@ def sincos_position_embedding(grid: tuple[int, int], *, width: int) -> torch.Ten
     `build_sincos2d_pos_embed` stops short of the end and puts y first. Another grid has its own
     table: nothing is resampled. Source: big_vision, posemb_sincos_2d; Beyer et al. 2022.
     """
-    assert width % 4 == 0 and width >= 8
-    num_bands = width // 4
-    return _sincos_table(grid, torch.arange(num_bands, dtype=torch.float64) / (num_bands - 1))
+    assert width >= 8
+    return _sincos_table(grid, width=width, num_steps=width // 4 - 1)
 
 
 def mae_position_embedding(grid: tuple[int, int], *, width: int) -> torch.Tensor:
-    """Fixed 2-D positions [rows * columns, width] in fp32, as MAE has them.
+    """The same as MAE has them: the frequencies stop short of 1 / 10,000.
 
-    In the order of `sincos_position_embedding` (columns first), but the frequencies stop short of
-    1 / 10,000: the two are not interchangeable. The class token's position is zero, so there is no
-    row for it. Source: facebookresearch/mae, util/pos_embed.py.
+    The two are not interchangeable. The class token's position is zero, so there is no row for it.
+    Source: facebookresearch/mae, util/pos_embed.py.
     """
-    assert width % 4 == 0
-    return _sincos_table(grid, torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    return _sincos_table(grid, width=width, num_steps=width // 4)
 
 
 # Values of `model.positions` that are computed from the grid.
@@ -109,12 +106,9 @@ def fixed_positions(
     return {} if table is None else {"pos_embed": table(grid, width=architecture["width"])[None]}
 
 
-def _sincos_table(grid: tuple[int, int], exponents: torch.Tensor) -> torch.Tensor:
-    omega = 10_000.0**-exponents
-    y, x = torch.meshgrid(
-        torch.arange(grid[0], dtype=torch.float64),
-        torch.arange(grid[1], dtype=torch.float64),
-        indexing="ij",
-    )
-    x_LD, y_LD = x.reshape(-1, 1) * omega, y.reshape(-1, 1) * omega
+def _sincos_table(grid: tuple[int, int], *, width: int, num_steps: int) -> torch.Tensor:
+    assert width % 4 == 0
+    omega = 10_000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / num_steps)
+    y, x = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid)).T
+    x_LD, y_LD = x[:, None] * omega, y[:, None] * omega
     return torch.cat([x_LD.sin(), x_LD.cos(), y_LD.sin(), y_LD.cos()], dim=1).float()

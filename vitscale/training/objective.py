@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection
 from vitscale.evaluation.classification import ClassificationSettings
-from vitscale.evaluation.evaluation import EvaluationSettingsBase
+from vitscale.evaluation.evaluation import SettingsBase
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.models.registry import costs_of
 
@@ -61,7 +61,7 @@ class Objective:
                 what = f"{evaluation.name} needs a classifier, which {name} does not train"
                 yield ("evaluate", f"{what}; remove it, or take knn where there are labels")
 
-    def evaluations(self, run: TrainingRun) -> tuple[EvaluationSettingsBase, ...]:
+    def evaluations(self, run: TrainingRun) -> tuple[SettingsBase, ...]:
         """The evaluations of `run`: those it names, else classification if there is a head."""
         if run.evaluate is not None:
             return run.evaluate

@@ -33,7 +33,7 @@ from vitscale.distributed.watchdog import Watchdog, watched_ranks
 from vitscale.distributed.world import PreemptionFlag, gather_objects
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.evaluation.evaluation import FILES, Subject
-from vitscale.evaluation.schedule import ScheduledEvaluations
+from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
 from vitscale.optim.settings import learning_rate
@@ -122,8 +122,13 @@ class TrainingSession:
             self.start_step = checkpoint.step
             self._end_if_finished()
         model = build_model(run, objective, self.arch)
+        self._source = run.starts_from()
         if checkpoint is None and initial_weights is not None:
-            messages += start_from(model, self.arch, initial_weights, world)
+            self._source, said = start_from(model, self.arch, initial_weights, world)
+            messages += said
+        elif world.is_first and (record := read_record(self.folder)) is not None:
+            # Of a repository, the commit that the run started from.
+            self._source = record.tags.get("vitscale.init", self._source)
         self.engine = build_engine(run, self.plan, world, self.arch, model)
         subject = (
             None
@@ -193,7 +198,7 @@ class TrainingSession:
 
     def _open_log(self, stack: ExitStack, facts: str) -> IntervalLog:
         run, plan, folder, start = self.run, self.plan, self.folder, self.start_step
-        is_first, source = self.world.is_first, run.starts_from()
+        is_first, source = self.world.is_first, self._source
         if is_first:
             write_text(folder / "config.yaml", run_to_yaml(run))
             if self.objective.trains_classifier:
@@ -233,7 +238,7 @@ class TrainingSession:
     def _facts(self) -> str:
         """Size of model, data and schedule, and how it is computed, in a line."""
         run, plan, arch, engine = self.run, self.plan, self.arch, self.engine
-        dtype, source = str(engine.dtype).removeprefix("torch."), run.starts_from()
+        dtype, source = str(engine.dtype).removeprefix("torch."), self._source
         return (
             f"from {'random weights' if source is None else redact(source)}; "
             f"{self.objective.num_parameters(arch) / 1e6:.1f} M parameters "

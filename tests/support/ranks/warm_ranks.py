@@ -12,6 +12,7 @@ address layout.
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import pickle
 import random
@@ -66,6 +67,7 @@ class Script:
             os.dup2(fd, target)
         os.environ.clear()
         os.environ.update(self.environment)
+        importlib.reload(sys.modules["huggingface_hub.constants"])  # it reads the environment once
         os.chdir(self.folder)
         sys.argv = [self.path, *self.arguments]
         sys.path[0] = str(Path(self.path).parent)

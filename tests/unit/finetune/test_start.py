@@ -34,7 +34,8 @@ def start(init: Path) -> tuple[list[str], torch.nn.Module]:
     model = network(2, seed=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
-        return load_initial_weights(model, run.model.resolved(num_classes=2), run), model
+        arch = run.model.resolved(num_classes=2)
+        return load_initial_weights(model, arch, run)[1], model
     except UserError:
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         raise

@@ -90,7 +90,7 @@ def read_tensors(
         if path.suffix == ".json":  # model.safetensors.index.json
             found: dict[str, torch.Tensor] = {}
             for name in sorted(set(read_json(path).get("weight_map", {}).values())):
-                found |= read_tensors(path.parent / name)
+                found |= read_tensors(path.parent / Path(name).name)
             return found
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
@@ -130,15 +130,17 @@ def _of_torch_file(path: Path) -> dict[str, torch.Tensor]:
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors beside a config.json, under their own names."""
-    for path in (folder / name for name in FOLDER_FILES):
+    return read_tensors(file_beside(folder / CONFIG, FOLDER_FILES))
+
+
+def file_beside(described: Path, names: Collection[str]) -> Path:
+    """The first of the files `names` beside a description of them."""
+    for path in map(described.with_name, names):
         if path.is_file():
-            return read_tensors(path)
-    raise UserError(
-        f"has {CONFIG}, but no weights",
-        where=str(folder),
-        allowed=", ".join(FOLDER_FILES),
-        next_step="download the whole folder",
-    )
+            return path
+    what, allowed = f"has {described.name}, but no weights", ", ".join(names)
+    next_step = "copy the whole folder, or make it again"
+    raise UserError(what, where=str(described.parent), allowed=allowed, next_step=next_step)
 
 
 def labels_in_order(names: Any) -> tuple[str, ...] | None:

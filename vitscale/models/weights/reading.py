@@ -1,7 +1,7 @@
 """Read external weights under our names: files and folders of other code bases.
 
 Owns: which format a path has, its grid of positions, what each format implies, and vitscale.json.
-Nothing is downloaded, and no file runs code.
+No file runs code.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from vitscale.models.weights.files import (
     NOT_STATED,
     SUFFIXES,
     Weights,
+    file_beside,
     read_json,
     read_tensors,
 )
@@ -139,14 +140,7 @@ def _read_exported(folder: Path) -> Weights:
     if version != FORMAT_VERSION:
         what = f"format version {version!r} is unknown"
         raise UserError(what, where=where, allowed=str(FORMAT_VERSION))
-    path = next((folder / name for name in EXPORTED if (folder / name).is_file()), None)
-    if path is None:
-        raise UserError(
-            f"has {DESCRIPTION}, but no weights",
-            where=str(folder),
-            allowed=", ".join(EXPORTED),
-            next_step="export the run again with --to safetensors",
-        )
+    path = file_beside(folder / DESCRIPTION, EXPORTED)
     found = _read_file(path, known["model"] if known.get("name") == "timm" else None)
     return replace(
         found,

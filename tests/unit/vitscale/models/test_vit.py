@@ -1,4 +1,4 @@
-"""The Vision Transformer: every option against NumPy, its start against the papers, its outputs."""
+"""The Vision Transformer: options against plain functions, start against the papers, outputs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.support.engine.numpy_vit import vit_logits
+from vitscale.models import costs
 from vitscale.models.costs import num_parameters
 from vitscale.models.interface import InFp32, SharedDropPath
 from vitscale.models.positions import sincos_position_embedding
@@ -61,19 +61,18 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@torch.no_grad()
 def test_forward_and_count_equal_independent_references(options: dict[str, Any]) -> None:
     model, arch = shaken(**options), arch_of(**options)
-    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
-    weights["pos_embed"] = model.pos_embed.detach().numpy()
+    weights = {**dict(model.named_parameters()), "pos_embed": model.pos_embed}
     facts = {"gelu": arch.gelu, "eps": arch.layer_norm_eps, "pool": arch.pool}
-    with torch.no_grad():
-        logits = model(PIXELS.double()).numpy()
-    expected = vit_logits(weights, PIXELS.numpy(), num_heads=2, **facts)
-    assert np.allclose(logits, expected, atol=1e-10)
+    logits = model(PIXELS.double())
+    expected = vit_logits(weights, PIXELS.double(), **facts)
+    assert torch.allclose(logits, expected, atol=1e-10)
     # The comparison is sensitive: another GELU or another eps fails.
     for wrong in ({"gelu": "erf" if arch.gelu == "tanh" else "tanh"}, {"eps": 3e-6}):
-        other = vit_logits(weights, PIXELS.numpy(), num_heads=2, **(facts | wrong))
-        assert not np.allclose(logits, other, atol=1e-7) or "mlp" in options and "gelu" in wrong
+        other = vit_logits(weights, PIXELS.double(), **(facts | wrong))
+        assert not torch.allclose(logits, other, atol=1e-7) or "mlp" in options and "gelu" in wrong
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
     kept = [name for name, p in model.named_parameters() if decayed(name, p)]
@@ -329,3 +328,130 @@ def test_logits_are_in_fp32_in_a_model_in_bf16(model: Any) -> None:
 class Scaled(torch.nn.Module):
     def forward(self, model: torch.nn.Module, images: torch.Tensor, factor: int) -> torch.Tensor:
         return images * factor
+
+
+# ---- costs ---------------------------------------------------------------------------------------
+
+
+def published(preset: str, num_classes: int = 1000, **settings: object) -> ViTSettings:
+    model = ViTSettings.model_validate({"preset": preset, **settings})
+    return model.resolved(num_classes=num_classes)
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "expected"),
+    [
+        ("B/16", {}, 86_567_656),
+        ("L/16", {}, 304_326_632),
+        ("H/14", {}, 632_045_800),
+        ("Ti/16", {"distillation_token": True}, 5_910_800),
+        ("S/16", {"distillation_token": True}, 22_436_432),
+        ("B/16", {"distillation_token": True, "image_size": 384}, 87_630_032),
+    ],
+)
+def test_sizes_have_the_published_number_of_parameters(
+    preset: str, options: dict[str, object], expected: int
+) -> None:
+    assert costs.num_parameters(published(preset, **options)) == expected
+
+
+# Forward GMACs as timm's benchmark tables list them.
+@pytest.mark.parametrize(
+    ("preset", "gmacs"), [("B/16", 17.58), ("L/16", 61.6), ("L/14", 81.08), ("H/14", 167.4)]
+)
+def test_flops_match_published_multiply_adds(preset: str, gmacs: float) -> None:
+    assert costs.train_flops_per_image(published(preset)) / 6e9 == pytest.approx(gmacs, rel=2e-3)
+
+
+def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
+    arch = published("L/16")
+    kept = costs.activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=False)
+    assert kept == 34 * 197 * 1024 * 24
+    less = costs.activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=True)
+    assert less < kept / 6
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "accumulation", "bytes_per_parameter"),
+    [
+        ("fp32", 0, 2, 4 + 4 + 8),
+        ("bf16", 0, 2, 4 + 2 + 4 + 8),  # autocast: fp32 weights and gradients, a copy of weights
+        ("bf16", 1, 1, 2 + 2 + 12 / 8),
+        ("bf16", 1, 3, 2 + 2 + 4 + 12 / 8),  # several micro-batches are summed in fp32
+        ("bf16", 2, 3, 2 + 16 / 8),
+        ("bf16", 3, 3, 18 / 8),
+    ],
+)
+def test_zero_stages_shard_what_the_paper_says(
+    precision: str, stage: int, accumulation: int, bytes_per_parameter: float
+) -> None:
+    arch = published("L/16")
+    memory = costs.memory_estimate(
+        arch, costs=costs, zero_stage=stage, world_size=8, precision=precision, micro_batch=64,
+        activation_checkpointing=False, optimizer_bytes=8, accumulation=accumulation,
+        bucket_elements=25_000_000,
+    )  # fmt: skip
+    states = memory.total - memory.activations
+    states -= 25_000_000 * (4 if stage == 0 or accumulation > 2 else 2)  # a bucket
+    states -= 2 * 50_000_000 if stage == 3 else 0  # what is gathered ahead
+    assert states == pytest.approx(bytes_per_parameter * costs.num_parameters(arch), rel=4e-3)
+
+
+# ---- the papers' equations -----------------------------------------------------------------------
+
+
+def vit_logits(
+    w: dict[str, torch.Tensor], images: torch.Tensor, *, gelu: str, pool: str, eps: float
+) -> torch.Tensor:
+    """Logits from weights of timm's names: Dosovitskiy et al. 2021, eq. 1 to 4, of two heads.
+
+    A distillation token (Touvron et al. 2021) averages two classifiers.
+    """
+
+    def dense(name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps)
+
+    def attended(*parts: torch.Tensor) -> torch.Tensor:
+        q, k, v = (each.unflatten(2, (2, -1)).transpose(1, 2) for each in parts)
+        shares = (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1)
+        return (shares @ v).transpose(1, 2).flatten(2)
+
+    def mlp(name: str, x: torch.Tensor) -> torch.Tensor:
+        x = dense(f"{name}.fc1", x)
+        if x.shape[-1] == w[f"{name}.fc2.weight"].shape[1]:
+            return dense(f"{name}.fc2", F.gelu(x, approximate="tanh" if gelu == "tanh" else "none"))
+        gates, x = x.chunk(2, dim=-1)  # SwiGLU: Shazeer 2020
+        return dense(f"{name}.fc2", gates * gates.sigmoid() * x)
+
+    kernel, bias = w["patch_embed.proj.weight"], w["patch_embed.proj.bias"]
+    x = F.conv2d(images, kernel, bias, stride=kernel.shape[-1]).flatten(2).mT
+    num, each = x.shape[1], (len(x), -1, -1)
+    prefix = [w[name].expand(each) for name in ("cls_token", "dist_token") if name in w]
+    if w["pos_embed"].shape[1] == num:
+        x = torch.cat([*prefix, x + w["pos_embed"]], dim=1)
+    else:
+        x = torch.cat([*prefix, x], dim=1) + w["pos_embed"]
+    if "reg_token" in w:
+        first, rest = x[:, : len(prefix)], x[:, len(prefix) :]
+        x = torch.cat([first, w["reg_token"].expand(each), rest], dim=1)
+    for of in ("blocks.0", "blocks.1"):
+        qkv = dense(f"{of}.attn.qkv", norm(f"{of}.norm1", x)).chunk(3, dim=-1)
+        x = x + dense(f"{of}.attn.proj", attended(*qkv)) * w.get(f"{of}.ls1.gamma", 1.0)
+        x = x + mlp(f"{of}.mlp", norm(f"{of}.norm2", x)) * w.get(f"{of}.ls2.gamma", 1.0)
+    x = norm("norm", x) if "norm.weight" in w else x
+    patches, mean = x[:, -num:], x[:, -num:].mean(dim=1)
+    features = {"gap": mean, "cls_mean": torch.cat([x[:, 0], mean], dim=1)}.get(pool, x[:, 0])
+    if pool == "map":  # one learned query attends to the patches: Zhai et al. 2022, sec. 3.3
+        query = dense("attn_pool.q", w["attn_pool.latent"]).expand(each)
+        y = attended(query, *dense("attn_pool.kv", patches).chunk(2, dim=-1))
+        y = dense("attn_pool.proj", y)
+        features = (y + mlp("attn_pool.mlp", norm("attn_pool.norm", y)))[:, 0]
+    features = norm("fc_norm", features) if "fc_norm.weight" in w else features
+    if "head.0.weight" in w:
+        return dense("head.2", dense("head.0", features).tanh())
+    if "dist_token" in w:
+        return (dense("head", features) + dense("head_dist", x[:, 1])) / 2
+    return dense("head", features)

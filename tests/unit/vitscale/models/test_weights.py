@@ -18,6 +18,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from tests.support.engine.small_models import export, small_model
+from tests.support.golden import FOLDER
 from vitscale.config.errors import UserError
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.costs import num_parameters
@@ -240,6 +241,22 @@ def test_positions_form_a_square(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", content)
     with pytest.raises(UserError, match=r"form no square(?s:.*)config.json"):
         read_weights(path)
+
+
+# Made once, all parameters random: `google` has the logits of timm's reader, `own` is our export.
+@pytest.mark.parametrize("kind", ["google", "timm", "vit", "deit", "dinov2", "own"])
+def test_stored_weights_still_give_the_logits_of_their_libraries(kind: str) -> None:
+    folder = FOLDER / "weights" / kind
+    expected = json.loads((folder / "expected.json").read_text())
+    path, numbers = folder / "model.npz", torch.arange(2 * 3 * 8 * 8)
+    loaded = open_model(str(path if path.exists() else folder))
+    images = ((numbers * numbers * 37 + numbers * 11) % 255 / 127 - 1).reshape(2, 3, 8, 8)
+    with torch.no_grad():
+        found = loaded.network(images).numpy()
+    assert np.abs(found - np.array(expected["logits"])).max() < 1e-5
+    assert np.std(expected["logits"]) > 0.1
+    assert loaded.classes == (expected["classes"] and tuple(expected["classes"]))
+    assert list(loaded.preprocessing.mean) == expected["mean"]
 
 
 # ---- trainers ------------------------------------------------------------------------------------
