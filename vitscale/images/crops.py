@@ -410,7 +410,6 @@ def resolve_decoder(name: str) -> str:
             where="data.decoder",
             allowed="auto, whole",
             next_step="for region install a C compiler and libjpeg-turbo's headers (Debian, "
-            "Ubuntu: gcc libjpeg-dev; Fedora: gcc libjpeg-turbo-devel), then `pip install -e .` "
-            "again",
+            "Ubuntu: gcc libjpeg-dev; Fedora: gcc libjpeg-turbo-devel), then vitscale again",
         )
     return name

@@ -52,7 +52,7 @@ def require_entry_points(*, where: str) -> None:
         raise UserError(
             "this machine cannot find entry points: that needs AVX2 and the C extension",
             where=where,
-            next_step="install gcc and libjpeg-turbo's headers, then `pip install -e .` again",
+            next_step="install gcc and libjpeg-turbo's headers, then vitscale again",
         )
 
 
