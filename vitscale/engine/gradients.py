@@ -2,7 +2,7 @@
 
 All ranks decide alike without communication: a loss that is not finite makes its gradients NaN,
 gradients are summed over the ranks before their norm is taken, and the norm is the same everywhere.
-Everything stays on the device; only `health` waits for it.
+Everything stays on the device; only `health`, and optimisers without fused kernels, wait for it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Health:
 
 
 class UpdateGuard:
-    """Replaces `optimizer.step` of a fused optimiser."""
+    """Replaces `optimizer.step`."""
 
     def __init__(
         self,
@@ -141,7 +141,6 @@ class UpdateGuard:
         """
         self._optimizer, self._clip_norm, self._norm = optimizer, clip_norm, norm
         self._accumulation, self._device = accumulation, device
-        assert optimizer.defaults["fused"]
         self._update = optimizer.step
         # [skipped, skipped in a row, last skipped step, micro-step of this rank's last bad loss,
         # longest row since the last `health`]
@@ -167,14 +166,19 @@ class UpdateGuard:
     def _step(self, closure: Any = None) -> None:
         assert closure is None
         tensors = (each for group in self._optimizer.param_groups for each in group["params"])
-        device = next((each.device for each in tensors if each.grad is not None), None)
-        if device is None:
+        gradients = [each.grad for each in tensors if each.grad is not None]
+        if not gradients:
             return
-        norm, bad = self._read_norm(device)
+        norm, bad = self._read_norm(gradients[0].device)
         # As torch.nn.utils.clip_grad_norm_ does: the small term keeps a zero norm from dividing.
         shrink = torch.ones_like(norm)
         if self._clip_norm is not None:
             shrink = ((norm + 1e-6) / self._clip_norm).clamp(min=1.0)
+        if not self._optimizer.defaults.get("fused"):
+            if not bad:  # waits for the device
+                torch._foreach_div_(gradients, shrink)
+                self._update()
+            return
         # Fused kernels divide by the one and do nothing where the other is 1, step counts
         # included: the interface that torch made for loss scalers.
         self._optimizer.grad_scale = torch.where(bad, 1.0, shrink)  # type: ignore[attr-defined]  # see above
