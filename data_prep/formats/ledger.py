@@ -47,7 +47,7 @@ SOURCE_FAULTS = {
     "no_image": "sample without an image",
     "no_label": "no usable label where source.label says: cls or json:FIELD in tars, else a column",
     "unreadable": "cannot be read (permission, read error, missing, path too long)",
-    "packed": "packed with gzip inside its tar: only make_shards can repack it (index_shards)",
+    "packed": "packed with gzip inside its tar: `vitscale prepare shards` unpacks it",
 }
 REASONS = EXTERNAL_REASONS | SELECTION_REASONS | SOURCE_FAULTS | FAULTS
 BAD = frozenset(SOURCE_FAULTS) | frozenset(FAULTS)

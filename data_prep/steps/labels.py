@@ -95,8 +95,8 @@ class Labels:
             steps.append("set labels.unknown=reject to leave these images out")
         raise UserError(
             f"{len(unknown):,} {'class' if len(unknown) == 1 else 'classes'} of the source "
-            f"({sum(unknown.values()):,} images) {problem}; {len(found):,} match "
-            f"({sum(found.values()):,} images); for example {name!r} ({images:,} images)",
+            f"({sum(unknown.values()):,} images) {problem}; {sum(found.values()):,} images "
+            f"match; for example {name!r} ({images:,} images)",
             where="labels.space" if is_mapped else "labels.map",
             next_step="; or ".join(filter(None, steps)) or "correct the map",
         )

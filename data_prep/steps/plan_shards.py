@@ -222,7 +222,7 @@ def _check_classes(
         advice = "fix these names, paths, labels or files, or choose another source"
     elif left_out(run.source.leave_out) and not listed.reasons["left_out"]:
         where, what = "source.leave_out", f"{run.source.leave_out!r} names no image of the source"
-        advice = "take the file that find_duplicates.py wrote for shards of this source"
+        advice = "take what `vitscale prepare duplicates` wrote for shards of this source"
     elif not present:
         where, what = "source.min_images_per_class", "no class is left"
         advice = "check the source, or lower source.min_images_per_class"

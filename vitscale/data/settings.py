@@ -65,13 +65,13 @@ class DataSettings(Section):
     """Which samples, in what batches, and how images become tensors."""
 
     path: str
-    """Shard folder written by data_prep/make_shards.py (with index.parquet and manifest.json), or
-    its URL: http, https, s3, gs."""
+    """Folder written by `vitscale prepare shards` or `index`, with index.parquet and manifest.json,
+    or its URL: http, https, s3, gs."""
     train_split: str = "train"
     """Split that training reads."""
     first_percent: float = Field(default=100.0, gt=0, le=100)
-    """Only the first stored samples, rounded up. make_shards.py shuffles, so they are a random
-    subset; tars indexed in place keep their own order."""
+    """Only the first stored samples, rounded up: of shards, which are shuffled, a random subset;
+    indexed tars keep their own order."""
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
     """Only samples of these classes; labels do not change. Empty: all classes."""
     only_keys: str | None = None

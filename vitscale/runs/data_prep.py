@@ -38,7 +38,7 @@ class SourceSettings(Section):
     path: str
     """image_folder: folder with one sub-folder per class. class_tars: folder of tars, or one tar of
     tars, one inner tar per class, as ImageNet-21k comes. webdataset: folder of tars with images and
-    labels; for index_shards.py also its URL. parquet: folder or file with image bytes and labels
+    labels; to be indexed, also its URL. parquet: folder or file with image bytes and labels
     (Hugging Face layout). path_table: CSV or Parquet file with paths and labels; paths are relative
     to the file's folder."""
     splits: dict[str, str] = {}
@@ -61,8 +61,8 @@ class SourceSettings(Section):
     min_images_per_class: int = Field(default=0, ge=0)
     """Smaller classes leave the corpus."""
     leave_out: str | None = None
-    """duplicates.parquet of find_duplicates.py over shards of this source: the images that it does
-    not keep leave the corpus."""
+    """duplicates.parquet of `vitscale prepare duplicates` over shards of this source: the images
+    that it does not keep leave the corpus."""
 
 
 class LabelSettings(Section):

@@ -193,7 +193,7 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
         (["source.label=txt"], ["is not a label of a WebDataset"]),
         (
             ["labels.space=imagenet_1k"],
-            ["3 classes of the source (6 images) are not among the 1,000", "0 match"],
+            ["3 classes of the source (6 images) are not among the 1,000", "; 0 images match"],
         ),
     ],
 )
