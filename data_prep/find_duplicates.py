@@ -112,10 +112,10 @@ def main() -> None:
         draw_rows(output / PICTURE_NAME, list(zip(captions, contents, strict=True)))
     num_copies, num_exact = int(is_copy[own].sum()), int(exact[own].sum())
     num_of_others = int((is_copy & (first < num_others))[own].sum())
+    others = f"; {num_of_others:,} of an image of --against" if arguments.against else ""
     print(
         f"{folder}: {len(samples):,} images, {num_copies:,} of them copies: {num_exact:,} with "
-        f"equal bytes, {num_copies - num_exact:,} similar; "
-        f"{num_of_others:,} of an image of --against"
+        f"equal bytes, {num_copies - num_exact:,} similar{others}"
     )
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
     print(
