@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import numpy as np
 
 from vitscale.config.errors import UserError
-from vitscale.data.index import SplitIndex
+from vitscale.data.index import SplitIndex, sample_keys
 from vitscale.data.label_spaces import known_space, timm_file
 from vitscale.evaluation.evaluation import Outputs, PassEvaluation, SettingsBase, Share, Subject
-
-if TYPE_CHECKING:
-    import numpy as np
 
 NUM_IMAGES = 50_000
 NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
@@ -75,10 +74,6 @@ def image_numbers(index: SplitIndex) -> np.ndarray:
 
     Raises UserError where a key does not have the original name.
     """
-    import numpy as np
-
-    from vitscale.data.index import sample_keys
-
     found = []
     for key in sample_keys(index, range(index.num_samples)):
         match = NAME.search(key)
@@ -96,8 +91,6 @@ def image_numbers(index: SplitIndex) -> np.ndarray:
 @cache
 def _label_table() -> np.ndarray:
     """int64 [50,000, labels]: the set of each image, filled up with -1."""
-    import numpy as np
-
     sets = json.loads(timm_file("imagenet_real_labels.json", where="evaluate").read_text())
     table = np.full((len(sets), max(map(len, sets))), -1, np.int64)
     for row, labels in zip(table, sets, strict=True):
