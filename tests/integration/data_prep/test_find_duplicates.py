@@ -14,6 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.support.corpora.image_corpus import REPOSITORY, ledger, make_shards
+from tests.support.corpora.image_samples import encoded
 from tests.support.corpora.shard_folders import photo
 from vitscale.data.index import read_manifest, sample_keys
 from vitscale.data.settings import DataSettings
@@ -26,12 +27,6 @@ CHECKS = ("images.check=header", "source.holdout_fraction=0")
 
 def picture(seed: int) -> Image.Image:
     return Image.open(io.BytesIO(photo(seed, width=160, height=120))).convert("RGB")
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 COPIES = {

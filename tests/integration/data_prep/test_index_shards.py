@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import os
 import shutil
 import tarfile
@@ -23,6 +22,7 @@ from tests.support.corpora.external_tars import (
     photo,
     write_tar,
 )
+from tests.support.corpora.image_samples import encoded, rotated
 from tests.support.corpora.indexing import (
     VERIFY,
     contents,
@@ -128,10 +128,8 @@ def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> No
 def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
     good = [{"__key__": f"good{i}", "jpg": photo(i), "cls": 0} for i in range(38)]
     # What decoders can turn into RGB is never converted.
-    turned, file = Image.Exif(), io.BytesIO()
-    turned[0x0112] = 6
-    Image.new("CMYK", (30, 20)).save(file, format="JPEG", exif=turned)
-    good.append({"__key__": "cmyk", "jpg": file.getvalue(), "cls": 0})
+    cmyk = encoded(Image.new("CMYK", (30, 20)), "JPEG", exif=rotated(6))
+    good.append({"__key__": "cmyk", "jpg": cmyk, "cls": 0})
     bad = [
         {"__key__": "packed", "jpg": gzip.compress(photo(1)), "cls": 0},
         {"__key__": "text", "jpg": b"<html>", "cls": 0},
@@ -156,7 +154,7 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
     assert reasons["unlabelled.jpg"] == "no_label"
     assert reasons["imageless.cls"] == "no_image"
     assert reasons["b.tar"] == "truncated_tar"
-    assert samples(tmp_path / "index", "train")["cmyk"] == (file.getvalue(), "0")
+    assert samples(tmp_path / "index", "train")["cmyk"] == (cmyk, "0")
     assert len(samples(tmp_path / "index", "train")) == 39
     # The tar was truncated before indexing, so it still equals its index.
     verify(tmp_path / "index")

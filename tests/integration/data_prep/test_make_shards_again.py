@@ -8,12 +8,31 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.corpora.image_corpus import REPOSITORY, command, contents, corpus, make_shards
 from tests.support.levels import by_level
 from tests.support.waiting import PATIENCE_S
+
+
+def started(
+    source: Path, output: Path, *options: str, until: str = "rows.arrow", **how: Any
+) -> subprocess.Popen[str]:
+    """make_shards at work; it has made a file of this name."""
+    process = subprocess.Popen(
+        command(source, output, *options), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, **how
+    )
+    while not list(output.with_name(f".{output.name}.preparing").glob(until)):
+        assert process.poll() is None
+        time.sleep(0.001)
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 @pytest.mark.slow
@@ -25,17 +44,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     finished: set[Path] = set()
     # Killed once in each phase: after it made its first file. What it made stays as it is.
     for made in ("list/*.arrow", "rows.arrow", "tars/*.arrow"):
-        process = subprocess.Popen(
-            command(source, half, many_shards),
-            cwd=REPOSITORY,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        while not list(folder.glob(made)):
-            assert process.poll() is None
-            time.sleep(0.001)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill(started(source, half, many_shards, until=made, start_new_session=True))
         assert folder.exists() and not half.exists()
         found = (folder.glob(f"{each}*.arrow") for each in ("", "list/", "tars/"))
         results = {path for paths in found for path in paths}
@@ -52,12 +61,7 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=100, side=96)
-    process = subprocess.Popen(
-        command(source, tmp_path / "shards"), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    while not (tmp_path / ".shards.preparing" / "rows.arrow").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
+    process = started(source, tmp_path / "shards")
     process.send_signal(signal.SIGTERM)
     text = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 75 and "run the same command again" in text
@@ -79,17 +83,7 @@ def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> N
 )
 def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=100, side=96)
-    process = subprocess.Popen(
-        command(source, tmp_path / "shards"),
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    while not (tmp_path / ".shards.preparing" / "rows.arrow").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill(started(source, tmp_path / "shards", start_new_session=True))
     victim = source / "cat" / "003.jpg"
     if change == "content":
         victim.write_bytes(victim.read_bytes()[:-1] + b"x")

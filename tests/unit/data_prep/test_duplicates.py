@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from functools import cache
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,9 +22,9 @@ from data_prep.duplicates.similar import (
     picture_descriptors,
     pictures_correlate,
 )
+from tests.support.corpora.image_samples import encoded, rotated
 
 NUM_IMAGES = 240
-ORIENTATION_TAG = 0x0112
 RESIZED = Image.Resampling.BICUBIC
 
 
@@ -63,12 +62,6 @@ def drawn(seed: int) -> Image.Image:
     return Image.fromarray(noise).resize((width, height), RESIZED)
 
 
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **({"compress_level": 1} if kind == "PNG" else options))
-    return file.getvalue()
-
-
 def described(*contents: bytes) -> np.ndarray:
     return describe_images(contents)[0]
 
@@ -80,7 +73,7 @@ def images() -> list[Image.Image]:
 
 @cache
 def originals() -> np.ndarray:
-    return described(*(encoded(image) for image in images()))
+    return described(*(encoded(image, "PNG") for image in images()))
 
 
 def scaled(image: Image.Image, width: float, height: float) -> Image.Image:
@@ -90,9 +83,9 @@ def scaled(image: Image.Image, width: float, height: float) -> Image.Image:
 COPIES = {
     "jpeg": lambda image: encoded(image, "JPEG", quality=30),
     "webp": lambda image: encoded(image, "WEBP", quality=50),
-    "smaller": lambda image: encoded(scaled(image, 0.42, 0.4)),
+    "smaller": lambda image: encoded(scaled(image, 0.42, 0.4), "PNG"),
     "larger": lambda image: encoded(scaled(image, 2, 1.9), "JPEG", quality=90),
-    "mirrored": lambda image: encoded(ImageOps.mirror(image)),
+    "mirrored": lambda image: encoded(ImageOps.mirror(image), "PNG"),
     "all": lambda image: encoded(ImageOps.mirror(scaled(image, 0.7, 0.72)), "JPEG", quality=50),
 }
 
@@ -116,7 +109,7 @@ def test_blank_pictures_match_nothing() -> None:
     noise = np.random.default_rng(0).integers(-3, 4, (50, 60, 3)) + 128
     contents = [encoded(image, "JPEG", quality=50) for image in blank]
     contents.append(encoded(Image.fromarray(noise.astype(np.uint8)), "JPEG", quality=30))
-    found, num_lost = describe_images([*contents, b"", b"no image", encoded(drawn(0))[:500]])
+    found, num_lost = describe_images([*contents, b"", b"no image", encoded(drawn(0), "PNG")[:500]])
     assert num_lost == 3 and not has_contrast(found).any()
     first, second = np.indices((len(found), len(found))).reshape(2, -1)
     assert not are_duplicates(found[first], found[second]).any()
@@ -128,18 +121,15 @@ def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
     y, x = np.mgrid[:96, :96] / 96
     values = 128 + 16 * (x * np.cos(angle) + y * np.sin(angle) - 0.5)
     image = Image.fromarray(np.rint(values).astype(np.uint8))
-    pair = described(encoded(image), encoded(image, "JPEG", quality=50))
+    pair = described(encoded(image, "PNG"), encoded(image, "JPEG", quality=50))
     assert are_duplicates(pair[:1], pair[1:]).all()
 
 
 @pytest.mark.parametrize("orientation", [3, 6])
 def test_orientation_is_undone(orientation: int) -> None:
-    exif = Image.Exif()
-    exif[ORIENTATION_TAG] = orientation
-    content = encoded(drawn(5), "JPEG", quality=95, exif=exif)
-    with Image.open(io.BytesIO(content)) as image:
-        upright = ImageOps.exif_transpose(image)
-    pair = described(content, encoded(upright))
+    content = encoded(drawn(5), "JPEG", quality=95, exif=rotated(orientation))
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    pair = described(content, encoded(upright, "PNG"))
     assert are_duplicates(pair[:1], pair[1:]).all()
 
 

@@ -10,7 +10,8 @@ import re
 import tarfile
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from vitscale.data.index import read_manifest
 NUM_PICTURES = 8
 OUTAGES = [errno.ESTALE, errno.EMFILE, errno.EREMOTEIO]
 FAULTS = [errno.EIO, errno.EACCES]
+CUT = partial(os.truncate, length=100)
 
 
 def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
@@ -95,16 +97,25 @@ def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
             find_existing(WorkFolder(run_of(tmp_path, output)))
 
 
-@pytest.mark.parametrize("fault", ["gone", "cut"])
-def test_no_output_gets_its_name_without_all_its_tars(fault: str, tmp_path: Path) -> None:
-    run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")
-    work = prepare_here(run, until="finish")
-    tar = next((work.path / "tars").glob("train-*.tar"))
-    if fault == "gone":
-        tar.unlink()
-    else:
-        os.truncate(tar, tar.stat().st_size - 512)
-    with pytest.raises(StorageError, match="train-000000.tar, written before, is missing or has"):
+@pytest.mark.parametrize(
+    "until, damaged, damage, message",
+    [
+        ("finish", "tars/*.tar", os.unlink, "train-000000.tar, written before, is missing or has"),
+        ("finish", "tars/*.tar", CUT, "train-000000.tar, written before, is missing or has"),
+        ("write shards", "spool/*", CUT, "the spool is too short"),
+    ],
+)
+def test_lost_work_stops_and_keeps_the_rest(
+    until: str, damaged: str, damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    """No output gets its name without all its tars."""
+    table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    run = run_of(tmp_path, tmp_path / "shards", source={"kind": "parquet"})
+    work = prepare_here(run, until=until)
+    (path,) = work.path.glob(damaged)
+    damage(path)
+    with pytest.raises(StorageError, match=message):
         prepare_here(run)
     assert not (tmp_path / "shards").exists() and work.path.exists()
 
@@ -204,18 +215,6 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 8 << 20 and (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
-
-
-def test_an_unreadable_spool_stops_and_keeps_the_work(tmp_path: Path) -> None:
-    table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
-    pq.write_table(table, tmp_path / "rows.parquet")
-    run = run_of(tmp_path, tmp_path / "shards", source={"kind": "parquet"})
-    work = prepare_here(run, until="write shards")
-    (spool,) = (work.path / "spool").iterdir()
-    os.truncate(spool, 100)
-    with pytest.raises(StorageError, match="the spool is too short"):
-        prepare_here(run)
-    assert work.path.exists()
 
 
 @pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)

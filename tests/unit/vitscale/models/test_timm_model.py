@@ -10,7 +10,6 @@ import timm
 import torch
 from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.run import PretrainRun
 from tests.support.engine.small_models import export, small_model
@@ -126,22 +125,19 @@ def test_images_with_channels_last_give_the_same_and_stay_so(name: str) -> None:
 
 @pytest.mark.parametrize("family", ["vit", "timm"])
 def test_weights_are_rounded_once_for_bf16(family: str) -> None:
-    """A batch converts pixels, to fp32 and to bf16, and what the last layer sees, and no weight."""
-    loaded, converted = small_model(family), list[torch.Size]()
+    """A batch converts pixels, to fp32 and to bf16, and no weight."""
+    loaded = small_model(family)
     pixels = images(loaded.arch.image_size).mul(40).add(128).byte()
-
-    class Conversions(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            if func is torch.ops.aten._to_copy.default:
-                converted.append(args[0].shape)
-            return func(*args, **(kwargs or {}))
 
     expected = loaded.for_inference(WORLD).logits(pixels)
     model = loaded.for_inference(WORLD, precision="bf16")
-    with Conversions():
+    with torch.profiler.profile(record_shapes=True) as profile:
         found = model.logits(pixels)
+    converted = [each.input_shapes[0] for each in profile.events() if each.name == "aten::_to_copy"]
     assert found.dtype == torch.float32 and 0 < (found - expected).norm() < 0.1 * expected.norm()
-    assert converted[:2] == [pixels.shape] * 2 and len(converted) == 3
+    weights = [list(each.shape) for each in model.network.parameters() if each.ndim > 1]
+    assert converted[:2] == [list(pixels.shape)] * 2
+    assert not [shape for shape in converted if shape in weights]
 
 
 @torch.no_grad()
