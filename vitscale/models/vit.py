@@ -29,6 +29,22 @@ class RepresentationHead(nn.Sequential):
         super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_classes))
 
 
+class PatchProduct(nn.Conv2d):
+    """The convolution that embeds patches; on GPUs one product, for which cuDNN takes ten times as
+    long (L/16 on an H200: 5 ms of 205).
+    """
+
+    def forward(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        return (self.product if images_B3SS.is_cuda else super().forward)(images_B3SS)
+
+    def product(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        rows, columns = self.kernel_size
+        tiles = images_B3SS.unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
+        patches_BRCP = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)
+        tokens = nn.functional.linear(patches_BRCP, self.weight.flatten(1), self.bias)
+        return tokens.permute(0, 3, 1, 2)
+
+
 class ViT(VisionTransformer):
     """timm's Vision Transformer with other outputs than logits.
 
@@ -177,6 +193,7 @@ def build_model(arch: ViTSettings, *, seed: int) -> ViT:
         mlp_layer=swiglu if is_gated else Mlp,
         act_layer=nn.SiLU if is_gated else gelu,
     )
+    model.patch_embed.proj.__class__ = PatchProduct
     if arch.pool == "cls_mean":
         model.pools_both = True
         if arch.num_classes:

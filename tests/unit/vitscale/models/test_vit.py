@@ -204,6 +204,12 @@ def test_blocks_of_different_rates_are_compiled_once() -> None:
 
 
 @torch.no_grad()
+def test_patches_are_embedded_by_a_product_as_by_a_convolution() -> None:
+    embedding = shaken().patch_embed.proj
+    images = PIXELS.double()[:, :, :12]
+    torch.testing.assert_close(embedding.product(images), embedding(images))
+
+
 def test_outputs_are_what_their_names_say() -> None:
     model = small(depth=5, num_registers=1, representation_layer=True, head_std=0.1).eval()
     features = model(PIXELS, output="features")
