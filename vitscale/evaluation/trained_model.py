@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import disable_progress_bars
 from torch import distributed as dist
 from torch import nn
 
@@ -164,6 +165,7 @@ def open_model(
             lambda: fetch(init, key=key)[1], is_maker=world.local_rank == 0, gather=gather_objects
         )
         init = gather_objects(pinned)[0]  # a branch may move in between
+        disable_progress_bars()  # the next fetch finds all in the cache
     found, run = read_source(init, weights=weights, model=model, key=key)
     if run is None:
         settings, num_classes = inferred_model(found, chosen=model)
