@@ -64,8 +64,8 @@ REASONS = {
     "JobHeldAdmin": "held by an administrator",
     "JobHeldUser": "held by its user: `scontrol release` lets it start",
     "Max": "your account has reached a limit",
-    "PartitionNodeLimit": "asks for more or fewer nodes than its partition allows: it will never "
-    "start",
+    "PartitionConfig": "asks for more than the nodes of its partition have: it will never start",
+    "PartitionNodeLimit": "asks for too many or too few nodes: it will never start",
     "PartitionTimeLimit": "asks for more time than its partition allows: it will never start",
     "Priority": "jobs of higher priority are before it",
     "QOS": "its quality of service has reached a limit",

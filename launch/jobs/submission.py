@@ -299,11 +299,10 @@ def outside_any_job() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageJob:
-    """Run a stage's script in every task. Small, picklable, without torch."""
+    """Run a stage's script in every task. Small, picklable, without torch. Paths are absolute."""
 
     script: str
-    config: str
-    """The resolved configuration. Both paths are absolute."""
+    config: str  # resolved
     run_folder: str | None = None
     """Has its checkpoints and the record of its attempts; None: each task is a job of its own
     instead of a rank of one job, and has its record in the job's folder."""
