@@ -101,11 +101,7 @@ def test_incompatible_change_is_refused(monkeypatch: pytest.MonkeyPatch, key: st
     with pytest.raises(UserError, match="belongs to another run") as caught:
         resume(saved, CHANGES[key])
     assert f"\n    {key}: checkpoint " in caught.value.what
-
-
-def test_only_what_differs_in_an_architecture_is_shown() -> None:
-    with pytest.raises(UserError, match=r"checkpoint \{'width': 768\}, now \{'width': 192\}"):
-        resume(checkpoint_of(description_of({})), {"model": {"width": 192}})
+    assert "num_heads" not in caught.value.what  # of an architecture, only what differs
 
 
 def test_step_beyond_the_run_is_refused() -> None:
