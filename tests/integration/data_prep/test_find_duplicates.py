@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from tests.support.corpora.image_corpus import REPOSITORY, ledger, make_shards
+from tests.support.corpora.image_corpus import ledger, make_shards, run_script
 from tests.support.corpora.image_samples import encoded
 from tests.support.corpora.shard_folders import photo
 from vitscale.data.index import read_manifest, sample_keys
@@ -42,11 +40,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def find(*arguments: object, rc: int = 0) -> str:
-    command = [sys.executable, "data_prep/find_duplicates.py", *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    text = done.stdout + done.stderr
-    assert done.returncode == rc and "Traceback" not in text, text
-    return text
+    return run_script("find_duplicates", *arguments, rc=rc)
 
 
 @pytest.fixture(scope="module")

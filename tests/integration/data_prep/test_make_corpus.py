@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from tests.support.corpora.image_corpus import REPOSITORY
+from tests.support.corpora.image_corpus import run_script
 
 SPLITS = ("train", "test")
-
-
-def run(script: str, *arguments: str | Path, rc: int = 0) -> str:
-    command = [sys.executable, f"data_prep/{script}.py", *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == rc, done.stderr
-    return done.stdout + done.stderr
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -30,14 +21,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def split_sizes(corpus: str, images: Path, shards: Path, *more: str) -> list[int]:
     """Numbers of training and test images in shards made with the corpus's configuration."""
     options = (f"source.path={images}", f"output={shards}", *more)
-    run("make_shards", "--config", f"configs/data/{corpus}.yaml", *options)
+    run_script("make_shards", "--config", f"configs/data/{corpus}.yaml", *options)
     splits = json.loads((shards / "_info.json").read_text())["splits"]
     return [splits[split]["num_samples"] for split in SPLITS]
 
 
 def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        run("make_corpus", "digits", tmp_path / name)
+        run_script("make_corpus", "digits", tmp_path / name)
     files = files_of(tmp_path / "a")
     assert files == files_of(tmp_path / "b")
     counts = [sum(path.startswith(split) for path in files) for split in SPLITS]
@@ -52,7 +43,7 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -
 def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
     images = tmp_path / "images"
     options = ("--num-train", "3", "--num-test", "1")
-    text = run("make_corpus", "characters", images, *options)
+    text = run_script("make_corpus", "characters", images, *options)
     num_letters = len(list((images / "train").iterdir()))
     fonts = {split: {p.stem[:-4] for p in (images / split).rglob("*.png")} for split in SPLITS}
     assert len(fonts["train"]) == 3 and fonts["train"].isdisjoint(fonts["test"])
@@ -60,8 +51,8 @@ def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
         pixels = np.asarray(Image.open(io.BytesIO(png)))
         assert pixels.shape == (48, 48, 3) and pixels.max() >= 240 > 64 >= pixels[0].max()
     assert f"{3 * num_letters} training and {num_letters} test images" in text
-    assert "already there" in run("make_corpus", "characters", images, *options)
-    text = run("make_corpus", "characters", images, "--num-train", "4", rc=2)
+    assert "already there" in run_script("make_corpus", "characters", images, *options)
+    text = run_script("make_corpus", "characters", images, "--num-train", "4", rc=2)
     assert "exists already and holds other files" in text
     sizes = split_sizes("characters", images, tmp_path / "shards")
     assert sizes == [3 * num_letters, num_letters]

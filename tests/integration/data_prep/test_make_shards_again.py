@@ -96,9 +96,7 @@ def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {"images", "shards"}
 
 
-def test_late_array_tasks_get_the_result_of_their_job(
-    tmp_path: Path,
-) -> None:
+def test_late_array_tasks_get_the_result_of_their_job(tmp_path: Path) -> None:
     source = corpus(tmp_path / "images")
     victim = source / "cat" / "003.jpg"
     photo = victim.read_bytes()

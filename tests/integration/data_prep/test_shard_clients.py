@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -15,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset
 from blake3 import blake3
-from PIL import Image
 
 from tests.support.corpora.external_tars import imagenet_22k_layout
+from tests.support.corpora.image_samples import decoded
 from tests.support.corpora.indexing import index
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import by_level
@@ -53,16 +52,12 @@ class Shards:
         return [(r["key"], r["label"], r["blake3"].hex()) for r in rows if r["split"] == split]
 
     def pixels(self, split: str) -> list[tuple[int, bytes]]:
-        """Label and decoded image of every sample, by offset alone."""
+        """Label and decoded image of every sample."""
         index = read_split(self.folder, split=split)
-        found = []
-        for i in range(index.num_samples):
-            with open(index.shards[index.shard_of[i]], "rb") as file:
-                file.seek(index.offset[i])
-                data = file.read(index.length[i])
-            with Image.open(io.BytesIO(data)) as image:
-                found.append((int(index.label[i]), image.convert("RGB").tobytes()))
-        return found
+        return [
+            (int(index.label[i]), decoded(index.read(i), "RGB").tobytes())
+            for i in range(index.num_samples)
+        ]
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,40 +10,30 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.support.corpora.image_corpus import corpus, make_shards
+from tests.support.corpora.image_corpus import corpus, make_shards, run_script
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.levels import skip_or_fail
-from tests.support.waiting import ROOT
 from vitscale.data.samples import Augmentation, TrainingSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.images.crops import RegionDecoder, missing
 
 
-def verify(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "data_prep/verify_shards.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def test_shards_of_make_shards_are_sound(digits_shards: Path) -> None:
-    finished = verify(digits_shards)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert f"{digits_shards}: valid; 1,797 samples" in finished.stdout
+    text = run_script("verify_shards", digits_shards)
+    assert f"{digits_shards}: valid; 1,797 samples" in text
 
 
 def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards", classes=("cat", "dog", "eel"))
-    finished = verify(tmp_path / "shards", "--sheet", tmp_path / "new/sheet.png")
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    run_script("verify_shards", tmp_path / "shards", "--sheet", tmp_path / "new/sheet.png")
     with Image.open(tmp_path / "new/sheet.png") as sheet:
         pixels = np.asarray(sheet).reshape(3, -1, sheet.width, 3)
     assert all((row < 250).any() for row in pixels)
 
 
 def test_a_missing_folder_ends_with_one_clear_message() -> None:
-    finished = verify("nowhere")
-    assert finished.returncode == 2
-    assert "no such folder" in finished.stderr and "Traceback" not in finished.stderr
+    assert "no such folder" in run_script("verify_shards", "nowhere", rc=2)
 
 
 SIZE = 24
@@ -61,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     source = corpus(base / "images", side=300)
     make_shards(source, base / "plain", "images.check=header", "shards.min_shards=2")
     shutil.copytree(base / "plain", base / "with")
-    assert verify(base / "with", "--entry-points").returncode == 0
+    run_script("verify_shards", base / "with", "--entry-points")
     return base / "plain", base / "with"
 
 
