@@ -73,16 +73,13 @@ def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_ru
 
 def parse_num_procs() -> tuple[int, list[str]]:
     """The number of processes, and the other arguments, which belong to the configuration."""
-    parser = argparse.ArgumentParser(
-        usage="vitscale launch --local CONFIG [key=value ...] [--num-procs N]",
-        add_help=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--num-procs", type=int, default=num_gpus() or 1)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--num-procs", nargs="?", const="", default=str(num_gpus() or 1))
     arguments, others = parser.parse_known_args()
-    if arguments.num_procs < 1:
-        parser.error("--num-procs: allowed are 1, 2, …")
-    return arguments.num_procs, others
+    given = arguments.num_procs
+    if not (given.isdecimal() and int(given)):
+        raise UserError(f"{given!r} is not allowed", where="--num-procs", allowed="1, 2, ...")
+    return int(given), others
 
 
 if __name__ == "__main__":

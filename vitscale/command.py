@@ -7,7 +7,6 @@ everything else, as `python SCRIPT` would.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vitscale.config import packaged
-from vitscale.config.errors import UserError, did_you_mean, run_script
+from vitscale.config.errors import UserError, did_you_mean, not_written, run_script
 from vitscale.config.packaged import CONFIGS, config_names
 
 PREPARE = {
@@ -159,6 +158,7 @@ def list_configs(words: Sequence[str]) -> None:
 def copy_config(words: Sequence[str]) -> None:
     """Copy a packaged configuration and its bases into configs/ here. Raises UserError."""
     from vitscale.config.loader import read_yaml
+    from vitscale.distributed.atomic_files import write_text
 
     name = words[0] if len(words) == 1 else ""
     found = Path(packaged.find_config(name))
@@ -171,8 +171,11 @@ def copy_config(words: Sequence[str]) -> None:
         if path == found and target.exists():
             raise UserError("exists already", where=str(target), next_step="edit it, or remove it")
         if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_text(target, path.read_text())
+            except OSError as error:
+                raise not_written(error, key="copy", path=str(target)) from None
             print(target)
         base = read_yaml(path.read_text(), name=str(path)).values.get("base")
         path = None if base is None else (path.parent / base).resolve()

@@ -24,7 +24,7 @@ from launch.jobs.queue import NoAnswerError, depending_on, jobs_of, submitted_id
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, Submission, submit_to_slurm
 from pretrain.run import PretrainRun
-from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.errors import UserError, UserErrors, not_written
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.packaged import PROJECT_ROOT
 from vitscale.distributed.atomic_files import write_text
@@ -151,7 +151,10 @@ def prepare_job(run: LaunchableRun, *, cluster: str, code: Path | None = None) -
     text = run_to_yaml(run)
     # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
-    write_text(config, text)
+    try:
+        write_text(config, text)
+    except OSError as error:
+        raise not_written(error, key="output", path=str(folder.parent)) from None
     script = f"data_prep/{run.script}.py" if isinstance(run, DataPrepRun) else SCRIPTS[run.stage]
     return StageJob(
         script=str((code or PROJECT_ROOT) / script),

@@ -127,6 +127,8 @@ def test_a_script_prints_the_whole_report(here: Path) -> None:
     done = script("pretrain/main.py", "--config", *command)
     assert done.returncode == 2
     assert report(*command) in done.stderr, done.stderr
+    done = script("launch/local.py", "--config", "a.yaml", "--num-procs", "two")
+    assert done.stderr == "error:\n--num-procs: 'two' is not allowed\n  allowed: 1, 2, ...\n"
 
 
 def test_a_printed_configuration_is_the_run(here: Path) -> None:

@@ -82,7 +82,6 @@ class FakeSlurm:
 
     @property
     def is_requeued(self) -> bool:
-        """Whether the last run of the job asked SLURM to start it again."""
         calls = [line for line in self.calls if line.startswith("scontrol requeue")]
         assert calls in ([], ["scontrol requeue 12"])
         return bool(calls)

@@ -44,7 +44,6 @@ class Scripts:
     images: Path
 
     def run(self, script: str, *words: str | Path, num_ranks: int = 1, code: int = 0) -> str:
-        """Run to the end and return what was printed."""
         place = self.folder / f"start-{len(list(self.folder.iterdir()))}"
         place.mkdir()
         command: list[str | Path] = [ROOT / f"finetune/{script}.py", *words]

@@ -215,7 +215,6 @@ def spoiled(loss: torch.Tensor, logits: torch.Tensor, step: int, part: int, worl
 
 
 def train(engine: Engine, start: int, stop: int, *, recipe: Recipe = ADAMW) -> list[float]:
-    """The losses of some steps, of which some are spoiled."""
     losses, world = [], engine.world
     for step in range(start, stop):
         images, labels = data(step)
@@ -253,7 +252,6 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 def moved(first: Engine, second: Engine) -> None:
-    """Give an engine the state of another."""
     tensors, asked = whole_state(first), []
 
     def read(name: str, start: int, count: int) -> torch.Tensor:

@@ -92,7 +92,6 @@ class FaultRuns:
         return wait_all(self.start(folder, *settings, **how))
 
     def finish(self, folder: Path, *settings: str, **how: Any) -> RunState:
-        """Resume without a fault and train to the end."""
         ranks = self.start(folder, *settings, **how)
         codes = wait_all(ranks)
         assert set(codes) == {0}, (codes, ranks[0].output())
@@ -162,7 +161,6 @@ def newest_step(folder: Path) -> int:
 
 
 def copy_run(killed: Path, folder: Path) -> Path:
-    """A copy of a killed training, without its logs."""
     shutil.copytree(killed, folder, dirs_exist_ok=True)
     for log in folder.glob("rank-*.log"):
         log.unlink()

@@ -107,7 +107,6 @@ class WarmRank:
         return self._code
 
     def wait(self, *, timeout_s: float) -> int:
-        """Its exit code. Raises TimeoutError."""
         code = self.poll(wait_s=timeout_s)
         if code is None:
             what = f"rank {self.rank} (pid {self.pid}) still runs; log: {self.log}"

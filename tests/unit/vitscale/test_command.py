@@ -104,6 +104,9 @@ def test_a_copied_configuration_has_its_bases(capsys: pytest.CaptureFixture[str]
     assert read_values("configs/finetune/deit3_i1k_b16.yaml") == {"stage": "evaluate"}
     with pytest.raises(UserError, match="exists already"):
         command.start(["configs", "copy", "deit3_i1k_b16"])
+    Path("configs/mae").touch()
+    with pytest.raises(UserError, match="configs/mae/b16.yaml: cannot be written"):
+        command.start(["configs", "copy", "mae/b16"])
 
 
 def test_every_configuration_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,8 +117,13 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     monkeypatch.chdir(tmp_path)
     source = {"path": "tars", "kind": "webdataset"}
     values = {"output": "shards", "source": source, "script": "index_shards"}
-    job = prepare_job(DataPrepRun.model_validate(values), cluster="slurm")
+    run = DataPrepRun.model_validate(values)
+    job = prepare_job(run, cluster="slurm")
     folder = Path(job.config).parent
     assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
     assert Path(job.script).name == "index_shards.py" and Path(job.script).is_file()
     assert job.run_folder is None and "script: index_shards" in Path(job.config).read_text()
+    Path(job.config).unlink()
+    Path(job.config).mkdir()
+    with pytest.raises(UserError, match="output=.*: cannot be written"):
+        prepare_job(run, cluster="slurm")
