@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 # Folder of the evaluations' files in that of a run or of results.
 FILES = "evaluation"
 NORMAL_QUANTILE_975 = 1.959963984540054
-# Images that linear classifiers score at once.
-CHUNK = 4096
 Output = Literal["logits", "features", "representation", "blocks"]
 """representation: what the last layer sees, after a representation layer."""
 
@@ -102,7 +100,7 @@ class Features:
         scores: Callable[[torch.Tensor], torch.Tensor],
         *,
         device: torch.device,
-        size: int = CHUNK,
+        size: int = 4096,
     ) -> torch.Tensor:
         """Count this rank's rows that each of H classifiers predicts right: int64 [H].
 

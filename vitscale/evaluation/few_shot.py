@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 # Appended to the features: a bias that the penalty hardly touches.
 CONSTANT = 100.0
-STD_EPS = 1e-5
 
 
 class FewShotSettings(SettingsBase):
@@ -108,7 +107,7 @@ def fit_ridge(
     std_D, mean_D = torch.std_mean(features_ND.double(), dim=0, correction=0)
 
     def standardized(values_ND: torch.Tensor) -> torch.Tensor:
-        scaled_ND = (values_ND.double() - mean_D) / (std_D + STD_EPS)
+        scaled_ND = (values_ND.double() - mean_D) / (std_D + 1e-5)
         return torch.nn.functional.pad(scaled_ND, (0, 1), value=CONSTANT)
 
     x_ND = standardized(features_ND)

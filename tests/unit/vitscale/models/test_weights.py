@@ -204,13 +204,11 @@ def npz(path: Path, content: Arrays, *, prefix: str = "") -> Path:
     return path
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1)))
-
-
+@torch.no_grad()
 def opened(path: Path) -> torch.Tensor:
-    return logits(open_model(str(path)).network)
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    found: torch.Tensor = open_model(str(path)).network(images)
+    return found
 
 
 def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
