@@ -2,7 +2,7 @@
 
     python launch/compare.py runs/a runs/b [--at samples] [--output FILE.html] [--csv FILE.csv]
     python launch/compare.py --filter "params.model.depth = '12'" --uri URI
-    python launch/compare.py sync runs/a runs/b [--uri URI]
+    python launch/compare.py sync runs/a runs/b [--to tensorboard]
 
 Owns: the command line. Leaves out: all the rest (`launch/comparison`).
 """
@@ -29,7 +29,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="vitscale compare",
         description="Compare runs: differing parameters, metrics, and an HTML report with curves.",
-        epilog="To copy runs into an MLflow store: vitscale compare sync --help",
+        epilog="To copy runs into MLflow, TensorBoard or W&B: vitscale compare sync --help",
     )
     text = "run folder, name of a folder under runs/, or id or name of an MLflow run; differences "
     text += "are relative to the first"

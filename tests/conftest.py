@@ -23,6 +23,7 @@ settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 # The developer's own site file has no effect on the tests.
 os.environ["VITSCALE_SITE"] = ""
+os.environ["WANDB_MODE"] = "offline"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

@@ -1,15 +1,16 @@
-"""Copy runs from their folders into an MLflow store, as often as wanted.
+"""Copy runs from their folders into MLflow, TensorBoard or W&B, as often as wanted.
 
-    python launch/compare.py sync RUN ... [--uri URI] [--experiment NAME]
+    python launch/compare.py sync RUN ... [--to STORE] [--uri URI] [--experiment NAME]
 
 Owns: the command line, and how a run ended that could not say so.
-Leaves out: MLflow (`vitscale.tracking.mlflow_sync`).
+Leaves out: the stores (`vitscale.tracking`).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from launch.jobs.queue import known_jobs
@@ -18,15 +19,9 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_values
 from vitscale.config.redaction import redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.mlflow_sync import (
-    CONFIG_NAME,
-    MlflowRun,
-    RunRecord,
-    Status,
-    chart_page,
-    read_record,
-)
+from vitscale.tracking.mlflow_sync import CONFIG_NAME, MlflowRun, RunRecord, Status, read_record
 from vitscale.tracking.settings import absolute_uri, default_uri
+from vitscale.tracking.tracker import Opener, reader_of
 
 STATUS: dict[RunState, Status] = {
     RunState.RUNNING: "RUNNING",
@@ -40,8 +35,8 @@ def sync(arguments: Sequence[str]) -> None:
     """Copy the runs. Raises UserErrors before anything is written where a folder is no run."""
     parser = argparse.ArgumentParser(
         prog="vitscale compare sync",
-        description="Copy runs from their folders into an MLflow store. Sends what is missing: a "
-        "second time, nothing.",
+        description="Copy runs from their folders into a store. Sends what is missing: a second "
+        "time, nothing.",
         allow_abbrev=False,
     )
     help_text = "run folder, name under runs/, or folder of runs"
@@ -50,8 +45,13 @@ def sync(arguments: Sequence[str]) -> None:
         "--uri", help="MLflow store; default: that of the site file, else runs/mlflow.db"
     )
     parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
+    stores = ("mlflow", "tensorboard", "wandb")
+    parser.add_argument("--to", choices=stores, default="mlflow", help="default: mlflow")
     given = parser.parse_args(arguments)
     uri = absolute_uri(given.uri or default_uri(), where="--uri")
+    opener: Opener = partial(MlflowRun, uri=uri, experiment=given.experiment, say=print)
+    if given.to != "mlflow":
+        opener = reader_of(given.to, where="--to")
     starts: list[tuple[float, Path]] = []
     errors: list[UserError] = []
     for folder in find_runs(given.runs):
@@ -68,20 +68,20 @@ def sync(arguments: Sequence[str]) -> None:
         ended = (record and record.ended) or state.logged.time or start
         status = final_status(state, record)
         try:
-            done = MlflowRun(folder, uri, experiment=given.experiment, say=print)
+            done = opener(folder)
             done.sync(status, ended=ended)
         # Any failure of a server or its database is reported as a problem of the address.
         except Exception as error:
             raise UserError(
-                f"MLflow at {redact(uri)} did not take {folder}: {short_reason(error)}",
-                where="--uri",
+                f"{given.to} did not take {folder}: {short_reason(error)}",
+                where=f"--uri {redact(uri)}" if given.to == "mlflow" else "--to",
                 next_step="run the same command again; it sends what is missing",
             ) from None
         print(
             f"{folder}: sent {done.num_points} points, {done.num_files} files; "
             f"{status.lower()}; run {done.run_id}"
         )
-    print(f"MLflow: {chart_page(uri, done.experiment)}")
+    print(f"{given.to}: {done.page}")
 
 
 def _start(folder: Path) -> float:

@@ -155,46 +155,68 @@ def chart_page(uri: str, experiment: str) -> str:
 # ---- sending ----------------------------------------------------------------------------------
 
 
-class MlflowRun:
-    """The MLflow run of a run folder, found or created. After an error, open another one."""
+class RunReader:
+    """A run folder, for a store outside. After an error, open another one."""
+
+    run_id: str
+    page: str
+    """Where to see it, or how."""
+    num_points = num_files = 0
+
+    def __init__(self, folder: Path) -> None:
+        record = read_record(folder)
+        if record is None:  # a copy of journal and configuration
+            record = RunRecord(tracking_id=str(folder.absolute()), name=folder.resolve().name)
+        self.folder, self.record, self._offset = folder, record, 0
+        self.config = read_values(folder / CONFIG_NAME)
+        first = next(read_rows(folder / JOURNAL_NAME), None)
+        self.started = record.time if first is None else first[0].time
+
+    def new_rows(self) -> Iterator[Row]:
+        """Lines of the journal that were not read before."""
+        for row, offset in read_rows(self.folder / JOURNAL_NAME, offset=self._offset):
+            self._offset = offset
+            yield row
+
+    def sync(self, status: Status, *, ended: float | None = None) -> None:
+        """Send what the store lacks: points and, at the end of the run, status and files.
+
+        ended: unix seconds; None: now.
+        """
+        raise NotImplementedError
+
+
+class MlflowRun(RunReader):
+    """The MLflow run of a run folder, found or created."""
 
     def __init__(self, folder: Path, uri: str, *, experiment: str | None = None, say: Say) -> None:
         """uri: absolute. experiment: of a new run; None: the one that the folder names."""
         from mlflow.entities import Param, RunTag
 
-        self.folder, self.uri, self._say = folder, uri, say
+        super().__init__(folder)
+        self.uri, self._say, record = uri, say, self.record
         self.client = client = open_client(uri)
-        record = read_record(folder)
-        if record is None:  # a copy of journal and configuration
-            record = RunRecord(tracking_id=str(folder.absolute()), name=folder.resolve().name)
         run = _find_by_id(client, record.tracking_id)
         if run is None:
-            first = next((row.time for row, _ in read_rows(folder / JOURNAL_NAME)), record.time)
             run = client.create_run(
                 _experiment_id(client, experiment or record.experiment, uri=uri),
                 run_name=record.name,
-                start_time=int(first * 1000),
+                start_time=int(self.started * 1000),
                 tags={ID_TAG: record.tracking_id, "mlflow.note.content": record.note},
             )
-        self.run_id: str = run.info.run_id
-        self.experiment: str = run.info.experiment_id
+        self.run_id = run.info.run_id
+        self.page = chart_page(uri, run.info.experiment_id)
         tags = {**record.tags, **_origin_tags(client, record)}
         tags["vitscale.run_folder"] = str(folder.absolute())
-        params = flatten_params(read_values(folder / CONFIG_NAME)).items()
+        params = flatten_params(self.config).items()
         # Parameters of an MLflow run cannot change.
         new = [Param(*each) for each in params if each[0] not in run.data.params]
         changed = [RunTag(*each) for each in tags.items() - run.data.tags.items()]
         client.log_batch(self.run_id, params=new, tags=changed)
         self._shown: str = run.info.status
         self._last_step = {metric.key: metric.step for metric in run.data._metric_objs}
-        self._offset = 0  # lines of the journal before it are sent
-        self.num_points = self.num_files = 0
 
     def sync(self, status: Status, *, ended: float | None = None) -> None:
-        """Send what the MLflow run lacks: points, status and, at the end of the run, files.
-
-        ended: unix seconds; None: now. MLflow shows PAUSED as SCHEDULED.
-        """
         self._send_points()
         shown = "SCHEDULED" if status == "PAUSED" else status
         if shown != self._shown:
@@ -211,11 +233,11 @@ class MlflowRun:
         """Send each metric's points behind its last step. In order, so that none is lost."""
         from mlflow.entities import Metric
 
-        rows = read_rows(self.folder / JOURNAL_NAME, offset=self._offset)
+        rows = self.new_rows()
         while chunk := list(itertools.islice(rows, ROWS_PER_ROUND)):
             points = [
                 Metric(key, value, int(row.time * 1000), row.step)
-                for row, _ in chunk
+                for row in chunk
                 for key, value in row.metrics.items()
                 if row.step > self._last_step.get(key, -1)
                 and (value or key in self._last_step or key not in EVENT_COUNTS)
@@ -223,7 +245,6 @@ class MlflowRun:
             self._last_step |= {point.key: point.step for point in points}
             self.client.log_batch(self.run_id, metrics=points)
             self.num_points += len(points)
-            self._offset = chunk[-1][1]
 
     def _send_files(self) -> None:
         """Send files that the store lacks or has in another size. A failure is a warning."""
@@ -242,7 +263,7 @@ class MlflowRun:
                     self.client.log_artifact(self.run_id, str(path), name.rpartition("/")[0])
                     self.num_files += 1
             if CONFIG_NAME not in stored:
-                text = shared_yaml(read_values(root / CONFIG_NAME))
+                text = shared_yaml(self.config)
                 self.client.log_text(self.run_id, text, CONFIG_NAME)
                 self.num_files += 1
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -20,6 +21,8 @@ class TrackingSettings(Section):
 
     uri: str | None = DEFAULT_URI
     """MLflow tracking URI; null: journal.jsonl only."""
+    also: tuple[Literal["tensorboard", "wandb"], ...] = Field(default=(), strict=False)
+    """Stores that get the metrics beside MLflow: tensorboard, wandb."""
     experiment: str = "vitscale"
     """MLflow experiment."""
     log_every_steps: int = Field(default=50, gt=0)

@@ -1,21 +1,25 @@
-"""Track a run: metrics into its journal at once, and into MLflow by a thread.
+"""Track a run: metrics into its journal at once, and into each store outside by a thread.
 
-The journal is the queue of the thread: memory stays bounded, and a slow server never slows a step.
+The journal is the queue of the threads: memory stays bounded, and a slow server never slows a step.
 Importing this module imports neither mlflow nor torch.
 """
 
 from __future__ import annotations
 
 import getpass
+import importlib
 import os
 import sys
 import threading
+import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.packaged import SourceVersion, source_version
 from vitscale.config.redaction import redact, short_reason
 from vitscale.distributed.atomic_files import or_warn, write_text
@@ -26,8 +30,23 @@ from vitscale.tracking.settings import TrackingSettings, absolute_uri, sqlite_pa
 
 # Between two looks at the journal; after a failure.
 SEND_S, RETRY_S = 1.0, 20.0
-# Limits of the wait for MLflow at the end of a run; after a failure, the process ends in seconds.
+# Limits of the wait for stores at the end of a run; after a failure, the process ends in seconds.
 CLOSE_WAIT_S, FAILED_CLOSE_WAIT_S = 30.0, 3.0
+Opener = Callable[[Path], mlflow_sync.RunReader]
+
+
+def reader_of(name: str, *, where: str) -> Opener:
+    """What sends a run folder to a store of `tracking.also`. Raises UserError without its package.
+
+    Imports the package: in a training not by a thread, since imports may interfere.
+    """
+    try:
+        reader: Opener = importlib.import_module(f"vitscale.tracking.{name}_sync").Reader
+        return reader
+    except ImportError as error:
+        what, allowed = f"{name} cannot be imported: {error}", "packages that are installed"
+        step = f"pip install 'vitscale[{name}]'; in a checkout: pip install -e '.[{name}]'"
+        raise UserError(what, where=where, allowed=allowed, next_step=step) from None
 
 
 class Tracker:
@@ -47,17 +66,19 @@ class Tracker:
         origin: str | None = None,
         say: mlflow_sync.Say = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
-        """Open the journal at `resume_step` (0: from the start) and start sending it to MLflow.
+        """Open the journal at `resume_step` (0: from the start) and start sending it.
 
         note: description of the run, in Markdown. origin: run folder, or a checkpoint in one, that
         the weights come from.
-        Raises UserError for an unsupported URI. An unreachable server is not an error.
+        Raises UserError for an unsupported URI or a missing package. An unreachable server is not
+        an error.
         """
         self.folder, self._say = Path(folder), say
         self._journal: Journal | None = None
-        self._thread: threading.Thread | None = None
+        self._threads: dict[str, threading.Thread] = {}
         if not is_writer:
             return
+        openers = {str(each): reader_of(each, where="tracking.also") for each in settings.also}
         uri = None if settings.uri is None else absolute_uri(settings.uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
         version, config = source_version(), (self.folder / mlflow_sync.CONFIG_NAME).read_bytes()
@@ -81,22 +102,23 @@ class Tracker:
         )
         if version is not None and version.patch:
             write_text(self.folder / f"source-{version.short}.diff", redact(version.patch))
-        if uri is None:
-            return
-        if "SLURM_JOB_ID" in os.environ and sqlite_path(uri) is not None:
+        if uri is not None and "SLURM_JOB_ID" in os.environ and sqlite_path(uri) is not None:
             say(
                 "MLflow: jobs of a cluster cannot share an SQLite file; metrics are in "
                 f"{JOURNAL_NAME}, and go to MLflow by "
                 f"vitscale compare sync {self.folder} --uri {redact(uri)}"
             )
-            return
-        mlflow_sync.prepare()
+        elif uri is not None:
+            mlflow_sync.prepare()
+            openers["MLflow"] = partial(mlflow_sync.MlflowRun, uri=uri, say=say)
         self._status: mlflow_sync.Status = "RUNNING"
-        self._closing, self._is_complete = threading.Event(), False
-        # An evaluation takes seconds, and names the page at its end.
-        arguments = (uri, settings.system_metrics, resume_step >= 0)
-        self._thread = threading.Thread(target=self._deliver, args=arguments, daemon=True)
-        self._thread.start()
+        self._closing, self._complete = threading.Event(), set[str]()
+        for store, opener in openers.items():
+            # An evaluation takes seconds, and names the page at its end.
+            arguments = (store, opener, settings.system_metrics, resume_step >= 0)
+            thread = threading.Thread(target=self._deliver, args=arguments, daemon=True)
+            self._threads[store] = thread
+            thread.start()
 
     def _record(self, event: str, **values: object) -> None:
         with or_warn(self.folder / EVENTS_NAME, self._say):
@@ -121,43 +143,45 @@ class Tracker:
         with or_warn(self._journal.path, self._say):
             self._journal.close()
         self._record(mlflow_sync.ENDED, status=status)
-        if self._thread is not None:
-            self._status = status
-            self._closing.set()
-            self._thread.join(FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S)
-            if not self._is_complete:
+        self._status = status
+        self._closing.set()
+        deadline = time.monotonic() + (FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S)
+        for name, thread in self._threads.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if name not in self._complete:
                 self._say(
-                    "warning: MLflow did not receive everything; all metrics are in "
+                    f"warning: {name} did not receive everything; all metrics are in "
                     f"{self.folder / JOURNAL_NAME}; "
-                    f"vitscale compare sync {self.folder} sends the rest"
+                    f"vitscale compare sync {self.folder} --to {name.lower()} sends the rest"
                 )
-        self._journal = self._thread = None
+        self._journal = None
 
-    def _deliver(self, uri: str, watches: bool, says_start: bool) -> None:
+    def _deliver(self, name: str, opener: Opener, watches: bool, says_start: bool) -> None:
         """Send new lines until the run is closed. No failure of the store stops training."""
-        run = monitor = None
+        reader = monitor = None
         pause_s, is_last = 0.0, False
         while not is_last:
             is_last = self._closing.wait(pause_s)
             try:
-                if run is None:
-                    run = mlflow_sync.MlflowRun(self.folder, uri, say=self._say)
+                if reader is None:
+                    reader = opener(self.folder)
                     if says_start:
-                        self._say(f"MLflow: {mlflow_sync.chart_page(uri, run.experiment)}")
-                run.sync(self._status)
-                if watches and monitor is None:
-                    monitor = run.watch_node()
+                        self._say(f"{name}: {reader.page}")
+                        says_start = False
+                reader.sync(self._status if is_last else "RUNNING")
+                if watches and monitor is None and isinstance(reader, mlflow_sync.MlflowRun):
+                    monitor = reader.watch_node()
                 pause_s = SEND_S
             except Exception as error:
                 if pause_s != RETRY_S:
                     self._say(
-                        f"warning: MLflow is unreachable ({short_reason(error)}); training "
-                        f"continues, metrics are kept in {JOURNAL_NAME} and sent later"
+                        f"warning: {name} cannot be reached or written ({short_reason(error)}); "
+                        f"training continues, metrics are kept in {JOURNAL_NAME} and sent later"
                     )
-                run, pause_s = None, RETRY_S
-        if run is not None:
-            self._is_complete = True
-            self._say(f"MLflow: {mlflow_sync.chart_page(uri, run.experiment)}")
+                reader, pause_s = None, RETRY_S
+        if reader is not None:
+            self._complete.add(name)
+            self._say(f"{name}: {reader.page}")
             if monitor is not None:
                 monitor.finish()
 

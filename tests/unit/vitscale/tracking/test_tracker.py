@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 import yaml
 
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -140,12 +142,20 @@ def test_what_a_run_shows_is_without_secrets(
     set_version(monkeypatch, version)
     said: list[str] = []
     how: dict[str, Any] = {"tags": {"model": "B/16"}, "note": "**What:** http://u:p@h"}
-    with open_tracker(settings={"tags": {"team": "a"}}, say=said.append, **how) as tracker:
+    changes = {"tags": {"team": "a"}, "also": ("tensorboard", "wandb")}
+    with open_tracker(settings=changes, say=said.append, **how) as tracker:
         log_steps(tracker, range(1, 3))
         pictures = tracker.folder / "pictures"
         pictures.mkdir()
         (pictures / "a.png").write_bytes(b"a picture")
-    assert "vitscale compare sync" in said[-1] and select(store, "count(*) from runs") == [0]
+    wandb.teardown()
+    assert any("vitscale compare sync" in text for text in said)
+    assert select(store, "count(*) from runs") == [0]
+    for pattern in ("tensorboard/*", "wandb/offline*/*.wandb"):
+        (sent_to,) = [path.read_bytes() for path in tracker.folder.glob(pattern)]
+        for shown in (b"http://host/x", b"**What:** http://h", b"B/16", b"0.001", version.short):
+            assert (shown if isinstance(shown, bytes) else shown.encode()) in sent_to
+        assert not [secret for secret in (b"hunter2", b"u:p", b"setup") if secret in sent_to]
     send(tracker.folder, mlflow_database)
     found = tags(store)
     assert (found["mlflow.runName"], found["vitscale.stage"]) == ("digits", "pretrain")
@@ -184,6 +194,22 @@ def test_other_ranks_and_an_invalid_address_write_nothing(
     with pytest.raises(UserError, match="tracking.uri"):
         open_tracker(settings={"uri": "htp://host"})
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
+
+
+def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
+    open_tracker: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/tensorboard").write_text("no folder")
+    said: list[str] = []
+    settings = {"uri": None, "also": ("tensorboard",)}
+    with open_tracker(settings=settings, say=said.append) as tracker:
+        log_steps(tracker, range(1, 3))
+    assert "training continues" in said[0] and "--to tensorboard sends the rest" in said[1]
+    assert len(said) == 2 and len([*read_rows(tmp_path / "run/journal.jsonl")]) == 2
+    monkeypatch.setitem(sys.modules, "vitscale.tracking.wandb_sync", None)
+    with pytest.raises(UserError, match=r"(?s)tracking.also: .*pip install 'vitscale\[wandb\]'"):
+        open_tracker(settings={"also": ("wandb",)})
 
 
 def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: sqlite3.Connection) -> None:
