@@ -34,8 +34,7 @@ from benchmarks.measuring import ROOT, Failed, parser_of, ratio, run_benchmark, 
 from benchmarks.training_loops import EngineLoop, Task
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import read_checkpoint
-from vitscale.checkpoint.store import CheckpointStore
-from vitscale.checkpoint.tensors import SLICE, read_tensors
+from vitscale.checkpoint.store import SLICE, CheckpointStore, read_tensors
 from vitscale.config.loader import load_run
 from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group

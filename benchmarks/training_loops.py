@@ -30,8 +30,7 @@ from vitscale.models.vit import build_model, compile_blocks, decayed
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingPlan, training_plan
-from vitscale.training.session import seed_step
-from vitscale.training.start import build_engine
+from vitscale.training.session import build_engine, seed_step
 
 NUM_SAMPLES = 12_400_000  # of ImageNet-21k; where a schedule counts epochs
 # Labels are of ten classes only, so that the loss falls within a few steps for any images.

@@ -34,7 +34,7 @@ try:
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, make_folders, write_text
     from vitscale.distributed.processes import num_cores
-    from vitscale.tracking.console import item_progress
+    from vitscale.tracking.journal import item_progress
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None

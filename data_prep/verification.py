@@ -37,7 +37,7 @@ from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.processes import num_cores
 from vitscale.images.jpeg import entry_points
-from vitscale.tracking.console import item_progress
+from vitscale.tracking.journal import item_progress
 
 # Of the sheet: at most this many classes, and images of each.
 MAX_CLASSES, PER_CLASS = 40, 10

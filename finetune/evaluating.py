@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.settings import EvaluateRun
-from vitscale.checkpoint.run_lock import run_folder_lock
+from vitscale.checkpoint.store import run_folder_lock
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split

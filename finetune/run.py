@@ -7,8 +7,7 @@ from typing import Literal
 
 from finetune.objectives import OBJECTIVES, ObjectiveSettings
 from vitscale.runs.training import TrainingRun
-from vitscale.training.objective import Objective
-from vitscale.training.supervised import SupervisedSettings
+from vitscale.training.objective import Objective, SupervisedSettings
 
 
 class FinetuneRun(TrainingRun):

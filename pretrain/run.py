@@ -9,8 +9,7 @@ from pretrain.objectives.mae import Mae
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
 from vitscale.config.section import NamedSection, choice_of
 from vitscale.runs.training import TrainingRun
-from vitscale.training.objective import Objective
-from vitscale.training.supervised import Distillation, Supervised, SupervisedSettings
+from vitscale.training.objective import Distillation, Objective, Supervised, SupervisedSettings
 
 # A new objective is one file in `objectives` and one line here.
 OBJECTIVES: dict[str, type[Objective]] = {

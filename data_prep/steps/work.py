@@ -52,7 +52,7 @@ from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
 from vitscale.distributed.processes import is_alive, num_cores, num_gpus
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.tracking.console import item_progress
+from vitscale.tracking.journal import item_progress
 
 # Settings that do not change the bytes of the result, besides the path of the source.
 EXECUTION = dict.fromkeys(("output", "launch", "num_workers", "script"), True)

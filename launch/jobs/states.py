@@ -30,8 +30,7 @@ from vitscale.config.errors import (
 )
 from vitscale.distributed.events import Failure, TrainingStart, cause, read_failures, read_start
 from vitscale.distributed.processes import is_alive, node_name
-from vitscale.tracking.console import format_duration
-from vitscale.tracking.journal import JOURNAL_NAME, decode
+from vitscale.tracking.journal import JOURNAL_NAME, decode, format_duration
 from vitscale.tracking.mlflow_sync import ARTIFACTS_FOLDER
 
 RUNS_FOLDER = Path("runs")

@@ -156,7 +156,7 @@ class Mae(Objective):
         """
         import numpy as np
 
-        from vitscale.data.mixing import on_device
+        from vitscale.data.loader import on_device
         from vitscale.models.patches import random_orders, to_patches
 
         patches_BLP = to_patches(engine.normalized(images_B3SS), patch_size=self.patch_size)

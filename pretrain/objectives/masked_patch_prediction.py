@@ -103,7 +103,7 @@ class MaskedPatchPrediction(Objective):
     def corruption(self, positions_B: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
         """Corrupt the images at these positions."""
         from pretrain.objectives.masked_patches import draw_corruption
-        from vitscale.data.mixing import on_device
+        from vitscale.data.loader import on_device
 
         drawn = draw_corruption(
             positions_B,

@@ -69,7 +69,7 @@ class Checkpoint:
     folder: Path
     step: int
     files: tuple[Path, ...]
-    """For `tensors.read_tensors`."""
+    """For `store.read_tensors`."""
     progress: dict[str, Any]
     """Position of the run: JSON values."""
     description: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Save the checkpoints of a run in the background, one after the other.
+"""Lock the folder of a run, and save its checkpoints in the background, one after the other.
 
 The thread first copies the tensors to host memory, while the next forward and backward pass read
 the same weights; an update must wait for that copy (`wait_for_host_copy`), and for nothing else.
@@ -9,24 +9,51 @@ and in `wait`.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import math
+import os
+import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vitscale.checkpoint.folders import Checkpoint, Commit, Save, commit_save, newest_checkpoint
-from vitscale.checkpoint.tensors import HostCopy
-from vitscale.config.errors import DivergedError, StorageError
-from vitscale.distributed.world import SAVES, World, control_group, gather_objects
+from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
+from vitscale.distributed.atomic_files import retried
+from vitscale.distributed.processes import node_name
+from vitscale.distributed.world import (
+    SAVES,
+    World,
+    control_group,
+    errors_on_all_ranks,
+    gather_objects,
+)
 
+DTYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+# After SILENT_S without a touch a holder on another node is gone. Under SLURM a start waits for
+# WAIT_S: the holder may be an attempt that is ending. The other ranks wait too, so not for longer.
+BEAT_S, SILENT_S, WAIT_S = 5.0, 20.0, 30.0
 # Longest that a save may take, and one rank's disk beyond another's.
 LONGEST_SAVE_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed: the process ends
@@ -168,3 +195,266 @@ class CheckpointStore:
                 problem = self._save.exception(PATIENCE_S)
             if problem is not None:
                 error.add_note(f"the last checkpoint was not committed ({problem})")
+
+
+# ---- one job at a time --------------------------------------------------------------------------
+
+
+class FolderTakenError(UserError):
+    """Another job may be writing to the run folder; a later start may succeed."""
+
+    kind = FailureKind.OTHER
+
+
+@contextmanager
+def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
+    """Hold the run folder inside the block. Raises UserError, on all ranks, for a second job.
+
+    `RUN/.lock` is locked by flock, names job and node of its holder, and is touched every BEAT_S.
+    flock alone is not enough: some file systems have none, or one for each node, and NFS may keep
+    that of a node that died.
+    """
+    with ExitStack() as stack:
+        with errors_on_all_ranks("cannot be used as run folder", folder):
+            if world.is_first:
+                folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+                stack.enter_context(_held(folder / ".lock"))
+        yield
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    ending = threading.Event()
+
+    def touch() -> None:
+        while not ending.wait(BEAT_S):
+            with suppress(OSError):
+                os.utime(path)
+
+    with open(path, "a+") as file:
+        # Or loader workers, which outlive a killed rank by seconds, would hold the lock.
+        os.register_at_fork(after_in_child=file.close)
+        _acquire(path, file.fileno())
+        job = os.environ.get("SLURM_JOB_ID")
+        file.truncate(0)
+        file.write(f"{f'job {job}' if job else f'process {os.getpid()}'} on {node_name()}")
+        file.flush()
+        os.fsync(file.fileno())
+        threading.Thread(target=touch, name="run-folder-lock", daemon=True).start()
+        try:
+            yield
+        finally:
+            ending.set()
+            with suppress(OSError):
+                file.truncate(0)
+
+
+def _acquire(path: Path, descriptor: int) -> None:
+    """Return when nobody else holds the lock. Raises UserError when somebody does."""
+    start = touched = time.monotonic()
+    first = last = path.stat().st_mtime_ns
+    while True:
+        locked: bool | None = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            locked = False
+        except OSError:  # not on this file system
+            locked = None
+        now, holder = time.monotonic(), path.read_text()
+        if (beat := path.stat().st_mtime_ns) != last:
+            last, touched = beat, now
+        is_gone = not holder or now - touched > SILENT_S
+        # On one node flock is right, even just after a kill.
+        if (locked and holder.endswith(f" on {node_name()}")) or (locked is not False and is_gone):
+            return
+        what = "another job is training in this run folder" + (f": {holder}" if holder else "")
+        next_step = "wait for it or stop it, or choose another name"
+        if "SLURM_JOB_ID" not in os.environ and (locked is False or last != first):
+            raise UserError(what, where=str(path.parent), next_step=next_step)
+        if now - start > WAIT_S:
+            raise FolderTakenError(what, where=str(path.parent), next_step=next_step)
+        time.sleep(0.5)
+
+
+# ---- tensors as safetensors files ---------------------------------------------------------------
+# https://huggingface.co/docs/safetensors: 8 bytes of header length, JSON header, data. Written here
+# because the library wants all bytes at once, which would double the host memory.
+
+
+class HostCopy:
+    """One copy of a rank's tensors in host memory, laid out as the data of a tensor file.
+
+    Kept from save to save: fresh memory costs more than the copy (page faults), and copies from a
+    GPU need pinned memory to be fast, which is slow to get.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places: dict[str, torch.Tensor] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._ready: torch.cuda.Event | None = None
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Get the memory for these tensors, as they are after the kernels queued so far."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._places.clear()  # they would keep a replaced buffer alive
+        if self._buffer.numel() != num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            if self._stream is not None and num_bytes:
+                pin_in_place(self._buffer)
+        if self._stream is not None:
+            self._ready = torch.cuda.current_stream(self._device).record_event()
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
+        """Copy the prepared tensors. Returns the file's bytes in pieces, valid until next time.
+
+        On a GPU the copy runs concurrently with the kernels of the training thread.
+        """
+        # Widest first, as the library does, so that every tensor is aligned.
+        order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            if self._stream is not None and self._ready is not None:
+                self._stream.wait_event(self._ready)
+            header: dict[str, object] = {}
+            end = 0
+            for name in order:
+                tensor = tensors[name]
+                start, end = end, end + tensor.nbytes
+                place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor, non_blocking=True)
+                self._places[name] = place
+                header[name] = {
+                    "dtype": DTYPES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "data_offsets": [start, end],
+                }
+            if self._stream is not None:
+                self._stream.synchronize()
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return [len(text).to_bytes(8, "little") + text, self._buffer.numpy().data]
+
+    def not_finite(self) -> list[str]:
+        """Names of the tensors copied last that hold a NaN or an infinity."""
+        return [
+            name
+            for name, place in self._places.items()
+            if place.is_floating_point() and place.numel()
+            # Ten times as fast as isfinite; NaN is the least and the greatest of everything.
+            if not all(map(math.isfinite, torch.aminmax(place)))
+        ]
+
+
+def pin_in_place(buffer: torch.Tensor) -> None:
+    """Pin a buffer while it lives; torch's own pinned memory is rounded up to a power of two."""
+    cuda: Any = torch.cuda.cudart()
+    torch.cuda.check_error(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
+
+
+SLICE = re.compile(r"(?P<name>.+)@(?P<start>\d+)/(?P<shape>[\dx]*)")
+LENGTH_BYTES = 8
+
+
+def slice_name(name: str, *, start: int, shape: Iterable[int]) -> str:
+    """Name of a one-dimensional piece: elements from `start` of a tensor of `shape`, flattened."""
+    return f"{name}@{start}/{'x'.join(map(str, shape))}"
+
+
+class Slice(NamedTuple):
+    """Consecutive elements of a flattened tensor in a file."""
+
+    start: int
+    num_elements: int
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """As the file names it: F32, BF16, ..."""
+    path: str
+    offset: int
+    """First byte in the file."""
+
+
+def read_header(path: Path) -> list[Slice]:
+    """What a verified file holds. Raises OSError."""
+
+    def read() -> tuple[int, dict[str, Any]]:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+            return length, json.loads(file.read(length))
+
+    length, header = retried(read)
+    header.pop("__metadata__", None)
+    slices = []
+    for name, entry in header.items():
+        shape, start = tuple(entry["shape"]), 0
+        num_elements = math.prod(shape)
+        if piece := SLICE.fullmatch(name):
+            name, start = piece["name"], int(piece["start"])
+            shape = tuple(int(size) for size in piece["shape"].split("x") if size)
+        offset = LENGTH_BYTES + length + entry["data_offsets"][0]
+        slices.append(Slice(start, num_elements, name, shape, entry["dtype"], str(path), offset))
+    return slices
+
+
+def read_tensors(files: Iterable[Path], *, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Whole tensors on the CPU whose names start with `prefix`, which is removed."""
+    slices = [each for path in files for each in read_header(path) if each.name.startswith(prefix)]
+    with SavedTensors(slices) as saved:
+        names = dict.fromkeys(each.name for each in slices)
+        return {name.removeprefix(prefix): saved.whole(name) for name in names}
+
+
+class SavedTensors:
+    """Reads ranges of a checkpoint's tensors; memory for one range at a time.
+
+    As a context manager it closes its files.
+    """
+
+    def __init__(self, slices: Iterable[Slice]) -> None:
+        """slices: of all files, in any order."""
+        self._slices: dict[str, list[Slice]] = {}
+        for each in slices:
+            self._slices.setdefault(each.name, []).append(each)
+        self._open: dict[str, int] = {}
+
+    def part(self, name: str, start: int, num_elements: int) -> torch.Tensor:
+        """Elements from `start` of a flattened tensor, on the CPU. Raises OSError."""
+        slices, stop = self._slices[name], start + num_elements
+        dtype = TORCH_DTYPES[slices[0].dtype]
+        found = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8)
+        num_read = 0
+        for each in slices:
+            first, last = max(start, each.start), min(stop, each.start + each.num_elements)
+            if first < last:
+                here = slice((first - start) * dtype.itemsize, (last - start) * dtype.itemsize)
+                offset = each.offset + (first - each.start) * dtype.itemsize
+                retried(partial(self._read, each.path, offset, into=found[here]))
+                num_read += last - first
+        assert num_read == num_elements, f"slices of {name} overlap or do not cover it"
+        return found.view(dtype)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor. Raises OSError."""
+        shape = self._slices[name][0].shape
+        return self.part(name, 0, math.prod(shape)).view(shape)
+
+    def _read(self, path: str, offset: int, *, into: torch.Tensor) -> None:
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY)
+        left = into.numpy().data
+        while left:
+            count = os.preadv(self._open[path], [left], offset)
+            if count == 0:
+                raise OSError(f"{path} has become shorter")
+            left, offset = left[count:], offset + count
+
+    def __enter__(self) -> SavedTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])

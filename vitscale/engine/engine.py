@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vitscale.checkpoint.tensors import slice_name
+from vitscale.checkpoint.store import slice_name
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks, gather_objects
 from vitscale.engine.device_batches import Normalization
@@ -371,6 +371,13 @@ def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.d
             next_step="set engine.precision=auto",
         )
     return DTYPES[wanted]
+
+
+def is_compiled(engine: EngineSettings, device: torch.device) -> bool:
+    """Whether the blocks of models are compiled."""
+    if engine.compile == "auto":
+        return device.type == "cuda" and engine.zero_stage < 3
+    return engine.compile
 
 
 def deepspeed_config(

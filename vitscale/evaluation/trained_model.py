@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch import nn
 
 from vitscale.checkpoint.folders import MANIFEST, Checkpoint, resolve_weights
-from vitscale.checkpoint.tensors import read_tensors
+from vitscale.checkpoint.store import read_tensors
 from vitscale.config.errors import UserError
 from vitscale.config.loader import read_yaml
 from vitscale.config.section import Section

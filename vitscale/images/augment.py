@@ -104,7 +104,8 @@ def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
     elif chosen == 1:
         image = solarize(image, threshold=128)
     else:
-        image = gaussian_blur(image, sigma=random.uniform(0.1, 2.0))
+        blur = ImageFilter.GaussianBlur(random.uniform(0.1, 2.0))  # three box filters
+        image = _from_rgb(_to_rgb(image).filter(blur))
     steps = [
         partial(operation, factor=random.uniform(1 - JITTER, 1 + JITTER))
         for operation in (brightness, contrast, saturation)
@@ -192,10 +193,6 @@ def map_levels(image_3HW: torch.Tensor, *tables: np.ndarray) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8).view(image_3HW.shape)
 
 
-def invert(image_3HW: torch.Tensor) -> torch.Tensor:
-    return ~image_3HW
-
-
 def solarize(image_3HW: torch.Tensor, *, threshold: int) -> torch.Tensor:
     """Invert values at or above `threshold`; 256 changes nothing."""
     if threshold > 255:
@@ -276,11 +273,6 @@ def sharpness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
     smooth_3HW = image_3HW.clone()
     smooth_3HW[:, 1:-1, 1:-1] = sums.float().mul_(1 / 13).add_(0.5).byte()
     return _blend(smooth_3HW, image_3HW, factor)
-
-
-def gaussian_blur(image_3HW: torch.Tensor, *, sigma: float) -> torch.Tensor:
-    """Pillow's blur (three box filters), as the recipes use it."""
-    return _from_rgb(_to_rgb(image_3HW).filter(ImageFilter.GaussianBlur(sigma)))
 
 
 def affine(
@@ -412,7 +404,7 @@ _nearest = partial(_affine, interpolation="nearest")
 AUGREG: dict[str, Operation] = {
     "auto_contrast": lambda image, m, random: auto_contrast(image),
     "equalize": lambda image, m, random: equalize(image),
-    "invert": lambda image, m, random: invert(image),
+    "invert": lambda image, m, random: ~image,
     "rotate": partial(_nearest, matrix=_rotation, most=30),
     # 0 bits keep the highest bit: TensorFlow limits a shift of 8 to 7.
     "posterize": lambda image, m, random: posterize(image, bits=max(1, int(m / 10 * 4))),

@@ -1,7 +1,7 @@
 """Write a run for TensorBoard, into the folder `tensorboard` of the run.
 
 Each start makes its file anew from the journal: no step is doubled, and none left out, whatever was
-killed before. Only `tracker.reader_of` imports this: the package is an extra.
+killed before. tensorboard is an extra.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Send a run to Weights & Biases, or write it for `wandb sync` (WANDB_MODE=offline).
 
 Online, a run that W&B has is continued. Offline, each start writes the run from its first step, and
-the last one replaces the others when it is uploaded: `resume` would append it.
-Only `tracker.reader_of` imports this: the package is an extra.
+the last one replaces the others when it is uploaded: `resume` would append it. wandb is an extra.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from vitscale.tracking.mlflow_sync import RunReader, Status
 ENVIRONMENT = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"}
 # What W&B collects itself may have secrets: arguments, edits, the address of the remote, output.
 OFF = ("disable_git", "disable_code", "x_disable_meta", "x_disable_machine_info", "x_disable_stats")
-# For the upload at the end of a run. A training waits little longer.
-FINISH_S = 25.0
 # W&B's codes of a run that is preempted, and of one that is stopped by hand.
 EXIT_CODES: dict[Status, int] = {"FINISHED": 0, "PAUSED": EXIT_STOPPED_RESUMABLE, "KILLED": 255}
 
@@ -41,7 +38,7 @@ class Reader(RunReader):
             x_save_requirements=False,
             console="off",
             reinit="create_new",
-            finish_timeout=FINISH_S,
+            finish_timeout=25.0,  # a training waits little longer
             finish_timeout_raises=True,
         )
         self._run = wandb.init(
@@ -56,9 +53,8 @@ class Reader(RunReader):
             settings=settings,
         )
         self._first_step = self._run.starting_step
-        files = shown_path(str(Path(self._run.dir).parent))
-        self.run_id = self._run.url or files
-        self.page = self._run.url or f"wandb sync {files}"
+        self.run_id = self._run.url or shown_path(str(Path(self._run.dir).parent))
+        self.page = self._run.url or f"wandb sync {self.run_id}"
 
     def sync(self, status: Status, *, ended: float | None = None) -> None:
         for row in self.new_rows():

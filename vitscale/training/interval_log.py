@@ -26,7 +26,7 @@ from vitscale.distributed.world import gather_objects, sum_over_ranks
 from vitscale.engine.engine import Engine
 from vitscale.engine.gradients import Health
 from vitscale.runs.training import TrainingPlan, TrainingRun
-from vitscale.tracking.console import format_duration
+from vitscale.tracking.journal import format_duration
 from vitscale.tracking.tracker import Tracker
 
 # Dense bf16 FLOP/s by NVIDIA's datasheets, by a part of the device name.

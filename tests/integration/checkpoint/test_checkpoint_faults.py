@@ -26,7 +26,7 @@ from tests.support.levels import skip_or_fail
 from tests.support.light_checkpoints import LENGTH, light_save
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.checkpoint.tensors import read_tensors
+from vitscale.checkpoint.store import read_tensors
 from vitscale.config.errors import UserError
 
 WRITER = ROOT / "tests/support/light_checkpoints.py"

@@ -17,7 +17,7 @@ from tests.support.ranks.fault_runs import STEPS, FaultRuns, output, wait_all
 from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.checkpoint.tensors import read_tensors
+from vitscale.checkpoint.store import read_tensors
 from vitscale.distributed.processes import free_port
 
 pytestmark = pytest.mark.distributed

@@ -11,8 +11,7 @@ import pytest
 from tests.support.golden import Golden
 from tests.support.loader_runs import SEED, rank_batches_of
 from tests.support.runs import OTHER_SHARDS, SHARDS, TINY, make_shards
-from vitscale.data.loader import Batch, evaluation_batches
-from vitscale.data.mixing import mix_batch
+from vitscale.data.loader import Batch, evaluation_batches, mix_batch
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_val_split
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from vitscale.checkpoint.tensors import SLICE
+from vitscale.checkpoint.store import SLICE
 from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
 from vitscale.engine.engine import Engine, deepspeed_config

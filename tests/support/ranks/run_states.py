@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.checkpoint.tensors import read_tensors
+from vitscale.checkpoint.store import read_tensors
 
 # These differ between equal runs.
 TIMES = ("time", "vitals/")

@@ -44,7 +44,7 @@ WARMED = (
     "vitscale.training.session",
     "vitscale.evaluation.classification",
     "vitscale.models.vit",
-    "vitscale.training.supervised",
+    "vitscale.training.losses",
     "deepspeed.runtime.zero.muon.original_muon",
 )
 

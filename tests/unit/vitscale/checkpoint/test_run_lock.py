@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from vitscale.checkpoint import run_lock
-from vitscale.checkpoint.run_lock import FolderTakenError, run_folder_lock
+from vitscale.checkpoint import store
+from vitscale.checkpoint.store import FolderTakenError, run_folder_lock
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(run_lock, "errors_on_all_ranks", lambda *_: nullcontext())
+    monkeypatch.setattr(store, "errors_on_all_ranks", lambda *_: nullcontext())
     for name, seconds in {"BEAT_S": 0.02, "SILENT_S": 0.4, "WAIT_S": 1.0}.items():
-        monkeypatch.setattr(run_lock, name, seconds)
+        monkeypatch.setattr(store, name, seconds)
     return tmp_path / "run"
 
 

@@ -21,8 +21,7 @@ from vitscale.checkpoint.folders import (
     resolve_weights,
     step_folders,
 )
-from vitscale.checkpoint.store import CheckpointStore
-from vitscale.checkpoint.tensors import read_tensors
+from vitscale.checkpoint.store import CheckpointStore, read_tensors
 from vitscale.config.errors import DivergedError, StorageError, UserError
 from vitscale.distributed import atomic_files
 from vitscale.distributed.world import World, process_group

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from vitscale.checkpoint.tensors import (
+from vitscale.checkpoint.store import (
     DTYPES,
     HostCopy,
     SavedTensors,

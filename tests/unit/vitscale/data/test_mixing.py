@@ -7,8 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from vitscale.data.loader import Batch
-from vitscale.data.mixing import cutmix_box, draw_blend, mix_batch, symmetric_beta
+from vitscale.data.loader import Batch, cutmix_box, draw_blend, mix_batch, symmetric_beta
 from vitscale.data.order import rank_batches
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key

@@ -28,7 +28,7 @@ from vitscale.models.timm_model import (
 )
 from vitscale.optim.optimizers import optimizer_groups
 from vitscale.optim.settings import OptimSettings
-from vitscale.training import start
+from vitscale.training import session
 
 NAMES = ("test_vit", "test_convnext", "test_efficientnet_gn", "test_mambaout")
 SIZE = 64
@@ -217,5 +217,5 @@ def test_statistics_of_batches_are_not_trained() -> None:
     run = PretrainRun.model_validate({**values, "optim": {"lr": 1.0}, "model": model})
     arch = run.model.resolved(num_classes=5)
     with pytest.raises(UserError, match="timm test_resnet has BatchNorm"):
-        start.build_model(run, run.make_objective(), arch)
+        session.build_model(run, run.make_objective(), arch)
     assert built("test_resnet")(images()).shape == (2, 5)

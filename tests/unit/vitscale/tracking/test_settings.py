@@ -11,8 +11,8 @@ import yaml
 from tests.contract.tree import ROOT
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.redaction import flatten_params, redact, shared_yaml
-from vitscale.tracking import console
-from vitscale.tracking.console import item_progress, training_log
+from vitscale.tracking import journal
+from vitscale.tracking.journal import item_progress, training_log
 from vitscale.tracking.settings import DEFAULT_URI, absolute_uri, default_uri, sqlite_path
 
 
@@ -101,7 +101,7 @@ def test_progress_of_items_has_a_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(journal.time, "monotonic", lambda: now[0])
     with item_progress("verify", total=90, unit="tars") as advance:
         for now[0], num in ((1.0, 10), (10.0, 20), (11.0, 60)):
             advance(num)

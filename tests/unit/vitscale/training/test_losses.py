@@ -11,7 +11,7 @@ import torch
 
 from vitscale.data.loader import Batch
 from vitscale.training.losses import hard_loss, label_loss, soft_loss
-from vitscale.training.supervised import Distillation, DistillationSettings
+from vitscale.training.objective import Distillation, DistillationSettings
 
 MIXED = [False, True]
 

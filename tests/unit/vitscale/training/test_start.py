@@ -21,16 +21,16 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.node_files import private_folder
+from vitscale.engine.engine import is_compiled
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.trained_model import takes_average
 from vitscale.models.vit import compile_blocks
 from vitscale.runs.training import training_plan
-from vitscale.training import session, start
-from vitscale.training.start import (
+from vitscale.training import session
+from vitscale.training.session import (
     changed_settings,
     check_resumable,
     compatibility_key,
-    is_compiled,
 )
 
 GLOBAL_BATCH = 8
@@ -97,7 +97,7 @@ def resume(checkpoint: Checkpoint, change: Mapping[str, Any]) -> None:
 def test_incompatible_change_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     saved = checkpoint_of(description_of({}))
     resume(saved, {})
-    monkeypatch.setattr(start, "ORDER_VERSION", CHANGES[key].get("version", 1))
+    monkeypatch.setattr(session, "ORDER_VERSION", CHANGES[key].get("version", 1))
     with pytest.raises(UserError, match="belongs to another run") as caught:
         resume(saved, CHANGES[key])
     assert f"\n    {key}: checkpoint " in caught.value.what

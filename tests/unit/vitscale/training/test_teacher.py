@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
 from vitscale.engine.settings import EngineSettings
-from vitscale.training.supervised import TeacherSettings
-from vitscale.training.teacher import Teacher, open_teacher
+from vitscale.training.losses import Teacher, open_teacher
+from vitscale.training.objective import TeacherSettings
 
 NAME, CLASSES = "test_efficientnet", 5
 
