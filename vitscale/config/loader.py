@@ -430,7 +430,7 @@ def explain(error: ValidationError, run_type: type[Run], source: Source) -> list
         elif kind.startswith(LIMIT_ERRORS):
             what = f"{show_value(value)} is not allowed"
             if isinstance(value, str):
-                step = did_you_mean(value, allowed.split(", "))
+                step = did_you_mean(value, allowed.removeprefix("a list, each item ").split(", "))
         elif isinstance(value, list):
             what = f"{show_value(value)} is a list of {len(value)}"
         elif kind.startswith("string") and value is not None and not isinstance(value, dict):

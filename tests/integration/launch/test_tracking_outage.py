@@ -94,7 +94,7 @@ def test_a_killed_server_costs_no_step_and_no_point(
         tracker.log({"train/loss": 1 / step}, step=step)
         time.sleep(0.02)
     tracker.close(status="KILLED")
-    assert sum("mlflow cannot be reached" in text for text in said) == 1
+    assert sum("MLflow cannot be reached" in text for text in said) == 1
 
     said.clear()
     away = open_tracker(40)  # the server is still down when the job starts again
