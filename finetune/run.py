@@ -14,7 +14,7 @@ class FinetuneRun(TrainingRun):
     """checkpoint -> model transferred to other labels and, usually, a higher resolution."""
 
     stage: Literal["finetune"] = "finetune"
-    """Which script runs this file: finetune/main.py."""
+    """`vitscale finetune` runs files of this stage."""
     objective: ObjectiveSettings = SupervisedSettings()
     """What the model is trained to predict, and its loss."""
     init: str | None = None

@@ -123,7 +123,7 @@ class EvaluateRun(ModelRun):
     """trained model -> one table of results."""
 
     stage: Literal["evaluate"] = "evaluate"
-    """Which script runs this file: finetune/evaluate_model.py."""
+    """`vitscale evaluate` runs files of this stage."""
     name: str
     """Name in MLflow and of the folder of results."""
     output: str | None = None
@@ -181,7 +181,7 @@ class PredictRun(ModelRun):
     """trained model and images -> the most probable classes of each image."""
 
     stage: Literal["predict"] = "predict"
-    """Which script runs this file: finetune/predict.py."""
+    """`vitscale predict` runs files of this stage."""
     images: tuple[str, ...] = Field(min_length=1, strict=False)
     """Image files and folders of images; or one shard folder, or its URL."""
     top: int = Field(default=5, gt=0)
@@ -204,7 +204,7 @@ class ExportRun(ModelRun):
     """trained model -> a folder that another library loads."""
 
     stage: Literal["export"] = "export"
-    """Which script runs this file: finetune/export.py."""
+    """`vitscale export` runs files of this stage."""
     to: Literal["timm", "huggingface", "npz", "onnx", "safetensors"]
     """timm: timm.create_model and transformers' Auto classes. huggingface: transformers' own ViT.
     npz: Google's names. onnx: a graph with any batch size. safetensors: vitscale's names."""
@@ -220,7 +220,7 @@ class VisualizeRun(ModelRun):
     """trained model -> pictures of what it has learned."""
 
     stage: Literal["visualize"] = "visualize"
-    """Which script runs this file: finetune/visualize.py."""
+    """`vitscale visualize` runs files of this stage."""
     output: str | None = None
     """Folder of the pictures; null: pictures/ in the run folder that `init` is in, else
     runs/visualize/pictures."""

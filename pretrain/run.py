@@ -29,7 +29,7 @@ class PretrainRun(TrainingRun):
     """shards -> checkpoint."""
 
     stage: Literal["pretrain"] = "pretrain"
-    """Which script runs this file: pretrain/main.py."""
+    """`vitscale pretrain` runs files of this stage."""
     objective: ObjectiveSettings = SupervisedSettings()
     """What the model is trained to predict, and its loss."""
 

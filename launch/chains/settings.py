@@ -52,7 +52,7 @@ class ChainRun(Run):
     """Stages from images to evaluated models, run or submitted by one command."""
 
     stage: Literal["chain"] = "chain"
-    """What this file is."""
+    """`vitscale launch` runs files of this stage."""
     name: str
     """Name of the chain and of its folder."""
     output: str | None = None

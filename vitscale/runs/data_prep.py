@@ -112,7 +112,7 @@ class DataPrepRun(Run):
     """raw corpus -> shards + index + ledger."""
 
     stage: Literal["data_prep"] = "data_prep"
-    """Scripts refuse files of another stage."""
+    """`vitscale prepare` runs files of this stage."""
     output: str
     """Folder to create."""
     seed: int = Field(default=0, ge=0)
