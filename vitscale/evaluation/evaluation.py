@@ -190,8 +190,6 @@ class Subject:
                 if has_two_heads:
                     heads_2BC = torch.stack(model.forward(batch.images, "heads")).float()
                     values_BX = heads_2BC.mean(dim=0)
-                elif output == "logits":
-                    values_BX = model.logits(batch.images).float()
                 else:
                     values_BX = model.forward(batch.images, output).float()
                 yield Outputs(

@@ -1,7 +1,4 @@
-"""What the code of every family shares.
-
-Owns: the last layer in fp32, compiled blocks, the table of misfits.
-"""
+"""What all families share: the last layer in fp32, rounding, compiled blocks, misfits."""
 
 from __future__ import annotations
 

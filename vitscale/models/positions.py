@@ -1,8 +1,4 @@
-"""Position embeddings on another patch grid, and fixed ones.
-
-Owns: the sin-cos table, and the resampling conventions of the code bases whose numbers people
-compare with.
-"""
+"""Fixed position embeddings, and learned ones on another grid, resampled as each code base does."""
 
 from __future__ import annotations
 
