@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.loader_runs import worker_pids
-from vitscale.training import start
+from vitscale.training import session
 
 # Calls of a training, in the module that looks the name up.
 PLACES = {
@@ -127,7 +127,7 @@ checks_at_start: list[bool] = []
 
 def leave_out_the_check() -> None:
     """Count no call of the check that precedes a training."""
-    check = start.check_nan_is_skipped
+    check = session.check_nan_is_skipped
 
     def uncounted(*args: Any, **kwargs: Any) -> None:
         checks_at_start.append(True)
@@ -136,7 +136,7 @@ def leave_out_the_check() -> None:
         finally:
             checks_at_start.clear()
 
-    start.check_nan_is_skipped = uncounted
+    session.check_nan_is_skipped = uncounted
 
 
 def plant(fault: dict[str, Any]) -> None:
