@@ -101,7 +101,7 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     found = [task["JobState"] for task in ended]
     assert found == ["COMPLETED", "COMPLETED", "CANCELLED", "COMPLETED"], "\n".join(texts)
     assert {task["NodeList"] for task in ended} == {"n1", "n2"}
-    assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"]
+    assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"], "\n".join(texts)
     assert ["stopped by a signal" in text for text in texts] == [True, True, True, False]
     assert f"requeueing job {array}_0 (1 of" in texts[0]
     # SLURM requeues one and cancels the other.
