@@ -301,11 +301,11 @@ def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path:
 
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     code = (
-        "from vitscale.distributed import exit, world\n"
+        "from vitscale.distributed import processes, world\n"
         "world.INIT_TIMEOUT_MIN = 0.02\n"
         "def join(): world.process_group(**LIMITS).__enter__()\n"
         "LIMITS = dict(device='cpu', timeout_min=1, num_threads=1)\n"
-        "exit.run_rank_script(join)"
+        "processes.run_rank_script(join)"
     )
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

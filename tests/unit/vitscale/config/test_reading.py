@@ -150,13 +150,11 @@ def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str) -> 
 
 
 @pytest.mark.parametrize("data", [b"", b"# nothing\n"])
-def test_empty_file_lacks_all_required_keys(here: Path, data: bytes) -> None:
+def test_an_empty_file_lacks_all_required_keys_and_one_of_windows_is_read(here: Path, data: bytes) -> None:
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
     assert missing == ["name", "data", "model", "optim", "schedule"]
-
-
-def test_file_from_windows_is_read(here: Path) -> None:
+    # As Windows writes files.
     (here / "b.yaml").write_bytes(b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode())
     assert load_run_file(STAGES, "b.yaml") == load_run_file(PretrainRun, "a.yaml")
 

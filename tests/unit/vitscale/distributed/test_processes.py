@@ -1,4 +1,4 @@
-"""Usable cores, liveness of processes, and free ports."""
+"""Usable cores, liveness of processes, free ports, and the end of a rank."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import wait_until
-from vitscale.distributed.processes import (
-    free_port,
-    is_alive,
-    process_state,
-    threads_per_rank,
-)
+from vitscale.distributed.processes import free_port, is_alive, process_state, threads_per_rank
 
 
 @pytest.mark.parametrize(
@@ -62,3 +57,78 @@ def test_a_free_port_is_none_that_other_sockets_get() -> None:
         assert free_port() != port
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert port < first
+
+
+ENDINGS = {
+    "pass": (0, ""),
+    "raise SystemExit": (0, ""),
+    "raise SystemExit(75)": (75, ""),
+    "raise UserError('no such split')": (2, "error:\nno such split\n"),
+    # Another start may succeed, so SLURM's retries need another code than that of bad input.
+    "raise RankError('a worker died')": (1, "error: a worker died\n"),
+    "os.environ['RANK'] = '1'; raise RankError('port in use')": (1, "error: rank 1: port in use\n"),
+    "raise StorageError('disk full')": (74, "error:\ndisk full\n"),
+    "raise DivergedError('loss is NaN')": (76, "error:\nloss is NaN\n"),
+    "raise KeyError('lost')": (1, "KeyError: 'lost'\n"),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_rank_script_exits_with_its_code_and_output(ending: str) -> None:
+    # A thread that never ends, buffered output, and an object that aborts teardown.
+    code = f"""
+import atexit, os, sys, threading
+from vitscale.config.errors import DivergedError, RankError, StorageError, UserError
+from vitscale.distributed.processes import run_rank_script
+class AbortAtTeardown:
+    def __del__(self, abort=os.abort):
+        abort()
+def main():
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    sys.ready = AbortAtTeardown()
+    atexit.register(print, "exit handler")
+    print("buffered", end=" ")
+    {ending}
+run_rank_script(main)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    expected, stderr = ENDINGS[ending]
+    assert (done.returncode, done.stdout) == (expected, "buffered exit handler\n")
+    assert done.stderr.endswith(stderr)
+
+
+STUCK = {
+    "a thread that is joined": "threading.Thread(target=threading.Event().wait).start()",
+    "an exit handler": "atexit.register(threading.Event().wait)",
+    "a child that ignores signals": "pass",
+}
+
+
+@pytest.mark.parametrize("what", STUCK)
+def test_nothing_keeps_a_rank_from_ending(tmp_path: Path, what: str) -> None:
+    """Its child ignores SIGTERM, for which multiprocessing waits at exit without a limit."""
+    script = tmp_path / "rank.py"
+    script.write_text(f"""
+import atexit, multiprocessing, signal, sys, threading, time
+from vitscale.distributed import processes
+processes.EXIT_S = 0.5
+def sleep(connection):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    connection.send("ready")
+    time.sleep(60)
+def main():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=sleep, args=(theirs,), daemon=True)
+    child.start()
+    assert ours.poll(60)
+    print(child.pid, flush=True)
+    {STUCK[what]}
+    raise SystemExit(75)
+if __name__ == "__main__":
+    processes.run_rank_script(main)
+""")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 75, done.stderr
+    assert ("has not ended for 0.5 s" in done.stderr) == ("child" not in what)
+    wait_until(lambda: not is_alive(int(done.stdout)))

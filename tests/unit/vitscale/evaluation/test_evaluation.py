@@ -259,11 +259,8 @@ def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
         ("2", "0.950000", "1.000000"),
     ]
     assert [float(row["low"]) for row in rows] == pytest.approx([9 / 15, 14 / 15], abs=1e-6)
-
-
-def test_certain_predictions_are_in_the_last_bin() -> None:
-    logits = torch.tensor([[200.0, 0.0], [200.0, 0.0]])
-    found = Classification(ClassificationSettings()).metrics(given_outputs(logits, [0, 1]))
+    certain = given_outputs(torch.tensor([[200.0, 0.0], [200.0, 0.0]]), [0, 1])
+    found = Classification(ClassificationSettings()).metrics(certain)  # in the last bin
     assert (found["ece"], found["loss"]) == pytest.approx((0.5, 100.0))
 
 
@@ -538,9 +535,7 @@ def test_the_reported_split_does_not_choose() -> None:
     test.label = (test.label + 1) % 3
     found = probe().metrics(array_subject(train, test))
     assert (found["linear_top1"], found["linear_dev_top1"], found["linear_lr"]) == (0.0, 1.0, 1.0)
-
-
-def test_the_part_that_chooses_is_not_trained_on() -> None:
+    # The part that chooses is not trained on.
     fit, dev = dev_split(50, 0.1, seed=0)
     assert len(dev) == 5 and sorted([*fit, *dev]) == list(range(50))
     assert not np.array_equal(dev, dev_split(50, 0.1, seed=1)[1])

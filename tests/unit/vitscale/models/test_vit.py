@@ -69,6 +69,8 @@ def test_forward_and_count_equal_independent_references(options: dict[str, Any])
     logits = model(PIXELS.double())
     expected = vit_logits(weights, PIXELS.double(), **facts)
     assert torch.allclose(logits, expected, atol=1e-10)
+    embedding, images = model.patch_embed.proj, PIXELS.double()[:, :, :12]
+    assert torch.allclose(embedding.product(images), embedding(images), atol=1e-12)
     # The comparison is sensitive: another GELU or another eps fails.
     for wrong in ({"gelu": "erf" if arch.gelu == "tanh" else "tanh"}, {"eps": 3e-6}):
         other = vit_logits(weights, PIXELS.double(), **(facts | wrong))
@@ -165,14 +167,12 @@ def test_first_losses_are_those_of_equal_probabilities() -> None:
 # ---- regularisation -----------------------------------------------------------------------------
 
 
-def test_dropout_follows_every_dense_layer_but_qkv() -> None:
+def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constant() -> None:
     model = small(dropout=0.3)
     block = model.blocks[0]
     assert block.attn.proj_drop.p == block.mlp.drop1.p == block.mlp.drop2.p == model.pos_drop.p
     assert (model.pos_drop.p, block.attn.attn_drop.p) == (0.3, 0.0)
 
-
-def test_drop_path_grows_linearly_or_is_constant() -> None:
     def rates(**how: str) -> list[float]:
         blocks = small(drop_path=0.3, depth=4, **how).blocks
         return [getattr(block.drop_path2, "drop_prob", 0.0) for block in blocks]
@@ -204,12 +204,6 @@ def test_blocks_of_different_rates_are_compiled_once() -> None:
 
 
 @torch.no_grad()
-def test_patches_are_embedded_by_a_product_as_by_a_convolution() -> None:
-    embedding = shaken().patch_embed.proj
-    images = PIXELS.double()[:, :, :12]
-    torch.testing.assert_close(embedding.product(images), embedding(images))
-
-
 def test_outputs_are_what_their_names_say() -> None:
     model = small(depth=5, num_registers=1, representation_layer=True, head_std=0.1).eval()
     features = model(PIXELS, output="features")
