@@ -120,7 +120,7 @@ SECTIONS = ("probe", "recipes", "host", "models", "kernels", "loops", "stall", "
 # Several loops are in memory at once.
 COMPARED_SHARE = 0.5
 # Largest gap to the losses of the bare loop, over its first loss; other sums of bf16.
-MAX_GAP = 0.05
+MAX_GAP = 0.01
 WARM_UP = 10
 NUM_KERNELS = 20
 
@@ -392,9 +392,13 @@ class Bench:
                 self.keep("loops", name, found=self.compared(name))
 
     def compared(self, name: str) -> dict[str, Any]:
-        """ZeRO 1 (of one model all stages), the bare loop and timm's step, in turn."""
+        """ZeRO 1 (of one model 0 to 2), the bare loop and timm's step, in turn.
+
+        Not ZeRO 3, which replaces `torch.nn.functional.linear` in the whole process: the compiled
+        loops beside it lose the gradients of their blocks (torch 2.11).
+        """
         task = self.task(name, share=COMPARED_SHARE)
-        stages = range(4) if name == COMPARED else (1,)
+        stages = range(3) if name == COMPARED else (1,)
         sizes = TINY_TIMM if self.options.toy else {}
         master, plain = ("master", "autocast") if self.on_gpu else ("fp32", "fp32")
         bare = partial(BareLoop, task, compiled=self.on_gpu)

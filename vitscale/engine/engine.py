@@ -218,6 +218,8 @@ class Engine:
     def close(self) -> None:
         """Remove DeepSpeed's hooks, so that another engine can be built."""
         self._engine.destroy()
+        # ZeRO 3 replaces it in the whole process; compiled blocks lose gradients then (torch 2.11).
+        nn.functional.linear = torch._C._nn.linear
         if self._is_compiled:
             torch.compiler.reset()
 

@@ -56,9 +56,7 @@ def initialize_deepspeed(
         # not. On a GPU reading this dict would probe every compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed calls these at every ZeRO 3 step; newer versions of torch warn each time.
-    deprecated = (
-        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
-    )
+    deprecated = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
     # Instead of a clone of the world, which would have its own connections, and 30 min of time-out.
     groups._WORLD_GROUP = dist.group.WORLD
