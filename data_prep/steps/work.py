@@ -223,7 +223,11 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
                     _share(work, step, workers, start=task * num_workers)
 
 
+_stopped = threading.Event()
+
+
 def _stop(*_: object) -> None:
+    _stopped.set()
     for number in SIGNALS:
         # A second signal must not kill a process that is stopping.
         signal.signal(number, signal.SIG_IGN)
@@ -246,6 +250,8 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
             busy = []
             for _, (_, unit), is_done in workers.results((step.do, unit) for unit in waiting):
                 work.raise_failure()
+                if _stopped.is_set():  # a weak reference's callback, or C, drops what _stop raises
+                    raise SystemExit(EXIT_STOPPED_RESUMABLE)
                 if not is_done:
                     busy.append(unit)
                     continue

@@ -11,8 +11,11 @@ import tarfile
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +27,7 @@ from hypothesis import strategies as st
 from data_prep.formats.ledger import Outcomes
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Input
-from data_prep.steps import tars
+from data_prep.steps import tars, work
 from data_prep.steps.list_inputs import check_input, make_key, rows_table
 from data_prep.steps.plan_shards import _ordered, held_out
 from data_prep.steps.work import WorkFolder, changed_settings, content_config, find_existing
@@ -241,19 +244,30 @@ def test_outages_while_reading_reject_no_file(
         monkeypatch.undo()
 
 
-def test_outages_while_listing_keep_the_work(
+def test_a_listing_that_is_cut_off_keeps_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    run, listed = (
+        run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards"),
+        ImageFolder.inputs,
+    )
 
-    def lost(*arguments: object, **options: object) -> Iterator[None]:
+    def lost(*arguments: object, **options: object) -> Iterator[Any]:
         yield from ()
         raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ImageFolder, "inputs", lost)
-        with pytest.raises(StorageError, match="the source cannot be read"):
-            prepare_here(run)
+    def stopped(*arguments: Any, **options: Any) -> Iterator[Any]:
+        with suppress(SystemExit):  # as callbacks of weak references do
+            work._stop()
+        yield from listed(*arguments, **options)
+
+    for fault, error in ((lost, StorageError), (stopped, SystemExit)):
+        with monkeypatch.context() as patch:
+            patch.setattr(ImageFolder, "inputs", fault)
+            patch.setattr(work, "_stopped", Event())
+            patch.setattr(work.signal, "signal", lambda *_: None)
+            with pytest.raises(error, match=r"the source cannot be read|^75$"):
+                prepare_here(run)
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 

@@ -415,11 +415,6 @@ def brute_force(query: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, *
     return votes.index(max(votes))
 
 
-def test_the_bank_is_evenly_spaced() -> None:
-    assert evenly_spaced(10, at_most=4).tolist() == [0, 2, 5, 7]
-    assert evenly_spaced(3, at_most=4).tolist() == evenly_spaced(3, at_most=None).tolist()
-
-
 @pytest.mark.parametrize("num_bank", [60, 4])
 def test_every_k_equals_brute_force(num_bank: int) -> None:
     bank, queries = 3 * normalized(num_bank, seed=0), 2 * normalized(40, seed=1)
@@ -435,6 +430,8 @@ def test_every_k_equals_brute_force(num_bank: int) -> None:
         correct = sum(guess == label for guess, label in zip(guesses, truth, strict=True))
         assert found[name] == correct / 40
     assert num_bank < 5 or len(set(found.values())) > 1
+    assert evenly_spaced(10, at_most=4).tolist() == [0, 2, 5, 7]
+    assert evenly_spaced(3, at_most=4).tolist() == evenly_spaced(3, at_most=None).tolist()
 
 
 # ---- few-shot -----------------------------------------------------------------------------------
