@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.slurm.conftest import SlurmCluster
+from tests.scripts.slurm.conftest import SlurmCluster
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.runs import TINY
 from tests.support.waiting import PATIENCE_S, ROOT

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
-from tests.integration.slurm.conftest import wait_for_files
+from tests.scripts.slurm.conftest import wait_for_files
 from tests.support.levels import skip_or_fail
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings

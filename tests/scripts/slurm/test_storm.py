@@ -1,7 +1,7 @@
 """A run that a real SLURM interrupts in every way, many times, ends with the bits of an undisturbed
 one, as one MLflow run, and leaves no process.
 
-    pytest -s tests/integration/slurm/test_storm.py --storm-kills 200 --storm-seed 1
+    pytest -s tests/scripts/slurm/test_storm.py --storm-kills 200 --storm-seed 1
 
 There is one interruption for four of --storm-kills. Prints a table: for each fault how often, and
 the seconds until the first new step of the next attempt.
@@ -27,7 +27,7 @@ import psutil
 import pytest
 
 from tests.conftest import mounted
-from tests.integration.slurm.conftest import NODES, SlurmCluster, slurm_cluster
+from tests.scripts.slurm.conftest import NODES, SlurmCluster, slurm_cluster
 from tests.support.ranks.run_states import differences, read_state
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 

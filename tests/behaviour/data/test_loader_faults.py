@@ -127,7 +127,7 @@ def test_a_worker_that_computes_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> 
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from tests.integration.data.test_loader_faults import batches
+from tests.behaviour.data.test_loader_faults import batches
 from tests.support.loader_runs import server_pid, worker_pids
 from vitscale.data import loader
 loader.TIMEOUT_S = 4.0

@@ -86,7 +86,7 @@ def test_a_pass_takes_the_memory_of_one_head() -> None:
         imports="""
 import torch
 from finetune.inspection.attention import attention_rollout
-from tests.unit.finetune.test_inspection import inference_model, random_images
+from tests.behaviour.finetune.test_inspection import inference_model, random_images
 torch.set_num_threads(1)
 model = inference_model(image_size=512, patch_size=16, width=64, num_heads=16, depth=6)
 images = random_images(1, size=512)

@@ -16,7 +16,7 @@ from pretrain.run import PretrainRun
 from vitscale.config.loader import load_run_file
 from vitscale.runs.training import TrainingRun, training_plan
 
-CONFIGS = Path(__file__).resolve().parents[4] / "configs"
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 # Crop laws and their ratios: tf.image.sample_distorted_bounding_box, and torchvision's defaults.
 TENSORFLOW, TORCHVISION = ("inception_tf", 0.75, 1.33), ("inception", 0.75, 1.333)

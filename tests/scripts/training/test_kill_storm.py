@@ -1,6 +1,6 @@
 """Faults at random moments: all ranks end in time, and the run resumes to undisturbed bits.
 
-    pytest tests/integration/training/test_kill_storm.py --storm-kills 200 --storm-seed 1
+    pytest tests/scripts/training/test_kill_storm.py --storm-kills 200 --storm-seed 1
 
 Every run is tiny and real (see `fault_runs`). In one test a rank, a loader worker or all ranks get
 SIGKILL, or bursts of SIGTERM and SIGUSR2, under each ZeRO stage in turn. In the other, one rank is

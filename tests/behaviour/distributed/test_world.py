@@ -1,4 +1,4 @@
-"""The device and the signals of one rank; several ranks are in tests/integration."""
+"""The device and the signals of one rank; several ranks are in tests/scripts/training."""
 
 from __future__ import annotations
 
