@@ -274,21 +274,6 @@ def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list(here: Path) 
     assert errors_of("c.yaml")[0].startswith("c.yaml:5: data.mixture.0.share: ")
 
 
-# ---- errors of values (tests/golden/config_errors.txt has more) ---------------------------------
-
-
-TYPOS = {
-    "data.globalbatch": "data.global_batch",
-    "model.img_size": "model.image_size", "schedul.epochs": "schedule", "zero_stage":
-    "engine.zero_stage", "optim.warmup_steps": "schedule.warmup_steps",
-}  # fmt: skip
-
-
-def test_typo_suggests_the_nearest_key(here: Path) -> None:
-    found = {typed: errors_of("a.yaml", f"{typed}=1")[0] for typed in TYPOS}
-    assert [k for k, v in TYPOS.items() if not found[k].endswith(f"did you mean {v}?")] == []
-
-
 # ---- writing, and anything at all ---------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vitscale.engine.gradients import Health, UpdateGuard
+from vitscale.engine.gradients import UpdateGuard
 
 BAD_NORMS = [math.nan, math.inf, -1.0]
 
@@ -67,21 +67,3 @@ def test_a_row_that_ended_before_it_was_looked_at_is_seen() -> None:
     for longest in (1, 2):
         update.step(1.0, 0.0, norm=math.nan)
         assert update.health().longest == longest
-
-
-def test_micro_step_of_a_bad_loss_is_reported() -> None:
-    update = Update(accumulation=2)
-    for loss in (1.0, 1.0, 1.0, math.nan):
-        update.guard.checked(torch.tensor(loss))
-    update.step(1.0, 0.0)
-    update.step(1.0, 0.0, norm=math.nan)
-    expected = Health(skipped=1, longest=1, last_step=2, bad_micro_step=1)
-    assert update.health() == expected
-    # A bad loss of another rank: this rank has no micro-step to report.
-    for loss in (1.0, 1.0):
-        update.guard.checked(torch.tensor(loss))
-    update.step(1.0, 0.0, norm=math.nan)
-    assert update.health().bad_micro_step is None
-    # Nor is a bad loss of the step after it one of that step.
-    update.guard.checked(torch.tensor(math.nan))
-    assert update.health().bad_micro_step is None

@@ -3,7 +3,6 @@ is missing is said, and refused by name."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import re
@@ -13,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from sklearn.decomposition import PCA
 from timm.utils import AttentionExtract
 from torch import nn
 
+from data_prep.images.check import check_image
 from finetune.images import Images, converted_pixels
 from finetune.inspection.attention import (
     attention_modules,
@@ -36,11 +36,10 @@ from finetune.inspection.weights import first_filters, position_similarity, prin
 from finetune.predicting import find_inputs
 from finetune.settings import PICTURES, PredictRun, VisualizeRun
 from tests.contract.tree import ROOT
-from tests.support.corpora.image_samples import encoded, photograph
+from tests.support.corpora.image_samples import decoded, encoded, photograph, rotated
 from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
-from tests.support.peak_memory import peak_mib
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples
@@ -48,6 +47,7 @@ from vitscale.data.settings import DataSettings
 from vitscale.evaluation.sheet import caption
 from vitscale.evaluation.trained_model import InferenceModel
 from vitscale.models.positions import sincos_position_embedding
+from vitscale.runs.data_prep import ImageSettings
 
 
 def inference_model(**settings: Any) -> InferenceModel:
@@ -75,26 +75,6 @@ def test_attention_is_timms_although_fused() -> None:
     for (layer, head), p_BTT in found.items():
         of_timm = expected[f"blocks.{layer}.attn.attn_drop"][:, head]
         torch.testing.assert_close(p_BTT, of_timm, atol=1e-6, rtol=1e-5)
-
-
-def test_a_pass_takes_the_memory_of_one_head() -> None:
-    """512 px: all maps of 6 layers and 16 heads would be 384 MiB, those of one layer 64 MiB.
-
-    Measured 69 MiB, of which one map is 4 MiB; a layer's scores and their softmax add 128 MiB.
-    """
-    peak = peak_mib(
-        imports="""
-import torch
-from finetune.inspection.attention import attention_rollout
-from tests.behaviour.finetune.test_inspection import inference_model, random_images
-torch.set_num_threads(1)
-model = inference_model(image_size=512, patch_size=16, width=64, num_heads=16, depth=6)
-images = random_images(1, size=512)
-attention_rollout(inference_model(), random_images(1))
-""",
-        work="attention_rollout(model, images)",
-    )
-    assert peak < 110
 
 
 def test_distances_of_known_attention() -> None:
@@ -286,27 +266,19 @@ def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
     assert f" in {index.shards[0]}: " in skipped
 
 
-def test_unprepared_images_become_upright_and_opaque() -> None:
-    """By the rules of data preparation; upright JPEGs are left to the decoders."""
-    photo, tag = photograph(40, 30), Image.Exif()
-    for exif in (b"", b"Exif\0\0" + b"II*\0\xff\xff\xff\xff"):  # none, and broken
+def test_unprepared_images_are_converted_as_shards_are() -> None:
+    """Prepared ones are left to the decoders, and so is broken EXIF."""
+    photo = photograph(40, 30)
+    for exif in (b"", b"Exif\0\0" + b"II*\0\xff\xff\xff\xff"):
         assert converted_pixels(encoded(photo, "JPEG", quality=95, exif=exif)) is None
-    tag[274] = 6
-    data = encoded(photo, "JPEG", quality=95, exif=tag)
-    turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    turned = encoded(photo, "JPEG", quality=95, exif=rotated(6))
     clear = photo.copy()
     clear.putalpha(0)
-    deep = np.linspace(0, 65535, 1200).reshape(30, 40).astype(np.uint16)
-    grey = np.rint(deep / 257).astype(np.uint8)[..., None].repeat(3, axis=2)
-    for content, expected in (
-        (encoded(photo, "PNG"), np.asarray(photo)),
-        (data, np.asarray(turned)),
-        (encoded(clear, "PNG"), np.full((30, 40, 3), 255, np.uint8)),
-        (encoded(Image.fromarray(deep), "PNG"), grey),
-    ):
+    for content in (turned, encoded(clear, "PNG")):
+        stored = check_image(content, settings=ImageSettings(), convert=True).content
         found = converted_pixels(content)
-        assert found is not None and np.array_equal(found.numpy(), expected)
-    for bad in (b"", b"no image", data[:200], encoded(photo, "BMP")):
+        assert found is not None and np.abs(found.int() - decoded(stored)).max() <= 10
+    for bad in (b"", b"no image", turned[:200], encoded(photo, "BMP")):
         with pytest.raises((OSError, ValueError)):
             converted_pixels(bad)
 

@@ -99,6 +99,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("a.yaml", "optim.betas=[0.9, x]", "data.horizontal_flip=1", "engine.zero_stage=true"),
     ("a.yaml", "data.global_batch='64'", "optim.warmup=3"),
     ("choice/child.yaml", "evaluate=[{name: knn, every_steps: x}]"),
+    ("a.yaml", "data.globalbatch=1", "model.img_size=1", "schedul.epochs=1", "zero_stage=1"),
 ]
 
 

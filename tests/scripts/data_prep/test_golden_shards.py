@@ -1,45 +1,103 @@
-"""Shards of eight fixed images, byte for byte, from every kind of source."""
+"""Shards of eight fixed images, byte for byte, from every kind of source.
+
+The images of tests/golden/images, JPEGs: grey, CMYK, progressive, rotated by EXIF, truncated; PNGs:
+RGB, palette; one text file. The split test holds every other one.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from blake3 import blake3
 
-from tests.support.corpora.eight_images import KINDS, image_folder
-from tests.support.golden import Golden
+from tests.support.corpora import image_corpus
+from tests.support.corpora.external_tars import tar_bytes, write_tars
+from tests.support.corpora.image_corpus import run_script
+from tests.support.golden import FOLDER, Golden
 
-REPOSITORY = Path(__file__).parents[3]
 HELD_OUT = ("source.splits={}", "source.holdout_fraction=0.3", "shards.min_shards=2")
+IMAGES = FOLDER / "images"
 
 
-def script(name: str, *arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, f"data_prep/{name}.py", *map(str, arguments)],
-        cwd=REPOSITORY, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def images(split: str) -> list[Path]:
+    """Paths as CLASS/NAME below IMAGES."""
+    paths = sorted(path.relative_to(IMAGES) for path in IMAGES.glob("*/*"))
+    return paths if split == "train" else paths[::2]
 
 
-def make_shards(source: Path, output: Path, *settings: str) -> str:
-    return script(
-        "make_shards",
-        "--config=configs/data/image_folder.yaml",
-        f"source.path={source}",
-        f"output={output}",
-        "source.holdout_fraction=0.0",
-        "images.max_bad_fraction=1.0",
-        "num_workers=2",
-        *settings,
-    )
+def image_folder(root: Path) -> None:
+    for split in ("train", "test"):
+        for path in images(split):
+            (root / split / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(IMAGES / path, root / split / path)
+
+
+def class_tars(root: Path) -> None:
+    """A folder of tars for train, one tar of them for test."""
+    for split in ("train", "test"):
+        tars = {
+            f"{name}.tar": {
+                path.name: (IMAGES / path).read_bytes()
+                for path in images(split)
+                if path.parent.name == name
+            }
+            for name in ("cat", "dog")
+        }
+        if split == "train":
+            write_tars(root / split, tars)
+        else:
+            write_tars(root, {"test.tar": {name: tar_bytes(tar) for name, tar in tars.items()}})
+
+
+def webdataset_tars(root: Path) -> None:
+    for split, number in (("train", 0), ("train", 1), ("test", 0)):
+        members = {}
+        for path in images(split)[number :: 2 if split == "train" else 1]:
+            members[f"{path.stem}{path.suffix}"] = (IMAGES / path).read_bytes()
+            members[f"{path.stem}.cls"] = path.parent.name.encode()
+        write_tars(root, {f"{split}-{number}.tar": members})
+
+
+def parquet(root: Path) -> None:
+    root.mkdir()
+    for split in ("train", "test"):
+        rows = [
+            {
+                "image": {"bytes": (IMAGES / path).read_bytes(), "path": path.name},
+                "label": path.parent.name,
+            }
+            for path in images(split)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), root / f"{split}.parquet", row_group_size=3)
+
+
+def path_table(root: Path) -> None:
+    shutil.copytree(IMAGES, root)
+    for split in ("train", "test"):
+        lines = [f"{path},{path.parent}" for path in images(split)]
+        (root / f"{split}.csv").write_text("\n".join(["image,label", *lines]) + "\n")
+
+
+# kind -> (writer, source.splits)
+KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "image_folder": (image_folder, "{train: train, test: test}"),
+    "class_tars": (class_tars, "{train: train, test: test.tar}"),
+    "webdataset": (webdataset_tars, '{train: "train-{0..1}.tar", test: "test-*.tar"}'),
+    "parquet": (parquet, "{train: train.parquet, test: test.parquet}"),
+    "path_table": (path_table, "{train: train.csv, test: test.csv}"),
+}
+
+
+def make_shards(source: Path, output: Path, *settings: str) -> None:
+    common = ("source.holdout_fraction=0.0", "images.max_bad_fraction=1.0", "num_workers=2")
+    image_corpus.make_shards(source, output, *common, *settings)
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -88,7 +146,7 @@ def shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stored_folder_is_valid(shards: Path) -> None:
-    assert "valid" in script("verify_shards", shards)
+    assert "valid" in run_script("verify_shards", shards)
 
 
 def test_a_stored_folder_has_the_contents_of_a_new_one(shards: Path, golden: Golden) -> None:

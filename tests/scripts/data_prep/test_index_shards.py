@@ -22,13 +22,12 @@ from tests.support.corpora.external_tars import (
     photo,
     write_tar,
 )
+from tests.support.corpora.image_corpus import contents, ledger
 from tests.support.corpora.image_samples import encoded, rotated
 from tests.support.corpora.indexing import (
     VERIFY,
-    contents,
     index,
     index_command,
-    ledger,
     run,
     run_index,
     samples,
@@ -50,7 +49,7 @@ def test_img2dataset_layout(tmp_path: Path) -> None:
     assert "24 inputs = 24 kept + 0 rejected" in printed
     assert samples(tmp_path / "index", "train") == stored
     # The files of facts beside the tars are no inputs.
-    assert Counter(row["reason"] for row in ledger(tmp_path / "index")) == {None: 24}
+    assert Counter(row["reason"] for row in ledger(tmp_path / "index").values()) == {None: 24}
     assert contents(tmp_path / "tars") == before, "the tars are left as they were"
     verify(tmp_path / "index")
     assert "already there" in index(
@@ -78,7 +77,7 @@ def test_imagenet_22k_layout_with_both_label_spaces(tmp_path: Path) -> None:
         narrow = {k: (i, spaces["12k"][z]) for s, k, i, _, z in rows if s == split and z >= 0}
         assert samples(tmp_path / "12k", name) == narrow
     assert [len(read_manifest(tmp_path / name).classes) for name in spaces] == [21_841, 11_821]
-    rejected = [row for row in ledger(tmp_path / "12k") if row["status"] == "rejected"]
+    rejected = [row for row in ledger(tmp_path / "12k").values() if row["status"] == "rejected"]
     assert {(row["reason"], row["class"]) for row in rejected} == {("unknown_class", "-1")}
     verify(tmp_path / "22k")
     verify(tmp_path / "12k")
@@ -121,7 +120,7 @@ def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> No
     assert "no labels" in text and "mae/b16" in text and "data.val_split=null" in text
     assert read_split(tmp_path / "index", split="train").label.tolist() == [-1] * 4
     assert read_manifest(tmp_path / "index").classes == ()
-    assert {row["class"] for row in ledger(tmp_path / "index")} == {None}
+    assert {row["class"] for row in ledger(tmp_path / "index").values()} == {None}
     verify(tmp_path / "index")
 
 
@@ -147,7 +146,7 @@ def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
     assert not (tmp_path / "index").exists()
     index(tmp_path / "tars", tmp_path / "index", "images.max_bad_fraction=0.3")
     rows = ledger(tmp_path / "index")
-    reasons = {row["path"].split("/", 1)[-1]: row["reason"] for row in rows if row["reason"]}
+    reasons = {path.split("/", 1)[-1]: row["reason"] for path, row in rows.items()}
     assert reasons["packed.jpg"] == "packed"
     assert reasons["text.jpg"] == "not_an_image"
     assert reasons["cut.jpg"] == "bad_pixels"

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.corpora.image_corpus import contents
-from tests.support.range_server import served
 from tests.support.waiting import ROOT, wait_until
-from vitscale.data.index import read_manifest
 
 pytestmark = pytest.mark.slurm
 
@@ -35,39 +33,6 @@ def write_corpus(folder: Path) -> None:
             Image.fromarray(random.integers(0, 256, (800, 800, 3), dtype=np.uint8)).save(path)
             if number % 20 == 7:
                 path.write_bytes(path.read_bytes()[:1000])
-
-
-def check_that_an_array_indexes_tars_behind_a_url(slurm, tmp_path: Path) -> None:
-    """The shards just made, as another's tars: two tasks on two nodes, and the local index."""
-    names = sorted(path.name for path in (tmp_path / "alone").glob("*.tar"))
-    settings = (
-        "--config", ROOT / "configs/data/index_shards.yaml",
-        f"source.splits={{train: '{{{','.join(names)}}}'}}", "num_workers=1",
-    )  # fmt: skip
-    with served(tmp_path / "alone") as server:
-        output = slurm.script(
-            "launch/slurm.py", *settings, f"source.path={server.url}", "output=index",
-            "launch.num_tasks=2", "launch.cpus_per_task=2", "launch.timeout_min=10",
-            cwd=tmp_path, no_proxy="127.0.0.1",
-        )  # fmt: skip
-        found = re.search(r"submitted array (\d+): data_prep-index, 2 task\(s\)", output)
-        assert found, output
-        ended = [slurm.wait(f"{found[1]}_{i}", states=["COMPLETED", "FAILED"]) for i in (0, 1)]
-        logs = tmp_path / f"runs/data_prep-index/slurm/{found[1]}"
-        texts = [(logs / f"{found[1]}_{i}_0_log.out").read_text() for i in (0, 1)]
-        assert [task["JobState"] for task in ended] == ["COMPLETED"] * 2, "\n".join(texts)
-        # Every task reports the index, whoever wrote it.
-        assert all("kept + 0 rejected" in t or "already there" in t for t in texts), texts
-        sizes = {name: (tmp_path / "alone" / name).stat().st_size for name in names}
-        # Read once, but for the sizes: the tasks shared the work.
-        assert sum(server.sent.values()) == sum(sizes.values())
-        made = read_manifest(tmp_path / "index")
-        assert made.shards_root == server.url
-    slurm.script(
-        "data_prep/index_shards.py", *settings, "source.path=alone", "output=local_index",
-        "source.splits={train: '*.tar'}", cwd=tmp_path, no_proxy="127.0.0.1",
-    )  # fmt: skip
-    assert made.index_blake3 == read_manifest(tmp_path / "local_index").index_blake3
 
 
 def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
@@ -118,4 +83,3 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     assert [name for name in expected if made[name] != expected[name]] == []
     # Nothing is left beside the shards.
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
-    check_that_an_array_indexes_tars_behind_a_url(slurm, tmp_path)

@@ -33,21 +33,6 @@ def test_supervised(supervised: Path, golden: Golden) -> None:
     golden.json("training/curves/supervised.json", journal(supervised, *CURVES), rel=REL)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_every_zero_stage_gives_the_same(
-    warm_starter: WarmStarter, tmp_path: Path, golden: Golden, stage: int
-) -> None:
-    run(
-        warm_starter,
-        "pretrain/main.py",
-        tmp_path,
-        *MIXED,
-        f"engine.zero_stage={stage}",
-        num_ranks=2,
-    )
-    golden.json("training/curves/supervised.json", journal(tmp_path / "run", *CURVES), rel=REL)
-
-
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_objectives_without_labels(
     warm_starter: WarmStarter, tmp_path: Path, golden: Golden, name: str

@@ -35,7 +35,7 @@ from tests.support.ranks.fault_runs import (
     wait_all,
     wait_and_end_others,
 )
-from tests.support.ranks.run_states import journal_rows, read_state
+from tests.support.ranks.run_states import differences, journal_rows, read_state
 from tests.support.waiting import PATIENCE_S
 from vitscale.distributed.processes import free_port
 from vitscale.training.objective import Objective
@@ -314,3 +314,24 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "not all of 2 ranks started within 0.02 min; missing: 1" in done.stderr
+
+
+ALL = "tensors: ema, exp_avg, exp_avg_sq, model"
+# Parts of the state that a resume drops, or keys that ignore the position: what must differ.
+DROPPED = {
+    "weights": ALL,
+    "second moments": ALL,
+    "average of the weights": "tensors: ema",
+    "step count of the optimiser": "progress optimizer_steps",
+    "data position": ALL,
+    "dropout and drop path key": ALL,
+}
+
+
+@slow
+@pytest.mark.parametrize("mutant", DROPPED)
+def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy: Path, mutant: str) -> None:
+    ranks = fault_runs.start(killed_copy, mutant=mutant)
+    assert wait_all(ranks) == [0, 0], ranks[0].output()
+    found = differences(read_state(killed_copy / "run"), fault_runs.uninterrupted())
+    assert any(DROPPED[mutant] in line for line in found), found

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import runpy
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
 
-import pyarrow.parquet as pq
 import pytest
 
 from tests.support.waiting import ROOT
@@ -64,12 +61,3 @@ def samples(folder: Path, split: str) -> dict[str, tuple[bytes, str]]:
         key: (entries.read(i), entries.classes[entries.label[i]])
         for i, key in enumerate(sample_keys(entries, range(entries.num_samples)))
     }
-
-
-def contents(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
-def ledger(folder: Path) -> list[dict[str, Any]]:
-    return pq.read_table(folder / "ledger.parquet").to_pylist()

@@ -1,7 +1,7 @@
 """Run tiny trainings with injected faults and compare them with an uninterrupted one.
 
 Owns: settings, starts with faults, resumes and comparisons. All ranks start warm.
-Leaves out: the faults (`patched_rank`) and the cases (test_resume, test_resume_mutations).
+Leaves out: the faults (`patched_rank`) and the cases (test_resume).
 """
 
 from __future__ import annotations
