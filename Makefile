@@ -63,7 +63,7 @@ check: install
 
 # Most tests start processes and wait for them, so two files run at a time; one with WORKERS=0.
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # VITSCALE_REQUIRE_ALL=1 makes tests fail that would be skipped because the machine lacks something.
 test: install
@@ -87,7 +87,7 @@ test-lowest:
 	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python \
 		--resolution lowest-direct -e '.[dev]'
 	PATH="$(CURDIR)/.venv-lowest/bin:$$PATH" .venv-lowest/bin/python -m pytest -n $(WORKERS) \
-		--dist loadfile -m "not slow and not exhaustive" \
+		--dist loadfile --no-loadscope-reorder -m "not slow and not exhaustive" \
 		--deselect tests/scripts/training/test_golden_curves.py \
 		--deselect tests/scripts/training/test_golden_tracking.py
 
