@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import ClassVar
 
 import pyarrow as pa
 
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import DATA_LOSS_ERRNOS
-from vitscale.runs.data_prep import LabelSettings, SourceSettings
+from vitscale.runs.data_prep import SOURCES, LabelSettings, SourceSettings
 
 MAX_CLASS_LENGTH = 4096
 # The class of every image of a source whose classes are ignored.
@@ -98,6 +99,13 @@ class Source(ABC):
     @abstractmethod
     def inputs(self, container: Container) -> Iterator[Input]:
         """Every input of one container, rejected ones too. Raises what `with_damage` expects."""
+
+
+def open_source(settings: SourceSettings, labels: LabelSettings) -> Source:
+    """The source that the settings name. Reads nothing before `containers` is called."""
+    kind = resolve_name(f"data_prep.sources.{SOURCES[settings.kind]}")
+    source: Source = kind(settings, labels)
+    return source
 
 
 def source_root(settings: SourceSettings) -> Path:

@@ -30,11 +30,11 @@ from data_prep.sources.protocol import (
     ChangedSource,
     Container,
     Input,
+    open_source,
     printable,
     raise_if_outage,
     with_damage,
 )
-from data_prep.sources.registry import open_source
 from data_prep.steps.labels import Labels, load_labels
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError

@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import SAMPLE_OVERHEAD
 from data_prep.images.check import MAX_FILE_BYTES
-from data_prep.sources.protocol import printable
-from data_prep.sources.registry import open_source
+from data_prep.sources.protocol import open_source, printable
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import (
     check_input,

@@ -11,9 +11,14 @@ from pydantic import Field
 from vitscale.config.section import Run, Section
 from vitscale.runs.launching import LaunchSettings, launch_problems
 
-# The keys of SOURCES in data_prep/sources/registry.py, which this layer cannot import. A test
-# compares the two.
-SourceKind = Literal["image_folder", "class_tars", "webdataset", "parquet", "path_table"]
+# Module and class in data_prep/sources/, which only data_prep imports.
+SOURCES = {
+    "image_folder": "image_folder:ImageFolder",
+    "class_tars": "tars:ClassTars",
+    "webdataset": "tars:WebDataset",
+    "parquet": "tables:ParquetImages",
+    "path_table": "tables:PathTable",
+}
 # A tar header has 100 bytes for SPLIT-KEY.webp, of which SPLIT and KEY may take 94.
 MAX_SPLIT_LENGTH = 24
 SPLIT_NAMES = (
@@ -33,7 +38,7 @@ def can_name_split(name: str) -> bool:
 class SourceSettings(Section):
     """The raw corpus and its splits."""
 
-    kind: SourceKind = "image_folder"
+    kind: Literal[tuple(SOURCES)] = "image_folder"  # type: ignore[valid-type]
     """Layout of the corpus; see `path`."""
     path: str
     """image_folder: folder with one sub-folder per class. class_tars: folder of tars, or one tar of

@@ -11,7 +11,7 @@ import random
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,12 +19,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.sources.protocol import Container, Input, Source, with_damage
-from data_prep.sources.registry import SOURCES, open_source
+from data_prep.sources.protocol import Container, Input, Source, open_source, with_damage
 from data_prep.sources.tars import split_member_name
 from tests.support.corpora.external_tars import Members, tar_bytes, write_tars
 from vitscale.config.errors import UserError
-from vitscale.runs.data_prep import LabelSettings, SourceKind, SourceSettings
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 UNLABELLED: dict[str, Any] = {"values": "none"}
 
@@ -60,10 +59,6 @@ def touch(root: Path, *names: str) -> None:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).touch()
-
-
-def test_the_settings_name_every_kind_of_source() -> None:
-    assert set(get_args(SourceKind)) == SOURCES.keys()
 
 
 def table(columns: Mapping[str, Any], **options: Any) -> bytes:
