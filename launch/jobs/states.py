@@ -1,8 +1,7 @@
 """Find out and show the state of a run: queued, running, paused, stopped, finished or failed.
 
-Owns: the state, from the queue, the events, the journal and the newest checkpoint; finding the
-folders that names mean; a line for each run; following one run to its end.
-Changes nothing and takes no lock.
+It follows from the queue, the events, the journal and the newest checkpoint. Also finds the folders
+that names mean, and follows one run to its end. Changes nothing and takes no lock.
 """
 
 from __future__ import annotations
@@ -164,6 +163,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         state, failure = _ended_state(folder, last, start, logged)
         since = last.ended if last is not None and last.ended is not None else logged.time
     followed = attempts if state in ACTIVE else attempts[:-1]
+    broken = [each.kind or each.ending for each in followed if each.ending is not Ending.DONE]
     return RunStatus(
         folder=folder,
         state=state,
@@ -172,7 +172,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         place=place,
         logged=logged,
         attempt=last,
-        restarts=dict(Counter(str(each.kind or each.ending) for each in followed if each.ending)),
+        restarts=dict(Counter(str(each) for each in broken if each)),
         failure=failure,
         log=newest_log(folder),
     )

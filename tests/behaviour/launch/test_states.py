@@ -110,7 +110,11 @@ def test_the_last_attempt_says_how_a_run_ended(
 ) -> None:
     run.log(10)
     run.attempt(ending)
-    assert read_state(run.folder, []).state is state
+    run.attempt(Ending.DONE, number=2)
+    run.attempt(ending, number=3)
+    found = read_state(run.folder, [])
+    restarts = {} if ending in (None, Ending.DONE) else {str(ending): 1}
+    assert (found.state, found.restarts) == (state, restarts)
 
 
 def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder) -> None:
