@@ -6,7 +6,6 @@ there.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -26,13 +25,14 @@ from vitscale.engine.gradients import GradientSums
 
 # DeepSpeed's autotuner imports mlflow where it is installed, which takes a second.
 _hidden = sys.modules.setdefault("mlflow", None) is None  # type: ignore[arg-type]  # so Python marks it
+# Else it warns of a CPU at every start.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 try:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import engine as deepspeed_engine
     from deepspeed.runtime import torch_autocast
     from deepspeed.utils import groups
-    from deepspeed.utils import logger as deepspeed_logger
 finally:
     if _hidden:
         del sys.modules["mlflow"]
@@ -49,7 +49,6 @@ def initialize_deepspeed(
     device: torch.device,
 ) -> Any:
     """The DeepSpeed engine, which neither clips nor checks gradients; the guard does both."""
-    deepspeed_logger.setLevel(logging.WARNING)
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
         # cores that train, and collide with leftovers of a killed run of the same name. gloo does

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -44,12 +44,6 @@ SCHEDULES: dict[str, Callable[[float, tuple[float, ...]], float]] = {
     "drops": lambda progress, drops_at: 0.1 ** sum(progress >= drop for drop in drops_at),
 }
 
-if TYPE_CHECKING:
-    OptimizerName = str
-    ScheduleName = str
-else:
-    OptimizerName, ScheduleName = Literal[tuple(OPTIMIZERS)], Literal[tuple(SCHEDULES)]
-
 
 class EmaSettings(Section):
     """Exponential moving average of the weights."""
@@ -69,7 +63,7 @@ class EmaSettings(Section):
 class OptimSettings(Section):
     """The optimiser."""
 
-    name: OptimizerName = "adamw"
+    name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
     """lamb needs full-tensor norms, which ZeRO 1 to 3 shard: set engine.zero_stage=0."""
     lr: float = Field(gt=0)
     """Peak learning rate at the configured global batch; never rescaled automatically."""
@@ -129,7 +123,7 @@ class ScheduleSettings(Section):
     """Linear rise from 0 to the peak."""
     warmup_epochs: float = Field(default=0.0, ge=0)
     """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
-    decay: ScheduleName = "cosine"
+    decay: Literal[tuple(SCHEDULES)] = "cosine"  # type: ignore[valid-type]
     """Curve after the warm-up. drops: divided by 10 at each of `drops_at` (BiT)."""
     drops_at: tuple[float, ...] = Field(default=(), strict=False)
     """drops only: shares of all steps, warm-up included, in increasing order."""
