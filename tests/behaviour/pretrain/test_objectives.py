@@ -42,6 +42,16 @@ RUN: dict[str, Any] = {
 MASKING = pytest.mark.parametrize("section", [MAE, MASKED], ids=["mae", "masked patches"])
 
 
+# Settings that an objective needs on the model of the tests of resuming.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "distillation": ("model.distillation_token=true",),
+    "mae": (
+        *("objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2"),
+        "model.positions=sincos2d_mae",
+    ),
+}
+
+
 class PlainEngine:
     """The forward pass of an engine, without DeepSpeed."""
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from pretrain.run import OBJECTIVES as REGISTERED
+from tests.behaviour.pretrain.test_objectives import NEEDED
 from tests.support.corpora.image_corpus import encoded, prepare_here, run_of
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import (
@@ -47,14 +48,6 @@ HERE = socket.gethostname()
 # Of objectives without labels.
 WITHOUT = ("evaluate=[{name: knn, max_bank_images: 100}]", "data.mixing=null")
 TIMM = ("model.name=timm", "model.model=test_convnext", "model.image_size=32")
-# Settings that an objective needs on this model.
-NEEDED: dict[str, tuple[str, ...]] = {
-    "distillation": ("model.distillation_token=true",),
-    "mae": (
-        *("objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2"),
-        "model.positions=sincos2d_mae",
-    ),
-}
 # Settings of each. One more row is a model of timm.
 OBJECTIVES: dict[str, tuple[str, ...]] = {
     name: (f"objective.name={name}", *NEEDED.get(name, ()))
