@@ -43,6 +43,7 @@ def test_run_folder_holds_the_documented_files(finished: Path) -> None:
     assert f"step {STEPS}/{STEPS} loss" in (finished / "logs/rank0.log").read_text()
     assert "width: 24" in (finished / "config.yaml").read_text()
     assert "digits-pretrain: from random weights; 0." in output(finished.parent)
+    assert "[WARNING]" not in output(finished.parent)  # of a library
     kept = sorted(path.name for path in (finished / "checkpoints").iterdir())
     assert kept == ["step-00000020", "step-00000024"]
 
