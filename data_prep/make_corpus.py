@@ -32,8 +32,8 @@ try:
     from PIL import Image, ImageDraw, ImageFont
 
     from data_prep.steps.list_inputs import seeded_hash
-    from vitscale.config.errors import UserError, run_script
-    from vitscale.distributed.atomic_files import commit_folder
+    from vitscale.config.errors import StorageError, UserError, run_script
+    from vitscale.distributed.atomic_files import PASSING, commit_folder
     from vitscale.distributed.random_numbers import CounterRandom, stream_key
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -74,8 +74,7 @@ def main() -> None:
     if arguments.corpus == "digits":
         contents = dict(digit_files())
     else:
-        numbers = {"num_train": arguments.num_train, "num_test": arguments.num_test}
-        contents = dict(character_files(**numbers))
+        contents = dict(character_files(num_train=arguments.num_train, num_test=arguments.num_test))
     num_train = sum(name.startswith("train/") for name in contents)
     num_classes = len({name.split("/")[1] for name in contents})
     if output.exists():
@@ -113,10 +112,8 @@ def digit_files() -> Iterator[tuple[str, bytes]]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        raise UserError(
-            "scikit-learn, which holds the digits, is not installed",
-            next_step="pip install scikit-learn",
-        ) from None
+        what, step = "scikit-learn, which holds the digits, is missing", "pip install scikit-learn"
+        raise UserError(what, next_step=step) from None
     digits = load_digits()
     test = _choose_test(digits.target)
     for i, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -208,17 +205,15 @@ def write_files(output: Path, contents: dict[str, bytes]) -> None:
         commit_folder(temporary, output)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"cannot be written ({error.strerror})", where=str(output)) from None
+        kind = StorageError if error.errno in PASSING else UserError
+        raise kind(f"cannot be written ({error.strerror})", where=str(output)) from None
 
 
 def check_same_files(output: Path, contents: dict[str, bytes]) -> None:
     found = {str(path.relative_to(output)) for path in output.rglob("*") if not path.is_dir()}
     if found != set(contents) or any((output / n).read_bytes() != c for n, c in contents.items()):
-        raise UserError(
-            "exists already and holds other files",
-            where=str(output),
-            next_step="choose another folder, or remove this one",
-        )
+        step = "choose another folder, or remove this one"
+        raise UserError("exists already and holds other files", where=str(output), next_step=step)
 
 
 if __name__ == "__main__":

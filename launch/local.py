@@ -19,12 +19,12 @@ try:
     from launch.jobs.preparation import check_job, prepare_job
     from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
     from vitscale.config.errors import UserError, run_script
+    from vitscale.data.index import read_manifest
     from vitscale.distributed.processes import num_gpus
+    from vitscale.runs.training import TrainingRun
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
-
-SWITCHES = {"--dry-run": "list the runs of a chain with their states; start nothing"}
 
 
 def main() -> None:
@@ -39,19 +39,18 @@ def main() -> None:
         description="Run a stage, a sweep or a chain on this machine; init=RUN alone: its "
         "evaluation.\n--num-procs N: that many processes; default: one for each GPU.",
         examples=("vitscale launch --local demo/pretrain --num-procs 2",),
-        switches=SWITCHES,
+        switches={"--dry-run": "list the runs of a chain with their states; start nothing"},
     )
     is_dry_run = "--dry-run" in command.switches
     if isinstance(command.run, ChainRun):
         raise SystemExit(start_chain(command.run, num_procs, stop=stop, is_dry_run=is_dry_run))
     if is_dry_run:
-        raise UserError(
-            "--dry-run is for chains here",
-            where="command line",
-            next_step="vitscale launch --dry-run shows the plan of one run",
-        )
+        step = "vitscale launch --dry-run shows the plan of one run"
+        raise UserError("--dry-run is for chains here", where="command line", next_step=step)
     run = command.run
     check_job(run, num_tasks=num_procs, cluster="local")
+    if isinstance(run, TrainingRun) and not run.data.is_streamed:
+        read_manifest(run.data.path)  # a wrong path is an error here, before ranks import torch
     job = prepare_job(run, cluster="local")
     raise SystemExit(run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop))
 

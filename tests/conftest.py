@@ -96,16 +96,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded corpus as shards, made by the scripts."""
     folder = tmp_path_factory.mktemp("digits")
-    for command in (
-        ["data_prep/make_corpus.py", "digits", folder / "images"],
-        [
-            "data_prep/make_shards.py",
-            "--config",
-            ROOT / "configs/data/digits.yaml",
-            f"source.path={folder / 'images'}",
-            f"output={folder / 'shards'}",
-        ],
-    ):
+    prepare = ["data_prep/make_shards.py", "--config", ROOT / "configs/data/digits.yaml"]
+    prepare += [f"source.path={folder / 'images'}", f"output={folder / 'shards'}"]
+    for command in (["data_prep/make_corpus.py", "digits", folder / "images"], prepare):
         script, *arguments = map(str, command)
         subprocess.run([sys.executable, ROOT / script, *arguments], check=True, cwd=folder)
     return folder / "shards"

@@ -29,6 +29,7 @@ from vitscale.data.index import (
     SplitEntry,
     location_of_tars,
 )
+from vitscale.data.remote import is_url
 from vitscale.distributed.atomic_files import atomic_file, write_json, write_text
 
 INFO_NAME, CARD_NAME = "_info.json", "README.md"
@@ -184,4 +185,6 @@ def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     if gpus:  # a power of two, which divides the batches of all recipes
         command = f"vitscale pretrain {config} --num-procs {1 << gpus.bit_length() - 1}"
     places = [f"data.path={quote(str(folder))}", *settings, f"data.val_split={val_split}"]
+    if is_url(manifest.shards_root):
+        places.append("data.remote.cache_path=FOLDER")
     return " ".join([command, *places])

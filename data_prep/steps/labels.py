@@ -93,6 +93,8 @@ class Labels:
             steps.append("set labels.map to a table of source class and class")
         if not none_match:
             steps.append("set labels.unknown=reject to leave these images out")
+        elif self.map is None and self.settings.values == "name":
+            steps.append("set labels.space=null for the source's own classes, sorted")
         raise UserError(
             f"{len(unknown):,} {'class' if len(unknown) == 1 else 'classes'} of the source "
             f"({sum(unknown.values()):,} images) {problem}; {sum(found.values()):,} images "

@@ -341,9 +341,8 @@ def read_columns(path: Path, split: str, columns: list[str]) -> pa.Table:
         # The filter skips row groups of other splits.
         return pq.read_table(path, columns=columns, filters=[("split", "==", split)])
     except (OSError, pa.ArrowException) as error:
-        raise UserError(
-            f"cannot be read ({error})", where=str(path), next_step="make the shards again"
-        ) from None
+        what, next_step = f"cannot be read ({error})", "make the shards again"
+        raise UserError(what, where=str(path), next_step=next_step) from None
 
 
 # ---- keys ----------------------------------------------------------------------------------------

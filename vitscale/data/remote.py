@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from io import BufferedWriter
-from itertools import count
 from pathlib import Path
 from posixpath import normpath
 from random import uniform
@@ -135,31 +135,33 @@ def names_below(folder: Url) -> list[str]:
 def _retried(url: Url, read: Callable[[Any], T]) -> T:
     """What `read` makes of the URL's file system; tried again for `PATIENCE_S` after an error.
 
-    A refusal or a missing file is an error at once.
+    A refusal, a missing file or missing credentials are an error at once.
     """
     storage = _filesystem(url.scheme)  # not counted: the first imports a lot
-    start, pause_s = time.monotonic(), FIRST_PAUSE_S
-    for tries in count(1):
+    start, pause_s, tries = time.monotonic(), FIRST_PAUSE_S, 0
+    while True:
+        tries += 1
         try:
             return read(storage)
         except Exception as error:  # every backend has its own kinds
             # FileNotFoundError is fsspec's for any HTTP failure.
             cause = (isinstance(error, FileNotFoundError) and error.__cause__) or error
-            status = getattr(cause, "status", None)
+            status, name = getattr(cause, "status", None), type(cause).__name__
             is_missing = isinstance(error, FileNotFoundError) and status in (None, 404, 410)
             is_refused = isinstance(error, PermissionError) or status in (401, 403)
+            is_refused |= "Credentials" in name or name == "ProfileNotFound"  # botocore's
             spent_s = time.monotonic() - start
+            text = redact(f"{name}: {cause}")
             if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
-                text = redact(f"{type(cause).__name__}: {cause}")
                 raise (UserError if is_missing else StorageError)(
                     f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
                     where=str(url),
-                    next_step="check address, network and credentials, then run the same command "
-                    "again",
+                    next_step="check address, network and credentials, and run the command again",
                 ) from None
+            if tries == 3:
+                print(f"{url}: {text}; retrying for {PATIENCE_S:.0f} s", file=sys.stderr)
         time.sleep(pause_s * uniform(0.5, 1.5))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    raise AssertionError
 
 
 def _filesystem(scheme: str) -> Any:
@@ -234,9 +236,8 @@ class RemoteFile:
     num_bytes: int
     blake3_hex: str
     folder: Path
-    """The cache."""
     max_bytes: int
-    """Most bytes of all files in `folder`; the least recently used one is evicted first."""
+    """Most bytes of all files in `folder`, the cache; the least recently used is evicted first."""
 
     def __str__(self) -> str:
         return self.url
@@ -341,8 +342,7 @@ _prefetching = threading.Thread()
 def prefetch(shards: Sequence[Path | RemoteFile]) -> None:
     """Fetch shards in the background, the first first; does nothing while it still fetches."""
     global _prefetching
-    remote = [each for each in shards if isinstance(each, RemoteFile)]
-    missing = [each for each in remote if not each.local.exists()]
+    missing = [each for each in shards if isinstance(each, RemoteFile) and not each.local.exists()]
 
     def fetch() -> None:
         for file in missing:

@@ -163,13 +163,36 @@ def test_a_transient_fault_is_retried(
     ],
 )
 def test_a_lasting_fault_is_one_error(
-    server: RangeServer, fault: str, kind: FailureKind, text: str
+    server: RangeServer,
+    fault: str,
+    kind: FailureKind,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In time; a refusal at once."""
+    """In time, and said meanwhile; a refusal at once."""
     server.fault = lambda path, number: fault
     with pytest.raises(UserError, match=rf"a\.bin: cannot be read .*{text}") as caught:
         list(read_chunks(Url(server.url) / "a.bin", 9))
     assert caught.value.kind == kind
+    assert capsys.readouterr().err.count("retrying for 120 s") == ("; 1 requests" not in text)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("HOME", "/none"), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_PROFILE", "none")]
+)
+def test_missing_credentials_are_an_error_at_once(
+    variable: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, text in {
+        "HOME": "/none",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        variable: value,
+    }.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(StorageError, match=r"(Credentials|Profile).*; 1 requests"):
+        list(read_chunks(Url("s3://bucket/a.bin"), 9))
 
 
 @pytest.mark.slow

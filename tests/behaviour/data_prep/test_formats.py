@@ -72,6 +72,8 @@ def test_the_recipe_fits_the_corpus_and_the_machine(
         facts = replace(made, splits=splits, classes=tuple(map(str, range(classes))))
         words = shlex.split(training_command(Path("my shards"), facts, gpus=gpus))
         assert words[2] == config
+        remote = training_command(Path("my shards"), replace(facts, shards_root="s3://b"), gpus=1)
+        assert remote.endswith(" data.remote.cache_path=FOLDER")
         overrides = words[5 if words[3] == "--num-procs" else 4 :]
         run = load_run({"pretrain": PretrainRun}, words[2], overrides=overrides).run
         assert isinstance(run, PretrainRun)

@@ -124,6 +124,7 @@ def test_unknown_classes_may_be_rejected_but_not_all() -> None:
     with pytest.raises(UserError, match="1 class of the source .3 images.*; 0 images") as caught:
         known.check({"cat": 3}, found={})
     assert "labels.unknown=reject" not in str(caught.value)
+    assert "labels.space=null" in str(caught.value)
 
 
 def test_errors_distinguish_positions_map_and_space(tmp_path: Path) -> None:

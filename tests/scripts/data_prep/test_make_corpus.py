@@ -40,6 +40,11 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -
     assert split_sizes("digits", tmp_path / "a", tmp_path / "shards") == [1437, 360]
 
 
+def test_a_full_disk_is_an_error_of_storage(small_disk: Path) -> None:
+    assert "No space left" in run_script("make_corpus", "digits", small_disk / "images", rc=74)
+    assert list(small_disk.iterdir()) == []
+
+
 def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
     images = tmp_path / "images"
     options = ("--num-train", "3", "--num-test", "1")

@@ -82,6 +82,14 @@ WAITING = """
 """
 
 
+def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "launch/local.py", "--config", "digits/pretrain"]
+    command += ["data.path=nowhere"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error:\nnowhere: no such folder")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     "death", ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"]
 )
