@@ -84,7 +84,7 @@ def start(words: Sequence[str]) -> None:
     else:
         script, _ = _known(name, COMMANDS)
         rest = _with_config(name, rest)
-        starts_ranks = "RANK" not in os.environ and not {*HELP, "--print-config"} & {*rest}
+        starts_ranks = "RANK" not in os.environ and not {*HELP} & {*rest}
         if name in PARALLEL and starts_ranks:
             if "--config" in rest:
                 _check_stage(name, rest[rest.index("--config") + 1 :])

@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("pretrain vit_b16 seed=1", "launch/local.py --config vit_b16 seed=1"),
         ("pretrain --num-procs 2 vit_b16", "launch/local.py --config vit_b16 --num-procs 2"),
         ("finetune --config=pets_384", "launch/local.py --config pets_384"),
-        ("pretrain vit_b16 --print-config", "pretrain/main.py --config vit_b16 --print-config"),
+        ("pretrain vit_b16 --print-config", "launch/local.py --config vit_b16 --print-config"),
         ("pretrain --help optim", "pretrain/main.py --help optim"),
         # No script may take a run without a configuration for one of another stage.
         ("finetune init=runs/a", "finetune/main.py init=runs/a"),
