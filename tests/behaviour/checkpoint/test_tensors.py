@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from vitscale.checkpoint.store import (
     DTYPES,
     HostCopy,
     SavedTensors,
-    pin_in_place,
     read_header,
     read_tensors,
     slice_name,
@@ -49,22 +47,6 @@ def test_library_reads_what_was_copied(tmp_path: Path) -> None:
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
-
-
-def test_pinned_memory_has_the_size_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinned by the CUDA runtime, as long as the buffer lives."""
-    pinned: dict[int, int] = {}
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, _: pinned.update({address: size}) or 0,
-        cudaHostUnregister=pinned.pop,
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "check_error", lambda result: None)
-    buffer = torch.empty(1000, dtype=torch.uint8)
-    pin_in_place(buffer)
-    assert pinned == {buffer.data_ptr(): 1000}
-    del buffer
-    assert not pinned
 
 
 def test_host_memory_is_reused_and_does_not_alias() -> None:

@@ -172,16 +172,3 @@ def corpora(draw: st.DrawFn) -> np.ndarray:
 def test_result_equals_comparing_all_pairs(descriptors: np.ndarray, max_pairs: int) -> None:
     with mock.patch.multiple(search, MAX_PAIRS=max_pairs, BATCH_ROWS=3):
         assert first_similar(descriptors).tolist() == all_pairs(descriptors)
-
-
-def test_large_families_are_settled_in_few_comparisons() -> None:
-    """One picture saved 600 times with small differences, another 600 times identically."""
-    both = pictures(2, seed=1).astype(int)
-    noise = np.random.default_rng(0).integers(-3, 4, (600, SIDE_PX, SIDE_PX))
-    varied = picture_descriptors((both[0] + noise).clip(0, 255).astype(np.uint8))
-    alike = picture_descriptors(both[1:].astype(np.uint8).repeat(600, axis=0))
-    real = search.pictures_correlate
-    with mock.patch.object(search, "pictures_correlate", side_effect=real) as compare:
-        found = first_similar(np.concatenate([varied, alike]))
-    assert found.tolist() == [600 * (position // 600) for position in range(1200)]
-    assert sum(len(call.args[0]) for call in compare.call_args_list) < 600 * 600 / 8

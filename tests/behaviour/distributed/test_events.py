@@ -1,14 +1,17 @@
-"""The record of what happened to a run."""
+"""The record of what happened to a run; who is named as silent or behind, and why."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from vitscale.config.errors import FailureKind
+from vitscale.config.errors import FailureKind, PeerLostError, UserError, WorkerError
 from vitscale.distributed import events
 from vitscale.distributed.events import (
     ATTEMPT_VARIABLE,
@@ -21,6 +24,8 @@ from vitscale.distributed.events import (
     record_failure,
     record_start,
 )
+from vitscale.distributed.watchdog import Watchdog, kind_and_text
+from vitscale.distributed.world import HERE, World
 
 
 def test_failures_are_read_as_written_by_attempt(
@@ -84,3 +89,96 @@ def test_what_a_rank_says_of_itself_is_the_cause() -> None:
     own = Failure(kind=FailureKind.OTHER, what="an error", rank=0, reported_by=0)
     assert cause([seen, own]) == own
     assert cause([seen, replace(own, rank=2, reported_by=2)]) == seen
+
+
+# ---- the watchdog -------------------------------------------------------------------------------
+
+RANKS_PER_NODE = 8
+
+
+class Ranks:
+    """Watchdogs of one process, which take turns instead of running threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        store, self.dogs = dist.HashStore(), list[Watchdog]()
+        for rank in range(num_ranks):
+            store.set(f"{HERE}/{rank}", f"n{rank // RANKS_PER_NODE}")
+            world = World(
+                rank=rank,
+                world_size=num_ranks,
+                local_rank=rank % RANKS_PER_NODE,
+                local_world_size=RANKS_PER_NODE,
+                device=torch.device("cpu"),
+                store=store,
+            )
+            self.dogs.append(Watchdog(world, timeout_min=10))
+            self.dogs[rank]._send(ended=False)
+
+    def turns(self, number: int, among: Sequence[int]) -> Failure | None:
+        """Periods of some ranks, until all of them know the same failure."""
+        for _ in range(number):
+            for rank in among:
+                self.dogs[rank]._send(ended=False)
+                self.dogs[rank]._find()
+            if found := self.dogs[among[0]]._read():
+                assert all(self.dogs[rank]._read() == found for rank in among)
+                return found
+        return None
+
+
+def test_a_silent_node_is_named() -> None:
+    ranks = Ranks(24)
+    ranks.dogs[0].step = 5
+    rest = [rank for rank in range(24) if rank // 8 != 1]
+    assert ranks.turns(3, range(24)) is None
+    assert ranks.turns(15, rest) is None  # 45 s
+    found = ranks.turns(1, rest)
+    assert found is not None and found.kind is FailureKind.KILLED
+    assert found.what.startswith("rank 8 on n1 (and 7 more) has sent no heartbeat for 45 s")
+    assert (found.rank, found.node, found.step, found.reported_by) == (8, "n1", 5, 0)
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_lost_peer_is_named_within_periods(gone: int) -> None:
+    ranks, rest = Ranks(4), [rank for rank in range(4) if rank != gone]
+    assert ranks.turns(2, range(4)) is None
+    ranks.dogs[3]._has_lost = True
+    assert ranks.turns(1, range(4)) is None, "all are there"
+    found = ranks.turns(3, rest)
+    assert found is not None and found.what.startswith(
+        f"rank {gone} on n0 has sent no heartbeat for 6 s"
+    )
+
+
+def test_a_rank_that_has_ended_is_not_missed() -> None:
+    ranks = Ranks(4)
+    ranks.dogs[2]._send(ended=True)
+    assert ranks.turns(100, [0, 1, 3]) is None
+
+
+def test_the_rank_that_is_behind_is_named() -> None:
+    ranks, everyone = Ranks(4), range(4)
+    for dog in ranks.dogs:
+        dog.mark("waiting for data")
+    assert ranks.turns(300, everyone) is None, "all at the same place: collectives have timeouts"
+    for rank in (0, 1, 3):
+        ranks.dogs[rank].mark("training")
+    assert ranks.turns(140, everyone) is None  # 7 minutes
+    found = ranks.turns(2, everyone)
+    assert found is not None and found.kind is FailureKind.HANG
+    assert found.what == "rank 2 on n0 has kept the others waiting for 420 s (waiting for data)"
+
+
+def test_kinds_of_errors() -> None:
+    lost = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer"
+    for error, kind in {
+        RuntimeError(lost): FailureKind.PEER_LOST,
+        PeerLostError("x"): FailureKind.PEER_LOST,
+        torch.OutOfMemoryError("x"): FailureKind.DEVICE,
+        OSError(28, "x"): FailureKind.STORAGE,
+        WorkerError("x"): FailureKind.WORKER,
+        KeyError("x"): FailureKind.OTHER,
+    }.items():
+        assert kind_and_text(error)[0] is kind
+    text = "data.path: no such file"
+    assert kind_and_text(UserError("no such file", where="data.path"))[1] == text

@@ -1,12 +1,13 @@
 """The engine on one rank, for every layout in which DeepSpeed keeps weights.
 
-On two ranks, in half precision, compiled: test_zero_stages.
+On two ranks, in half precision, compiled: test_golden_curves.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.engine.zero_checks import (
     ADAMW,
     BF16,
     FAR_HEAD,
+    MODEL,
     data,
     engine_config,
     keeps_the_head_in_fp32,
@@ -70,6 +72,25 @@ def test_a_trained_model_is_evaluated_as_in_training(world: World) -> None:
     images = data(0)[0]
     assert torch.equal(loaded.forward(images, "features"), engine.forward(images, "features"))
     torch.testing.assert_close(loaded.logits(images), engine.logits(images), atol=1e-4, rtol=0)
+
+
+def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World) -> None:
+    """Relative to the spread of the logits; autocast keeps weights, norms and residuals in fp32."""
+    deep = MODEL.model_copy(update={"depth": 32, "width": 48, "image_size": 32})
+    recipe, pixels = replace(ADAMW, model=deep), torch.Generator().manual_seed(5)
+    images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=pixels)
+
+    @torch.no_grad()
+    def logits(stage: int, dtype: torch.dtype) -> torch.Tensor:
+        engine = new_engine(world, stage=stage, dtype=dtype, recipe=recipe)
+        return engine.logits(images).float()
+
+    exact = logits(0, torch.float32)
+    spread = (exact - exact.mean(0)).norm()
+    off = [((logits(stage, BF16) - exact).norm() / spread).item() for stage in LAYOUTS]
+    assert 0 < off[0] < 0.03
+    assert off[0] < off[1] < 0.06
+    assert off[2] == pytest.approx(off[1], rel=0.1)
 
 
 @pytest.mark.parametrize("stage", LAYOUTS)

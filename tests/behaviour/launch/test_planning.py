@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,28 +138,11 @@ def test_a_run_that_fits_has_no_finding() -> None:
     assert found["disk"].detail.startswith("a checkpoint has 0.0617 GiB; ")
 
 
-def tar_of(folder: Path) -> Path:
-    return sorted(folder.glob("*.tar"))[1]
-
-
-@pytest.mark.parametrize(
-    ("damage", "expected"),
-    [
-        (lambda folder: tar_of(folder).unlink(), "tar: missing (No such file"),
-        (
-            lambda folder: tar_of(folder).write_bytes(tar_of(folder).read_bytes()[:-512]),
-            "bytes, but the manifest says",
-        ),
-        (lambda folder: (folder / "manifest.json").unlink(), "no shards in shards"),
-    ],
-)
-def test_damaged_shards_are_named(
-    folder: Path, damage: Callable[[Path], object], expected: str
-) -> None:
-    damage(folder)
+def test_damaged_shards_are_named(folder: Path) -> None:
+    sorted(folder.glob("*.tar"))[1].unlink()
     rows = run_checks(PretrainRun.model_validate(SECTIONS | {"data": DATA}))
     errors = [row.detail for row in rows if row.result == "error" and row.name == "data"]
-    assert any(expected in detail for detail in errors), rows
+    assert any("tar: missing (No such file" in detail for detail in errors), rows
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,33 @@
-"""The journal has each step once after any kill."""
+"""The journal has each step once after any kill; lines of progress; parameters without secrets."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
 import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitscale.tracking.journal import Journal, Row, decode, encode, read_rows
+from tests.contract.tree import ROOT
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.redaction import flatten_params, redact, shared_yaml
+from vitscale.tracking import journal as journal_module
+from vitscale.tracking.journal import (
+    Journal,
+    Row,
+    decode,
+    encode,
+    item_progress,
+    read_rows,
+    training_log,
+)
+from vitscale.tracking.settings import DEFAULT_URI, absolute_uri, default_uri, sqlite_path
 
 
 def steps_in(path: Path) -> list[int]:
@@ -75,3 +90,100 @@ def test_all_is_on_the_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     journal.close()
     journal.close()
     assert steps_in(path) == [5, 5] and flushed == [path.stat().st_size]
+
+
+def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
+    config = {
+        "optim": {"lr": 1e-4, "betas": (0.9, 0.999), "clip_norm": None},
+        "launch": {"nodes": 2, "mem_gb": None, "setup": ["export A=b"], "sbatch": {"x": "me"}},
+        "data": {"flip!": True, "path": "http://me:hunter2@host"},
+        "deepspeed": {},
+        "hub": {"api_key": "abc", "token": None, "my_hf_token": "a"},
+        "model": {"num_prefix_tokens": 1, "class_token": True},
+    }
+    assert flatten_params(config) == {
+        "optim.lr": "0.0001",
+        "optim.betas": "[0.9, 0.999]",
+        "optim.clip_norm": "null",
+        "data.flip_": "true",
+        "data.path": "http://host",
+        "launch.nodes": "2",
+        "launch.mem_gb": "null",
+        "deepspeed": "{}",
+        "hub.api_key": "***",
+        "hub.token": "null",
+        "hub.my_hf_token": "***",
+        "model.num_prefix_tokens": "1",
+        "model.class_token": "true",
+    }
+    assert flatten_params(yaml.safe_load(shared_yaml(config))) == flatten_params(config)
+
+
+def test_secrets_in_text_are_removed() -> None:
+    for text, expected in {
+        "http://me:hunter2@host:5000/x": "http://host:5000/x",
+        "see s3://key:pw@bucket and http://h/a@b": "see s3://bucket and http://h/a@b",
+        "postgresql+psycopg://u:p@h/db?password=p&x=1": "postgresql+psycopg://h/db?***",
+        "https://h/d?X-Amz-Signature=abc": "https://h/d?***",
+        "mail me@host": "mail me@host",
+        '+ setup: ["export HF_TOKEN=hf_abc", x]': '+ setup: ["export HF_TOKEN=***", x]',
+        "num_tokens=5 token=$(cat f)": "num_tokens=5 token=$(cat f)",
+        "a:\n  hub_token: abc d\n  tokens: 3\n": "a:\n  hub_token: '***'\n  tokens: 3\n",
+        "+  my-api_key: x\n   class_token: true": "+  my-api_key: '***'\n   class_token: true",
+    }.items():
+        assert redact(text) == expected
+    keys = re.findall(r"^- \*\*`([\w.]+)`\*\*", (ROOT / "docs/configuration.md").read_text(), re.M)
+    assert len(keys) > 200
+    assert [key for key in keys if flatten_params({key: "x"}) == {key: "***"}] == []
+
+
+def test_addresses_are_absolute_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    uri = absolute_uri(DEFAULT_URI)
+    assert sqlite_path(uri) == tmp_path / "runs/mlflow.db" and absolute_uri(uri) == uri
+    assert sqlite_path("http://host") is None
+    for right in ("http://host:1", "postgresql+psycopg://h/db", "databricks://x"):
+        assert absolute_uri(right) == right
+    for wrong in ("sqlite://runs/a.db", "sqlite:///", "sqlight:///a", "runs/a", "http", "file:///"):
+        with pytest.raises(UserError, match="tracking.uri"):
+            absolute_uri(wrong)
+
+
+def test_the_site_file_names_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site.yaml"
+    monkeypatch.setenv("VITSCALE_SITE", str(site))
+    site.write_text("tracking: {uri: http://mlflow:5000}")
+    assert default_uri() == "http://mlflow:5000"
+    site.write_text("launch: {partition: gpu}")
+    assert default_uri() == DEFAULT_URI
+    site.write_text("tracking: 3")
+    with pytest.raises(UserErrors, match="tracking as a whole number"):
+        default_uri()
+
+
+def test_lines_go_to_output_and_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):  # a resume appends to the same log
+        with training_log(tmp_path, is_writer=True) as say:
+            say("step 1/2")
+        with training_log(tmp_path, is_writer=False) as silent:
+            silent("hello")
+    log = (tmp_path / "logs/rank0.log").read_text()
+    assert re.fullmatch(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d step 1/2\n){2}", log)
+    say("late")
+    assert capsys.readouterr().out.startswith(log) and "late" not in log
+
+
+def test_progress_of_items_has_a_rate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(journal_module.time, "monotonic", lambda: now[0])
+    with item_progress("verify", total=90, unit="tars") as advance:
+        for now[0], num in ((1.0, 10), (10.0, 20), (11.0, 60)):
+            advance(num)
+    with item_progress("short", total=2) as advance:
+        advance(2)
+    assert capsys.readouterr().out.splitlines() == [
+        "verify: 30 of 90, 3 tars/s, 20 s left",
+        "verify: 90 of 90, 8 tars/s, 0 s left",
+    ]

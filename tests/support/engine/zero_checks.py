@@ -1,6 +1,6 @@
 """Check the engine on several ranks, beside a plain torch loop in one process.
 
-    zero_checks.py        (one rank; started by test_zero_stages.py)
+    zero_checks.py        (one rank; started by test_golden_curves.py)
 
 Owns: recipes for small ViTs, the slow loop without DeepSpeed, the same training with the engine,
 and CHECKS, which run one after another and print `passed: NAME`. The first that fails ends the run.

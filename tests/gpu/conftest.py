@@ -1,0 +1,35 @@
+"""What only a GPU shows. `pytest tests/gpu` takes three minutes and one NVIDIA GPU of 12 GiB.
+
+Elsewhere these tests are skipped, also under VITSCALE_REQUIRE_ALL=1: the machine that decides about
+a merge has no GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.training_loops import start_afresh
+from vitscale.distributed.world import World, process_group
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    return "cuda"
+
+
+@pytest.fixture
+def world(device: str) -> Iterator[World]:
+    # Joining sets variables, which the next one would take for a launcher's.
+    with (
+        mock.patch.dict(os.environ),
+        process_group(device=device, timeout_min=5, num_threads=1) as joined,  # type: ignore[arg-type]  # a literal
+    ):
+        start_afresh(joined.device)
+        yield joined

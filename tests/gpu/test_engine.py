@@ -1,0 +1,224 @@
+"""The engine on a GPU beside fp32, eager kernels, plain optimisers, and the dry run's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.training_loops import EngineLoop, Task
+from pretrain.run import PretrainRun
+from vitscale.checkpoint.store import CheckpointStore, read_tensors
+from vitscale.data.loader import Batch
+from vitscale.distributed.world import World
+from vitscale.engine.device_batches import DeviceBatches
+from vitscale.engine.settings import BUCKET_ELEMENTS
+from vitscale.models.costs import memory_estimate
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
+from vitscale.optim.optimizers import build_optimizer
+from vitscale.optim.settings import OPTIMIZERS, OptimSettings
+from vitscale.training.session import restore_engine
+
+STEPS = 10
+SMALL = {"image_size": 32, "patch_size": 8, "width": 96, "depth": 2, "num_heads": 3}
+SMALL |= {"mlp_width": 192, "num_classes": 10}
+# Losses may differ by this share of the first one: half precision, other kernels.
+CLOSE = 0.01
+# Cycles of a GPU, more than a second.
+LONG = 3_000_000_000
+
+
+def task(world: World, *, batch: int = 32, model: Any = SMALL, **sections: Any) -> Task:
+    """A training on random images; `engine`: its precision and whether it is compiled."""
+    engine = {"device": world.device.type, "compile": False, "max_micro_batch": batch}
+    values = {"stage": "pretrain", "name": "gpu", "data": {"path": "none", "global_batch": batch}}
+    values |= {"model": model, "schedule": {"steps": 100, "warmup_steps": 2}}
+    values |= {"optim": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 1.0}}
+    values |= sections | {"engine": engine | sections.get("engine", {})}
+    return Task(run=PretrainRun.model_validate(values), device=world.device)
+
+
+def losses(loop: EngineLoop, start: int = 0, stop: int = STEPS) -> list[float]:
+    pool = loop.task.pool
+    found = [loop.step(number, *pool[number % len(pool)]) for number in range(start, stop)]
+    return [float(loss) for loss in found]
+
+
+def trained(world: World, *, stage: int, **sections: Any) -> list[float]:
+    """Losses of a training at this stage, in which no update is skipped and the loss falls."""
+    loop = EngineLoop(task(world, **sections), world, stage=stage)
+    found = losses(loop)
+    assert loop.engine._engine.zero_optimization_stage() == stage
+    assert loop.engine.health().skipped == 0 and found[-1] < 0.95 * found[0]
+    loop.engine.close()
+    return found
+
+
+# Without raw keys one fp32 rank runs at stage 0 instead of 1 and 2; fp16 searches its loss scale.
+KEEP_STAGE = {"deepspeed": {"zero_optimization": {"reduce_bucket_size": BUCKET_ELEMENTS}}}
+SCALED = {"deepspeed": {"fp16": {"initial_scale_power": 8}}}
+FP32, BF16, FP16 = ({"engine": {"precision": name}} for name in ("fp32", "bf16", "fp16"))
+COMPILED = {"engine": {"precision": "bf16", "compile": True}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_precisions_zero_stages_and_compiled_blocks_train_alike(world: World, stage: int) -> None:
+    expected = trained(world, stage=0, **FP32)
+    if stage:
+        same = trained(world, stage=stage, **FP32, **KEEP_STAGE)
+        assert same == pytest.approx(expected, rel=1e-4)
+    halves = [BF16, *([FP16 | SCALED] if stage else []), *([COMPILED] if stage == 1 else [])]
+    for half in halves:
+        found = trained(world, stage=stage, **half)
+        assert found != expected, "computed in fp32"
+        assert found == pytest.approx(expected, rel=0, abs=CLOSE * expected[0])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_update_that_is_not_finite_is_skipped_and_counted(world: World, stage: int) -> None:
+    loop = EngineLoop(task(world, **BF16), world, stage=stage)
+    losses(loop, 0, 2)
+    own = loop.objective.loss
+    before = {name: each.clone() for name, each in loop.engine.export_state().items()}
+    loop.objective.loss = lambda engine, batch: own(engine, batch) * torch.nan  # type: ignore[method-assign]  # the fault
+    losses(loop, 2, 3)
+    after = loop.engine.export_state()
+    assert all(torch.equal(after[name], each) for name, each in before.items())
+    loop.objective.loss = own  # type: ignore[method-assign]  # as it was
+    losses(loop, 3, 4)
+    found = loop.engine.health()
+    assert (found.skipped, found.last_step, found.bad_micro_step) == (1, 3, 0)
+    assert not torch.equal(loop.engine.export_state()["model.head.bias"], before["model.head.bias"])
+    loop.engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
+    world: World, tmp_path: Path, stage: int
+) -> None:
+    """What a resumed training computes from the same bits may differ in the last ones."""
+    first, second = (EngineLoop(task(world, **BF16), world, stage=stage) for _ in "ab")
+    losses(first, 0, 3)
+    with CheckpointStore(tmp_path, keep=1, world=world) as store:
+        first.before_update = store.wait_for_host_copy
+        for step in (3, 4):  # the first save pins its memory
+            store.wait()
+            saved = {name: each.clone() for name, each in first.engine.export_state().items()}
+            counters = first.engine.export_counters()
+            progress = {"optimizer_steps": first.engine.optimizer_steps(), "engine": counters}
+            torch.cuda._sleep(LONG)
+            kernels = torch.cuda.current_stream().record_event()
+            store.save(first.engine.export_state(), step=step, progress=progress, description={})
+            assert step == 3 or not kernels.query(), "the save waited for the kernels"
+            expected = losses(first, step, step + 3 if step == 4 else 4)
+        assert store._host_copy._buffer.is_pinned()
+        store.wait()
+        checkpoint, _ = store.newest()
+    assert checkpoint is not None and checkpoint.step == 4
+    stored = read_tensors(checkpoint.files)
+    restore_engine(second.engine, checkpoint)
+    state = second.engine.export_state()
+    for name, each in saved.items():
+        assert torch.equal(stored[name], each.cpu()) and torch.equal(state[name], each), name
+    assert second.engine.export_counters() == counters
+    assert losses(second, 4, 7) == pytest.approx(expected, rel=1e-3)
+    for loop in (first, second):
+        loop.engine.close()
+
+
+def test_peak_memory_is_that_of_the_dry_run(world: World) -> None:
+    """Of B/16 in bf16, compiled, within 10 %; docs/benchmarks.md has larger models."""
+    chosen = {"preset": "B/16", "num_classes": 1000}
+    loop = EngineLoop(task(world, batch=128, model=chosen, **COMPILED), world)
+    losses(loop, 0, 3)
+    torch.cuda.reset_peak_memory_stats()
+    losses(loop, 3, 6)
+    run = loop.run
+    estimate = memory_estimate(
+        loop.task.arch, costs=run.make_objective(), zero_stage=1, world_size=1, precision="bf16",
+        micro_batch=128, activation_checkpointing=False, bucket_elements=BUCKET_ELEMENTS,
+        optimizer_bytes=run.optim.state_bytes_per_parameter,
+    )  # fmt: skip
+    assert torch.cuda.max_memory_allocated() == pytest.approx(estimate.total, rel=0.1)
+    loop.engine.close()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_equal_those_on_the_cpu(device: str, name: str) -> None:
+    """Fused kernels where the optimiser has them; AdamW also with a moment in bf16."""
+    for dtype in ("fp32", "bf16") if name == "adamw" else ("fp32",):
+        settings = OptimSettings(name=name, lr=0.01, momentum_dtype=dtype)  # type: ignore[arg-type]  # literals
+        weights = []
+        for where in ("cpu", device):
+            random = torch.Generator().manual_seed(0)
+            weight = torch.nn.Parameter(torch.randn(50, 30, generator=random).to(where))
+            groups = [{"params": [weight], "weight_decay": 0.1, "lr_scale": 1.0}]
+            optimizer = build_optimizer(groups, settings=settings, device=torch.device(where))
+            for _ in range(10):
+                weight.grad = torch.randn(50, 30, generator=random).to(where)
+                optimizer.step()
+            weights.append(weight.detach().cpu())
+        tolerance = 1e-5 if dtype == "fp32" else 1e-3
+        torch.testing.assert_close(*weights, rtol=tolerance, atol=tolerance)
+
+
+KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend) -> None:
+    """Features and gradients in bf16, beside fp32 without a fused kernel."""
+    arch = ViTSettings.model_validate(SMALL).resolved(num_classes=10)
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    found = []
+    for backend, dtype in ((SDPBackend.MATH, torch.float32), (kernel, torch.bfloat16)):
+        model = build_model(arch, seed=0).to(device, dtype)
+        with sdpa_kernel(backend):
+            try:
+                features = model(images.to(dtype), output="features")
+            except RuntimeError as error:
+                pytest.skip(f"not on this device: {error}")
+            features.float()[:, ::2].sum().backward()
+        gradient = model.get_parameter("blocks.0.attn.qkv.weight").grad
+        assert gradient is not None
+        found.append((features.float().detach(), gradient.float()))
+    for exact, half in zip(*found, strict=True):
+        assert 0 < (half - exact).norm() < 0.05 * exact.norm()
+
+
+def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device: str) -> None:
+    is_pinned, sums, copied = device == "cuda", [], list[torch.cuda.Event]()
+
+    class Slow(Batch):
+        def to(self, device: torch.device) -> Batch:
+            torch.cuda._sleep(LONG // 1000)
+            found = super().to(device)
+            copied.append(torch.cuda.Event(enable_timing=True))
+            copied[-1].record()
+            return found
+
+    given = [
+        Slow(
+            torch.full((16, 3, 224, 224), number, dtype=torch.uint8, pin_memory=is_pinned),
+            *(torch.ones(16, pin_memory=is_pinned) for _ in "ab"),
+        )
+        for number in range(1, 13)
+    ]
+    ahead = DeviceBatches(iter(given), torch.device(device))
+    for number in range(11):
+        batch = next(ahead)
+        if number:  # the first batch is used as soon as it is asked for
+            torch.cuda._sleep(LONG // 100)
+        sums.append(batch.images.sum(dtype=torch.int64))
+        kernels = torch.cuda.Event(enable_timing=True)
+        kernels.record()
+        del batch
+        ahead.prefetch()
+        torch.cuda.synchronize()
+        if number > 5:  # by then no memory is allocated, for which CUDA itself waits
+            assert copied[-1].elapsed_time(kernels) > 0, "copied after the kernels"
+    assert [int(each) for each in sums] == [n * given[0].images.numel() for n in range(1, 12)]
