@@ -45,10 +45,11 @@ def start(
         (folder / "tiny.yaml").write_text(yaml.safe_dump(TRAININGS[script]))
         config = ("--config", "tiny.yaml", "engine.compile=false", "engine.timeout_min=10")
     words = (*config, "evaluate=[{name: classification}]", *words)
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *before, str(ROOT / script), *words],
         cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        env=os.environ | {"PYTHONPATH": paths} | variables,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
