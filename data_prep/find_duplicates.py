@@ -29,10 +29,10 @@ try:
         source_paths,
     )
     from data_prep.duplicates.similar import NUM_FREQUENCIES, first_equal, first_similar, similarity
-    from data_prep.images.sheet import draw_rows
+    from data_prep.images.sheet import draw_rows, make_writable
     from data_prep.worker_processes import Workers
     from vitscale.config.errors import run_script
-    from vitscale.distributed.atomic_files import atomic_file, make_folders, write_text
+    from vitscale.distributed.atomic_files import atomic_file, write_text
     from vitscale.distributed.processes import num_cores
     from vitscale.tracking.journal import item_progress
 except ModuleNotFoundError as error:
@@ -88,7 +88,7 @@ def main() -> None:
             alike[rows] = similarity(descriptors[rows], descriptors[first[rows]])
     is_copy = first != positions
     output = Path(arguments.output or f"{folder.resolve()}-duplicates")
-    make_folders(output)
+    make_writable(output, where="--output")
     table = pa.table(
         {
             "key": samples["name"],

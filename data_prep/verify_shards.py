@@ -13,10 +13,10 @@ import sys
 try:
     from pathlib import Path
 
+    from data_prep.images.sheet import make_writable
     from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, run_script
     from vitscale.data.index import read_manifest
-    from vitscale.distributed.atomic_files import make_folders
     from vitscale.distributed.processes import num_cores
     from vitscale.images.jpeg.entry_points import require_entry_points
 except ModuleNotFoundError as error:
@@ -49,7 +49,7 @@ def main() -> None:
     if arguments.entry_points:
         require_entry_points(where="--entry-points")
     if arguments.sheet:
-        make_folders(arguments.sheet.parent)
+        make_writable(arguments.sheet.parent, where="--sheet")
     folder = Path(arguments.shards)
     manifest = read_manifest(folder)
     num_samples = sum(split.num_samples for split in manifest.splits.values())

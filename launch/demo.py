@@ -76,7 +76,7 @@ def link_some(folder: Path, target: Path) -> None:
     """Link to at most MAX_PER_CLASS images of each class."""
     classes: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("[!.]*/**/*")):
-        if path.suffix.lower() in SUFFIXES:
+        if path.suffix.lower() in SUFFIXES and not path.name.startswith("."):  # macOS's ._x.jpg
             classes.setdefault(path.relative_to(folder).parts[0], []).append(path)
     if not classes:
         raise UserError("has no class folders with images", where=f"DATA={folder}", allowed=ALLOWED)
@@ -98,7 +98,7 @@ def run_command(title: str, command: str) -> None:
         raise UserError(
             f"{title} ended with exit code {code}",
             where=command,
-            next_step="fix the error shown above; `vitscale demo` resumes from here",
+            next_step="fix the error shown above, and run the same command again to resume",
         )
 
 

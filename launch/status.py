@@ -38,7 +38,9 @@ def main() -> None:
     runs = [read_state(folder, jobs) for folder in folders]
     if arguments.json:
         values = [{"name": run.folder.name, **asdict(run)} for run in runs]
-        print(json.dumps(values, indent=2, default=str))
+        # Numbers that are not finite become strings, as in journals.
+        strict = json.loads(json.dumps(values, default=str), parse_constant=str)
+        print(json.dumps(strict, indent=2))
     else:
         print(as_text(runs, now=time.time()))
 

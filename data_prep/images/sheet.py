@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageOps
 
 from data_prep.images.check import SUFFIXES
-from vitscale.distributed.atomic_files import atomic_file
+from vitscale.config.errors import not_written
+from vitscale.distributed.atomic_files import atomic_file, make_folders
 
 SIDE, TEXT = 96, 14
+# What Pillow raises on broken images.
+DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
+
+
+def make_writable(folder: Path, *, where: str) -> None:
+    """Create a folder for results. Raises UserError if that is not possible."""
+    try:
+        make_folders(folder)
+    except OSError as error:
+        raise not_written(error, key=where, path=str(folder)) from None
 
 
 def draw_rows(path: Path, rows: Sequence[tuple[str, Sequence[bytes]]]) -> None:
-    """Write the sheet. rows: text, and encoded images."""
+    """Write the sheet. rows: text, and encoded images; damaged ones stay blank."""
     height = SIDE + TEXT
     width = max(len(images) for _, images in rows) * SIDE
     sheet = Image.new("RGB", (width, len(rows) * height), "white")
@@ -23,9 +37,9 @@ def draw_rows(path: Path, rows: Sequence[tuple[str, Sequence[bytes]]]) -> None:
     for y, (text, images) in enumerate(rows):
         draw.text((2, y * height + 1), text, "black")
         for x, content in enumerate(images):
-            with Image.open(io.BytesIO(content), formats=tuple(SUFFIXES)) as image:
+            with suppress(*DAMAGE), Image.open(io.BytesIO(content), formats=(*SUFFIXES,)) as image:
                 image.draft("RGB", (2 * SIDE, 2 * SIDE))
                 small = ImageOps.contain(image.convert("RGB"), (SIDE - 2, SIDE - 2))
-            sheet.paste(small, (x * SIDE, y * height + TEXT))
+                sheet.paste(small, (x * SIDE, y * height + TEXT))
     with atomic_file(path) as file:
         sheet.save(file, "PNG")

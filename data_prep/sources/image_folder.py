@@ -44,10 +44,6 @@ class ImageFolder(Source):
     has_label_values = False
 
     def containers(self) -> list[Container]:
-        """Class folders, ordered by split and the bytes of their path.
-
-        Raises UserError for missing or overlapping folders and for splits without classes.
-        """
         found: list[Container] = []
         places = split_places(self.settings, kind="folder")
         if not self.settings.splits and (splits := _found_splits(self.root)):

@@ -40,11 +40,9 @@ class ParquetImages(Source):
     """Containers: every file with image bytes and labels, as in Hugging Face data sets."""
 
     def containers(self) -> list[Container]:
-        """Raises UserError for missing files."""
         return file_containers(self.settings, _is_parquet, kind=".parquet files")
 
     def inputs(self, container: Container) -> Iterator[Input]:
-        """Every row of a file, with its image's bytes. Raises UserError for missing columns."""
         number, label, names = count(), self.settings.label, None
         with pq.ParquetFile(self.root / container.path) as table:
             columns = self._columns(table.schema_arrow, container.path)
@@ -105,7 +103,6 @@ class PathTable(Source):
     """Containers: every table. Paths are relative to its folder, and may lead out of it."""
 
     def containers(self) -> list[Container]:
-        """Raises UserError for missing tables."""
         if not self.settings.splits and Path(self.settings.path).expanduser().is_dir():
             what = f"{self.settings.path!r} is not a table"
             allowed = "a .csv, .tsv or .parquet file; or a folder, with a table per split in "
@@ -113,7 +110,6 @@ class PathTable(Source):
         return file_containers(self.settings, _is_table, kind="tables (.csv, .tsv, .parquet)")
 
     def inputs(self, container: Container) -> Iterator[Input]:
-        """Every row, with size and modification time of its file. Raises UserError."""
         try:
             table = self._read(container.path)
         except pa.ArrowInvalid as error:

@@ -50,10 +50,6 @@ class ClassTars(Source):
     has_label_values = False
 
     def containers(self) -> list[Container]:
-        """Tars, ordered by split and the bytes of their path.
-
-        Raises UserError for missing or overlapping splits, no tars, compressed tars.
-        """
         places = set(split_places(self.settings, kind="file or folder").values())
         found: list[Container] = []
         for tar in file_containers(self.settings, is_tar_name, kind="tar files"):
@@ -84,7 +80,6 @@ class ClassTars(Source):
         return sorted(found.values(), key=lambda tar: os.fsencode(tar.path))
 
     def inputs(self, container: Container) -> Iterator[Input]:
-        """Every member of a class tar, without folders."""
         path = container.file or container.path
         end = container.offset + container.num_bytes if container.file else None
         seen: set[int] = set()
@@ -138,7 +133,6 @@ class WebDataset(Source):
         )
 
     def containers(self) -> list[Container]:
-        """Raises UserError for missing files, a wrong source.label, patterns without a match."""
         assert self.label
         return file_containers(self.settings, is_tar_name, kind=".tar files")
 

@@ -298,7 +298,7 @@ def shard_lengths(
             where="shards.min_shards",
             allowed=f"at most {num_images}",
         )
-    num_shards = max(shards.min_shards, -(-int(num_bytes) // int(shards.shard_mib * 2**20)))
+    num_shards = max(shards.min_shards, -(-int(num_bytes) // max(1, int(shards.shard_mib * 2**20))))
     num_shards = min(num_shards, num_images)
     share, rest = divmod(num_images, num_shards)
     return [share + (i < rest) for i in range(num_shards)]

@@ -306,9 +306,10 @@ def _storage_errors(work: WorkFolder) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException) as error:
-        if work.is_finished:
-            return
-        work.raise_failure()
+        with suppress(OSError):  # where the folder cannot be read either
+            if work.is_finished:
+                return
+            work.raise_failure()
         text = getattr(error, "strerror", None) or str(error)
         is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         raise StorageError(

@@ -44,7 +44,7 @@ WITHOUT_EFFECT = (
 CHAIN_TAGS = "tracking.tags.chain."
 # Of a path such as runs/pretrain_seed0, in which repetitions differ, too.
 SEED = re.compile(r"seed[-_=]?\d+")
-BUDGET = re.compile(rf"({'|'.join(AXES)})(?:=([0-9.]+(?:e[+-]?[0-9]+)?))?", re.IGNORECASE)
+BUDGET = re.compile(rf"({'|'.join(AXES)})(?:=((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?))?", re.IGNORECASE)
 # Relative difference below which two runs are as long as each other.
 SAME = 1e-3
 
@@ -152,7 +152,12 @@ def compare(
     metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
     return Comparison(
         runs=tuple(runs),
-        params=tuple(row for row in rows if len(runs) == 1 or _differ(*row)),
+        params=tuple(
+            (key, values)
+            for key, values in rows
+            if len(runs) == 1
+            or (len(set(values)) > 1 and key not in NAMES and not key.startswith(TAGS))
+        ),
         num_equal_params=sum(len(set(values)) == 1 for _, values in rows),
         metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
         budget=budget,
@@ -200,11 +205,6 @@ def _last(values: Sequence[Any], places: Sequence[float], limit: float) -> Any:
     """The last value whose place is not after the limit; None if all are."""
     found = bisect_right(places, limit)
     return values[found - 1] if found else None
-
-
-def _differ(key: str, values: Sequence[str | None]) -> bool:
-    """Whether a parameter differs between runs, other than by naming them."""
-    return len(set(values)) > 1 and not (key in NAMES or key.startswith(TAGS))
 
 
 def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -> MetricLine:

@@ -62,11 +62,7 @@ def job_folder(run: LaunchableRun, *, cluster: str) -> Path:
 
 
 def with_num_workers(run: LaunchableRun) -> LaunchableRun:
-    """Set `num_workers`, if unset, to the cores of one task.
-
-    Otherwise every data preparation task would use all cores it sees, including those of other
-    tasks and, on clusters that do not bind tasks to cores, those of other jobs.
-    """
+    """Set `num_workers`, if unset, to the cores of one task: others belong to other jobs."""
     if isinstance(run, DataPrepRun) and run.num_workers is None:
         return run.model_copy(update={"num_workers": run.launch.cpus_per_task})
     return run

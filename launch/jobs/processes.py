@@ -7,6 +7,7 @@ Leaves out: what the ranks run (`StageJob`).
 
 from __future__ import annotations
 
+import codecs
 import os
 import shlex
 import signal
@@ -27,7 +28,7 @@ from launch.jobs.attempts import (
     failure_outcome,
 )
 from launch.jobs.submission import StageJob
-from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, FailureKind
+from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, FailureKind, UserError
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
 from vitscale.distributed.processes import descendants, free_port, node_name
@@ -58,6 +59,8 @@ class LogTail:
 
     def __init__(self, path: Path, *, last_lines: int | None = None) -> None:
         self.path, self.position = path, 0
+        # A character may be written in two parts.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if last_lines is not None:
             content = path.read_bytes()
             self.position = len(content) - len(b"".join(content.splitlines(True)[-last_lines:]))
@@ -70,7 +73,7 @@ class LogTail:
         except FileNotFoundError:
             return  # not opened yet
         self.position += len(added)
-        print(added.decode(errors="replace"), end="", flush=True)
+        print(self.decoder.decode(added), end="", flush=True)
 
 
 Rank = subprocess.Popen[bytes]
@@ -115,7 +118,13 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
             ranks.append(_start(job, command, number, folder, environment))
         failed = _follow(ranks, log_of(0, folder), stop)
         if failed is not None:
-            outcome = _failure(failed, ranks[failed].returncode, run_folder, attempt=name)
+            code = ranks[failed].returncode
+            seen = ended_with(f"rank {failed}", code)
+            if code < 0:
+                what = f"rank {failed} was killed ({signal.Signals(-code).name})"
+                kind, node = FailureKind.KILLED, node_name()
+                seen = Failure(kind=kind, what=what, rank=failed, node=node)
+            outcome = failure_outcome(seen, run_folder, attempt=name)
         elif any(rank.returncode for rank in ranks):
             reason, code = "stopped by a signal", EXIT_STOPPED_RESUMABLE
             outcome = Outcome(ending=Ending.STOPPED, reason=reason, exit_code=code)
@@ -146,15 +155,19 @@ def _start(
     with open(log_of(rank, folder), "ab", buffering=0) as log:
         if rank == 0:
             log.write(f"{job.heading(int(environment['WORLD_SIZE']))}\n".encode())
-        return subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            # Ctrl-C in a terminal reaches this process alone.
-            start_new_session=True,
-        )
+        try:
+            return subprocess.Popen(
+                command,
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                # Ctrl-C in a terminal reaches this process alone.
+                start_new_session=True,
+            )
+        except OSError as error:
+            what = f"{command[0]!r} cannot be started ({error.strerror})"
+            raise UserError(what, where="launch.python") from None
 
 
 def _kill(ranks: Sequence[Rank]) -> None:
@@ -198,15 +211,6 @@ def _follow(ranks: Sequence[Rank], log: Path, stop: StopFlag) -> int | None:
         time.sleep(POLL_SECONDS * is_running)
     tail.copy()
     return failed
-
-
-def _failure(rank: int, code: int, run_folder: Path | str, *, attempt: str) -> Outcome:
-    who = f"rank {rank}"
-    seen = ended_with(who, code)
-    if code < 0:
-        what = f"{who} was killed ({signal.Signals(-code).name})"
-        seen = Failure(kind=FailureKind.KILLED, what=what, rank=rank, node=node_name())
-    return failure_outcome(seen, run_folder, attempt=attempt)
 
 
 def _report(reason: str, rank: int, log: Path) -> str:

@@ -65,11 +65,6 @@ def kept_code(launch: LaunchSettings, folder: Path, *, root: Path = PROJECT_ROOT
     return final
 
 
-def planned_folder(launch: LaunchSettings, folder: Path) -> Path | None:
-    """Where `kept_code` would put the snapshot. Writes nothing."""
-    return folder / folder_name(read_code()) if launch.snapshot else None
-
-
 def read_code(root: Path = PROJECT_ROOT) -> Code:
     """Read the code that jobs run, a wheel's as it lies in a checkout."""
     folders = {name: root / name for name in CODE_FOLDERS}

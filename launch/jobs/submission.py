@@ -151,6 +151,11 @@ def _executor(
         "fewest_nodes": launch.node_counts[0],
         "after": f"{shlex.join(after)} {where} {shlex.join(map(str, options))}",
     }
+    imports = (
+        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        # Otherwise `python -m` imports from the current folder first: often the checkout.
+        "export PYTHONSAFEPATH=1",
+    )
     parameters: dict[str, Any] = {
         "job_name": name,
         "time": launch.timeout_min,
@@ -173,7 +178,7 @@ def _executor(
         "setup": [
             *FIRST,
             *launch.setup,
-            *(_imports_from(code) if code else ()),
+            *(imports if code else ()),
             BEFORE.format(**words),
         ],
         "srun_args": [
@@ -201,15 +206,6 @@ def _executor(
     executor = _Executor(folder / ("%A" if is_array else "%j"), python=launch.python)
     executor.update_parameters(**parameters)
     return executor
-
-
-def _imports_from(code: Path) -> list[str]:
-    """Shell lines that put a snapshot before the installed code, but after what setup adds."""
-    return [
-        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        # Otherwise `python -m` imports from the current folder first: often the checkout.
-        "export PYTHONSAFEPATH=1",
-    ]
 
 
 def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:

@@ -21,7 +21,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.jobs.preparation import LaunchableRun, job_folder, resources, run_name, usable_nodes
 from launch.jobs.queue import NoAnswerError, ask_slurm
-from launch.jobs.snapshot import planned_folder
+from launch.jobs.snapshot import folder_name, read_code
 from launch.jobs.submission import outside_any_job, sbatch_text
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
@@ -144,7 +144,7 @@ def batch_script(run: LaunchableRun) -> str:
         resources(run),
         name=run_name(run),
         folder=folder,
-        code=planned_folder(run.launch, folder),
+        code=folder / folder_name(read_code()) if run.launch.snapshot else None,
         run_folder=None if isinstance(run, DataPrepRun) else str(folder.parent),
     )
 

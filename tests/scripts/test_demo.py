@@ -108,7 +108,7 @@ def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
         (tmp_path / "in" / name / "sub").mkdir(parents=True)
         for number in range(num):
             (tmp_path / "in" / name / f"sub/{number}.JPEG").touch()
-    (tmp_path / "in/cat/notes.txt").touch()
+    (tmp_path / "in/cat/._1.jpg").touch()
     for _ in range(2):  # started, resumed
         link_some(tmp_path / "in", tmp_path / "out")
         taken = {path.name: len(list(path.iterdir())) for path in (tmp_path / "out").iterdir()}

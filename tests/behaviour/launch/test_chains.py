@@ -294,6 +294,10 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
         check_unchanged(chain_states(chain))
     manifest = folder / "shards/manifest.json"
     content = json.loads(manifest.read_text())
+    config = steps_of(chain, "shards")[0].run.model_dump(mode="json", include={"labels"})
+    config["labels"]["map_blake3"] = "0"
+    manifest.write_text(json.dumps(content | {"config": config}))
+    assert texts(chain, "shards") == {"done"}
     manifest.write_text(json.dumps(content | {"config": {"seed": 9, "launch": {"nodes": 7}}}))
     with pytest.raises(UserError, match="(?s)shards: exists already.*seed: made with 9, now 0"):
         check_unchanged(chain_states(chain))

@@ -85,7 +85,7 @@ def test_equal_samples_are_fewer_steps_of_larger_batches() -> None:
 def test_budgets_are_read() -> None:
     assert parse_budget("steps") == ("steps", None)
     assert parse_budget("FLOPs=1.5e18") == ("flops", 1.5e18)
-    for text in ("", "epochs", "steps=", "steps=0", "steps=-1", "steps=1e999"):
+    for text in ("", "epochs", "steps=", "steps=0", "steps=-1", "steps=1e999", "hours=1.2.3"):
         with pytest.raises(UserError, match="is no budget"):
             parse_budget(text)
 

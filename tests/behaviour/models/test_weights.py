@@ -82,7 +82,6 @@ def test_hugging_face_classifiers_give_their_logits(
 
 @pytest.mark.parametrize("kind", ["ViT", "ViTMAE", "Dinov2", "Dinov2WithRegisters"])
 def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> None:
-    """Whole, and in shards."""
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     theirs = shaken(getattr(transformers, f"{kind}Model")(config))
     theirs.save_pretrained(tmp_path / "whole")
@@ -406,6 +405,9 @@ def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
         ({"model_type": "vit", "num_attention_heads": 3, "hidden_act": "quick_gelu"}, "quick_gelu"),
         ({"architecture": "resnet50"}, "tensors do not fit"),
         ({"architecture": TINY, "model_args": {"checkpoint_path": "/x"}}, "loads weights"),
+        ({"architecture": TINY, "model_args": [1]}, "description is incomplete or invalid"),
+        ({"architecture": TINY, "pretrained_cfg": "x"}, "description is incomplete or invalid"),
+        ({"model_type": "vit"}, "incomplete or invalid .KeyError: 'num_attention_heads'"),
     ],
 )
 def test_other_models_are_refused(weights: Path, config: dict[str, Any], message: str) -> None:

@@ -94,6 +94,7 @@ def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) ->
     _, shards = made
     find(shards)
     rows = rows_of(shards.with_name("shards-duplicates"))
+    find(shards, "--output", shards / "manifest.json/found", rc=2)
     # The copy saved as PNG has other bytes.
     assert sum(not row["keep"] for row in rows.values()) == 1
     assert not shards.with_name("shards-duplicates").joinpath("pairs.png").exists()

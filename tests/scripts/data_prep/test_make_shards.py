@@ -79,6 +79,7 @@ def test_an_existing_output_is_recognised_or_refused(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
     assert "was not made by this script" in make_shards(source, tmp_path / "full", rc=2)
+    assert "(Not a directory)" in make_shards(source, tmp_path / "full/mine.txt/x", rc=74)
     assert contents(shards) == before
     assert contents(tmp_path / "full") == {"mine.txt": b"keep"}
 

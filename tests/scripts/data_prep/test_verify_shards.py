@@ -25,10 +25,11 @@ def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
     with Image.open(tmp_path / "new/sheet.png") as sheet:
         pixels = np.asarray(sheet).reshape(3, -1, sheet.width, 3)
     assert all((row < 250).any() for row in pixels)
-
-
-def test_a_missing_folder_ends_with_one_clear_message() -> None:
-    assert "no such folder" in run_script("verify_shards", "nowhere", rc=2)
+    tar, *_ = (tmp_path / "shards").glob("train-*.tar")
+    tar.write_bytes(tar.read_bytes().replace(b"PNG", b"..."))
+    text = run_script("verify_shards", tmp_path / "shards", "--sheet", tmp_path / "s.png", rc=2)
+    assert "image's bytes differ" in text and f"written: {tmp_path}/s.png" in text
+    run_script("verify_shards", tmp_path / "shards", "--sheet", tar / "x/s.png", rc=2)
 
 
 SIZE = 24

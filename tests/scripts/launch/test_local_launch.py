@@ -9,12 +9,15 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
+from launch.jobs.processes import LogTail, run_here
+from launch.jobs.submission import StageJob
 from tests.support.waiting import PATIENCE_S, ROOT, wait_until
-from vitscale.config.errors import FailureKind
+from vitscale.config.errors import FailureKind, UserError
 from vitscale.distributed.processes import is_alive
 
 pytestmark = pytest.mark.distributed
@@ -182,7 +185,6 @@ def test_a_closed_output_pipe_leaves_no_process(tmp_path: Path) -> None:
 def test_sigterm_before_tasks_handle_it_is_not_a_failure(
     tmp_path: Path, rank_0: str, code: int
 ) -> None:
-    """Rank 1 is killed by it; rank 0 then ends with the job, or by itself."""
     process = start(
         tmp_path,
         f"""
@@ -199,6 +201,22 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code, errors
     await_end(tasks)
+
+
+def test_a_missing_interpreter_is_one_error(tmp_path: Path) -> None:
+    job = StageJob(script="stage.py", config=str(tmp_path / "c"), run_folder=str(tmp_path))
+    stop = SimpleNamespace(is_set=False)
+    with pytest.raises(UserError, match="'/lost/python' cannot be started"):
+        run_here(job, python="/lost/python", num_procs=2, stop=stop)  # type: ignore[arg-type]
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED]
+
+
+def test_a_log_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tail = LogTail(tmp_path / "log")
+    for seen in ("é".encode()[:1], "é".encode()):
+        tail.path.write_bytes(seen)
+        tail.copy()
+    assert capsys.readouterr().out == "é"
 
 
 def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job() -> None:

@@ -25,6 +25,7 @@ echo "{{$logged, \\"time\\": $now}}" >> $RUN/journal.jsonl
 mkdir -p $checkpoint
 : > $checkpoint/manifest.json
 """
+NAN = STEP.replace("1.5", '"NaN"')
 ENDED = "echo 'srun: error: n2: task 1: Exited with exit code {code}' >&2; exit {code}\n"
 # Asks for the state while the ranks run.
 ASK = f"""
@@ -37,7 +38,7 @@ STATES: dict[str, tuple[str, tuple[str, str] | None]] = {
     "queued": ("", ("PENDING", "Resources")),
     "running": (STEP.format(step=20) + ASK + "exit 0\n", ("RUNNING", "None")),
     "paused": (STEP.format(step=20) + ENDED.format(code=75), ("PENDING", "BeginTime")),
-    "failed": (STEP.format(step=20) + ENDED.format(code=2), ("FAILED", "NonZeroExitCode")),
+    "failed": (NAN.format(step=20) + ENDED.format(code=2), ("FAILED", "NonZeroExitCode")),
     "finished": (STEP.format(step=100) + "exit 0\n", ("COMPLETED", "None")),
     "no_slurm": (STEP.format(step=20) + ENDED.format(code=75), None),
 }
@@ -62,7 +63,7 @@ def test_status_shows(name: str, slurm: FakeSlurm, golden: Golden) -> None:
         answers = job is not None
         text = slurm.call("launch/status.py", "runs/small", slurm=answers)
         values = slurm.call("launch/status.py", "runs/small", "--json", slurm=answers)
-    (run,) = json.loads(values)
+    (run,) = json.loads(values, parse_constant=pytest.fail)
     lines = [f"{key}: {json.dumps(value_at(run, key))}" for key in KEYS]
     golden.text(f"status/{name}.txt", "\n".join([normal(text), *lines, ""]))
 

@@ -129,17 +129,10 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
             allowed=f"{', '.join(FAMILIES)}, or a folder of timm, which has `architecture`",
             next_step="use weights of one of these",
         )
-    try:
-        known = _known(config, folder)
-        preprocessing = _preprocessing(folder, model_type)
-        rows, columns = _pair(config.get("image_size", 224))
-        patch = _pair(config.get("patch_size", 16))
-        grid = (rows // patch[0], columns // patch[1])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, UserError):
-            raise
-        what = f"is not a whole description of a {model_type} ({type(error).__name__}: {error})"
-        raise UserError(what, where=str(folder / CONFIG)) from None
+    known, preprocessing = _known(config, folder), _preprocessing(folder, model_type)
+    rows, columns = _pair(config.get("image_size", 224))
+    patch = _pair(config.get("patch_size", 16))
+    grid = (rows // patch[0], columns // patch[1])
     tensors, left_out = from_huggingface(read_folder(folder), model_type)
     if "dist_token" in tensors and "head.weight" in tensors and "head_dist.weight" not in tensors:
         # A distillation token that no head reads (DeiTForImageClassification) is a register.

@@ -69,8 +69,14 @@ def read_weights(path: Path, *, model: Architecture | None = None) -> Weights:
             found = read_timm_folder(path, config, as_timm=timm_name is not None)
         else:
             found = read_huggingface_folder(path, config)
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
+    # A JSON file beside the weights lacks a key, or has a value of another type.
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"the model's description is incomplete or invalid ({type(error).__name__}: {error})"
+        raise UserError(what, where=str(path)) from None
     if not found.tensors:
         raise UserError("holds no tensors", where=str(path))
     if found.known.get("name") == "timm":
@@ -125,20 +131,16 @@ def _prefix(stored: Collection[str], path: Path) -> str:
 
 def _read_exported(folder: Path) -> Weights:
     """Weights and description of a folder that was exported here."""
-    where = str(folder / DESCRIPTION)
     described = read_json(folder / DESCRIPTION)
-    try:
-        version, known = described["format_version"], dict(described["model"])
-        rows, columns = map(int, described["grid"])
-        how, classes = described["preprocessing"], described["classes"]
-        preprocessing = {key: how[key] for key in PREPROCESSING}
-        preprocessing |= {key: tuple(map(float, how[key])) for key in ("mean", "std")}
-        classes = None if classes is None else tuple(map(str, classes))
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"is no description of exported weights ({type(error).__name__}: {error})"
-        raise UserError(what, where=where) from None
+    version, known = described["format_version"], dict(described["model"])
+    rows, columns = map(int, described["grid"])
+    how, classes = described["preprocessing"], described["classes"]
+    preprocessing = {key: how[key] for key in PREPROCESSING}
+    preprocessing |= {key: tuple(map(float, how[key])) for key in ("mean", "std")}
+    classes = None if classes is None else tuple(map(str, classes))
     if version != FORMAT_VERSION:
         what = f"format version {version!r} is unknown"
+        where = str(folder / DESCRIPTION)
         raise UserError(what, where=where, allowed=str(FORMAT_VERSION))
     path = file_beside(folder / DESCRIPTION, EXPORTED)
     found = _read_file(path, known["model"] if known.get("name") == "timm" else None)

@@ -109,14 +109,10 @@ def timm_preprocessing(config: Mapping[str, Any], *, where: str) -> dict[str, An
         if config[key] not in allowed:
             what = f"unknown {key} {config[key]!r}"
             raise UserError(what, where=where, allowed=", ".join(allowed))
-    try:
-        found = {
-            "mean": tuple(float(value) for value in config["mean"]),
-            "std": tuple(float(value) for value in config["std"]),
-            "eval_resize": CROPS[crop],
-            "eval_interpolation": interpolation,
-        }
-        share = float(config["crop_pct"])
-    except (TypeError, ValueError) as error:
-        raise UserError(f"pretrained_cfg: {error}", where=where) from None
-    return found | ({"eval_crop_fraction": share} if crop == "center" else {})
+    found = {
+        "mean": tuple(map(float, config["mean"])),
+        "std": tuple(map(float, config["std"])),
+        "eval_resize": CROPS[crop],
+        "eval_interpolation": interpolation,
+    }
+    return found | ({"eval_crop_fraction": float(config["crop_pct"])} if crop == "center" else {})
