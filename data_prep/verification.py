@@ -55,7 +55,7 @@ def check_folder(
 ) -> list[str]:
     """Return all findings; none for a valid folder. Raises UserError for tars at a URL.
 
-    write_entry_points: of the images of each tar without a finding.
+    write_entry_points: write those of the images of each valid tar.
     """
     index = _read_index(folder)
     found = [
@@ -83,7 +83,7 @@ def check_folder(
 
 
 def _findings(name: str, check: Iterator[str]) -> Iterator[str]:
-    """Yield what is wrong with a file; if it cannot be read, that."""
+    """Yield the findings about a file, or a single one if it cannot be read."""
     try:
         yield from (f"{name}: {one}" for one in check)
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -98,7 +98,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
 
 
 def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
-    """What probes learn from, empty without a probe, and what the metrics are of.
+    """Open the splits that probes learn from (none without a probe) and the evaluated split.
 
     check_files: False where another rank checks that the shards are there. Raises UserError.
     """
@@ -111,7 +111,7 @@ def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ..
 
 
 def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str, Any]:
-    """What the results are of, as JSON values."""
+    """Describe the evaluated model and data, as JSON values."""
     return {
         "name": run.name,
         "model": {
@@ -187,7 +187,7 @@ def write_results(folder: Path, rows: Sequence[Row], *, description: Mapping[str
 
 
 def _reasons(rows: Sequence[Row]) -> Iterator[str]:
-    """Why shares have no interval: Wilson's is for one share of one set of images."""
+    """Explain missing intervals: Wilson's is for a single share of one set of images."""
     without = [row["metric"] for row in rows if row["low"] is None]
     if "class_mean_top1" in without:
         yield "class_mean_top1 has no interval: it is a mean over classes"

@@ -36,7 +36,7 @@ MAX_FILE_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Images by number: of a split of shards, or files."""
+    """Numbered images: a split of shards, or files."""
 
     index: SplitIndex | None = None
     paths: Sequence[str] = ()
@@ -60,7 +60,6 @@ class Images:
         return None if self.index is None or label == NO_LABEL else self.index.classes[label]
 
     def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
-        """Reads and resizes them."""
         if self.index is not None:
             return EvaluationSamples(
                 self.index, settings=settings, image_size=image_size, strict=False
@@ -125,7 +124,7 @@ def _suffix(path: str) -> str:
 
 
 class FileSamples(Samples):
-    """Photographs as they are: also rotated by EXIF, transparent or with 16 bits per sample."""
+    """Image files that were not prepared: rotated by EXIF, transparent or with 16 bits, too."""
 
     def __init__(self, paths: Sequence[str], *, settings: DataSettings, image_size: int) -> None:
         self.paths, self.image_size = paths, image_size

@@ -60,7 +60,7 @@ def find_inputs(run: PredictRun) -> Images:
 def predict_images(
     run: PredictRun, model: TrainedModel, images: Images, world: World
 ) -> Iterator[str]:
-    """Write the table, or none without `output`; yields lines for people. Collective.
+    """Write the table, or none without `output`; yields lines to print. Collective.
 
     Raises UserError on every rank if one of them fails; then there is no file.
     """
@@ -102,7 +102,7 @@ def predict_images(
 
 
 def _on_all_ranks(run: PredictRun, work: Callable[[], Any]) -> Any:
-    """`work()`. Raises UserError on every rank if one of them fails. Collective."""
+    """Call `work`. Raises UserError on every rank if one of them fails. Collective."""
     with errors_on_all_ranks("cannot be written", str(run.output)):
         try:
             return work()
@@ -113,7 +113,7 @@ def _on_all_ranks(run: PredictRun, work: Callable[[], Any]) -> Any:
 def predictions(
     run: PredictRun, model: TrainedModel, images: Images, world: World, *, top: int
 ) -> Iterator[list[Row]]:
-    """The predictions of this rank's share, in order, some thousand at a time."""
+    """Yield the predictions for this rank's images, in order, CHUNK_ROWS at a time."""
     start, stop = (images.total * rank // world.world_size for rank in (world.rank, world.rank + 1))
     size = run.compute.batch
     positions = [range(at, min(stop, at + size)) for at in range(start, stop, size)]

@@ -33,7 +33,7 @@ else:
 
 
 class DeviceSettings(Section):
-    """Where and how the model computes."""
+    """Device, precision and batch size."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: GPU where torch finds one, else CPU."""
@@ -55,17 +55,13 @@ class PreprocessingSettings(Section):
     std: tuple[float, float, float] | None = Field(default=None, strict=False)
     """Red, green and blue are divided by it."""
     eval_resize: Literal["squash", "center_crop"] | None = None
-    """As `data.eval_resize` of a training."""
+    """Same as `data.eval_resize` of a training."""
     eval_crop_fraction: float | None = Field(default=None, gt=0, le=1)
     """center_crop only: image size / resized short side."""
     eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
     """Filter of the resize."""
     eval_antialias: bool | None = None
     """Smooth images that are made smaller."""
-
-    def chosen(self) -> dict[str, Any]:
-        """The keys that are not null."""
-        return {key: value for key, value in self.model_dump().items() if value is not None}
 
 
 class ModelRun(Run):
@@ -96,7 +92,7 @@ class ModelRun(Run):
             "init": self.init,
             "weights": self.init_weights,
             "model": self.model,
-            "preprocessing": self.preprocessing.chosen(),
+            "preprocessing": self.preprocessing.model_dump(exclude_none=True),
             "image_size": self.image_size,
             "position_embedding": self.position_embedding,
         }

@@ -88,7 +88,7 @@ def _keys_that_fit(found: Weights, mine: Architecture) -> str | None:
 
 
 def _differences(found: Weights, run: FinetuneRun, arch: Architecture) -> Iterator[str]:
-    """What the weights expect and the run does otherwise; shapes do not show it."""
+    """Yield settings in which the run differs from the weights without a difference in shapes."""
     said = "probably expect" if found.assumed else "expect"
     known = {} if found.known.get("name") == "timm" else found.known
     expected = {f"model.{key}": value for key, value in known.items() if key != "pool"}
@@ -124,7 +124,7 @@ def sliced_head(
     heads = [name for name in candidates if f"{name}.weight" in weights]
     if not heads:
         raise UserError(
-            "holds no classifier to slice", where=where, next_step="set keep_head=false"
+            "contains no classifier to slice", where=where, next_step="set keep_head=false"
         )
     num_rows = len(weights[f"{heads[0]}.weight"])
     space, wanted = space_of_length(num_rows), set(target)

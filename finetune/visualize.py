@@ -11,7 +11,6 @@ import sys
 try:
     from finetune.settings import VisualizeRun
     from vitscale.config.command_line import load_command
-    from vitscale.config.errors import UserError
     from vitscale.distributed.processes import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -27,13 +26,8 @@ def visualize(run: VisualizeRun) -> None:
     with process_group(
         device=compute.device, timeout_min=compute.timeout_min, num_threads=compute.num_threads
     ) as world:
-        if world.world_size > 1:
-            raise UserError(
-                f"draws with one process, but {world.world_size} were started",
-                where="vitscale visualize",
-                next_step="start it with python",
-            )
-        draw_pictures(run, world)
+        if world.is_first:
+            draw_pictures(run, world)
 
 
 def main() -> None:

@@ -1,10 +1,8 @@
 """Compare runs: differing parameters, metrics, and an HTML report with curves.
 
-    python launch/compare.py runs/a runs/b [--at samples] [--output FILE.html] [--csv FILE.csv]
-    python launch/compare.py --filter "params.model.depth = '12'" --uri URI
-    python launch/compare.py sync runs/a runs/b [--to tensorboard]
-
-Owns: the command line. Leaves out: all the rest (`launch/comparison`).
+python launch/compare.py runs/a runs/b [--at samples] [--output FILE.html] [--csv FILE.csv]
+python launch/compare.py --filter "params.model.depth = '12'" --uri URI
+python launch/compare.py sync runs/a runs/b [--to tensorboard]
 """
 
 from __future__ import annotations
@@ -31,20 +29,17 @@ def parse_arguments() -> argparse.Namespace:
         description="Compare runs: differing parameters, metrics, and an HTML report with curves.",
         epilog="To copy runs into MLflow, TensorBoard or W&B: vitscale compare sync --help",
     )
-    text = "run folder, name of a folder under runs/, or id or name of an MLflow run; differences "
-    text += "are relative to the first"
+    text = "run folder, name under runs/, or MLflow run; differences are relative to the first"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
     text = "runs of the MLflow store that its filter finds: \"params.seed = '0'\""
     parser.add_argument("--filter", metavar="TEXT", help=text)
-    text = "compare at equal steps, samples, hours or flops: TOTAL, or the most that all runs have "
-    text += "reached"
+    text = "compare at equal steps, samples, hours or flops; default TOTAL: all runs' minimum"
     parser.add_argument("--at", metavar="AXIS[=TOTAL]", help=text)
-    text = "report to write; default: runs/compare.html"
-    parser.add_argument("--output", metavar="FILE.html", default="runs/compare.html", help=text)
+    default = "runs/compare.html"
+    parser.add_argument("--output", metavar="FILE.html", default=default, help="report to write")
     parser.add_argument("--csv", metavar="FILE", help="write one row per run and metric")
     parser.add_argument("--json", metavar="FILE", help="write the whole comparison")
-    text = "MLflow store to search first; default: that of the site file, else runs/mlflow.db, "
-    text += "searched last"
+    text = "MLflow store, searched first; default: that of the site file, or runs/mlflow.db"
     parser.add_argument("--uri", help=text)
     arguments = parser.parse_args()
     if bool(arguments.runs) == (arguments.filter is not None):
@@ -56,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
         )
     if Path(arguments.output).suffix not in (".html", ".htm"):
         raise UserError(
-            f"{arguments.output!r} is no HTML file",
+            f"{arguments.output!r} is not an HTML file",
             where="--output",
             allowed="FILE.html",
             next_step="to save the report as PDF, print it from a browser",

@@ -91,7 +91,6 @@ def link_some(folder: Path, target: Path) -> None:
 
 
 def run_command(title: str, command: str) -> None:
-    """Run one step with this Python."""
     print(f"\n=== {title}\n$ {command}", flush=True)
     _, *words = shlex.split(command)
     if code := subprocess.run([sys.executable, "-m", "vitscale.command", *words]).returncode:

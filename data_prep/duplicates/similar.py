@@ -118,7 +118,7 @@ def _frequencies() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def has_contrast(descriptors: np.ndarray) -> np.ndarray:
-    """Which descriptors have enough contrast to be compared; the others match nothing."""
+    """Mark the descriptors with enough contrast to be compared; the others match nothing."""
     squares: np.ndarray = np.einsum("ij,ij->i", descriptors, descriptors, dtype=np.int64)
     return squares >= (MIN_CONTRAST * SCALE * SIDE_PX) ** 2
 
@@ -143,7 +143,7 @@ def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.ndarray:
-    """Whether descriptors left[i] and right[i] correlate; mirrored: with left[i] mirrored."""
+    """Mark the pairs left[i], right[i] that correlate; mirrored: after mirroring left[i]."""
     _, frequency, signs = _frequencies()
     a, b = left.astype(np.float64), right.astype(np.float64)
     a = a * signs if mirrored else a
@@ -193,7 +193,7 @@ def first_similar(descriptors: np.ndarray) -> np.ndarray:
 
 
 def _first_matches(descriptors: np.ndarray) -> np.ndarray:
-    """Do the same for different descriptors with contrast."""
+    """Find first matches among distinct descriptors that all have contrast."""
     num = len(descriptors)
     first = np.arange(num)
     batches = [slice(start, start + BATCH_ROWS) for start in range(0, num, BATCH_ROWS)]

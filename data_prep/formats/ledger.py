@@ -112,7 +112,7 @@ class Outcomes:
     def check(self, *, max_bad_fraction: float, num_images: int | None = None) -> None:
         """Raise UserError if more than `max_bad_fraction` of the images are bad.
 
-        num_images: of all images, where these are only some.
+        num_images: number of all images, if only some are counted so far.
         """
         at_least = "" if num_images is None else "at least "
         num_images = self.num_images if num_images is None else num_images

@@ -61,7 +61,7 @@ class CheckedImage:
 
 
 class Rejected(Exception):
-    """An outcome, not an error. Its text is a key of FAULTS."""
+    """Rejection of an input; its text is a key of FAULTS."""
 
 
 def check_image(data: bytes, *, settings: ImageSettings, convert: bool = True) -> CheckedImage:
@@ -164,7 +164,7 @@ def open_image(data: bytes, format: str) -> ImageFile:
 
 
 def is_whole(data: bytes, format: str) -> bool:
-    """Whether the end of the picture is there; anything may follow it."""
+    """Return True if the end of the image is present; anything may follow it."""
     if format == "JPEG":
         # The last end is that of a thumbnail if coded data begin after it.
         end = data.rfind(b"\xff\xd9")
@@ -175,7 +175,7 @@ def is_whole(data: bytes, format: str) -> bool:
 
 
 def _changes(image: ImageFile, data: bytes, turn: int, *, short_side: int | None) -> list[str]:
-    """What must change for a plain 8-bit image; empty: its bytes stay."""
+    """List the changes needed for a plain 8-bit image; empty: its bytes are kept."""
     is_needed = {
         "cmyk": image.mode == "CMYK",
         "16_bit": image.format == "PNG" and data[PNG_DEPTH] == 16,

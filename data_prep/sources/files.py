@@ -103,25 +103,24 @@ def stem_and_suffix(name: str) -> tuple[str, str]:
 
 
 def is_image_name(name: str) -> bool:
-    """Whether a name has the suffix of an image."""
     suffix = stem_and_suffix(name)[1]
     return suffix in IMAGE_SUFFIXES or suffix.lower() in IMAGE_SUFFIXES
 
 
 def is_tar_name(name: str) -> bool:
-    """Whether a name is that of a tar; compressed ones are refused when they are opened."""
+    """Match names of tars; compressed ones are refused when they are opened."""
     return TAR_SUFFIX.search(name) is not None and not is_hidden(name)
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a part of a relative path starts with a dot; `.` and `..` do not count."""
+    """Return True if a part of a relative path starts with a dot, other than `.` and `..`."""
     return (path.startswith(".") or "/." in path) and any(
         part.startswith(".") and part not in (".", "..") for part in path.split("/")
     )
 
 
 def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
-    """Why the type or name of a file rejects it."""
+    """Return the reason to reject a file by its type or name, or None."""
     if not stat.S_ISREG(mode):
         return "linked_folder" if stat.S_ISDIR(mode) else "not_a_file"
     if hidden:
@@ -130,7 +129,7 @@ def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder, or a link to one."""
+    """Return True for a folder or a link to one."""
     try:
         return entry.is_dir()
     except OSError:  # a link in a circle, or into a closed folder

@@ -82,7 +82,6 @@ class Tar:
 
 
 def finish_shards(work: WorkFolder, unit: str) -> None:
-    """Commit the folder of new shards."""
     plan, tars, numbers = read_plan(work), [], Counter[str]()
     sums, fingerprint = _write_ledger(work, [*plan.units, REJECTED])
     kept, final = Counter[str](), work.path / FINAL
@@ -153,7 +152,7 @@ def root_of_tars(tars: Location, *, output: Path) -> str:
 
 
 def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> None:
-    """Raise ChangedSource if a local tar is another one than when it was read."""
+    """Raise ChangedSource if a local tar has changed since it was read."""
     if isinstance(root, Path):
         with suppress(FileNotFoundError):
             status = os.stat(root / name)

@@ -141,7 +141,7 @@ def set_class(item: Input, labels: Labels) -> None:
 
 
 def seeded_hash(text: str, *, seed: int, purpose: str) -> bytes:
-    """32 bytes that look random, the same on every machine and in every version."""
+    """Return 32 pseudo-random bytes, the same on every machine and in every version."""
     return hashlib.sha256(f"{purpose}\0{seed}\0{text}".encode(*FILE_NAMES)).digest()
 
 

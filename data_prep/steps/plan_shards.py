@@ -66,14 +66,14 @@ OUTCOMES = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is decided for the whole corpus, beside the rows of each shard."""
+    """Decisions for the whole corpus; the rows of the shards are stored separately."""
 
     num_images: int
     """Inputs without hidden files and other names."""
     classes: list[str]
-    """In label order; none if they are ignored."""
+    """Class names in label order; empty if classes are ignored."""
     present: list[str]
-    """Classes with images; labels that the source itself skips never had one."""
+    """Classes that have images."""
     units: list[str]
     """Shards as tars/SPLIT-NUMBER.arrow: batch i of rows.arrow has the rows of the i-th one."""
     num_rows: list[int]
@@ -141,7 +141,6 @@ def _with(rows: pa.Table, name: str, column: pa.ChunkedArray) -> pa.Table:
 
 
 def counts_of(classes: pa.ChunkedArray) -> Counter[str]:
-    """Number of rows of each class."""
     rows = classes.value_counts().to_pylist()
     return Counter({row["values"] or "": row["counts"] for row in rows})
 

@@ -68,7 +68,7 @@ IMPORTS = ("data_prep.steps.finish", "pandas", "pyarrow.parquet", "PIL.JpegImage
 
 
 class WorkFolder:
-    """The view of one process on the folder of a run's unfinished work."""
+    """The folder of a run's unfinished work, as one process uses it."""
 
     def __init__(self, run: DataPrepRun) -> None:
         self.run = run
@@ -111,7 +111,7 @@ class WorkFolder:
         return self.scratch / f"{name}.{uuid.uuid4().hex[:8]}"
 
     def commit(self, temporary: Path, name: str) -> None:
-        """Give a file its name when it is on disk."""
+        """Flush a file to disk, then rename it."""
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, self.path / name)
@@ -132,7 +132,7 @@ class WorkFolder:
         return (self.path / unit).exists() or self.is_finished
 
     def take(self, claim: Path) -> bool:
-        """Make a claim, a link that names this process. False: another one has it.
+        """Claim a unit by a link that names this process. False: another process has it.
 
         That of a dead process is removed, for the next attempt.
         """
@@ -146,7 +146,7 @@ class WorkFolder:
         return False
 
     def is_dead(self, owner: str) -> bool:
-        """Whether a process has ended; one of another machine is told by its heartbeat."""
+        """Return True if a process has ended: on other machines, if its heartbeat has stopped."""
         where, _, pid = owner.rpartition(".")
         if where == machine():
             return not is_alive(int(pid))
@@ -161,7 +161,7 @@ class WorkFolder:
         return own.stat().st_mtime - beat > DEAD_AFTER_S
 
     def failure(self) -> dict[str, Any] | None:
-        """The error that ended the work for all tasks, with the job of the task that met it."""
+        """Read the error that ended the work for all tasks, and the job that it ended."""
         try:
             found: dict[str, Any] = json.loads((self.path / FAILED_NAME).read_text())
         except FileNotFoundError:
@@ -205,7 +205,7 @@ class Step:
     images: Callable[[WorkFolder], Sequence[int]] | None = None
     """Images in each unit, which progress counts instead of units."""
     check: Callable[[WorkFolder, str], None] | None = None
-    """Called for each unit done; raises UserError if those so far show that the work is in vain."""
+    """Called for each finished unit; raises UserError if the work can no longer succeed."""
 
 
 def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> None:
@@ -451,7 +451,7 @@ def open_work_folder(work: WorkFolder) -> None:
 
 
 def _store_failure(work: WorkFolder, error: UserError) -> None:
-    """Tell all tasks the error: their work would end the same. The next command starts over."""
+    """Record the error for all tasks, which would fail alike. The next command starts over."""
     if work.failure() is None:
         write_json(work.path / FAILED_NAME, {"job": _array_job(), "text": error.text()})
         for name in ("spool", "tars"):

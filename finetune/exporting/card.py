@@ -18,7 +18,7 @@ MAX_NAMES = 20
 
 
 def model_card(form: Format, model: TrainedModel, *, checked: str, repository: str | None) -> str:
-    """Markdown. The licence is left to whoever publishes the model, in a `repository`."""
+    """Return the card as Markdown. repository: OWNER/NAME to load the model from, if any."""
     task = "image-classification" if model.num_classes else "image-feature-extraction"
     tags = ["vitscale", model.arch.name]
     # What the Hugging Face Hub reads of a card.
@@ -78,7 +78,7 @@ def _images(model: TrainedModel) -> Iterator[str]:
 
 
 def _training(run: SourceRun) -> Iterator[str]:
-    """With the last value of each metric of an evaluation, at or before the step."""
+    """Yield sections on the training run, with each metric's last value up to the checkpoint."""
     step, described = run.checkpoint.step, run.checkpoint.description
     yield (
         f"## Training\n"

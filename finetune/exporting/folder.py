@@ -60,7 +60,7 @@ def check_folder(output: str) -> None:
 
 
 def check_packages(to: str) -> None:
-    """Raise UserError where a package is missing that writes the format."""
+    """Raise UserError if a package needed to write the format is missing."""
     missing = [name for name in EXPORTS[to].needs if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -71,12 +71,13 @@ def check_packages(to: str) -> None:
 
 
 def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
-    """Export; yields lines for people. Raises UserError, and leaves nothing then."""
+    """Export, and yield lines to print. If it raises, nothing is left behind."""
     form = EXPORTS[run.to]()
-    if problems := form.problems(model):
-        others = [f"--to {to}" for to, each in EXPORTS.items() if not each().problems(model)]
+    if problems := [what for what, is_there in form.unlike(model).items() if is_there]:
+        fitting = (to for to, each in EXPORTS.items() if not any(each().unlike(model).values()))
+        others = [f"--to {to}" for to in fitting]
         raise UserError(
-            f"{run.to} cannot hold this model: it has {'; '.join(problems)}",
+            f"{run.to} cannot express this model: it has {'; '.join(problems)}",
             where=model.source,
             allowed=", ".join(others) or "no format",
             next_step=f"use {others[0]}" if others else None,
@@ -111,7 +112,7 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
 
 
 def _push(folder: str, name: str) -> str:
-    """Upload an exported folder in place of an earlier one; returns a line for people.
+    """Upload an exported folder in place of an earlier one; returns a line to print.
 
     A new repository is private. Raises UserError, or StorageError without a connection.
     """

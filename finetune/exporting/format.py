@@ -25,19 +25,15 @@ class Format:
     """Writes a model as files of one format, and reads them back with the library they are for."""
 
     library: ClassVar[str]
-    """Who reads it, in words."""
+    """The library that reads the format."""
     hub_library: ClassVar[str]
     """The same, as the Hugging Face Hub names it."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Packages that write it, beyond those of every installation."""
 
     def unlike(self, model: TrainedModel) -> dict[str, bool]:
-        """What the format cannot hold, and whether the model has it."""
+        """Feature that the format cannot express -> True if the model has it."""
         return {}
-
-    def problems(self, model: TrainedModel) -> list[str]:
-        """What the model has that the format cannot hold."""
-        return [what for what, is_so in self.unlike(model).items() if is_so]
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
         """Yield what users of the files have to know, for the model card."""

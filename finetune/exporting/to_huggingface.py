@@ -99,7 +99,7 @@ class HuggingFaceFormat(Format):
 
 
 def _kind(arch: ViTSettings) -> str:
-    """The model of transformers whose parts it has."""
+    """Return the model type of transformers with the same parts."""
     if arch.distillation_token:
         return "deit"
     if arch.num_registers:
@@ -129,7 +129,7 @@ def _options(model: TrainedModel) -> dict[str, Any]:
 
 
 def _mlp_ratio(arch: Any) -> int:
-    """A whole number there; gated MLPs have two thirds of it."""
+    """The whole number that DINOv2's config stores; gated MLPs have two thirds of it."""
     return round(arch.mlp_width / arch.width * (1.5 if arch.mlp == "swiglu" else 1))
 
 
@@ -140,7 +140,7 @@ def _mlp_width(arch: Any) -> int:
 
 
 def _weights(model: TrainedModel) -> dict[str, torch.Tensor]:
-    """Under transformers' names. A class token without a position gets one of zeros."""
+    """Rename the weights for transformers. A class token without a position gets a zero one."""
     arch: Any = model.arch
     weights, kind = weights_of(model), _kind(arch)
     if weights["pos_embed"].shape[1] == arch.num_patches:

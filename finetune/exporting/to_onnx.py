@@ -58,7 +58,7 @@ class OnnxFormat(Format):
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
     ) -> torch.Tensor | None:
-        """In batches of several sizes."""
+        """Run batches of several sizes."""
         if importlib.util.find_spec("onnxruntime") is None:
             return None
         import onnxruntime

@@ -96,7 +96,7 @@ def _config(model: TrainedModel) -> dict[str, Any]:
 
 
 def _preprocessing(how: Preprocessing) -> dict[str, Any]:
-    """In the words of timm's `pretrained_cfg`."""
+    """Return the preprocessing in the form of timm's `pretrained_cfg`."""
     squash = how.eval_resize == "squash"
     return {
         "input_size": [3, how.image_size, how.image_size],
@@ -109,7 +109,7 @@ def _preprocessing(how: Preprocessing) -> dict[str, Any]:
 
 
 def _vit(arch: Any) -> tuple[str, dict[str, Any]]:
-    """A function of timm, whose own sizes are replaced by the arguments."""
+    """Return a model function of timm, and the arguments that replace its sizes."""
     is_gated = arch.mlp == "swiglu"
     arguments: dict[str, Any] = {
         "img_size": arch.image_size,

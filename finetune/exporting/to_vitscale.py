@@ -18,7 +18,7 @@ from vitscale.models.weights.google import to_google
 
 
 class SafetensorsFormat(Format):
-    """Our names."""
+    """Weights under our names."""
 
     library = hub_library = "vitscale"
 

@@ -185,7 +185,7 @@ def rolled_out(product_BTT: torch.Tensor | None, mean_BTT: torch.Tensor) -> torc
 
 @torch.no_grad()
 def attention_rollout(model: InferenceModel, images_B3SS: torch.Tensor) -> torch.Tensor:
-    """How much each output token draws on each input token: fp32 [B, T, T], rows of sum 1.
+    """Return the attention of each output token to each input token: fp32 [B, T, T], rows sum to 1.
 
     images: uint8 on the model's device. Layer by layer: no other matrix is kept.
     """

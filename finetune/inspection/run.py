@@ -69,7 +69,7 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
 
 
 def reason_unavailable(name: str, subject: Visualized) -> str | None:
-    """Why there is no such picture; None if there is."""
+    """Return the reason that a picture cannot be drawn, or None."""
     if name != "patch_filters" and not isinstance(subject.loaded.arch, ViTSettings):
         what = "positions" if name == "position_similarity" else "attention"
         return f"only models of the family vit show their {what}"

@@ -33,7 +33,7 @@ class Visualized:
         self.run, self.loaded, self.device = run, loaded, world.device
         self.model = loaded.for_inference(world, precision=run.compute.precision)
         self.skipped: list[str] = []
-        """Where each unreadable image is, and the error."""
+        """Unreadable images, each with its path and error."""
         if run.images:
             self.images  # noqa: B018  # opened before any work
 
@@ -47,7 +47,6 @@ class Visualized:
 
     @property
     def folder(self) -> Path:
-        """Where the pictures are written."""
         if self.run.output is not None:
             return Path(self.run.output)
         source = self.loaded.run
@@ -68,7 +67,7 @@ class Visualized:
 
     @cached_property
     def images(self) -> Images:
-        """The images to look at. Raises UserError if there are none."""
+        """Open the images to draw. Raises UserError if there are none."""
         run, source = self.run, self.loaded.run
         if not run.images and source is None:
             raise UserError(

@@ -57,7 +57,7 @@ class StepState:
     finished: float | None = None
     """When it was finished, unix seconds; None: it is not done."""
     error: UserError | None = None
-    """Why the run is neither skipped nor run."""
+    """Error that keeps the run from being used or made."""
 
     @property
     def is_done(self) -> bool:
@@ -69,7 +69,6 @@ States = Mapping[str, StepState]
 
 
 def chain_states(chain: Chain) -> dict[str, StepState]:
-    """The state of every run."""
     states: dict[str, StepState] = {}
     for step in chain.steps:
         states[step.name] = step_state(step, states)
@@ -83,15 +82,16 @@ def check_unchanged(states: States) -> None:
 
 
 def step_state(step: ChainStep, states: States) -> StepState:
-    """states: at least of the steps that it needs."""
+    """Return the state of one step. states: must include the steps that it needs."""
     if isinstance(step.run, DataPrepRun):
         return _data_prep_state(step, step.run)
     needs = [states[name] for name in step.needs]
     if step.kind != "evaluate":
         return _training_state(step, complete=all(state.is_done for state in needs))
-    finished = _time_of(step.folder / RESULTS_NAME)
-    if finished is None:
+    results = step.folder / RESULTS_NAME
+    if not results.exists():
         return StepState(text="missing")
+    finished = results.stat().st_mtime
     files = sorted(step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
     is_newest = all(state.is_done and finished >= (state.finished or 0) for state in needs)
     if not is_newest or not files or _changes_since(step.run, files[-1]):
@@ -101,17 +101,17 @@ def step_state(step: ChainStep, states: States) -> StepState:
 
 def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     folder = step.folder.expanduser()
-    finished = _time_of(folder / MANIFEST_NAME)
-    if finished is None:
+    manifest = folder / MANIFEST_NAME
+    if not manifest.exists():
         return StepState(text="missing")
     made, now = read_manifest(folder).config, run.model_dump(mode="json")
     if changes := _changes(made, {key: now[key] for key in made.keys() & now.keys()}):
         return _changed("exists already, made with other settings", changes, folder)
-    return StepState(text="done", finished=finished)
+    return StepState(text="done", finished=manifest.stat().st_mtime)
 
 
 def _training_state(step: ChainStep, *, complete: bool) -> StepState:
-    """complete: whether all that it needs is done."""
+    """Return the state of a training. complete: all steps that it needs are done."""
     folders = step_folders(step.folder / "checkpoints")
     newest = next((path for path in folders if looks_whole(path)), None)
     if newest is None:
@@ -125,7 +125,7 @@ def _training_state(step: ChainStep, *, complete: bool) -> StepState:
     start = read_start(step.folder)
     if start is None or at < start.total_steps:
         return StepState(text=f"resumable (step {at:,})")
-    return StepState(text="done", finished=_time_of(newest / MANIFEST))
+    return StepState(text="done", finished=(newest / MANIFEST).stat().st_mtime)
 
 
 def _changed(what: str, changes: list[str], folder: Path) -> StepState:
@@ -157,18 +157,11 @@ def _changes(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _time_of(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return None
-
-
 # ---- here -------------------------------------------------------------------------------------
 
 
 def overview(chain: Chain, states: States) -> str:
-    """All runs with what they wait for, and their states."""
+    """Tabulate all runs with the stages that they wait for, and their states."""
     rows = []
     for step in chain.steps:
         after = ", ".join(dict.fromkeys(name.partition("/")[0] for name in step.needs))
@@ -193,7 +186,7 @@ def _start(chain: Chain, *, leave_out: Container[str]) -> dict[str, StepState]:
 
 
 def _checks(chain: Chain, states: States) -> list[Check]:
-    """The checks of what is not done, each once."""
+    """Check all unfinished runs; equal rows appear once."""
     kinds, rows = {step.name: step.kind for step in chain.steps}, []
     for step in chain.steps:
         missing = [kinds[name] for name in step.needs if not states[name].is_done]
@@ -208,7 +201,7 @@ def _compare_line(chain: Chain) -> str:
 
 
 def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
-    """Run what is missing, each with num_procs processes. 1: a run failed; 75, 130: stopped."""
+    """Run the unfinished steps in order. Returns 1 if a run failed, 75 or 130 if stopped."""
     # A stage takes weights that an earlier one makes, and what cores there are.
     states = _start(chain, leave_out={"weights", "cores"})
     failures: list[str] = []
@@ -247,13 +240,13 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
 
 
 def _scripts(chain: Chain, states: States) -> dict[str, str]:
-    """A step of each stage that has something to do -> its batch script: they ask for the same."""
+    """Map one unfinished step of each stage to its batch script; others of a stage are alike."""
     stages = {s.stage: s for s in reversed(chain.steps) if not states[s.name].is_done}
     return {step.name: batch_script(step.run) for step in reversed(stages.values())}
 
 
 def describe_chain(chain: Chain) -> str:
-    """The table, and a batch script of each stage that has something to do. Writes nothing."""
+    """Describe the table, the checks and a batch script of each unfinished stage."""
     states = chain_states(chain)
     parts = [overview(chain, states), f"# Checks\n{as_table(_checks(chain, states))}\n"]
     for name, script in _scripts(chain, states).items():

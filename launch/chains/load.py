@@ -36,8 +36,6 @@ SOURCES = {"data.path": ("data_prep",), "init": tuple(TRAINABLE)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChainStep:
-    """One run of a chain."""
-
     name: str
     """STAGE, or STAGE/RUN if the stage has several runs."""
     kind: str
@@ -234,7 +232,7 @@ def _name(stage: ChainStage, sources: Sequence[ChainStep], own: dict[str, str]) 
 
 
 def launch_command(argv: Sequence[str], **more: Any) -> Command[LaunchableRun | ChainRun]:
-    """The command with its run, or with the chain that a file or a sweep is.
+    """Parse the command line into a run, or into the chain that a file or a sweep describes.
 
     A sweep is a list for a key that takes one value: optim.lr=[0.003,0.03] seed=[0,1].
     more: the other arguments of `load_command`.
@@ -260,7 +258,7 @@ def launch_command(argv: Sequence[str], **more: Any) -> Command[LaunchableRun | 
 
 
 def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
-    """Key -> values: lists that are no value of their key."""
+    """Return key -> values for each list that is not a valid value of its key."""
     lists = [word for word in argv if "=[" in word and not word.startswith("-")]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
@@ -281,7 +279,7 @@ def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _is_sweep(run_type: type[Run], key: str, value: Any) -> bool:
-    """True if there is such a key, and the list is no value of it."""
+    """Return True if the key exists and a list is not a valid value for it."""
     settings = settings_of(run_type).values()
     nodes = [each.node for each in settings if each.key == key]
     # A group of free keys stands for each of them.

@@ -106,7 +106,7 @@ class Dependence:
     key: str
     metric: str
     series: dict[str, tuple[tuple[float, Spread], ...]]
-    """What else differs -> (number, metric over seeds) in order."""
+    """Other differing settings -> (number, metric over seeds), in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ class Comparison:
     num_equal_params: int
     metrics: tuple[MetricLine, ...]
     budget: Budget | None
-    """Where metrics are compared; None: at the end of the runs, which are equally long."""
+    """Point of comparison; None: the end of the runs, which are equally long."""
     seeds: dict[str, tuple[int, ...]]
     """Runs of equal settings with different seeds: name of the group -> places in `runs`."""
 
@@ -171,7 +171,7 @@ def parse_budget(text: str) -> tuple[str, float | None]:
     total = None if found is None or found[2] is None else float(found[2])
     if found is None or total == 0 or (total is not None and not math.isfinite(total)):
         raise UserError(
-            f"{text!r} is no budget",
+            f"{text!r} is not a budget",
             where="--at",
             allowed=f"one of {', '.join(AXES)}, or with a total: steps=10000, samples=1e6",
         )
@@ -191,7 +191,7 @@ def _equal_budget(runs: Sequence[ComparedRun], axis: str, total: float | None) -
     shortest = min(run.totals[axis][-1] for run in runs)
     if total is not None and total > shortest * (1 + SAME):
         raise UserError(
-            f"not all runs have come to {total:,.5g} {axis}",
+            f"not all runs have reached {total:,.5g} {axis}",
             where="--at",
             allowed=f"at most {shortest:,.5g}",
         )
@@ -236,7 +236,7 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 
 
 def settings_of(run: ComparedRun) -> dict[str, str]:
-    """What a run was made with, but its seed: its place in a chain, else its parameters."""
+    """Settings of a run without its seed: its place in a chain, else its parameters."""
     chain = {
         key.removeprefix(CHAIN_TAGS): value
         for key, value in run.params.items()
@@ -251,12 +251,12 @@ def settings_of(run: ComparedRun) -> dict[str, str]:
 
 
 def has_effect(key: str) -> bool:
-    """Whether a parameter can change a result."""
+    """Return True if a parameter can change a result."""
     return not any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
 
 
 def seed_groups(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, ...]]:
-    """Groups in the order of their first run. Runs without a seed are in none."""
+    """Group runs that differ in the seed alone, in the order of their first run."""
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for i, run in enumerate(runs):
         if "seed" in run.params:
@@ -278,7 +278,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def dependences(comparison: Comparison) -> list[Dependence]:
-    """One for each number that varies among runs which are equal otherwise, but for their seed."""
+    """Find numbers that vary among runs which otherwise differ in their seeds alone."""
     line = comparison.deciding
     if line is None:
         return []

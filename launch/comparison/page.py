@@ -50,7 +50,6 @@ MAX_PICTURES = 100
 
 
 def render(comparison: Comparison) -> str:
-    """The page as text."""
     import jinja2
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -88,7 +87,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _script_hash(script: str) -> str:
-    """What the security policy calls a script that may run."""
+    """Return the source expression that lets the security policy run this script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
@@ -96,7 +95,7 @@ def _script_hash(script: str) -> str:
 
 
 def _verdict(comparison: Comparison) -> Iterator[str]:
-    """Which run is best, by which metric, and in what it differs from the next one."""
+    """Yield sentences: the best run, its metric, and its differences to the second."""
     line, ranked = comparison.deciding, _ranked(comparison)
     if line is None or not ranked:
         yield "No metric says which run is better."
@@ -127,7 +126,7 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
 
 
 def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
-    """From best to worst: means over seeds if there are several groups, else runs."""
+    """Rank from best to worst: means over seeds if there are several groups, else runs."""
     line, runs = comparison.deciding, comparison.runs
     if line is None:
         return []
@@ -167,7 +166,7 @@ def _curves(comparison: Comparison, key: str) -> str:
 
 
 def _drawn(y: Any) -> Any:
-    """Places of the points to draw."""
+    """Return the indices of the points to draw."""
     if len(y) <= MAX_POINTS:
         return np.arange(len(y))
     parts = np.array_split(np.arange(len(y)), MAX_POINTS // 2)
@@ -209,7 +208,7 @@ def _figure(traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear
 
 
 def _text(name: str) -> str:
-    """A name that plotly, which reads some HTML in its texts, shows as it is."""
+    """Escape a name for plotly, which interprets some HTML in texts."""
     return html.escape(printable(name))
 
 

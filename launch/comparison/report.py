@@ -88,7 +88,7 @@ def _metric_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
 
 
 def metric_place(key: str) -> tuple[int, str]:
-    """Results first, then the training, then the rest."""
+    """Sort key of a metric: results first, then training, then the rest."""
     group = key.split("/")[0]
     return GROUP_ORDER.index(group) if group in GROUP_ORDER else len(GROUP_ORDER), key
 

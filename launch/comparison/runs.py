@@ -92,7 +92,7 @@ def _hours(run: ComparedRun) -> list[float]:
 
 
 def _flops_per_image(folder: Path | None) -> float | None:
-    """FLOPs of a training step per image; None for what is no training run."""
+    """FLOPs of a training step per image; None if the folder is not a training run."""
     if folder is None:
         return None
     try:
@@ -140,7 +140,7 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
 
 
 def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
-    """Put the folder above before a name that several runs have, and a number behind if need be."""
+    """Make labels unique: prefix the parent folder, then append a number."""
     shared, seen = Counter(run.label for run in runs), Counter[str]()
     for place, run in enumerate(runs):
         label = run.label

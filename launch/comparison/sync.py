@@ -73,7 +73,7 @@ def sync(arguments: Sequence[str]) -> None:
         # Any failure of a server or its database is reported as a problem of the address.
         except Exception as error:
             raise UserError(
-                f"{given.to} did not take {folder}: {short_reason(error)}",
+                f"cannot copy {folder} to {given.to}: {short_reason(error)}",
                 where=f"--uri {redact(uri)}" if given.to == "mlflow" else "--to",
                 next_step="run the same command again; it sends what is missing",
             ) from None
@@ -85,18 +85,18 @@ def sync(arguments: Sequence[str]) -> None:
 
 
 def _start(folder: Path) -> float:
-    """Time of the first line of the journal. Raises UserError for what is no run."""
+    """Time of the first line of the journal. Raises UserError if the folder is not a run."""
     journal, config = folder / JOURNAL_NAME, folder / CONFIG_NAME
     first = next(read_rows(journal), None) if journal.is_file() else None
     if first is None:
-        raise UserError("has no metrics", where=str(journal), next_step="give a run that has")
+        raise UserError("has no metrics", where=str(journal), next_step="name a run that has some")
     if not config.is_file() or not read_values(config):
-        raise UserError("is no configuration of a run", where=str(config))
+        raise UserError("is not the configuration of a run", where=str(config))
     return first[0].time
 
 
 def final_status(state: RunStatus, record: RunRecord | None) -> Status:
-    """How a run ended: as its last process said, else as its folder and the queue show."""
+    """Return how a run ended: as its last process recorded, else by its folder and the queue."""
     if state.state in STATUS:
         return STATUS[state.state]
     if record is not None and record.ended is not None:

@@ -151,7 +151,7 @@ def classify(
     fields: Mapping[str, str],
     signal_delay_s: int,
 ) -> Outcome:
-    """How an attempt ended, by the code and errors of srun, and by what its ranks recorded.
+    """Classify the end of an attempt by srun's exit code and errors, and by its ranks' records.
 
     attempt: `ATTEMPT_VARIABLE` of its ranks; fields: the controller's fields of the job.
     """
@@ -179,7 +179,7 @@ def classify(
 
 
 def with_node(not_launched: re.Match[str]) -> str:
-    """srun's line as that of other tasks: with the node, which it leaves out here."""
+    """Rewrite srun's line about a task that was not launched: add the node, which it leaves out."""
     rank, why = not_launched.groups()
     tasks, nodes = (int(os.environ[name]) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
     node = ask_slurm("scontrol", "show", "hostnames").split()[int(rank) * nodes // tasks]
@@ -187,7 +187,7 @@ def with_node(not_launched: re.Match[str]) -> str:
 
 
 def failure_of_task(nodes: str, ranks: str, first: int, what: str, log: Path) -> Failure:
-    """What srun's line says of tasks that ended together, in its words: n[1-2], 0-1, 0, Killed.
+    """Describe tasks that ended together, from srun's line: n[1-2], 0-1, 0, Killed.
 
     log: of the first of them.
     """
@@ -217,7 +217,7 @@ def log_of(folder: Path, *, job_id: str, rank: int) -> Path:
 
 
 def not_started(log: Path, code: int) -> str | None:
-    """Why the command of a task was not executed, such as a missing Python; None: it was."""
+    """Return why a task's command could not be executed (no Python, ...), or None."""
     lines = (line.decode(errors="replace").strip() for line in reversed(last_lines(log)))
     # srun's lines follow in the log of rank 0.
     own = (line for line in lines if not re.match(r"srun: |slurmstepd\S*: error: \*\*\*", line))
@@ -228,7 +228,7 @@ def not_started(log: Path, code: int) -> str | None:
 
 
 def failure_of_srun(code: int, srun_errors: Sequence[str]) -> Failure:
-    """What is known where no task has ended by itself."""
+    """Describe a failure of srun itself, when no task has failed."""
     failure = ended_with("srun", code)
     # A shell's code of a command that a signal ended.
     if code - 128 in set(signal.Signals):
@@ -243,7 +243,7 @@ def failure_of_srun(code: int, srun_errors: Sequence[str]) -> Failure:
 
 
 def restart_refusal(attempts: Sequence[Attempt], *, max_requeues: int) -> str | None:
-    """Why the job of the last attempt, which has ended, is not to start again; None: it is."""
+    """Return the reason not to restart the job after its last attempt, or None."""
     last = attempts[-1]
     if last.kind in FINAL_TEXTS:
         return FINAL_TEXTS[last.kind]
@@ -259,7 +259,7 @@ def restart_refusal(attempts: Sequence[Attempt], *, max_requeues: int) -> str | 
 
 
 def fruitless_row(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """The attempts of the last job that failed in a row at one checkpoint; none if it has not.
+    """Return the last job's consecutive failed attempts at its newest checkpoint.
 
     Attempts that a signal, SLURM or a storage outage ended neither count nor end the row.
     """
@@ -274,7 +274,7 @@ def fruitless_row(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def blamed_node(attempts: Sequence[Attempt]) -> str | None:
-    """The node on which the last two attempts of the last job failed, both of them."""
+    """Return the node on which both of the job's last two attempts failed, or None."""
     places = {(each.job_id, each.ending, each.failed_node) for each in attempts[-2:]}
     (_, ending, node), *others = places
     return node if len(attempts) > 1 and not others and ending is Ending.FAILED else None
@@ -310,7 +310,7 @@ def wait_for_storage(folder: Path, *, until: float) -> None:
 
 
 def storage_refusal(folder: Path) -> str | None:
-    """Why the next checkpoint of a run cannot be written: no small file, or too little space."""
+    """Return why the next checkpoint cannot be written (no space, I/O error), or None."""
     place = folder / "checkpoints"
     if not place.is_dir():
         place = folder

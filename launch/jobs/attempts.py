@@ -43,11 +43,9 @@ TAIL_BYTES = 1 << 18
 
 
 class Ending(StrEnum):
-    """How an attempt ended."""
-
     DONE = "done"
     STOPPED = "stopped"
-    """By a signal, after a checkpoint or before the first step: time limit, preemption, pause."""
+    """Stopped by a signal (time limit, preemption, pause), with a checkpoint or before step 1."""
     ENDED_BY_SLURM = "ended by SLURM"
     """Cancelled, requeued or preempted without time for a checkpoint."""
     FAILED = "failed"
@@ -60,15 +58,13 @@ KIND_OF_EXIT_CODE = {code: kind for kind, code in EXIT_CODES.items()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How an attempt ended."""
-
     ending: Ending | None = None
     """None while it runs."""
     reason: str = ""
-    """What happened, as a sentence that names rank, node and signal where they are known."""
+    """One sentence that names rank, node and signal where they are known."""
     exit_code: int = 0
     kind: FailureKind | None = None
-    """Why it failed."""
+    """Kind of the failure, if it failed."""
     failed_rank: int | None = None
     """The rank that caused the failure."""
     failed_node: str | None = None
@@ -143,7 +139,7 @@ def end_attempt(attempt: Attempt, run_folder: Path | str, outcome: Outcome) -> A
 
 
 def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
-    """Without `ended` in the changes, its last line in the journal counts as the end."""
+    """Append the end of an attempt. Default of `ended`: the time of its last journal line."""
     rows = map(decode, reversed(last_lines(folder / JOURNAL_NAME)))
     row = next((row for row in rows if row is not None), Row(step=0, time=0.0, metrics={}))
     saved = next(map(step_of, step_folders(folder / "checkpoints")), 0)
@@ -154,7 +150,7 @@ def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
 
 
 def last_lines(path: Path) -> list[bytes]:
-    """The whole lines at the end of a file, in TAIL_BYTES; none if it cannot be read."""
+    """Return the whole lines in the last TAIL_BYTES of a file; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
@@ -166,7 +162,7 @@ def last_lines(path: Path) -> list[bytes]:
 
 
 def _append(folder: Path, attempt: Attempt) -> None:
-    """Append an event. Lost, with a warning, where storage refuses it for seconds."""
+    """Append an event. If storage keeps refusing it, print a warning and drop it."""
     values = {key: value for key, value in asdict(attempt).items() if value not in (None, (), "")}
 
     def append() -> None:
@@ -205,6 +201,6 @@ def failure_outcome(seen: Failure, run_folder: Path | str, *, attempt: str) -> O
 
 
 def ended_with(who: str, code: int) -> Failure:
-    """What a rank's exit code says. No culprit: it may have noticed the end of another."""
+    """Describe a failure by its exit code, without a culprit: the rank may only have noticed it."""
     kind = KIND_OF_EXIT_CODE.get(code, FailureKind.OTHER)
     return Failure(kind=kind, what=f"{who} ended with code {code}")

@@ -69,7 +69,7 @@ def with_num_workers(run: LaunchableRun) -> LaunchableRun:
 
 
 def usable_nodes(run: LaunchableRun) -> list[int]:
-    """The numbers of `launch.nodes` over which the global batch divides, most first."""
+    """Numbers of nodes in `launch.nodes` that divide the global batch, largest first."""
     counts = reversed(run.launch.node_counts)
     if not isinstance(run, TrainingRun):
         return [*counts]
@@ -185,7 +185,7 @@ def submit_run(
 
 
 def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:
-    """Ids of the jobs of this run that the new one waits for. Raises UserError if it may not."""
+    """Return the ids of the jobs to wait for. Raises UserError for a second job of a run."""
     try:
         jobs = jobs_of(run_folder)
     except NoAnswerError as error:
@@ -194,7 +194,7 @@ def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[s
                 f"cannot look up the earlier job for --after: {error}",
                 next_step="try again later, or leave it out",
             ) from None
-        text = f"warning: SLURM does not say whether a job of this run is queued: {error}"
+        text = f"warning: cannot check whether a job of this run is queued: {error}"
         print(text, file=sys.stderr, flush=True)
         return []
     # Tasks of data preparation share the work, whichever job they belong to.

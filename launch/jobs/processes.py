@@ -55,7 +55,7 @@ class StopFlag:
 
 
 class LogTail:
-    """Prints what is new in a log on every call of `copy`; at first at most `last_lines`."""
+    """Prints new content of a log on every call of `copy`; at first at most `last_lines`."""
 
     def __init__(self, path: Path, *, last_lines: int | None = None) -> None:
         self.path, self.position = path, 0
@@ -171,7 +171,7 @@ def _start(
 
 
 def _kill(ranks: Sequence[Rank]) -> None:
-    """End those that run, and all that they have started."""
+    """Kill the running ranks and all their descendants."""
     for rank in ranks:
         if rank.poll() is None:
             for pid in (*descendants(rank.pid), rank.pid):

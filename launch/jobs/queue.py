@@ -56,7 +56,7 @@ class QueuedJob:
     state: str
     """SLURM's name: PENDING, RUNNING, COMPLETING, CANCELLED, …"""
     reason: str | None
-    """Why the job waits or has failed, in SLURM's words: Resources, Dependency, …"""
+    """SLURM's reason for waiting or failing: Resources, Dependency, …"""
     start: float | None
     """When it started; of a waiting job SLURM's estimate, None if it has none."""
     nodes: str | None
@@ -66,7 +66,7 @@ class QueuedJob:
     script: str
 
     def __str__(self) -> str:
-        """Such as 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
+        """Format the job: 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
         more = f" on {self.nodes}" if self.nodes else f": {self.reason}" if self.reason else ""
         return f"{self.job_id} ({self.state}{more})"
 
@@ -113,7 +113,7 @@ def user_jobs() -> list[QueuedJob]:
 
 
 def known_jobs() -> list[QueuedJob] | None:
-    """As `user_jobs`; None if SLURM does not answer, or is not here."""
+    """Same as `user_jobs`, but None if SLURM does not answer or is not installed."""
     try:
         return user_jobs()
     except NoAnswerError:
@@ -130,7 +130,7 @@ def _job(line: str) -> QueuedJob:
 
 
 def _seconds(text: str) -> float | None:
-    """None where SLURM says N/A, Unknown or nothing."""
+    """Parse seconds; None for N/A, Unknown or nothing."""
     return float(text) if text.isdecimal() else None
 
 
@@ -173,7 +173,7 @@ def depending_on(launch: LaunchSettings, how: str, job_ids: Sequence[str]) -> La
 
 
 def restart_count() -> int:
-    """How often this job was requeued. SLURM sets the variable from the first requeue on."""
+    """Number of requeues of this job. SLURM sets the variable from the first requeue on."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
@@ -187,7 +187,7 @@ def job_fields(job_id: str) -> dict[str, str]:
 
 
 def is_ended_by_slurm(fields: Mapping[str, str]) -> bool:
-    """Whether SLURM is ending this job after a cancel or requeue, not at its time limit.
+    """Return True if SLURM is ending this job after a cancel or requeue, not at its time limit.
 
     A job that is being cancelled could still be requeued, against the user's intent.
     """
@@ -216,7 +216,7 @@ def requeue(job_id: str) -> str | None:
 def exclude(
     job_id: str, node: str, *, job: Mapping[str, str], fewest_nodes: int | None = None
 ) -> str:
-    """Keep a job that was just requeued off this node. Returns what was done, in words.
+    """Exclude a node from a job that was just requeued. Returns a sentence for the log.
 
     job: its fields before: while it ends, SLURM counts only the nodes that have not ended yet.
     fewest_nodes: on which it can start; None: as many as it had.

@@ -93,7 +93,7 @@ ACTIVE = ORDER[:3]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedProgress:
-    """What a training has logged. Times are unix seconds."""
+    """Progress that a training has logged. Times are unix seconds."""
 
     step: int
     """Step of the last line in the journal, or of the newest checkpoint if that is later."""
@@ -124,11 +124,11 @@ class RunStatus:
     job: QueuedJob | None
     """The job that runs, else the one that waits longest."""
     place: str
-    """Where it runs: a job with its nodes, or a process; empty if it does not."""
+    """Job with its nodes, or process, that runs it; empty if it does not run."""
     logged: LoggedProgress
     attempt: Attempt | None
     restarts: dict[str, int]
-    """How attempts ended that another one followed or will follow -> how many."""
+    """Ending of attempts that were or will be followed by another one -> number of them."""
     failure: Failure | None
     log: Path | None
     """The newest log of rank 0."""
@@ -179,7 +179,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
 
 
 def _live_pid(folder: Path, attempt: Attempt | None, start: TrainingStart | None) -> int | None:
-    """A process of the run on this machine: the launcher of an open attempt, else rank 0."""
+    """Find a process of the run on this machine: launcher of an open attempt, else rank 0."""
     here = node_name()
     found = []
     if attempt is not None and attempt.cluster == "local" and here in attempt.nodes:
@@ -221,7 +221,7 @@ def _ended_state(
 
 
 def _has_made_shards(folder: Path) -> bool:
-    """Whether the newest configuration of a data preparation has its manifest."""
+    """Return True if the output of the newest data preparation has its manifest."""
     files = sorted(folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
     with suppress(OSError, yaml.YAMLError, LookupError, TypeError):
         output = Path(yaml.safe_load(files[-1].read_text())["output"])
@@ -322,7 +322,7 @@ def as_text(runs: Sequence[RunStatus], *, now: float) -> str:
 
 
 def line_of(run: RunStatus, *, now: float) -> str:
-    """What the run does, since when, how far, how fast, until when, and why it waits or failed."""
+    """Format one run: state, times, progress, speed, and the reason that it waits or failed."""
     logged, attempt = run.logged, run.attempt
     length = "" if run.since is None else format_duration(now - run.since)
     at = f" at {_steps(run)}" if logged.step else ""
@@ -378,7 +378,7 @@ def _steps(run: RunStatus) -> str:
 
 
 def waiting(job: QueuedJob, *, now: float) -> str:
-    """Why a job waits, in plain words and in SLURM's own, and when SLURM expects it to start."""
+    """Explain why a job waits, with SLURM's own reason and its estimate of the start."""
     text = f"job {job.job_id} has not been looked at by the scheduler yet"
     if job.reason is not None:
         word = job.reason.replace(" ", "_")

@@ -224,8 +224,6 @@ def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """A submitted job."""
-
     job_id: str
     num_tasks: int
     folder: Path
@@ -300,7 +298,7 @@ class StageJob:
     script: str
     config: str  # resolved
     run_folder: str | None = None
-    """Has its checkpoints and the record of its attempts; None: each task is a job of its own
+    """Folder of checkpoints and attempts; None: each task is a job of its own
     instead of a rank of one job, and has its record in the job's folder."""
 
     @property

@@ -302,7 +302,7 @@ class Check:
     detail: str
     next_step: str = ""
     error: UserError | None = None
-    """What is raised if the run is submitted; only of errors."""
+    """Error that a submission raises; only set for errors."""
 
 
 def caught(name: str, check: Iterable[Check]) -> list[Check]:

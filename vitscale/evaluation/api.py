@@ -1,4 +1,4 @@
-"""What `import vitscale` offers own code: trained models, and shards as a dataset of torch."""
+"""The Python API of `import vitscale`: trained models, and shards as a torch dataset."""
 
 from __future__ import annotations
 

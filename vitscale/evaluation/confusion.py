@@ -20,9 +20,9 @@ class ConfusionSettings(SettingsBase):
     """Metric: val/worst_classes_top1, the mean of the worst classes. Files: confusion.csv (cells of
     the matrix that are not 0, the most frequent confusions first), worst_classes.png."""
     num_classes: int = Field(default=10, gt=0)
-    """How many classes are the worst ones."""
+    """Number of worst classes."""
     num_examples: int = Field(default=8, gt=0)
-    """Pictures of each of them, of different wrong predictions."""
+    """Pictures of each worst class, with different wrong predictions."""
 
 
 class Confusion(PassEvaluation):

@@ -43,7 +43,7 @@ class SettingsBase(NamedSection):
 
 
 class Outputs(NamedTuple):
-    """What a model makes of one batch of this rank."""
+    """Outputs of a model for one batch of this rank."""
 
     values_BX: torch.Tensor
     """fp32: logits [B, classes], or features [B, width]."""
@@ -58,7 +58,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """This rank's rows; over all ranks every sample is there once. N may be 0."""
+    """This rank's rows; each sample is on exactly one rank. N may be 0."""
 
     samples: np.ndarray
     """int64 [N]: numbers in the split, counted over all parts of a training set."""
@@ -133,9 +133,9 @@ class Subject:
     classes: tuple[str, ...] | None = None
     """Name of each output of the head; None where they are unknown."""
     folder: Path | None = None
-    """Where rank 0 puts the files of the evaluations; None: they write none."""
+    """Folder for the files of the evaluations, written by rank 0; None: no files."""
     kept: dict[tuple[str, str], tuple[np.ndarray, Features]] = field(default_factory=dict)
-    """By split and output: samples of which some rank has the features, and those of this rank.
+    """Computed features, per split and output: samples that some rank has, and this rank's rows.
     Cleared before the weights change."""
 
     def write(self, name: str, write: Callable[[Path], None]) -> None:
@@ -235,18 +235,18 @@ class Subject:
 
 
 class Share(float):
-    """A share of `images`, for example those that are classified right. Tables add its interval."""
+    """A share of `images`, such as top-1 accuracy. Tables add its confidence interval."""
 
     images: int
 
     def __new__(cls, count: float, images: float) -> Share:
-        """NaN of no images."""
+        """NaN without images."""
         share = super().__new__(cls, count / images if images else math.nan)
         share.images = round(images)
         return share
 
     def interval(self) -> tuple[float, float]:
-        """Where the share of an unlimited set is with a confidence of 95 %.
+        """Return the 95 % confidence interval of the share.
 
         Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
         """
@@ -280,7 +280,7 @@ class Evaluation:
 
 
 class PassEvaluation(Evaluation):
-    """Reads each validation image's logits once; several of them share one pass.
+    """An evaluation of logits; all of a run share one pass over the validation images.
 
     A subclass defines `start`, `add` and `finish`, in this order, and not `metrics`.
     """

@@ -89,7 +89,7 @@ class InferenceModel:
 
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:
-        """Another output of the model, in its precision."""
+        """Return an output of the model, in its precision."""
         return self.network(self._normalize(images_B3SS, dtype=self.dtype), output=output)
 
 
@@ -100,7 +100,7 @@ class SourceRun:
     folder: Path
     checkpoint: Checkpoint
     averaged: bool
-    """Whether the weights are the average over training."""
+    """True if the weights are the average over training."""
     config: Mapping[str, Any]
     """config.yaml as plain values."""
     arch: Architecture
@@ -120,7 +120,7 @@ class TrainedModel:
     classes: tuple[str, ...] | None
     """Name of each class by label; None where they are unknown or the model has no head."""
     source: str
-    """Where the weights come from, in one line."""
+    """Origin of the weights, in one line."""
     run: SourceRun | None = None
     """None for weights of another library."""
 
@@ -131,7 +131,7 @@ class TrainedModel:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """By label; numbers where the names are unknown."""
+        """Class names by label, or `class 0`, ... if unknown."""
         return self.classes or tuple(f"class {label}" for label in range(self.num_classes))
 
     def for_inference(self, world: World, *, precision: str = "auto") -> InferenceModel:
@@ -152,7 +152,7 @@ def open_model(
     key: str = "init",
     world: World | None = None,
 ) -> TrainedModel:
-    """Open what `init` names, heads included.
+    """Open the model that `init` names, heads included.
 
     weights: see `takes_average`. model, preprocessing: keys that win over those that come with the
     weights. image_size: to apply the model at, positions resampled by the convention
@@ -198,7 +198,7 @@ def open_model(
 def read_source(
     init: str, *, weights: str = "auto", model: ModelSettings | None = None, key: str = "init"
 ) -> tuple[Weights, SourceRun | None]:
-    """Read what `init` names; the run of ours that it is of. Arguments are those of `open_model`.
+    """Read the weights that `init` names, and our run that trained them. Arguments: `open_model`.
 
     Raises UserError.
     """
@@ -208,9 +208,9 @@ def read_source(
         return replace(found, where=init, format=f"{init}, {found.format}"), None
     is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).is_file()
     if path.exists() and not is_run:
-        what, next_step = "holds no model", "correct the path"
+        what, next_step = "contains no model", "correct the path"
         if path.is_file():
-            what = f"{path.suffix or 'a name without suffix'} is no kind of weight file"
+            what = f"{path.suffix or 'a name without suffix'} is not a type of weights file"
         elif files := sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES):
             next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
         allowed = (
@@ -279,7 +279,7 @@ def _read_config(
 
 
 def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
-    """Whether the averaged weights are taken; otherwise the raw ones. choice: model, ema or auto.
+    """Decide between the averaged weights (True) and the raw ones. choice: model, ema or auto.
 
     auto takes an average that was saved, unless more than 1 % of it is the random start; then the
     first rank says so. Raises UserError if `ema` is chosen and no average was saved.
@@ -287,7 +287,7 @@ def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
     has_average = checkpoint.description.get("ema") is not None
     if choice == "ema" and not has_average:
         raise UserError(
-            "this checkpoint holds no average of the weights",
+            "this checkpoint contains no averaged weights",
             where=str(checkpoint.folder),
             allowed="init_weights: auto, model",
             next_step="set init_weights=auto, or train with optim.ema",
@@ -309,7 +309,7 @@ def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
 
 
 def _assumed(found: Weights, model: ModelSettings | None, preprocessing: Mapping[str, Any]) -> str:
-    """What no file says and the format's usual values were taken for, in words."""
+    """List the settings that no file states and that were assumed from the format."""
     if not found.assumed:
         return ""
     given = {*(() if model is None else model.model_fields_set), *preprocessing, "num_heads"}

@@ -1,4 +1,4 @@
-"""What a model costs, by formula: parameters, FLOPs, activations, and memory after ZeRO.
+"""Costs of a model, by formula: parameters, FLOPs, activations, and memory after ZeRO.
 
 Needs no torch. Leaves out: models of timm, which are counted when built, and measuring.
 
@@ -99,9 +99,9 @@ class MemoryEstimate:
     """Bytes on one rank. Without allocator slack, NCCL's buffers and the CUDA context."""
 
     parameters: int
-    """With those that are not trained."""
+    """Trained and frozen ones."""
     gradients: int
-    """With one bucket that is being reduced."""
+    """Includes one bucket that is being reduced."""
     optimizer: int
     """fp32 master weights and optimiser states."""
     activations: int

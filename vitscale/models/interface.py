@@ -1,4 +1,4 @@
-"""What all families share: the last layer in fp32, rounding, compiled blocks, misfits."""
+"""Parts shared by all families: the fp32 classifier, rounding, compiled blocks, misfits."""
 
 from __future__ import annotations
 

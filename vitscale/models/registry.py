@@ -36,7 +36,7 @@ MODELS = {
 
 
 def costs_of(arch: Architecture) -> Any:
-    """What has `num_parameters` and `train_flops_per_image` of this model."""
+    """Return the module with `num_parameters` and `train_flops_per_image` of this model."""
     family = MODELS[arch.name]
     return family.costs or family.load()
 

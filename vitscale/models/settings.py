@@ -63,7 +63,7 @@ class Architecture(NamedSection):
         return self.model_copy(update={"num_classes": self.num_classes or num_classes})
 
     def description(self) -> dict[str, Any]:
-        """What the checkpoints of a model must agree on, as JSON values."""
+        """Return what all checkpoints of one model must agree on, as JSON values."""
         raise NotImplementedError
 
 
@@ -105,7 +105,7 @@ class ViTSettings(Architecture):
     """swiglu: `mlp_width` gates of SiLU times as many values (DINOv2's g/14); `gelu` has no effect.
     Shazeer 2020."""
     pool: Literal["cls", "gap", "map", "cls_mean"] = "cls"
-    """What the head sees: the class token; the mean of the patch tokens; map: what one learned
+    """Input of the head: the class token; the mean of the patch tokens; map: what one learned
     query attends to in them (Zhai et al. 2022, sec. 3.3); cls_mean: both of the first (DINOv2)."""
     class_token: bool | None = None
     """null: where the pool reads it. true with pool=gap or map: the class token takes part in
@@ -126,8 +126,8 @@ class ViTSettings(Architecture):
     position_init: Literal["vit", "big_vision"] = "vit"
     """Learned positions start at N(0, 0.02) (vit) or N(0, 1 / sqrt(width)) (big_vision)."""
     class_position: bool | None = None
-    """Whether the class token has a position of its own. null: yes with learned positions and no
-    registers (ViT, AugReg). DeiT-III, big_vision and DINOv2 with registers: false."""
+    """Give the class token a position of its own. null: yes with learned positions and no registers
+    (ViT, AugReg). DeiT-III, big_vision and DINOv2 with registers: false."""
     representation_layer: bool = False
     """A tanh layer before the head; dropped on transfer. Dosovitskiy et al. 2021, sec. 3.1."""
     gelu: Literal["tanh", "erf"] = "tanh"
@@ -205,7 +205,7 @@ class ViTSettings(Architecture):
 
     @property
     def has_class_position(self) -> bool:
-        """Whether a class token has a position of its own."""
+        """True if a class token has a position of its own."""
         if self.class_position is not None:
             return self.class_position
         return self.positions == "learned" and self.num_registers == 0
@@ -308,7 +308,7 @@ class TimmSettings(Architecture):
 
     name: Literal["timm"] = "timm"
     """Any model of timm without BatchNorm, whose statistics differ between ranks. timm draws its
-    initial weights but those of the classifier, and timm's `group_matcher` says what a layer is."""
+    initial weights but those of the classifier, and timm's `group_matcher` defines its layers."""
     model: str
     """timm's name, such as vit_base_r50_s16_224; timm.list_models() lists them."""
     arguments: dict[str, Any] = {}

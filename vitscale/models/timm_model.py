@@ -30,7 +30,7 @@ BLOCK = re.compile(r"(.*\.)?blocks\.\d+")
 
 
 class TimmModel(nn.Module):
-    """What training and evaluation ask of a model. Comes before timm's class among the bases."""
+    """The interface that training and evaluation use; the first base class, before timm's."""
 
     objective: nn.Module
     known_outputs = ("logits", "features")
@@ -110,7 +110,7 @@ def _create(arch: TimmSettings) -> TimmModel:
 
 
 def pretrained_config(name: str, *, where: str = "model.model") -> PretrainedCfg:
-    """What timm knows of a model: the image size, mean and std of its weights, its last layers.
+    """Look up a model in timm: image size, mean and std of its weights, its last layers.
 
     Raises UserError for names that timm does not have.
     """
@@ -139,7 +139,7 @@ class _Measured(NamedTuple):
     forward_flops: int
     """FLOPs of one image."""
     layers_above: dict[str, int] | None
-    """By parameter; None where timm does not say what a layer is."""
+    """Per parameter; None if timm does not define layers for this model."""
 
 
 @cache
@@ -155,12 +155,12 @@ def _measured(arch: TimmSettings) -> _Measured:
     except Exception as error:  # timm's models raise any kind
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise UserError(
-            f"timm does not run {arch.model} on images of {arch.image_size} px ({reason})",
+            f"timm cannot run {arch.model} on images of {arch.image_size} px ({reason})",
             where="model",
             next_step="correct model.image_size or model.arguments",
         ) from None
     if arch.num_classes and output.shape != (1, arch.num_classes):
-        raise UserError(f"timm's {arch.model} is no classifier", where="model.model")
+        raise UserError(f"timm's {arch.model} is not a classifier", where="model.model")
     layers = None
     if hasattr(model, "group_matcher"):
         layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
@@ -180,7 +180,7 @@ def train_flops_per_image(arch: TimmSettings) -> int:
 
 
 def decayed(name: str, parameter: Any) -> bool:
-    """Whether weight decay acts on it, by timm's rule."""
+    """Apply timm's rule: weight decay acts on this parameter."""
     return parameter.ndim >= 2 and not name.endswith(".bias") and not parameter.is_undecayed
 
 
@@ -188,7 +188,7 @@ def layers_above(name: str, arch: TimmSettings) -> int:
     """Layers from the one that holds this parameter up to the classifier, as timm divides them."""
     layers = _measured(arch).layers_above
     if layers is None:
-        what = f"timm does not say what a layer of {arch.model} is"
+        what = f"timm does not define the layers of {arch.model}"
         raise UserError(what, where="optim.layer_decay", next_step="set it to 1")
     return layers[name]
 

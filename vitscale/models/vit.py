@@ -54,7 +54,7 @@ class ViT(VisionTransformer):
 
     objective: nn.Module
     pools_both = False
-    """Whether the head sees the class token and the mean of the patches (DINOv2)."""
+    """The head sees the class token and the mean of the patches (DINOv2)."""
 
     def forward(  # type: ignore[override]  # no masks
         self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any
@@ -78,7 +78,7 @@ class ViT(VisionTransformer):
 
     @property
     def known_outputs(self) -> tuple[str, ...]:
-        """What `forward` gives besides `objective`."""
+        """Outputs of `forward` besides `objective`."""
         has_layer = isinstance(self.head, RepresentationHead)
         has_blocks = self.cls_token is not None and len(self.blocks) >= NUM_BLOCKS
         return ("logits", "features", *["representation"] * has_layer, *["blocks"] * has_blocks)
@@ -136,7 +136,7 @@ class DistilledViT(ViT, VisionTransformerDistilled):
 def run_blocks(
     blocks: nn.Sequential, tokens_BLD: torch.Tensor, *, recompute: bool = False
 ) -> torch.Tensor:
-    """recompute: keep no activations inside the blocks; recompute them in the backward pass."""
+    """Run blocks in order. recompute: recompute their activations in the backward pass."""
     run = partial(checkpoint_seq, blocks) if recompute and torch.is_grad_enabled() else blocks
     through: torch.Tensor = run(tokens_BLD)
     return through
@@ -222,7 +222,7 @@ def build_model(arch: ViTSettings, *, seed: int) -> ViT:
 
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay acts on it: kernels only; no bias, norm, scale, token or position."""
+    """Return True for kernels, on which weight decay acts; False for all other parameters."""
     return parameter.ndim >= 2 and name.rpartition(".")[2] not in TOKENS
 
 

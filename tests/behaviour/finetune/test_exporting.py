@@ -140,7 +140,7 @@ def test_exported_folders_are_read_back_as_they_are(
 def test_what_does_not_fit_is_refused(
     tmp_path: Path, to: str, settings: dict[str, Any], problem: str
 ) -> None:
-    with pytest.raises(UserError, match=f"{to} cannot hold this model") as caught:
+    with pytest.raises(UserError, match=f"{to} cannot express this model") as caught:
         export(small_model(**settings), to, tmp_path / "out")
     assert problem in caught.value.what
     assert "--to safetensors" in str(caught.value.allowed)

@@ -103,7 +103,7 @@ def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
         (head(4), None, r"\(unknown, ...\) include 0 of the 3"),
         (head(4), ("cat", "b", "c", "d"), "include 1 of the 3"),
         (head(5), ("cat", "dog", "cow", "d"), "include 3 of the 3"),  # one name is missing
-        ({"cls_token": torch.ones(1)}, None, "holds no classifier"),
+        ({"cls_token": torch.ones(1)}, None, "contains no classifier"),
     ],
 )
 def test_too_few_matches_are_one_error(weights: Any, source: Any, message: str) -> None:

@@ -78,7 +78,7 @@ def test_equal_samples_are_fewer_steps_of_larger_batches() -> None:
     assert compare(runs, axis="samples", total=100).metrics[0].equal == (0.2, None)
     with pytest.raises(UserError, match="flops of run small are not known"):
         compare(runs, axis="flops")
-    with pytest.raises(UserError, match="not all runs have come to 30 steps"):
+    with pytest.raises(UserError, match="not all runs have reached 30 steps"):
         compare(runs, axis="steps", total=30)
 
 
@@ -86,7 +86,7 @@ def test_budgets_are_read() -> None:
     assert parse_budget("steps") == ("steps", None)
     assert parse_budget("FLOPs=1.5e18") == ("flops", 1.5e18)
     for text in ("", "epochs", "steps=", "steps=0", "steps=-1", "steps=1e999", "hours=1.2.3"):
-        with pytest.raises(UserError, match="is no budget"):
+        with pytest.raises(UserError, match="is not a budget"):
             parse_budget(text)
 
 
@@ -336,6 +336,6 @@ def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
 def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
     folder = trained(tmp_path / "run")
     before = {path.name for path in folder.iterdir()}
-    with pytest.raises(UserError, match="(?s)did not take .*same command again"):
+    with pytest.raises(UserError, match="(?s)cannot copy .*same command again"):
         sync([str(folder), "--uri", "http://127.0.0.1:1"])
     assert {path.name for path in folder.iterdir()} == before

@@ -195,7 +195,7 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
         ({"model": "vit_bse_patch16_224"}, "no model 'vit_bse_patch16_224'(?s:.*)vit_base_patch16"),
         ({"model": "test_vit.none"}, "no model 'test_vit.none'"),
         ({"model": "hf-hub:a/b"}, "no model 'hf-hub:a/b'"),
-        ({"model": "test_vit", "image_size": 65}, "does not run test_vit on images of 65 px"),
+        ({"model": "test_vit", "image_size": 65}, "cannot run test_vit on images of 65 px"),
         ({"model": "test_vit", "arguments": {"deep": 1}}, "unexpected keyword argument 'deep'"),
     ],
 )

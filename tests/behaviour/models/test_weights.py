@@ -337,7 +337,7 @@ def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> 
         content = {"model": STATE, "extra": Trap(sprung)}
         torch.save(content, path, _use_new_zipfile_serialization=kind == "zip")
     message = (
-        "Object arrays cannot be" if kind == "npz" else "may run code; nothing of it was loaded"
+        "Object arrays cannot be" if kind == "npz" else "could run code, so nothing was loaded"
     )
     with pytest.raises(UserError, match=message):
         read_weights(path)
@@ -361,12 +361,12 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     }
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match="is damaged or no file of weights") as caught:
+        with pytest.raises(UserError, match="is damaged or not a weights file") as caught:
             read_weights(tmp_path / name)
         assert name in str(caught.value) and len(str(caught.value).splitlines()) <= 3
     for content, message in (
-        ({"model": {"x": 1}}, "'x' is no tensor"),
-        ([torch.ones(1)], "holds no tensors by name"),
+        ({"model": {"x": 1}}, "'x' is not a tensor"),
+        ([torch.ones(1)], "contains no named tensors"),
     ):
         torch.save(content, tmp_path / "odd.pth")
         with pytest.raises(UserError, match=message):
@@ -386,7 +386,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no model") as caught:
+    with pytest.raises(UserError, match=r"contains no model") as caught:
         open_model(str(tmp_path))
     assert "set init to the file model.safetensors" in str(caught.value)
     assert "config.json" in str(caught.value) and "checkpoints/" in str(caught.value)
@@ -394,7 +394,7 @@ def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
     with pytest.raises(UserError, match="run.npz: "):
         open_model(str(tmp_path / "run.npz"))
     (tmp_path / "model.ckpt").write_text("")
-    with pytest.raises(UserError, match=r"'?.ckpt'? is no kind of weight file"):
+    with pytest.raises(UserError, match=r"'?.ckpt'? is not a type of weights file"):
         open_model(str(tmp_path / "model.ckpt"))
 
 

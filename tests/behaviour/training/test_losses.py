@@ -202,5 +202,5 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
         assert all(block._compiled_call_impl is not None for block in network.blocks) == is_compiled
     with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
         opened(path, model="test_vit", num_classes=7)
-    with pytest.raises(UserError, match="timm does not run test_vit on images of 65 px"):
+    with pytest.raises(UserError, match="timm cannot run test_vit on images of 65 px"):
         opened(path, model="test_vit", image_size=65)

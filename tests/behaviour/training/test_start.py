@@ -131,7 +131,7 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     assert not takes_average(late, "model") and capsys.readouterr().err == ""
     assert not takes_average(early, "auto")
     assert "taking the raw weights, since 1% of their average" in capsys.readouterr().err
-    with pytest.raises(UserError, match="holds no average of the weights"):
+    with pytest.raises(UserError, match="contains no averaged weights"):
         takes_average(checkpoint_of({}), "ema")
 
 

@@ -117,7 +117,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database
         (("runs/empty",), "no run folder in runs/empty"),
         (("stored", "--uri", "mlruns"), "'mlruns' is not a tracking URI"),
         (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
-        (("small-lr", "--output", "x.pdf"), "'x.pdf' is no HTML file"),
+        (("small-lr", "--output", "x.pdf"), "'x.pdf' is not an HTML file"),
     ],
 )
 def test_bad_input_is_reported_with_exit_code_2(

@@ -51,13 +51,13 @@ class Weights:
     grid: tuple[int, int] = NOT_STATED
     """(rows, columns) of the position embedding; (1, 1) where there is none."""
     format: str = ""
-    """In words: whose names the tensors had."""
+    """Origin of the tensors' names, such as `timm's names`."""
     known: Mapping[str, Any] = field(default_factory=dict)
     """Values of `model` that shapes do not show, such as the form of GELU."""
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     """Values of the evaluation's preprocessing, named as in `data`."""
     assumed: bool = True
-    """Whether `known` and `preprocessing` are defaults of the format, not read from its source."""
+    """True if `known` and `preprocessing` are defaults of the format, not read from its source."""
     classes: tuple[str, ...] | None = None
     """Name of each class by label, where the source has them."""
     left_out: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"is not JSON ({error})", where=str(path)) from None
     if not isinstance(found, dict):
-        raise UserError("holds no JSON object", where=str(path))
+        raise UserError("contains no JSON object", where=str(path))
     return found
 
 
@@ -120,11 +120,11 @@ def _of_torch_file(path: Path) -> dict[str, torch.Tensor]:
             found = found[key]
             break
     if not isinstance(found, Mapping):
-        raise UserError("holds no tensors by name", where=str(path))
+        raise UserError("contains no named tensors", where=str(path))
     odd = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
     if odd:
         allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
-        raise UserError(f"{odd[0]!r} is no tensor", where=str(path), allowed=allowed)
+        raise UserError(f"{odd[0]!r} is not a tensor", where=str(path), allowed=allowed)
     return {str(name): value.detach().float() for name, value in found.items()}
 
 
@@ -159,14 +159,14 @@ def _refused(error: Exception, path: Path) -> UserError:
     text = str(error)
     if needs := REFUSED.search(text):
         return UserError(
-            f"may run code; nothing of it was loaded ({needs[0]})",
+            f"could run code, so nothing was loaded ({needs[0]})",
             where=str(path),
             allowed="tensors, numbers, texts, argparse.Namespace and pathlib.PosixPath",
-            next_step="save the weights alone where the file comes from, best as .safetensors",
+            next_step="ask for the weights alone, preferably as .safetensors",
         )
     reason = (text.splitlines() or [type(error).__name__])[0].split(". ")[0]
     return UserError(
-        f"is damaged or no file of weights ({reason})",
+        f"is damaged or not a weights file ({reason})",
         where=str(path),
         next_step="download it again, or save the weights as .safetensors",
     )

@@ -18,7 +18,7 @@ FIRST_NAME = "embedding/kernel"
 
 
 class Layout(NamedTuple):
-    """How a tensor is stored there."""
+    """Shape of a tensor in Google's files, and the conversions to and from ours."""
 
     num_dims: int
     read: Callable[[torch.Tensor], torch.Tensor]
@@ -61,7 +61,7 @@ def _mlp(theirs: str, ours: str) -> Iterator[Row]:
 
 
 def _rows() -> Iterator[Row]:
-    """As big_vision numbers the modules of a block; {} is the number of the block."""
+    """Yield the table with big_vision's numbers of the modules; {} is the number of the block."""
     block, pool = "Transformer/encoderblock_{}", "MAPHead_0"
     yield "cls", "cls_token", SAME
     yield "pos_embedding", "pos_embed", SAME
@@ -93,7 +93,7 @@ NUMBERS = (
 def from_google(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, int | None]:
     """The tensors under our names, and the number of heads, which only Google's shapes show.
 
-    What has no name here keeps its own, for the table of what does not fit.
+    Unknown tensors keep their names, which the table of misfits then lists.
     """
     found: Tensors = {}
     num_heads = None
@@ -115,7 +115,7 @@ def from_google(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, int | Non
 
 
 def _unstacked(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Blocks that big_vision scans are stacked along the first axis; here each has its name."""
+    """Name each block: big_vision stacks those that it scans along the first axis."""
     for name, tensor in tensors.items():
         match = re.fullmatch(r"Transformer/encoderblock/(.*)", name)
         if match is None or tensor.ndim < 2:

@@ -32,7 +32,7 @@ def fetch(init: str, *, key: str) -> tuple[Path, str]:
     # Other programs may have put more into the cache, such as a pytorch_model.bin.
     needed = WEIGHTS, DESCRIPTIONS[::2]
     if not all(any((folder / each).is_file() for each in names) for names in needed):
-        what, allowed = "has no weights that are read here", "safetensors of timm, transformers or"
+        what, allowed = "has no supported weights", "safetensors of timm, transformers or"
         next_step = f"choose another one, or download its weights and set {key} to the file"
         raise UserError(what, where=where, allowed=f"{allowed} vitscale", next_step=next_step)
     return folder, f"{HUB}{name}@{folder.name}"
@@ -40,7 +40,7 @@ def fetch(init: str, *, key: str) -> tuple[Path, str]:
 
 @contextmanager
 def hub_errors(name: str, *, where: str, then: str = "") -> Iterator[None]:
-    """Raise what the hub refuses as UserError, and its absence as StorageError.
+    """Convert refusals of the hub to UserError, and connection failures to StorageError.
 
     name: of the repository. then: ends the sentence on the next step.
     """

@@ -85,7 +85,7 @@ PREPROCESSOR = "preprocessor_config.json"
 def from_huggingface(tensors: Tensors, model_type: str) -> tuple[Tensors, list[str]]:
     """The tensors under our names, and the names that are left out.
 
-    Q, K and V are joined. What has no name here keeps its own, for the table of what does not fit.
+    Q, K and V are joined. Unknown tensors keep their names, which the table of misfits then lists.
     Raises KeyError for a model type that is not in `FAMILIES`.
     """
     prefix, below, beside = FAMILIES[model_type]
@@ -100,7 +100,7 @@ def to_huggingface(
 ) -> Tensors:
     """Our tensors under the names that transformers reads; the inverse of `from_huggingface`.
 
-    gated: the MLPs are SwiGLU. What has no name there keeps its own. Raises KeyError as
+    gated: the MLPs are SwiGLU. Unknown tensors keep their names. Raises KeyError as
     `from_huggingface`.
     """
     prefix, below, beside = FAMILIES[model_type]
@@ -119,7 +119,7 @@ def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 
 
 def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
-    """Raises UserError for a folder of another model family, a damaged one, or an unknown one."""
+    """Read a folder. Raises UserError for another family of models, and for damaged files."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         what = f"describes a model of type {model_type!r}" if model_type else "names no model_type"
@@ -168,7 +168,7 @@ def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return known
     activation = config.get("hidden_act", "gelu")
     if activation not in GELUS:
-        what = f"hidden_act {activation!r} is no activation of the models here"
+        what = f"hidden_act {activation!r} is not supported"
         raise UserError(what, where=str(folder / CONFIG), allowed=", ".join(GELUS))
     return known | {"gelu": GELUS[activation]}
 
@@ -190,7 +190,7 @@ def _preprocessing(folder: Path, model_type: str) -> dict[str, Any]:
     }
     resample = config.get("resample", 2)
     if resample not in RESAMPLES:
-        what = f"resample {resample!r} is no filter of the evaluations here"
+        what = f"resample {resample!r} is not supported"
         raise UserError(what, where=str(path), allowed="2 (bilinear), 3 (bicubic)")
     found["eval_interpolation"] = RESAMPLES[resample]
     if not config.get("do_center_crop", False):

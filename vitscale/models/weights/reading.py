@@ -1,4 +1,4 @@
-"""Read external weights under our names: files and folders of other code bases.
+"""Read external weights, in files and folders, under our names.
 
 Owns: which format a path has, its grid of positions, what each format implies, and vitscale.json.
 No file runs code.
@@ -47,7 +47,7 @@ PYTORCH: dict[str, Any] = {
 
 
 def is_external(path: Path) -> bool:
-    """Whether `init=` names weights of other code bases rather than a run or a checkpoint."""
+    """True if `init=` names external weights rather than a run or a checkpoint."""
     if path.is_dir():
         return any((path / name).is_file() for name in (CONFIG, DESCRIPTION))
     return path.suffix in SUFFIXES
@@ -78,7 +78,7 @@ def read_weights(path: Path, *, model: Architecture | None = None) -> Weights:
         what = f"the model's description is incomplete or invalid ({type(error).__name__}: {error})"
         raise UserError(what, where=str(path)) from None
     if not found.tensors:
-        raise UserError("holds no tensors", where=str(path))
+        raise UserError("contains no tensors", where=str(path))
     if found.known.get("name") == "timm":
         return replace(found, grid=(1, 1))
     tensors = names.with_representation(found.tensors)
@@ -125,7 +125,7 @@ def _prefix(stored: Collection[str], path: Path) -> str:
     for prefix in ("", "params/", "params/img/", "img/", "opt/target/", "optimizer/target/"):
         if f"{prefix}{google.FIRST_NAME}" in stored:
             return prefix
-    what = f"holds no {google.FIRST_NAME!r}; its first names: {', '.join(sorted(stored)[:3])}"
+    what = f"contains no {google.FIRST_NAME!r}; its first names: {', '.join(sorted(stored)[:3])}"
     raise UserError(what, where=str(path), allowed="weights of vision_transformer or big_vision")
 
 
@@ -155,7 +155,7 @@ def _read_exported(folder: Path) -> Weights:
 
 
 def _square_grid(tensors: names.Tensors, path: Path) -> tuple[int, int]:
-    """No file stores the grid. With and without the class token, at most one count is a square.
+    """Infer the grid, which no file stores: at most one count of patches is a square.
 
     A distillation token always comes with positions of both tokens.
     """

@@ -70,7 +70,7 @@ def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) 
 
 
 def _plain_transformer(name: str, arguments: Mapping[str, Any]) -> VisionTransformer | None:
-    """The model that timm would build, without memory; None where the family vit has no such."""
+    """The model that timm would build, without memory; None if it is not in the family vit."""
     # Of the model alone: timm's factory also takes paths of files to load.
     if not set(arguments) <= set(inspect.signature(VisionTransformer).parameters):
         return None
@@ -103,7 +103,7 @@ def _known(model: VisionTransformer) -> dict[str, Any]:
 
 
 def timm_preprocessing(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """What `pretrained_cfg` says of the pixels, in our settings' names."""
+    """Read the preprocessing in `pretrained_cfg`, under our settings' names."""
     crop, interpolation = config["crop_mode"], config["interpolation"]
     for key, allowed in (("crop_mode", CROPS), ("interpolation", FILTERS)):
         if config[key] not in allowed:

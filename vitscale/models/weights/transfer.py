@@ -1,4 +1,4 @@
-"""From weights to a model: infer which one they are of, and load them, into another grid too."""
+"""Infer the model that weights belong to, and load them, also into another grid."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], where: str) -> N
     if missing or weights[PATCH].ndim != 4:
         first = ", ".join(sorted(weights)[:3])
         raise UserError(
-            f"holds no Vision Transformer: {missing[0] if missing else PATCH} is missing or has "
+            f"contains no Vision Transformer: {missing[0] if missing else PATCH} is missing or has "
             f"another shape; its first names: {first}",
             where=where,
             allowed="weights with the names of timm, Google, MAE, DeiT, DINOv2 or transformers, or "
@@ -105,7 +105,7 @@ def _transformer(found: Weights) -> dict[str, Any]:
 
 
 def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[str, Any]:
-    """stated: by a configuration; a norm after the mean or a pooling head shows it too."""
+    """Infer the pooling from the tensors. stated: the pooling that a configuration names."""
     has_class_token = "cls_token" in weights
     pool = stated or ("cls" if has_class_token else "gap")
     if "attn_pool.latent" in weights:
