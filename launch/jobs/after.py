@@ -39,6 +39,7 @@ from launch.jobs.attempts import (
     read_attempts,
 )
 from launch.jobs.queue import (
+    NoAnswerError,
     ask_slurm,
     end_time,
     exclude,
@@ -182,7 +183,10 @@ def with_node(not_launched: re.Match[str]) -> str:
     """Rewrite srun's line about a task that was not launched: add the node, which it leaves out."""
     rank, why = not_launched.groups()
     tasks, nodes = (int(os.environ[name]) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
-    node = ask_slurm("scontrol", "show", "hostnames").split()[int(rank) * nodes // tasks]
+    try:
+        node = ask_slurm("scontrol", "show", "hostnames").split()[int(rank) * nodes // tasks]
+    except NoAnswerError:
+        return not_launched[0]
     return f"srun: error: {node}: task {rank}: {why}"
 
 

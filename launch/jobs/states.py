@@ -139,7 +139,8 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
 
     jobs: all jobs of the user, from `known_jobs`.
     """
-    attempts, start, logged = read_attempts(folder), read_start(folder), _read_logged(folder)
+    attempts = read_attempts(folder) or _attempts_of_tasks(folder)
+    start, logged = read_start(folder), _read_logged(folder)
     last = attempts[-1] if attempts else None
     opened = last if last is not None and last.ended is None else None
     queued = sorted(jobs_of(folder, jobs=jobs or ()), key=lambda job: job.state in WAITING_STATES)
@@ -178,6 +179,19 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     )
 
 
+def _attempts_of_tasks(folder: Path) -> list[Attempt]:
+    """Return the newest attempt of a data preparation, whose tasks record their own.
+
+    Of an array that of a failed task, if there is one.
+    """
+    tasks = [path.parent for depth in ("*/*", "*/*/*") for path in folder.glob(f"{depth}/events")]
+    last = [attempts[-1] for task in tasks if (attempts := read_attempts(task))]
+    last.sort(key=lambda each: each.started)
+    job_id = last[-1].job_id.partition("_")[0] if last else ""
+    of_job = [each for each in last if each.job_id.partition("_")[0] == job_id]
+    return [each for each in of_job if each.ending is Ending.FAILED][-1:] or last[-1:]
+
+
 def _live_pid(folder: Path, attempt: Attempt | None, start: TrainingStart | None) -> int | None:
     """Find a process of the run on this machine: launcher of an open attempt, else rank 0."""
     here = node_name()
@@ -199,7 +213,7 @@ def _ended_state(
 ) -> tuple[RunState, Failure | None]:
     """The state of a run without a job or process."""
     is_saved = logged.total_steps is not None and logged.checkpoint_step >= logged.total_steps
-    if is_saved or (last is not None and last.ending is Ending.DONE):
+    if is_saved or (last is not None and last.ending is Ending.DONE) or _has_made_shards(folder):
         return RunState.FINISHED, None
     for path in folder.glob("slurm/*/*.failed_starts"):  # of the batch script, without Python
         if path.stat().st_mtime > (0 if last is None else last.ended or last.started):
@@ -209,7 +223,7 @@ def _ended_state(
         what = last.reason or "no record of its end: its node died, or SLURM ended the job"
         return RunState.FAILED, Failure(kind=last.kind or FailureKind.OTHER, what=what)
     if last is None and start is None:
-        if (folder / RESULTS_NAME).is_file() or _has_made_shards(folder):
+        if (folder / RESULTS_NAME).is_file():
             return RunState.FINISHED, None
         return (RunState.STOPPED if logged.step else RunState.NOT_STARTED), None
     if last is None and start is not None:

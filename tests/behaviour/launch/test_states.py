@@ -155,6 +155,9 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     shards = run.folder.parent / "shards"
     (run.folder / "slurm/config-1.yaml").write_text(f"stage: data_prep\noutput: {shards}\n")
     assert read_state(run.folder, []).state is RunState.NOT_STARTED
+    for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
+        RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
+    assert read_state(run.folder, []).state is RunState.FAILED
     shards.mkdir()
     (shards / "manifest.json").touch()
     assert read_state(run.folder, []).state is RunState.FINISHED
