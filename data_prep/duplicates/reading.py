@@ -6,7 +6,6 @@ Leaves out: which images are copies (`similar`).
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,8 +49,14 @@ def list_images(folder: Path) -> pa.Table:
         return samples.set_column(0, "name", names)
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
-    below = glob.iglob(os.path.join(glob.escape(str(folder)), "**", "*"), recursive=True)
-    files = sorted(file for file in below if is_image_name(file) and not os.path.isdir(file))
+    files, seen = list[str](), set[str]()
+    for path, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(path)  # links may lead in circles
+        folders[:] = [name for name in folders if name[0] != "." and real not in seen]
+        shown = (name for name in names if name[0] != "." and is_image_name(name))
+        files += [os.path.join(path, name) for name in shown if real not in seen]
+        seen.add(real)
+    files.sort()
     try:
         hashes = [bytes.fromhex(blake3_of_file(file)) for file in files]
         sizes = [os.path.getsize(file) for file in files]

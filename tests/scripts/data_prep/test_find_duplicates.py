@@ -116,6 +116,8 @@ def test_images_of_an_evaluation_set_are_found(
         make_shards(tmp_path / "evaluation", other, *CHECKS)
     else:
         write(seen / "broken.gif", b"no picture")
+        for link in ("up", "again"):  # 40 levels of each in all of the others
+            (seen / link).symlink_to(seen.parent)
     text = find(shards, "--similar", "--against", other, "--output", tmp_path / "found")
     assert ("1 images cannot be decoded" in text) != as_shards
     assert "2 of an image of --against" in text
