@@ -11,6 +11,7 @@ import codecs
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -43,15 +44,19 @@ SLURM_PREFIXES = ("SLURM", "SUBMITIT")
 
 
 class StopFlag:
-    """Set by SIGTERM and SIGUSR2. Create it before the ranks start, or a signal can be missed."""
+    """Set by SIGTERM, SIGUSR2 and the end of the terminal. Create it before the ranks start."""
 
     def __init__(self) -> None:
         self.is_set = False
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._set)
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+                signal.signal(number, self._set)
 
-    def _set(self, *_: object) -> None:
+    def _set(self, number: int, _: object) -> None:
         self.is_set = True
+        for output in (1, 2) if number == signal.SIGHUP else ():
+            if stat.S_ISCHR(os.fstat(output).st_mode):  # writing to a lost terminal fails
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
 class LogTail:

@@ -118,7 +118,8 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: st
     assert attempt.reason.startswith("rank 1 ")
 
 
-def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
     early = start(
         tmp_path, WAITING, before="import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
     )
@@ -126,7 +127,7 @@ def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert early.returncode == 75
     process = start(tmp_path, WAITING)
     tasks = pids(process, tmp_path)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75
     assert "the same command resumes the run" in output
