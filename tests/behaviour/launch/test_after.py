@@ -27,7 +27,6 @@ from launch.jobs.attempts import (
     end_attempt,
     read_attempts,
 )
-from launch.jobs.queue import NoAnswerError
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import EVENTS_NAME, Failure, read_failures, record_failure
 
@@ -120,12 +119,6 @@ def test_a_task_that_was_not_launched_is_blamed(
     # The end of the others follows from it.
     found = outcome(tmp_path, f"srun: error: task 2 {why}\n{EXITED}")
     assert (found.reason, found.failed_node) == (f"rank 2 on n2: {why}", "n2")
-
-    def refuse(*_: str) -> str:
-        raise NoAnswerError
-
-    monkeypatch.setattr(after, "ask_slurm", refuse)
-    assert why in outcome(tmp_path, f"srun: error: task 2 {why}").reason
 
 
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:

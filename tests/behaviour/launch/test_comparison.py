@@ -15,7 +15,7 @@ import pytest
 
 from launch.comparison.differences import compare, dependences, parse_budget
 from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, render
-from launch.comparison.report import Table, plain_text, tables, write_csv, write_json
+from launch.comparison.report import tables, write_csv, write_json
 from launch.comparison.runs import ComparedRun, load_runs
 from launch.comparison.sync import final_status, sync
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
@@ -203,16 +203,6 @@ def test_runs_of_a_chain_vary_in_its_keys() -> None:
 
 
 # ---- tables and files -------------------------------------------------------------------------
-
-
-def test_long_cells_take_several_lines() -> None:
-    value = "[" + ", ".join(map(str, range(40))) + "]"
-    table = Table(title="T", header=("key", "a", "b"), rows=(("x", value, "1"), ("y", "", "2\x07")))
-    title, header, first, *middle, last = plain_text(table).splitlines()
-    assert (title, header.split(), last.split()) == ("T", ["key", "a", "b"], ["y", "2?"])
-    assert first.startswith("  x    [0, 1,") and first.endswith("  1")
-    assert len(middle) == 2 and max(map(len, middle)) < 70
-    assert " ".join(line.strip() for line in (first[7:-1], *middle)) == value
 
 
 def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
