@@ -13,7 +13,8 @@ from benchmarks.training_loops import EngineLoop, Task
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.store import CheckpointStore, read_tensors
 from vitscale.data.loader import Batch
-from vitscale.distributed.world import World
+from vitscale.distributed.processes import free_port
+from vitscale.distributed.world import World, process_group
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate
@@ -145,6 +146,20 @@ def test_peak_memory_is_that_of_the_dry_run(world: World) -> None:
     )  # fmt: skip
     assert torch.cuda.max_memory_allocated() == pytest.approx(estimate.total, rel=0.1)
     loop.engine.close()
+
+
+def test_a_task_that_sees_one_gpu_uses_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As number 0, also as its node's second rank; DeepSpeed takes LOCAL_RANK for the number."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_PROCID": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with process_group(device=device, timeout_min=5, num_threads=1) as world:  # type: ignore[arg-type]  # a literal
+        for stage in (0, 1, 3):
+            loop = EngineLoop(task(world), world, stage=stage)
+            losses(loop, 0, 2)
+            assert torch.cuda.current_device() == world.device.index
+            loop.engine.close()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

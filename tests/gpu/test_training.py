@@ -14,7 +14,6 @@ import yaml
 
 from tests.support.runs import TRAININGS, journal
 from tests.support.waiting import PATIENCE_S, ROOT
-from vitscale.distributed.processes import free_port
 
 # A script in which it is an error when the host waits for the GPU, from the third step to the one
 # before the last. The first step measures, the last one logs and saves.
@@ -36,9 +35,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def start(
-    script: str, folder: Path, *words: str, before: tuple[str, ...] = (), **variables: str
-) -> str:
+def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) -> str:
     """Run a script as its user does; returns its output. before: what Python gets before it."""
     config: tuple[str, ...] = ()
     if script in TRAININGS:
@@ -49,7 +46,7 @@ def start(
     done = subprocess.run(
         [sys.executable, *before, str(ROOT / script), *words],
         cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S,
-        env=os.environ | {"PYTHONPATH": paths} | variables,
+        env=os.environ | {"PYTHONPATH": paths},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -66,7 +63,6 @@ def test_no_step_waits_for_the_device(device: str, tmp_path: Path, stage: int) -
 
 
 def test_a_model_is_trained_resumed_finetuned_and_evaluated(device: str, tmp_path: Path) -> None:
-    """It is fine-tuned in a task that sees one GPU, as number 0, as its node's second rank."""
     on = f"engine.device={device}"
     start("pretrain/main.py", tmp_path, on, "output=whole", "checkpoint.every_steps=10")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
@@ -77,11 +73,7 @@ def test_a_model_is_trained_resumed_finetuned_and_evaluated(device: str, tmp_pat
         journal(tmp_path / name, "train/loss")["train/loss"] for name in ("whole", "again")
     )
     assert len(again) == 20 and again == pytest.approx(whole, rel=1e-3)
-    task = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    task |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_PROCID": "1"}
-    task["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    words = ("output=fine", "init=whole", "model.image_size=16")
-    start("finetune/main.py", tmp_path, on, *words, **task)
+    start("finetune/main.py", tmp_path, on, "output=fine", "init=whole", "model.image_size=16")
     words = ("init=fine", f"compute.device={device}", "output=evaluated", "tracking.uri=null")
     start("finetune/evaluate_model.py", tmp_path, *words)
     results = json.loads((tmp_path / "evaluated/results.json").read_text())["results"]
