@@ -16,9 +16,9 @@ class FinetuneRun(TrainingRun):
     stage: Literal["finetune"] = "finetune"
     """`vitscale finetune` runs files of this stage."""
     objective: ObjectiveSettings = SupervisedSettings()
-    """What the model is trained to predict, and its loss."""
+    """Prediction target of the training, and its loss."""
     init: str | None = None
-    """What to start from: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors,
+    """Initial weights: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors,
     .pth), a folder of Hugging Face or timm, or hf://OWNER/NAME; see docs/weights.md. null: none."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """Start from the weights themselves (model) or their average (ema). auto: the average where

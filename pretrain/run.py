@@ -31,7 +31,7 @@ class PretrainRun(TrainingRun):
     stage: Literal["pretrain"] = "pretrain"
     """`vitscale pretrain` runs files of this stage."""
     objective: ObjectiveSettings = SupervisedSettings()
-    """What the model is trained to predict, and its loss."""
+    """Prediction target of the training, and its loss."""
 
     def make_objective(self) -> Objective:
         return OBJECTIVES[self.objective.name](self.objective, seed=self.seed)
