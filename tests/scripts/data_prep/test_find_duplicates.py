@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.support.corpora.image_corpus import ledger, make_shards, run_script
-from tests.support.corpora.image_samples import encoded
+from tests.support.corpora.image_samples import encoded, rotated
 from tests.support.corpora.shard_folders import photo
 from vitscale.data.index import read_manifest, sample_keys
 from vitscale.data.settings import DataSettings
@@ -27,9 +27,11 @@ def picture(seed: int) -> Image.Image:
     return Image.open(io.BytesIO(photo(seed, width=160, height=120))).convert("RGB")
 
 
+TURN = Image.Transpose.ROTATE_90
 COPIES = {
     "webp.webp": lambda image: encoded(image, "WEBP", quality=50),
     "png.png": lambda image: encoded(image, "PNG", compress_level=1),
+    "turned.jpg": lambda i: encoded(i.transpose(TURN), "JPEG", quality=90, exif=rotated(6)),
     "all.jpg": lambda image: encoded(ImageOps.mirror(image.reduce(2)), "JPEG", quality=40),
 }
 
@@ -87,7 +89,7 @@ def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path: Path) -
     sheet = np.asarray(Image.open(tmp_path / "found/pairs.png"))
     assert (sheet.reshape(-1, 3) != 255).any(axis=1).mean() > 0.3
     num = NUM_PICTURES + 2 * len(COPIES) + 1
-    assert f"{num} images, 4 of them copies: 1 with equal bytes, 3 similar" in text
+    assert f"{num} images, 5 of them copies: 1 with equal bytes, 4 similar" in text
 
 
 def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) -> None:
