@@ -30,13 +30,13 @@ class Preprocess:
 
     def __init__(self, how: Preprocessing) -> None:
         data = DataSettings(path="", global_batch=1, **how.data_values())
+        self.image_size = how.image_size
         self._resize = EvaluationResize(data, image_size=how.image_size)
         self._normalize = Normalization(mean=how.mean, std=how.std, device=torch.device("cpu"))
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Any Pillow image -> fp32 [3, S, S]: upright, over white, resized, cropped, normalised."""
-        side = self._resize.image_size
-        resized = torch.empty(3, side, side, dtype=torch.uint8)
+        resized = torch.empty(3, self.image_size, self.image_size, dtype=torch.uint8)
         self._resize(b"", resized, pixels_HW3=torch.from_numpy(rgb_pixels(image)))
         return self._normalize(resized)
 
@@ -59,6 +59,11 @@ class Model(nn.Module):
         known: Any = self.network.known_outputs
         if output not in known:
             raise UserError(f"there is no {output!r}", where="output", allowed=", ".join(known))
+        side = self.preprocess.image_size
+        if images_B3SS.shape[1:] != (3, side, side):
+            what = f"a tensor of shape {list(images_B3SS.shape)}"
+            allowed = f"[batch, 3, {side}, {side}], of images from model.preprocess"
+            raise UserError(what, where="images", allowed=allowed)
         found: torch.Tensor = self.network(images_B3SS, output=output)
         return found
 

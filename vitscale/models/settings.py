@@ -1,7 +1,6 @@
 """Settings of a model. They are its architecture, once `resolved` has put in every number.
 
-Owns: what every family has, the Vision Transformer with the papers' sizes, and models of timm.
-Needs no torch. Leaves out: building (`vit`, `timm_model`), costs (`costs`).
+Needs no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Our names of tensors, which are timm's, and those of other PyTorch code bases.
-
-Owns: prefixes, what MAE, DeiT, DINO and DINOv2 call differently, fused Q, K and V.
-"""
+"""Our names of tensors, which are timm's, and those of other PyTorch code bases."""
 
 from __future__ import annotations
 

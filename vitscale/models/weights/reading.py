@@ -1,6 +1,5 @@
 """Read external weights, in files and folders, under our names.
 
-Owns: which format a path has, its grid of positions, what each format implies, and vitscale.json.
 No file runs code.
 """
 
