@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import shutil
 import time
@@ -16,10 +17,11 @@ from typing import Any
 from finetune.settings import EvaluateRun
 from vitscale.checkpoint.store import run_folder_lock
 from vitscale.config.errors import UserError
-from vitscale.config.loader import run_to_yaml
+from vitscale.config.loader import run_to_yaml, shorten
+from vitscale.config.redaction import flatten_params
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
-from vitscale.distributed.atomic_files import write_json, write_text
+from vitscale.distributed.atomic_files import json_text, write_json, write_text
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, gather_objects
 from vitscale.evaluation.evaluation import FILES, Share, Subject, results
@@ -30,6 +32,7 @@ from vitscale.tracking.tracker import Tracker
 # A metric of an evaluation: image_size, evaluation, metric, value, and of a share of images the
 # bounds of its 95 % interval (low, high) and their number (images), else None.
 Row = dict[str, Any]
+RESULTS = "results.json"
 HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "images")
 
 
@@ -40,6 +43,23 @@ def check_folder(folder: Path) -> None:
             "is the run folder of a training",
             where=str(folder),
             next_step="set output, or name, to another folder",
+        )
+
+
+def check_results(path: Path, description: Mapping[str, Any]) -> None:
+    """Raise UserError if the results at `path` have another description."""
+    texts = path.read_text(), json_text(description)
+    before, now = (flatten_params(json.loads(text)) for text in texts)
+    changes = [
+        f"\n    {key}: there {shorten(before.get(key, 'unknown'))}, now {shorten(value)}"
+        for key, value in now.items()
+        if value != before.get(key)
+    ]
+    if changes:
+        raise UserError(
+            f"has the results of another evaluation{''.join(changes)}",
+            where=str(path.parent),
+            next_step="choose a name for this one (name=...)",
         )
 
 
@@ -77,6 +97,9 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
     for each in evaluations:
         each.check(subject)
+    description = describe(run, model, val)
+    if run.output is None and (folder / RESULTS).exists():
+        check_results(folder / RESULTS, description)
     say(f"evaluating {model.source}")
     with run_folder_lock(folder, world=world), open_tracker(run, model, world) as tracker:
         if world.is_first:
@@ -93,8 +116,8 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
             step=model.run.checkpoint.step if model.run else 0,
         )
         if world.is_first:
-            write_results(folder, rows, description=describe(run, model, val))
-    say(f"\n{table(rows)}\n\nresults: {folder}/results.json, .csv, .md")
+            write_results(folder, rows, description=description)
+    say(f"\n{table(rows)}\n\nresults: {folder / RESULTS}, .csv, .md")
 
 
 def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
@@ -119,6 +142,8 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
             "step": model.run.checkpoint.step if model.run else None,
             "architecture": model.arch.description(),
             "precision": run.compute.precision,
+            "averaged": model.run is not None and model.run.averaged,
+            "preprocessing": model.preprocessing.data_values(),
         },
         "data": {
             "path": str(val.folder),
@@ -174,10 +199,10 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def write_results(folder: Path, rows: Sequence[Row], *, description: Mapping[str, Any]) -> None:
-    """Write results.json, which begins with `description`, results.csv and results.md."""
+    """Write results.json, with `description`, results.csv and results.md."""
     # JSON has no NaN.
     valid = [{key: None if x != x else x for key, x in row.items()} for row in rows]
-    write_json(folder / "results.json", {**description, "results": valid})
+    write_json(folder / RESULTS, {**description, "results": valid})
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()

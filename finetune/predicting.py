@@ -1,7 +1,4 @@
-"""Predict the classes of images: each rank takes a contiguous share.
-
-Owns: the order, the table of predictions (whole or absent), and what is printed.
-"""
+"""Predict the classes of images: each rank takes a contiguous share."""
 
 from __future__ import annotations
 

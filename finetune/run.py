@@ -28,7 +28,6 @@ class FinetuneRun(TrainingRun):
     slice: keep its rows of the shards' classes, matched by name (EVA's 21k head for 1k labels)."""
     position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
-
     init_patch: Literal["same", "resize"] = "same"
     """resize: `init` may have another patch size; its patch embedding is resized to the model's.
     Beyer et al. 2023 (FlexiViT)."""

@@ -123,7 +123,8 @@ class EvaluateRun(ModelRun):
     name: str
     """Name in MLflow and of the folder of results."""
     output: str | None = None
-    """Folder of results; null: runs/NAME."""
+    """Folder of results, replaced if it exists. null: runs/NAME, where those of another evaluation
+    are refused."""
     data: EvaluationData
     evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
     """The evaluations, in the order of the table."""

@@ -1,8 +1,4 @@
-"""Define the interface of an export format, and share what several formats need.
-
-Owns: writing the description of a model, and running exported weights to compare their logits.
-Leaves out: the formats themselves (`to_*`).
-"""
+"""Define the interface of an export format, and share what several formats need."""
 
 from __future__ import annotations
 

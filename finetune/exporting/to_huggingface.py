@@ -1,7 +1,4 @@
-"""Export for transformers: a ViT, DeiT or DINOv2 folder that its Auto classes load.
-
-Owns: config.json and preprocessor_config.json. Leaves out: names of tensors (`weights`).
-"""
+"""Export for transformers: a ViT, DeiT or DINOv2 folder that its Auto classes load."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Export what `init=` reads, with the settings as JSON: our names, which are timm's, or Google's.
-
-Leaves out: Google's names and shapes (`weights.google`).
-"""
+"""Export what `init=` reads, with the settings as JSON: under our names (timm's), or Google's."""
 
 from __future__ import annotations
 

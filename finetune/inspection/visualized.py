@@ -1,7 +1,4 @@
-"""The model that is drawn, and its images. Unreadable ones are skipped and counted.
-
-Leaves out: the pictures (`attention`, `weights`), finding and reading images (`finetune.images`).
-"""
+"""The model that is drawn, and its images. Unreadable ones are skipped and counted."""
 
 from __future__ import annotations
 

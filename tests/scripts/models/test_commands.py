@@ -106,6 +106,11 @@ def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, fro
     assert found["run"]["top1"] == last["val/top1"]
     printed = scripts.run("evaluate_model", f"init={NPZ}", *data, f"output={from_npz[0]}", code=2)
     assert "is the run folder of a training" in printed and "Traceback" not in printed
+    for more, code in (((), 0), ((), 0), (("image_size=16",), 2)):
+        words = (f"init={NPZ}", *data, "compute.device=cpu", f"evaluate={EVALUATIONS}", *more)
+        printed = scripts.run("evaluate_model", *words, code=code, place="again")
+    assert "model-evaluation: has the results of another evaluation\n" in printed
+    assert "model.architecture.image_size: there 8, now 16\n" in printed
 
 
 def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> None:
@@ -195,6 +200,8 @@ def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_p
     same = load_model(str(exported))
     with pytest.raises(ValueError, match="allowed: logits, features"):
         model(torch.zeros(1, 3, 12, 12), output="logit")
+    with pytest.raises(ValueError, match=r"allowed: \[batch, 3, 12, 12\]"):
+        model(torch.zeros(1, 3, 16, 16))
     files = torch.stack([same.preprocess(Image.open(path)) for path in paths])
     dataset = ShardDataset(scripts.shards, split="test", transform=model.preprocess)
     loader = DataLoader(dataset, batch_size=5, num_workers=2, multiprocessing_context="spawn")
