@@ -1,7 +1,4 @@
-"""The tree as the contract tests see it: files, modules, imports.
-
-Owns: reading imports with `ast`, anywhere in a file. Nothing of the project is imported.
-"""
+"""The tree as the contract tests see it: files, modules, imports. Nothing of it is imported."""
 
 from __future__ import annotations
 

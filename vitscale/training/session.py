@@ -253,12 +253,12 @@ class TrainingSession:
     def _facts(self) -> str:
         """Size of model, data and schedule, and how it is computed, in a line."""
         run, plan, arch, engine = self.run, self.plan, self.arch, self.engine
-        dtype, source = str(engine.dtype).removeprefix("torch."), self._source
+        dtype, start = str(engine.dtype).removeprefix("torch."), self.start_step
         return (
-            f"from {'random weights' if source is None else redact(source)}; "
-            f"{self.objective.num_parameters(arch) / 1e6:.1f} M parameters "
-            f"at {arch.image_size} px, "
-            f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
+            f"from {'random weights' if self._source is None else redact(self._source)}"
+            f"{f', resumed at step {start}' if start else ''}; "
+            f"{self.objective.num_parameters(arch) / 1e6:.1f} M parameters at {arch.image_size} px"
+            f", {plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
             f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
             f"ZeRO {run.engine.zero_stage}; "
             f"decoder {resolve_decoder(run.data.decoder)}; "

@@ -1,7 +1,5 @@
 """Start a real SLURM on this machine: munged, one slurmctld and two slurmd.
 
-Owns: configuration, start, readiness and complete removal of the daemons.
-
 Everything is in one temporary folder, with its own munge key and socket, ports and spools. A SLURM
 or munge that already runs on the machine is not touched. Both nodes are this host under two names,
 so processes are tracked by ancestry (`linuxproc`) and CPU counts are invented (`config_overrides`).

@@ -179,6 +179,7 @@ def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy
     source.rename(killed_copy / "moved")
     fault_runs.finish(folder, *settings, **how)
     assert f"resuming {folder / 'run'} at step 5\n" in output(folder)
+    assert f": from {source}, resumed at step 5; " in output(folder)
     assert output(folder).count("starting from") == 1
 
 

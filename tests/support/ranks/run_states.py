@@ -1,8 +1,4 @@
-"""Read the final state of a run and compare two runs bit by bit.
-
-Owns: the newest checkpoint, the journal without times, and differences.
-Leaves out: starting and disturbing runs.
-"""
+"""Read the final state of a run and compare two runs bit by bit."""
 
 from __future__ import annotations
 
