@@ -49,7 +49,7 @@ class PredictionsDrawn(Objective):
         }
         cells = [
             (
-                names[guess] + ("" if guess == label else f"\nis: {names[label]}"),
+                names[guess] if guess == label else f"{names[guess]}\nis: {names[label]}",
                 label != guess,
                 image,
             )
