@@ -199,7 +199,7 @@ def test_bad_input_is_one_error(
         "hf://own/../tiny": "'own/../tiny' is not OWNER/NAME",
         "hf://own/other": "no such repository",
         f"{HF}@v2": "no such revision",
-        HF: "has no weights",
+        HF: "has no supported weights",
     }.items():
         with pytest.raises(UserError, match=f"init={init}: {what}(?s:.*)next: "):
             open_model(init)
