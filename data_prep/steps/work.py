@@ -242,7 +242,7 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
     """
     units = step.units(work)
     sizes = dict(zip(units, step.images(work) if step.images else [1] * len(units), strict=True))
-    first = start % max(1, len(units))
+    first = start % len(units)
     waiting = [*units[first:], *units[:first]]
     counted = "images" if step.images else "units"
     with item_progress(step.title, total=sum(sizes.values()), unit=counted) as advance:

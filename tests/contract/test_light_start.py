@@ -86,6 +86,13 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+def test_a_missing_package_is_named() -> None:
+    for script in scripts() - {PAGE, "launch.jobs.after", "vitscale.command"}:
+        command = [sys.executable, "-I", "-S", str(module_files()[script])]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode, "Run: pip install -e ." in done.stderr) == (2, True), done
+
+
 def test_scripts_start_light(started: dict[str, Any]) -> None:
     heavy = {name: run["heavy"] for name, run in started["runs"].items() if run["heavy"]}
     assert not heavy

@@ -103,12 +103,14 @@ def test_an_outage_of_storage_is_no_damage(tmp_path: Path, monkeypatch: pytest.M
         return read(path, **options)
 
     monkeypatch.setattr(folders, "blake3_of_file", fail)
-    monkeypatch.setattr(atomic_files, "PAUSES_S", (0.0, 0.0))
+    pauses: list[float] = []
+    monkeypatch.setattr(atomic_files.time, "sleep", pauses.append)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 2 and complaints == []
     left[0] = 100
     with pytest.raises(StorageError, match=r"cannot be read \(Stale file handle\)"):
         newest_checkpoint(tmp_path / "checkpoints")
+    assert pauses[-3:] == [0.5, 1.0, 2.0]
 
 
 def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:

@@ -247,10 +247,6 @@ def over_white(colour: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     return np.floor(weighted / 255 + 0.5).astype(np.uint8)
 
 
-def to_8_bits(samples: np.ndarray) -> np.ndarray:
-    return np.floor(samples / 257.0 + 0.5).astype(np.uint8)
-
-
 def close(a: np.ndarray, b: np.ndarray, tolerance: int = JPEG_TOLERANCE) -> bool:
     return a.shape == b.shape and int(np.abs(a.astype(int) - b).max()) <= tolerance
 
@@ -271,7 +267,7 @@ def test_cmyk_jpeg_becomes_rgb_jpeg() -> None:
 def test_16_bit_png_is_rounded_to_8_bits(channels: int) -> None:
     samples = pixels(channels, dtype=np.uint16)
     verdict = converted(deep_png(samples))
-    expected = to_8_bits(samples)
+    expected = np.floor(samples / 257.0 + 0.5).astype(np.uint8)
     if channels in (2, 4):
         expected = over_white(expected[..., :-1], expected[..., -1:])
         assert verdict.changes == "16_bit,transparency"

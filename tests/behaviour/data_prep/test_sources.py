@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import io
 import json
@@ -12,6 +13,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,7 +24,7 @@ from hypothesis import strategies as st
 from data_prep.sources.protocol import Container, Input, Source, open_source, with_damage
 from data_prep.sources.tars import split_member_name
 from tests.support.corpora.external_tars import Members, tar_bytes, write_tars
-from vitscale.config.errors import UserError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 UNLABELLED: dict[str, Any] = {"values": "none"}
@@ -565,6 +567,9 @@ def test_what_a_path_leads_to_determines_the_reason(suffix: str, tmp_path: Path)
     columns = {"image": list(expected), "label": ["a"] * len(expected)}
     file = write_table(tmp_path / f"in/t.{suffix}", columns)
     assert [row.reason for row in inputs("path_table", file)] == list(expected.values())
+    lost = mock.Mock(wraps=os, stat=mock.Mock(side_effect=OSError(errno.EREMOTEIO, "lost")))
+    with mock.patch("data_prep.sources.tables.os", lost), pytest.raises(StorageError, match="lost"):
+        inputs("path_table", file)
 
 
 def test_byte_order_marks_and_crlf_are_accepted(tmp_path: Path) -> None:

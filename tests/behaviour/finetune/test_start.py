@@ -47,7 +47,8 @@ def test_training_says_what_the_weights_expect(tmp_path: Path) -> None:
     said, model = start(weights)
     assert said[0] == f"starting from {weights}, timm's names"
     assert "these weights probably expect model.gelu=erf; this run has tanh" in said
-    assert any("data.mean=[0.485, 0.456, 0.406]; this run has [0.5" in line for line in said)
+    for key in ("mean=[0.485, 0.456, 0.406]", "std=[0.229, 0.224, 0.225]"):
+        assert any(f"data.{key}; this run has [0.5" in line for line in said)
     assert torch.equal(model.get_parameter("cls_token"), theirs["cls_token"])
 
 

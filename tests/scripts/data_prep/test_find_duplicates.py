@@ -90,6 +90,7 @@ def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path: Path) -
     assert (sheet.reshape(-1, 3) != 255).any(axis=1).mean() > 0.3
     num = NUM_PICTURES + 2 * len(COPIES) + 1
     assert f"{num} images, 5 of them copies: 1 with equal bytes, 4 similar" in text
+    assert "cannot be decoded" not in text
 
 
 def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) -> None:
@@ -106,7 +107,7 @@ def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) ->
 def test_images_of_an_evaluation_set_are_found(
     as_shards: bool, made: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    _, shards = made
+    source, shards = made
     seen = tmp_path / "evaluation/x"
     write(seen / "seen.jpg", encoded(ImageOps.mirror(picture(3)), "JPEG", quality=85))
     write(seen / "equal.png", encoded(picture(4), "PNG"))
@@ -116,6 +117,8 @@ def test_images_of_an_evaluation_set_are_found(
     if as_shards:
         other, name = tmp_path / "other", f"{tmp_path}/other/train-x-{{}}"
         make_shards(tmp_path / "evaluation", other, *CHECKS)
+        find(other, "--similar", "--against", source / "train", "--output", tmp_path / "one")
+        assert (tmp_path / "one/pairs.png").exists()
     else:
         write(seen / "broken.gif", b"no picture")
         for link in ("up", "again"):  # 40 levels of each in all of the others

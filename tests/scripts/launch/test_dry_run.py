@@ -128,17 +128,18 @@ def test_what_slurm_refuses_is_said_and_leaves_no_files(slurm: FakeSlurm) -> Non
     assert sorted(slurm.folder.rglob("*")) == before
 
 
-def test_refusals_are_short_and_complete(submitted: FakeSlurm) -> None:
+def test_refusals_are_short_and_complete(slurm: FakeSlurm) -> None:
+    (slurm.folder / "sbatch").symlink_to("/bin/true")  # without srun
     command = ("launch/slurm.py", "--config", "run.yaml", "name=other")
-    without = submitted.call(*command, slurm=False, code=2)
+    without = slurm.call(*command, slurm=False, code=2)
     assert "no SLURM on this machine" in without
     assert "vitscale launch --local" in without and "--dry-run" in without
     bad = ("launch.nodes=3", "data.global_batch=64", "engine.device=cuda")
-    errors = submitted.call(*command, *bad, code=2)
+    errors = slurm.call(*command, *bad, code=2)
     assert "64 images are not divisible by 3 tasks" in errors and "63 or 66" in errors
     free = ("launch.tasks_per_node=2", "data.global_batch=6")
     wrong = {"2-3": "6 images are not divisible by 4 tasks", "3-2": "turn it", "x": "2-8"}
     for nodes, error in wrong.items():
-        assert error in submitted.call(*command, *free, f"launch.nodes={nodes}", code=2)
+        assert error in slurm.call(*command, *free, f"launch.nodes={nodes}", code=2)
     assert "launch.gpus_per_node" in errors and "Traceback" not in errors + without
-    assert not (submitted.folder / "runs/other").exists()
+    assert not (slurm.folder / "runs/other").exists()

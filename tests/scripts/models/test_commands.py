@@ -96,7 +96,7 @@ def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, fro
         output = scripts.folder / f"evaluated-{name}"
         more = (f"output={output}", "compute.device=cpu", f"evaluate={EVALUATIONS}")
         printed = scripts.run("evaluate_model", *words, *more)
-        assert "95 % interval" in printed
+        assert "| 95 % interval    | images |" in printed
         assert "\nclass_mean_top1 has no interval: it is a mean over classes\n" in printed
         assert "\nfew_shotK_top1 has no interval: it is a mean over draws" in printed
         found[name] = results(output)

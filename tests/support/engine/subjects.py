@@ -62,6 +62,7 @@ class GivenOutputs(Subject):
     def outputs(
         self, index: Any, output: str, *, samples: np.ndarray | None = None
     ) -> Iterator[Outputs]:
+        assert output in self.model.known_outputs
         values = index.values if self.values is None else self.values
         samples, size = np.arange(index.num_samples) if samples is None else samples, 3
         self.extracted.append(samples)
