@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from finetune.exporting.folder import EXPORTS, check_packages
-from finetune.exporting.to_vitscale import SafetensorsFormat
+from finetune.exporting.format import Format
 from finetune.settings import ExportRun
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.engine.small_models import export, images_of, off_by, small_model
@@ -147,20 +147,23 @@ def test_what_does_not_fit_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_other_logits_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, original = small_model(), SafetensorsFormat.write
+@pytest.mark.parametrize("to", ["timm", "huggingface", "npz", "safetensors"])
+def test_other_logits_leave_nothing(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, original = small_model(), EXPORTS[to].write
     bias: Any = loaded.network.get_parameter("head.bias").data
 
-    def write(self: SafetensorsFormat, model: Any, folder: Path) -> None:
+    def write(self: Format, model: Any, folder: Path) -> None:
         original(self, model, folder)
         bias.add_(0.01)  # other weights than those written
 
-    monkeypatch.setattr(SafetensorsFormat, "write", write)
+    monkeypatch.setattr(EXPORTS[to], "write", write)
     with pytest.raises(UserError, match="gives other logits: difference 1.0e-02"):
-        export(loaded, "safetensors", tmp_path / "out")
+        export(loaded, to, tmp_path / "out")
     bias[0] = float("nan")
     with pytest.raises(UserError, match="not finite"):
-        export(loaded, "safetensors", tmp_path / "out")
+        export(loaded, to, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 

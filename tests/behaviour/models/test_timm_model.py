@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.models import save_for_hf
+from timm.models import PretrainedCfg, save_for_hf
 from timm.optim import param_groups_layer_decay
 
 from pretrain.run import PretrainRun
@@ -21,6 +21,7 @@ from vitscale.models.settings import TimmSettings, ViTSettings
 from vitscale.models.timm_model import (
     TimmModel,
     build_model,
+    classifiers,
     decayed,
     layers_above,
     num_parameters,
@@ -203,6 +204,10 @@ def test_what_timm_does_not_have_is_refused(values: dict[str, Any], message: str
     settings = TimmSettings.model_validate(values)
     with pytest.raises(UserError, match=message):
         build_model(settings.resolved(num_classes=5), seed=0)
+
+
+def test_a_published_encoder_may_name_no_classifier() -> None:
+    assert classifiers(PretrainedCfg(classifier=None)) == ()
 
 
 def test_arguments_load_no_weights() -> None:

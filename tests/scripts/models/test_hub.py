@@ -155,6 +155,7 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     card = files["README.md"].decode()
     for part in ("hf-hub:own/tiny", f'load_model("{HF}")', str(scripts.shards), "| val/top1 |"):
         assert part in card
+    assert "their average over training" not in card
     own, pixels = load_model(from_npz[0]), torch.rand(2, 3, 12, 12)
     with torch.no_grad():
         assert torch.equal(load_model(HF)(pixels), own(pixels))
@@ -214,6 +215,7 @@ def test_bad_input_is_one_error(
                 "export", *words, "--push", name, tmp_path / f"out{token}", code=2
             )
         assert f"push={name}: {what}\n  next: " in printed and "Traceback" not in printed
+        assert (tmp_path / f"out{token}").exists() == (token == "wrong")  # else before any work
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match="127.0.0.1:9 cannot be used"):
         open_model("hf://own/another")
