@@ -94,7 +94,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     assert rows["data"].startswith("1,268,355 training images without 12,812 held out, from ")
     assert rows["evaluation"].endswith("on the last 1 % of 'train' (12,812 images)")
     rows = plan(data=planned | {"first_percent": 10.0})
-    assert rows["data"].startswith("128,116 training images, from ")
+    assert rows["data"].startswith("128,117 training images, from ")
 
     shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     names = sample_keys(read_split(shards, split="train"), range(3))
