@@ -1,0 +1,62 @@
+"""Notebooks and benchmarks run from end to end, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.support.waiting import PATIENCE_S, ROOT
+
+FOLDER = ROOT / "docs/notebooks"
+# What comes first trains; with its pictures.
+NOTEBOOKS = {"own_images": 2, "what_has_it_learned": 6}
+# Command of a benchmark at toy size -> what it prints.
+COMMANDS = {
+    "checkpoint_stall.py": "stall / torch.save: ",
+    "gpu_training.py --device cpu": "real / synthetic: ",
+    "loader_speed.py": "ours (region) / webdataset: ",
+    "sharding_speed.py": "header / shardwriter: ",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From top to bottom, one after the other, in a folder without a checkout."""
+    monkeypatch.setenv("STEPS", "100")
+    for name, num_pictures in NOTEBOOKS.items():
+        notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+        resources = {"metadata": {"path": tmp_path}}
+        NotebookClient(notebook, kernel_name="python3", resources=resources).execute()
+        outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
+        assert sum("image/png" in each.get("data", {}) for each in outputs) == num_pictures
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_are_stored_without_outputs(name: str) -> None:
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("command", COMMANDS)
+def test_benchmark_runs(tmp_path: Path, command: str) -> None:
+    script, *options = command.split()
+    results = tmp_path / "results.json"
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, "--toy", *options]
+        + ["--work", tmp_path, "--json", results],
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert COMMANDS[command] in done.stdout
+    assert json.loads(results.read_text())["environment"]
+    assert list(tmp_path.iterdir()) == [results], "left behind"
