@@ -373,8 +373,10 @@ def run_checks(run: LaunchableRun) -> list[Check]:
     rows = [Check("configuration", "ok", f"{run.stage}, {launch.num_ranks} task(s)")]
     if isinstance(run, EvaluateRun):
         return rows + caught("data", _evaluation_data(run))
-    if isinstance(run, FinetuneRun) and run.init is not None:
-        rows.append(_weights(run.init))
+    files = {"init": getattr(run, "init", None)}
+    if teacher := getattr(run.objective, "teacher", None):
+        files["objective.teacher.weights"] = teacher.weights
+    rows += [_weights(key, file) for key, file in files.items() if file]
     return rows + caught("data", _training_checks(run))
 
 
@@ -417,11 +419,11 @@ def _num_shards(opened: TrainingSet) -> int:
     return sum(len(part.shard_lengths) for part in opened.parts)
 
 
-def _weights(init: str) -> Check:
-    if init.startswith("hf://") or Path(init).exists():
-        return Check("weights", "ok", init)
-    next_step = "correct init=, unless another job writes it before this one starts"
-    return Check("weights", "warning", f"{init} does not exist here", next_step)
+def _weights(key: str, file: str) -> Check:
+    if file.startswith("hf://") or Path(file).exists():
+        return Check("weights", "ok", file)
+    next_step = f"correct {key}=, unless another job writes it before this one starts"
+    return Check("weights", "warning", f"{file} does not exist here", next_step)
 
 
 def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Annotated, Any, NamedTuple, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_serializer
+from pydantic.functional_serializers import SerializerFunctionWrapHandler
 from pydantic.json_schema import SkipJsonSchema
 
 KeyPath = tuple[str, ...]
@@ -58,6 +59,11 @@ class NamedSection(Section):
     """Settings of one entry of a registry, chosen by `name`. Concrete types narrow `name`."""
 
     name: str
+
+    @model_serializer(mode="wrap")
+    def _with_name(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Also where defaults are left out: another name is another group.
+        return {NAME: self.name} | dump(self)
 
 
 def choice_of(registry: Mapping[str, Any], *, default: str | None = None) -> Any:

@@ -123,13 +123,20 @@ class Objective:
 
 
 def check_objective(objective: Objective, run: TrainingRun, *, num_classes: int) -> None:
-    """Raise UserError when the shards of `run` cannot serve the objective and its evaluations."""
+    """Raise UserError when the shards cannot serve the model, the objective and its evaluations."""
     name, path = objective.settings.name, run.data.path
+    wanted = run.model.num_classes
     if objective.needs_labels and num_classes == 0:
         raise UserError(
             f"{name} needs labels, but the shards of {path} have none",
             where="objective.name",
             next_step="set data.path to labelled shards, or choose an objective without labels",
+        )
+    if objective.trains_classifier and wanted not in (None, num_classes):
+        raise UserError(
+            f"{wanted} classes, but the label map of {path} has {num_classes}",
+            where="model.num_classes",
+            next_step=f"set model.num_classes={num_classes}, or null, or take other shards",
         )
     names = [evaluation.name for evaluation in objective.evaluations(run)]
     if names and num_classes == 0 and run.data.evaluated is not None:

@@ -121,10 +121,9 @@ class TrainingSession:
         check_objective(objective, run, num_classes=len(self.data.classes))
         num_samples = self.data.num_samples
         self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
-        self.arch = build_architecture(run, objective, self.data)
-        agreed = objective.prepare(
-            num_classes=self.arch.num_classes, world=world, engine=run.engine
-        )
+        num_classes = len(self.data.classes) if objective.trains_classifier else 0
+        self.arch = run.model.resolved(num_classes=num_classes)
+        agreed = objective.prepare(num_classes=num_classes, world=world, engine=run.engine)
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
@@ -398,21 +397,6 @@ def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str
 
 
 # ---- what a run starts from ---------------------------------------------------------------------
-
-
-def build_architecture(run: TrainingRun, objective: Objective, data: TrainingSet) -> Architecture:
-    """Raises UserError when the model and the label map disagree."""
-    if not objective.trains_classifier:
-        return run.model.resolved(num_classes=0)
-    wanted, found = run.model.num_classes, len(data.classes)
-    if wanted is not None and wanted != found:
-        raise UserError(
-            f"{wanted} classes, but the label map of {run.data.path} has {found} "
-            f"(the first is {data.classes[0]!r})",
-            where="model.num_classes",
-            next_step=f"set model.num_classes={found} (or null), or data.path to other shards",
-        )
-    return run.model.resolved(num_classes=found)
 
 
 def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:

@@ -36,6 +36,7 @@ SECTIONS: dict[str, Any] = {
     "launch": {"cpus_per_task": 3},
 }
 DATA: dict[str, Any] = {"path": "shards", "global_batch": 4, "val_split": None}
+TEACHER = {"name": "distillation", "teacher": {"model": "resnet10t", "weights": "t.pth"}}
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +119,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
 def test_an_evaluation_can_be_submitted() -> None:
     overrides = ["launch.tasks_per_node=2"]
     run = load_run(EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides).run
-    assert "evaluation  classification, knn" in describe(run)
+    assert "evaluate: [{name: classification}, {name: knn}]" in describe(run)
     script = batch_script(run)
     assert "#SBATCH --ntasks-per-node=2" in script
     assert "#SBATCH --job-name=demo-evaluation" in script
@@ -151,15 +152,12 @@ def test_damaged_shards_are_named(folder: Path) -> None:
         ({"data": {"global_batch": 32}}, "loader", "warning", "16 samples are less than one batch"),
         ({"launch": {}}, "cores", "warning", "1 core(s) per task for 1 training and 2 loader"),
         ({"data": {"val_split": "test"}}, "data", "error", "no split 'test'"),
+        ({"model": {"preset": "Ti/16", "num_classes": 5}}, "data", "error", "5 classes, but the"),
+        ({"objective": TEACHER}, "weights", "warning", "t.pth does not exist here"),
         ({"output": "file/run"}, "disk", "error", "cannot write to"),
-        # 10^12 parameters.
-        (
-            {"model": {"image_size": 32, "patch_size": 16, "width": 98304, "depth": 9,
-                       "num_heads": 8, "mlp_width": 4 * 98304}},
-            "disk", "error", "GiB needed",
-        ),
+        ({"model": {"preset": "H/14", "depth": 9 * 4**7}}, "disk", "error", "GiB needed"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_named(
     folder: Path, changes: dict[str, Any], row: str, result: str, expected: str
 ) -> None:
