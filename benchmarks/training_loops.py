@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
 from vitscale.distributed.world import World
-from vitscale.models.vit import build_model, compile_blocks, decayed
+from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingPlan, training_plan
@@ -144,9 +144,12 @@ class BareLoop:
             named = list(model.named_parameters())
         self.model, self.parameters = model, list(model.parameters())
         groups = optimizer_groups(
-            named, settings=task.run.optim, decayed=decayed, layers_above=lambda name: 0
+            named,
+            settings=task.run.optim,
+            decayed=decayed,
+            layers_above=lambda name: layers_above(name, task.arch),
         )
-        self.optimizer = build_optimizer(groups, settings=task.run.optim, device=task.device)
+        self.optimizer = build_optimizer(groups, settings=task.run.optim)
         self.normalize: Any = torch.compile(normalize) if compiled else normalize
 
     def step(self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
@@ -158,7 +161,7 @@ class BareLoop:
         loss = F.cross_entropy(logits_BC.float(), labels_B)
         loss.backward()
         for group in self.optimizer.param_groups:
-            group["lr"] = self.task.rate(number)
+            group["lr"] = self.task.rate(number) * group["lr_scale"]
         if self.precision == "master":
             torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.parameters])
             torch.nn.utils.clip_grad_norm_(self.masters, 1.0)

@@ -172,7 +172,7 @@ def test_optimizers_equal_those_on_the_cpu(device: str, name: str) -> None:
             random = torch.Generator().manual_seed(0)
             weight = torch.nn.Parameter(torch.randn(50, 30, generator=random).to(where))
             groups = [{"params": [weight], "weight_decay": 0.1, "lr_scale": 1.0}]
-            optimizer = build_optimizer(groups, settings=settings, device=torch.device(where))
+            optimizer = build_optimizer(groups, settings=settings)
             for _ in range(10):
                 weight.grad = torch.randn(50, 30, generator=random).to(where)
                 optimizer.step()

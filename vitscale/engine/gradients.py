@@ -2,7 +2,7 @@
 
 All ranks decide alike without communication: a loss that is not finite makes its gradients NaN,
 gradients are summed over the ranks before their norm is taken, and the norm is the same everywhere.
-Everything stays on the device; only `health`, and optimisers without fused kernels, wait for it.
+Everything stays on the device; only `health` waits for it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Health:
 
 
 class UpdateGuard:
-    """Replaces `optimizer.step`."""
+    """Replaces `optimizer.step`, of a fused optimiser."""
 
     def __init__(
         self,
@@ -174,11 +174,6 @@ class UpdateGuard:
         shrink = torch.ones_like(norm)
         if self._clip_norm is not None:
             shrink = ((norm + 1e-6) / self._clip_norm).clamp(min=1.0)
-        if not self._optimizer.defaults.get("fused"):
-            if not bad:  # waits for the device
-                torch._foreach_div_(gradients, shrink)
-                self._update()
-            return
         # Fused kernels divide by the one and do nothing where the other is 1, step counts
         # included: the interface that torch made for loss scalers.
         self._optimizer.grad_scale = torch.where(bad, 1.0, shrink)  # type: ignore[attr-defined]  # see above

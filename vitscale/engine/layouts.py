@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vitscale.distributed.world import World, broadcast_tensor
 from vitscale.engine.gradients import GradientSums
@@ -257,13 +258,16 @@ class FlatLayout(Layout):
             self._sums.values.narrow(0, start + world.rank * size, size)
             for start, size in zip(starts, sizes, strict=False)
         ]
-        # Lengths in this rank's slice of each group: a gap, a gradient, a gap, ...
-        self._cuts: list[list[int]] = []
-        for group, size in zip(wrapper.bit16_groups, sizes, strict=True):
+        # Lengths in this rank's slices: a gap, a gradient, a gap, ...; gradients of each group.
+        ends, rows = [0], list[torch.Tensor]()
+        for number, (group, size) in enumerate(zip(wrapper.bit16_groups, sizes, strict=True)):
+            start = sum(sizes[:number])
             parts = self.parts(("", each) for each in group)
             pieces = sorted((part.offset, part.num_values) for part in parts) or [(0, size)]
-            ends = [0, *chain(*((start, start + count) for start, count in pieces)), size]
-            self._cuts.append([stop - start for start, stop in pairwise(ends)])
+            rows.append(torch.arange(len(pieces)) + len(ends) // 2)
+            ends += chain(*((start + first, start + first + count) for first, count in pieces))
+        self._cuts = [stop - start for start, stop in pairwise([*ends, sum(sizes)])]
+        self._of_groups = pad_sequence(rows, batch_first=True, padding_value=-1).to(world.device)
 
     def _step(self) -> None:
         """Update this rank's slices and give all ranks the weights."""
@@ -272,11 +276,9 @@ class FlatLayout(Layout):
         own = (torch.cat(self._own_sums) if several else self._sums.values).float()
         gradients = own.split([each.numel() for each in updated])
         # DeepSpeed's norm, to the bit: of each gradient, each group, all.
-        cut = zip(gradients, self._cuts, strict=True)
-        pieces = [piece for gradient, cuts in cut for piece in gradient.split(cuts)[1::2]]
-        norms = torch._foreach_norm(pieces, dtype=torch.float64)
-        squares = torch.stack(norms).pow(2).split([len(cuts) // 2 for cuts in self._cuts])
-        of_groups = torch.stack([each.sum() for each in squares]).float()
+        norms = torch._foreach_norm(own.split(self._cuts)[1::2], dtype=torch.float64)
+        squares = nn.functional.pad(torch.stack(norms).pow(2), (0, 1))
+        of_groups = squares[self._of_groups].sum(dim=1).float()
         if several:
             dist.all_reduce(of_groups)
         self._wrapper._global_grad_norm = torch.linalg.vector_norm(of_groups.pow(0.5))

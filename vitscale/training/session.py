@@ -463,7 +463,7 @@ def build_engine(
         check_nan_is_skipped(config, world=world, dtype=dtype)
         return Engine(
             model,
-            optimizer=build_optimizer(groups, settings=run.optim, device=world.device),
+            optimizer=build_optimizer(groups, settings=run.optim),
             optimizer_name=run.optim.name,
             config=config,
             world=world,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,12 +110,6 @@ def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int) -> 
     moved(*engines)
 
 
-@pytest.mark.parametrize("stage", LAYOUTS)
-def test_a_nan_in_a_gradient_is_seen(world: World, stage: int) -> None:
-    config = engine_config(world, stage=stage)
-    check_nan_is_skipped(config, world=world, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("stage", [2, 3])  # the others measure the norm themselves
 def test_a_release_that_hides_a_nan_is_refused(
     world: World, stage: int, monkeypatch: pytest.MonkeyPatch
@@ -124,10 +119,11 @@ def test_a_release_that_hides_a_nan_is_refused(
     def combined(norms: list[torch.Tensor], **_: Any) -> torch.Tensor:
         return torch.stack(norms).norm()
 
+    config = engine_config(world, stage=stage)
+    check_nan_is_skipped(config, world=world, dtype=torch.float32)
     for module in (stage_1_and_2, stage3):
         monkeypatch.setattr(module, "is_invalid_grad_norm", lambda norm: False)
         monkeypatch.setattr(module, "combine_grad_norm_groups", combined)
-    config = engine_config(world, stage=stage)
     with pytest.raises(UserError, match=r"DeepSpeed .* updates weights although a gradient is NaN"):
         check_nan_is_skipped(config, world=world, dtype=torch.float32)
 
@@ -146,7 +142,7 @@ def calls_of(loop: Any) -> int:
 def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
     world: World, stage: int, precision: str
 ) -> None:
-    """In bf16, at the depth of B/16; with a rate for each layer nearly as little."""
+    """In bf16, at the depth of B/16; a group for each layer costs what it costs in torch."""
 
     def task(**optim: Any) -> Task:
         run: dict[str, Any] = {
@@ -161,10 +157,15 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
         }
         return Task(run=PretrainRun.model_validate(run), device=world.device)
 
-    bare = calls_of(BareLoop(task(), precision=precision, compiled=False))
-    own = calls_of(EngineLoop(task(), world, stage=stage))
-    assert own < 1.1 * bare, (own, bare)
-    assert calls_of(EngineLoop(task(layer_decay=0.75), world, stage=stage)) < 1.2 * bare
+    (bare, _), (own, by_layers) = counts = [
+        [calls_of(make(task(**optim))) for optim in ({}, {"layer_decay": 0.75})]
+        for make in (
+            partial(BareLoop, precision=precision, compiled=False),
+            partial(EngineLoop, world=world, stage=stage),
+        )
+    ]
+    assert all(each < 1.1 * plain for plain, each in zip(*counts, strict=True)), counts
+    assert by_layers < 1.08 * own, counts
     # Not fused: whether to update is chosen for each tensor.
     for optim in ({"momentum_dtype": "bf16"}, {"name": "lamb"}):
         if stage == 0 or "name" not in optim:

@@ -18,7 +18,6 @@ from vitscale.optim.optimizers import (
 )
 from vitscale.optim.settings import OPTIMIZERS, OptimSettings, optim_problems
 
-CPU = torch.device("cpu")
 DEPTH = 3
 ARCH = ViTSettings(
     image_size=8, patch_size=4, width=12, depth=DEPTH, num_heads=2, mlp_width=16, num_classes=5
@@ -40,9 +39,7 @@ def groups_of(model: torch.nn.Module, **settings: Any) -> list[dict[str, Any]]:
 def test_table_lists_the_state_of_each_optimizer(name: str, momentum_dtype: Any) -> None:
     settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
     weight = torch.nn.Parameter(torch.ones(4, 3))
-    optimizer = build_optimizer(
-        [{"params": [weight], "weight_decay": 0.0}], settings=settings, device=CPU
-    )
+    optimizer = build_optimizer([{"params": [weight], "weight_decay": 0.0}], settings=settings)
     weight.grad = torch.ones(4, 3)
     optimizer.step()
     state = dict(optimizer.state[weight])
@@ -118,7 +115,7 @@ def test_independent_decay_is_big_visions_over_20_steps(peak: float, layer_decay
     chosen["weight_decay_mode"] = "independent"
     groups = groups_of(model, **chosen)
     assert len(groups) == (2 if layer_decay == 1 else 2 * (DEPTH + 2))
-    optimizer = build_optimizer(groups, settings=OptimSettings(**chosen), device=CPU)
+    optimizer = build_optimizer(groups, settings=OptimSettings(**chosen))
     slow = {name: p.detach().clone() for name, p in model.named_parameters()}
     adams = {name: Adam((0.9, 0.999), 1e-8) for name in slow}
     for step in range(20):

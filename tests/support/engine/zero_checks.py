@@ -103,7 +103,7 @@ def new_optimizer(vit: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer
         decayed=decayed,
         layers_above=lambda name: layers_above(name, arch),
     )
-    return build_optimizer(groups, settings=recipe.optim, device=torch.device("cpu"))
+    return build_optimizer(groups, settings=recipe.optim)
 
 
 @dataclass(frozen=True, kw_only=True)
