@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,7 @@ from tests.support.ranks.fault_runs import (
 )
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.waiting import ROOT
+from vitscale.distributed.world import World, process_group
 from vitscale.tracking.mlflow_sync import open_client
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:
@@ -46,6 +48,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def golden(pytestconfig: pytest.Config) -> Golden:
     return Golden(renew=pytestconfig.getoption("--renew-golden"))
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """One rank on a CPU. Joining sets variables, which the next one would take for a launcher's."""
+    with (
+        mock.patch.dict(os.environ),
+        process_group(device="cpu", timeout_min=1, num_threads=1) as joined,
+    ):
+        yield joined
 
 
 @pytest.fixture(scope="session")

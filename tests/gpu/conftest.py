@@ -26,7 +26,6 @@ def device() -> str:
 
 @pytest.fixture
 def world(device: str) -> Iterator[World]:
-    # Joining sets variables, which the next one would take for a launcher's.
     with (
         mock.patch.dict(os.environ),
         process_group(device=device, timeout_min=5, num_threads=1) as joined,  # type: ignore[arg-type]  # a literal

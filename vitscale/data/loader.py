@@ -180,7 +180,10 @@ def open_batches(
 
 
 def _copied(filled: Filled, *, pinned: bool) -> Batch:
-    """Copy a batch out of its slot. From pinned memory copies to the GPU are asynchronous."""
+    """Copy a batch out of its slot. From pinned memory copies to the GPU are asynchronous.
+
+    torch rounds that up to a power of two: 39 to 67 MB for 256 images of 224 px, thrice on a rank.
+    """
     slot, numbers, unreadable = filled
     labels, weights = torch.tensor(numbers), torch.ones(len(numbers))
     if pinned:

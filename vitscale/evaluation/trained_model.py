@@ -36,6 +36,8 @@ from vitscale.optim.settings import EmaSettings
 
 # Names of the classes by label, in a run folder; the session writes it.
 CLASSES_NAME = "classes.json"
+# Images of a GPU. Estimated for L/16 on an H200: 30 s of compilation save 0.08 of 0.33 ms an image.
+COMPILED_FROM = 400_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +136,14 @@ class TrainedModel:
         """Class names by label, or `class 0`, ... if unknown."""
         return self.classes or tuple(f"class {label}" for label in range(self.num_classes))
 
-    def for_inference(self, world: World, *, precision: str = "auto") -> InferenceModel:
-        """The model on the device of this rank."""
-        is_low = precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
+    def for_inference(
+        self, world: World, *, precision: str = "auto", num_images: int = 0
+    ) -> InferenceModel:
+        """The model on the device of this rank, compiled there for many images."""
+        on_gpu = world.device.type == "cuda"
+        if on_gpu and num_images >= COMPILED_FROM * world.world_size:
+            MODELS[self.arch.name].load().compile_blocks(self.network)
+        is_low = precision == "bf16" or (precision == "auto" and on_gpu)
         dtype = torch.bfloat16 if is_low else torch.float32
         return InferenceModel(self.network, pixels=self.preprocessing, world=world, dtype=dtype)
 

@@ -7,7 +7,6 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,16 +28,7 @@ from vitscale.checkpoint.store import (
 )
 from vitscale.config.errors import DivergedError, StorageError, UserError
 from vitscale.distributed import atomic_files
-from vitscale.distributed.world import World, process_group
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with process_group(device="cpu", timeout_min=1, num_threads=1) as joined:
-        yield joined
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
-        os.environ.pop(name, None)
-    os.environ.pop("MASTER_PORT", None)
+from vitscale.distributed.world import World
 
 
 def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,24 @@ def test_library_reads_what_was_copied(tmp_path: Path) -> None:
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_pinned_memory_has_the_size_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned by the CUDA runtime, as long as the buffer lives."""
+    pinned: dict[int, int] = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, _: pinned.update({address: size}) or 0,
+        cudaHostUnregister=pinned.pop,
+    )
+    stream = SimpleNamespace(record_event=lambda: None)
+    given = {"cudart": runtime, "check_error": None, "Stream": stream, "current_stream": stream}
+    for name, value in given.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    copy = HostCopy(torch.device("cuda"))
+    copy.prepare({"a": torch.ones(250)})
+    assert pinned == {copy._buffer.data_ptr(): 1000}
+    del copy
+    assert not pinned
 
 
 def test_host_memory_is_reused_and_does_not_alias() -> None:

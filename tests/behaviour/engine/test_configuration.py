@@ -68,11 +68,11 @@ def test_gradients_are_accumulated_without_loss(
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("raw", [{}, {"zero_optimization": {"reduce_bucket_size": 50}}])
-def test_bucket_holds_the_largest_parameter(stage: int, raw: dict[str, Any]) -> None:
+def test_bucket_holds_the_largest_parameter(stage: int) -> None:
     """The gradient of a larger one is freed while it is still being reduced."""
-    found = config(BF16, stage=stage, largest_parameter=10**8, **raw)
-    assert found["zero_optimization"]["reduce_bucket_size"] == 10**8
+    for raw in ({}, {"zero_optimization": {"reduce_bucket_size": 50}}):
+        found = config(BF16, stage=stage, largest_parameter=10**8, **raw)
+        assert found["zero_optimization"]["reduce_bucket_size"] == 10**8
 
 
 def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:

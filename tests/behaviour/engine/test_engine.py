@@ -5,8 +5,6 @@ On two ranks, in half precision, compiled: test_golden_curves.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,21 +31,12 @@ from tests.support.engine.zero_checks import (
     whole_state,
 )
 from vitscale.config.errors import UserError
-from vitscale.distributed.world import World, process_group
+from vitscale.distributed.world import World
 from vitscale.engine.engine import check_nan_is_skipped
 from vitscale.engine.layouts import FlatLayout, PartitionedLayout, PlainLayout
 from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
 
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    before = dict(os.environ)
-    with process_group(device="cpu", timeout_min=1, num_threads=1) as joined:
-        yield joined
-    os.environ.clear()
-    os.environ.update(before)
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 3), (3, 0)])

@@ -161,12 +161,8 @@ DEIT3: dict[str, Any] = VIT_21K | {
 }  # fmt: skip
 # The same README, "finetuning on ImageNet-1k".
 DEIT3_1K = DEIT3 | {
-    "resized_by": "deit",
-    "lr": 3e-4,
-    "length": 50,
-    "classes": 1000,
-    "thousand_steps": 31,
-}
+    "resized_by": "deit", "lr": 3e-4, "length": 50, "classes": 1000, "thousand_steps": 31,
+}  # fmt: skip
 # Touvron et al. 2021 (DeiT), table 9; main.py and README_deit.md of facebookresearch/deit. What
 # RandAugment fills with, and the cosine's start: timm, transforms_factory.py, cosine_lr.py.
 DEIT: dict[str, Any] = VIT_21K | {

@@ -6,12 +6,7 @@ import pytest
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 
-from vitscale.optim.settings import (
-    SCHEDULES,
-    ScheduleSettings,
-    learning_rate,
-    schedule_problems,
-)
+from vitscale.optim.settings import SCHEDULES, ScheduleSettings, learning_rate, schedule_problems
 
 
 def rate(step: int, decay: str = "cosine", **plan: int) -> float:

@@ -184,6 +184,7 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     before = {name: value.clone() for name, value in teacher.model.network.state_dict().items()}
     logits = teacher.logits(images(64).float())
     assert logits.dtype == torch.float32 and not logits.requires_grad
+    assert teacher.model.dtype == torch.bfloat16  # the run's
     assert not any(p.requires_grad for p in teacher.model.network.parameters())
     for name, value in teacher.model.network.state_dict().items():
         assert torch.equal(value, before[name]), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.engine.small_models import small_model
+from tests.support.engine.subjects import WORLD
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
@@ -23,15 +25,12 @@ from vitscale.data.settings import DataSettings
 from vitscale.distributed.node_files import private_folder
 from vitscale.engine.engine import is_compiled
 from vitscale.engine.settings import EngineSettings
+from vitscale.evaluation import trained_model
 from vitscale.evaluation.trained_model import takes_average
 from vitscale.models.vit import compile_blocks
 from vitscale.runs.training import training_plan
 from vitscale.training import session
-from vitscale.training.session import (
-    changed_settings,
-    check_resumable,
-    compatibility_key,
-)
+from vitscale.training.session import changed_settings, check_resumable, compatibility_key
 
 GLOBAL_BATCH = 8
 SECTIONS: dict[str, Any] = {
@@ -163,6 +162,14 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     assert network.blocks[0]._compiled_call_impl is None
     compile_blocks(network)
     assert network.blocks[0]._compiled_call_impl is not None
+    # A command compiles where it has images enough for each GPU.
+    monkeypatch.setattr(trained_model, "InferenceModel", lambda *given, dtype, **_: (*given, dtype))
+    for device, images in (("cuda", 800_000), ("cuda", 799_999), ("cpu", 800_000)):
+        two, on_gpu = replace(WORLD, device=torch.device(device), world_size=2), device == "cuda"
+        found: Any = small_model().for_inference(two, num_images=images)
+        has_compiled = found[0].blocks[0]._compiled_call_impl is not None
+        assert has_compiled == (on_gpu and images == 800_000)
+        assert found[1] == (torch.bfloat16 if on_gpu else torch.float32)
     folder = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR")).parent
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
