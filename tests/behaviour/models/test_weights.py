@@ -238,6 +238,8 @@ def test_positions_form_a_square(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", content)
     with pytest.raises(UserError, match=r"form no square(?s:.*)config.json"):
         read_weights(path)
+    del content["pos_embedding"]  # fixed ones are not stored
+    assert open_model(str(npz(path, content))).arch.positions == "sincos2d"
 
 
 # Made once, all parameters random: `google` has the logits of timm's reader, `own` is our export.

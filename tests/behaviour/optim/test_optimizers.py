@@ -184,7 +184,7 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
 def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> None:
     """As the guard asks for; the very first update may be a skipped one."""
     scaled, divided = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))
-    first, second = (kind([w], lr=1e-2, weight_decay=0.1) for w in (scaled, divided))
+    first, second = (kind([w], lr=1e-2, weight_decay=0.1, eps=1.0) for w in (scaled, divided))
     first.grad_scale = torch.tensor(4.0)
     random = torch.Generator().manual_seed(0)
     for number, gradient in enumerate(torch.randn(4, 5, 3, generator=random)):

@@ -29,7 +29,7 @@ from vitscale.tracking.mlflow_sync import read_record
 pytestmark = pytest.mark.distributed
 
 Run = tuple[Path, dict[str, list[float]]]
-HF = "hf://own/tiny"
+HF = "hf://own/Tiny"
 Files = dict[str, bytes]
 
 
@@ -145,21 +145,21 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     scripts: Scripts, from_npz: Run, hub: Hub, tmp_path: Path
 ) -> None:
     """A training fetches it once for two ranks, and when it resumes keeps what it started from."""
-    hub.commit("own/tiny", {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""})
+    hub.commit("own/Tiny", {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""})
     exported = tmp_path / "exported"
-    words = (f"init={from_npz[0]}", "--to", "timm", "--push", "own/tiny", exported)
+    words = (f"init={from_npz[0]}", "--to", "timm", "--push", "own/Tiny", exported)
     commit = scripts.run("export", *words).rpartition(f"pushed {HF}@")[2].strip()
-    files = hub.repositories["own/tiny"][commit]
+    files = hub.repositories["own/Tiny"][commit]
     assert {*files} == {"README.md", "config.json", "model.safetensors", "mine.txt"}
     assert [*hub.large.values()] == [files["model.safetensors"]]
     card = files["README.md"].decode()
-    for part in ("hf-hub:own/tiny", f'load_model("{HF}")', str(scripts.shards), "| val/top1 |"):
+    for part in ("hf-hub:own/Tiny", f'load_model("{HF}")', str(scripts.shards), "| val/top1 |"):
         assert part in card
     assert "their average over training" not in card
     own, pixels = load_model(from_npz[0]), torch.rand(2, 3, 12, 12)
     with torch.no_grad():
         assert torch.equal(load_model(HF)(pixels), own(pixels))
-        theirs: Any = timm.create_model("hf-hub:own/tiny", pretrained=True).eval()
+        theirs: Any = timm.create_model("hf-hub:own/Tiny", pretrained=True).eval()
         assert torch.allclose(theirs(pixels), own(pixels), atol=1e-5)
     with mock.patch.dict(scripts.starter.environment, HF_HOME=str(tmp_path / "empty")):
         hub.requests.clear()
@@ -167,7 +167,7 @@ def test_what_is_pushed_comes_back_in_equal_bits(
         assert hub.downloads() == ["config.json", "model.safetensors"]
         words = (f"init={exported}", "keep_head=true")
         assert scripts.finetune("of-folder", *words, num_ranks=2)[1] == metrics
-        hub.commit("own/tiny", {"README.md": b"no weights any more"})
+        hub.commit("own/Tiny", {"README.md": b"no weights any more"})
         hub.requests.clear()
         run, _ = scripts.finetune("of-hub", f"init={HF}", "keep_head=true", "schedule.steps=3")
     record = read_record(run)
@@ -181,12 +181,12 @@ def test_ranks_fetch_once_and_nothing_that_runs(
     """Later, without a hub, what was fetched is used."""
     scripts.run("export", f"init={NPZ}", "--to", "safetensors", tmp_path / "out")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    commit = hub.commit("own/tiny", files | {"pytorch_model.bin": b"pickle", "model.py": b""})
+    commit = hub.commit("own/Tiny", files | {"pytorch_model.bin": b"pickle", "model.py": b""})
     words = ("compute.device=cpu", "num_workers=0", scripts.images)
     expected = scripts.run("predict", f"init={tmp_path / 'out'}", *words)
     assert scripts.run("predict", f"init={HF}", *words, num_ranks=2).endswith(expected)
     assert hub.downloads() == ["model.safetensors", "vitscale.json"]
-    assert hub.requests.count("GET /api/models/own/tiny/revision/main") == 1
+    assert hub.requests.count("GET /api/models/own/Tiny/revision/main") == 1
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert open_model(HF).source.startswith(f"{HF}@{commit}, ")
 
@@ -194,7 +194,7 @@ def test_ranks_fetch_once_and_nothing_that_runs(
 def test_bad_input_is_one_error(
     hub: Hub, scripts: Scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.commit("own/tiny", {"pytorch_model.bin": b"pickle", "config.json": b"{}"})
+    hub.commit("own/Tiny", {"pytorch_model.bin": b"pickle", "config.json": b"{}"})
     for init, what in {
         "hf://tiny": "'tiny' is not OWNER/NAME",
         "hf://own/../tiny": "'own/../tiny' is not OWNER/NAME",
@@ -207,8 +207,8 @@ def test_bad_input_is_one_error(
     words = (f"init={NPZ}", "--to", "safetensors")
     for name, token, what in (
         ("tiny", "x", "'tiny' is not OWNER/NAME"),
-        ("own/tiny", "", "no token that allows it"),
-        ("own/tiny", "wrong", "no token that allows it"),
+        ("own/Tiny", "", "no token that allows it"),
+        ("own/Tiny", "wrong", "no token that allows it"),
     ):
         with mock.patch.dict(scripts.starter.environment, HF_TOKEN=token):
             printed = scripts.run(
