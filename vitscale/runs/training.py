@@ -5,7 +5,6 @@ Needs no torch: the plan is made on login nodes too.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,11 +84,10 @@ class TrainingRun(Run):
         if schedule.final_lr > self.optim.lr:
             what = f"exceeds the peak optim.lr {self.optim.lr}"
             yield ("schedule.final_lr", f"{schedule.final_lr} {what}")
-        for key, bound in {"crop_area": 1.0, "crop_aspect": math.inf}.items():
+        for key, bound in {"crop_area": ", at most 1", "crop_aspect": ""}.items():
             low, high = getattr(data, key)
-            if not 0 < low <= high <= bound:
-                what = "is not an increasing pair above 0, at most"
-                yield (f"data.{key}", f"({low}, {high}) {what} {bound}")
+            if not 0 < low <= high or (bound and high > 1):
+                yield (f"data.{key}", f"({low}, {high}) is not an increasing pair above 0{bound}")
         if data.mixture and sum(part.share for part in data.mixture) > 0.999:
             yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
         if min(data.std) <= 0:

@@ -7,13 +7,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 from timm.data import auto_augment as timm_augment
 
-from vitscale.data.settings import DataSettings, data_problems
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.augment import AUGREG, TIMM, augment, rand_augment, three_augment
 from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
@@ -98,38 +96,6 @@ def test_erasing_fills_one_box(mode: str) -> None:
     assert all((box == box[:, :1, :1]).all() for box in values) == (mode != "pixel")
     if mode == "rand":
         assert len({tuple(box[:, 0, 0].tolist()) for box in values}) > 400
-
-
-STREAMED = "reader: webdataset\nval_split: null\nwebdataset: {num_samples: 9}\n"
-
-
-@pytest.mark.parametrize(
-    ("values", "keys"),
-    [
-        ("augment: {randaugment: {policy: timm, magnitude_std: 0.5, fill: mean}}", ""),
-        ("augment: {randaugment: {policy: timm, magnitude: 15}}", "augment.randaugment.magnitude"),
-        ("augment: {randaugment: {}, three_augment: true}", "augment.three_augment"),
-        ("augment: {randaugment: {magnitude_std: 0.5}}", "augment.randaugment.magnitude_std"),
-        ("augment: {randaugment: {fill: mean}}", "augment.randaugment.fill"),
-        ("augment: {randaugment: {interpolation: bicubic}}", "augment.randaugment.interpolation"),
-        ("{crop: plain, crop_area: [0.5, 1.0], crop_share: 0.5}", "crop_area crop_share"),
-        ("{crop: squash, crop_area: [0.5, 1.0], crop_share: 0.5}", "crop_area"),
-        ("{eval_interpolation: area, eval_antialias: false}", "eval_antialias"),
-        ("mixing: {}", "mixing"),
-        ("webdataset: {num_samples: 9}", "webdataset"),
-        (STREAMED, ""),
-        (f"{STREAMED}only_keys: a\nremote: {{cache_path: b}}", "only_keys remote.cache_path"),
-        (f"{STREAMED}val_split: val", "val_split"),
-        (f"{STREAMED}path: s3://bucket/tars", "path"),
-        (f"{STREAMED}webdataset: {{num_classes: 2}}", "webdataset.num_samples"),
-        ("path: s3://bucket/shards", "remote.cache_path"),
-        ("mixture: [{path: 's3://key:word@bucket/shards', share: 0.5}]", "mixture"),
-    ],
-)
-def test_conflicts_are_named(values: str, keys: str) -> None:
-    given = {"path": "x", "global_batch": 8, **yaml.safe_load(values)}
-    found = {key for key, _ in data_problems(DataSettings.model_validate(given))}
-    assert found == {f"data.{key}" for key in keys.split()}
 
 
 # ---- RandAugment: strengths, and probabilities by counting ---------------------------------------

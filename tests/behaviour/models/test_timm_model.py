@@ -214,12 +214,6 @@ def test_a_published_encoder_may_name_no_classifier() -> None:
     assert classifiers(PretrainedCfg(classifier=None)) == ()
 
 
-def test_arguments_load_no_weights() -> None:
-    arguments = {"pretrained": True, "checkpoint_path": "x", "img_size": 64}
-    found = list(TimmSettings(model="test_vit", arguments=arguments).problems())
-    assert [text.split()[0] for _, text in found] == list(arguments)
-
-
 def test_statistics_of_batches_are_not_trained() -> None:
     values = {"name": "x", "data": {"path": "x", "global_batch": 1}, "schedule": {"steps": 1}}
     model = {"name": "timm", "model": "test_resnet", "num_classes": 5, "image_size": SIZE}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import pytest
@@ -244,33 +243,6 @@ def test_a_distilled_model_has_a_head_for_each_token() -> None:
 
 
 # ---- settings -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({}, ""),
-        ({"num_heads": 5, "head_width": 3}, ""),
-        ({"num_heads": 5}, "model.num_heads: .*or set model.head_width"),
-        ({"image_size": 18}, "model.image_size: .*nearest: 16 or 20"),
-        ({"image_size": 3}, "model.image_size: 3 px hold no patch of 4 px; give at least 4"),
-        ({"positions": "sincos2d", "width": 6}, "model.positions"),
-        ({"class_position": True, "pool": "gap"}, "model.class_position"),
-        ({"class_position": True, "positions": "sincos2d"}, "model.class_position"),
-        ({"class_position": True, "num_registers": 1}, "model.class_position"),
-        ({"class_position": False, "num_registers": 1, "positions": "sincos2d"}, ""),
-        ({"distillation_token": True}, ""),
-        ({"distillation_token": True, "pool": "gap"}, "model.pool: a distillation token needs cls"),
-        ({"distillation_token": True, "num_registers": 2}, "model.num_registers: a distillation"),
-        ({"distillation_token": True, "class_position": False}, "model.class_position: a distil"),
-    ],
-    ids=str,
-)
-def test_options_that_do_not_go_together(changes: dict[str, Any], problem: str) -> None:
-    found = [": ".join(each) for each in SMALL.model_copy(update=changes).problems()]
-    assert len(found) == bool(problem), found
-    if problem:
-        assert re.match(problem, found[0]), found
 
 
 def test_resolved_settings_stay_as_they_are() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from timm.scheduler.cosine_lr import CosineLRScheduler
 
-from vitscale.optim.settings import SCHEDULES, ScheduleSettings, learning_rate, schedule_problems
+from vitscale.optim.settings import SCHEDULES, ScheduleSettings, learning_rate
 
 
 def rate(step: int, decay: str = "cosine", **plan: int) -> float:
@@ -61,27 +61,3 @@ def test_drops_are_those_of_bits_hyperrule() -> None:
         slow = (step + 1) / supports[0] if step < supports[0] else slow
         ours = learning_rate(step, schedule, peak=0.003, warmup_steps=500, total_steps=20_000)
         assert ours == pytest.approx(0.003 * slow), step
-
-
-@pytest.mark.parametrize(
-    ("settings", "keys"),
-    [
-        ({"decay": "cosine", "cooldown_share": 0.2}, ["cooldown_share"]),
-        ({"decay": "constant", "final_lr": 1e-5}, ["final_lr"]),
-        ({"decay": "constant", "decay_from": "start"}, ["decay_from"]),
-        ({"warmup_steps": 5, "warmup_epochs": 0.1}, ["warmup_epochs"]),
-        ({"decay": "drops"}, ["drops_at"]),
-        ({"decay": "drops", "drops_at": [0.6, 0.3]}, ["drops_at"]),
-        ({"decay": "drops", "drops_at": [0.6, 1.0]}, ["drops_at"]),
-        ({"decay": "drops", "drops_at": [0.6], "final_lr": 0.1}, ["final_lr"]),
-        ({"decay": "drops", "drops_at": [0.6], "decay_from": "start"}, ["decay_from"]),
-        ({"decay": "cosine", "drops_at": [0.6]}, ["drops_at"]),
-        ({"decay": "drops", "drops_at": [0.3, 0.6]}, []),
-        ({"decay": "linear", "final_lr": 1e-5}, []),
-        ({"decay": "cosine", "decay_from": "start"}, []),
-        ({"decay": "constant", "cooldown_share": 0.2, "final_lr": 1e-5}, []),
-    ],
-)
-def test_settings_without_effect_are_refused(settings: dict[str, object], keys: list[str]) -> None:
-    problems = schedule_problems(ScheduleSettings.model_validate({"steps": 9, **settings}))
-    assert [key for key, _ in problems] == [f"schedule.{key}" for key in keys]

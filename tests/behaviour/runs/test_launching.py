@@ -17,60 +17,6 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.runs.training import training_plan
 
-
-def keys_of(*, independent_tasks: bool = False, **fields: object) -> list[str]:
-    launch = LaunchSettings.model_validate(fields)
-    return [key for key, _ in launch_problems(launch, independent_tasks=independent_tasks)]
-
-
-@pytest.mark.parametrize(
-    ("fields", "key"),
-    [
-        ({"setup": ["cd x", "export HF_TOKEN=hf_abc"]}, "launch.setup[1]"),
-        ({"setup": ["A=1 AWS_SECRET_ACCESS_KEY='a b' x"]}, "launch.setup[0]"),
-        ({"python": "apptainer exec --env wandb_api_key=abc x.sif python"}, "launch.python"),
-        ({"sbatch": {"export": "ALL,HF_TOKEN=abc"}}, "launch.sbatch.export"),
-        ({"srun_args": ["--cpu-bind=none", "bash"]}, "launch.srun_args[1]"),
-        ({"srun_args": ["--x=\n"]}, "launch.srun_args[0]"),
-        ({"sbatch": {"mail-user": "a\nb"}}, "launch.sbatch.mail-user"),
-        ({"sbatch": {"mail-type=END\nx": 1}}, "launch.sbatch"),
-        ({"sbatch": {"signal": "TERM@5"}}, "launch.sbatch.signal"),
-        ({"sbatch": {"ntasks_per_node": 2}}, "launch.sbatch.ntasks_per_node"),
-        ({"sbatch": {"array": "0-9"}}, "launch.sbatch.array"),
-        ({"python": "a\ntouch canary"}, "launch.python"),
-        ({"partition": "a\nb"}, "launch.partition"),
-        ({"timeout_min": 3, "signal_delay_s": 120}, "launch.signal_delay_s"),  # a minute early
-    ],
-)
-def test_refused(fields: dict[str, object], key: str) -> None:
-    assert keys_of(**fields) == [key]
-
-
-def test_ranks_and_independent_tasks_have_different_keys() -> None:
-    assert keys_of(num_tasks=64) == ["launch.num_tasks"]
-    assert keys_of(independent_tasks=True, num_tasks=64) == []
-    ranks = {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8}
-    assert keys_of(**ranks) == []
-    assert keys_of(independent_tasks=True, **ranks) == [f"launch.{field}" for field in ranks]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"setup": ["export A=$(hostname)\t# a tab", "module load 'a b'"]},
-        {"setup": ["export HF_TOKEN=$(cat ~/.hf)", 'HF_TOKEN="$X" y', "HF_TOKEN_PATH=/x z"]},
-        {"setup": ["export TOKENIZERS_PARALLELISM=false HF_TOKEN="]},
-        {},
-        {"sbatch": {"constraint": "[rack1*2&ib]|h200", "exclude": "node[3,5-7],other"}},
-        {"sbatch": {"mail-type": "END", "exclusive": True, "wckey": "vit"}},
-        {"python": "apptainer exec --nv image.sif python"},
-        {"gpus_per_node": 8, "tasks_per_node": 8, "gpu_type": "h200", "timeout_min": 5},
-    ],
-)
-def test_accepted(fields: dict[str, object]) -> None:
-    assert keys_of(**fields) == []
-
-
 # Fields whose text is no shell. `setup` and `python` are shell by design, on one line.
 QUOTED_FIELDS = (
     "gpu_type", "partition", "account", "srun_args", "sbatch value", "sbatch option", "run name",
@@ -161,15 +107,6 @@ def test_warmup_of_a_plan_may_be_given_in_epochs() -> None:
     assert training_plan(short, world_size=1, num_samples=83).warmup_steps == 31
     with pytest.raises(UserError, match="schedule.warmup_epochs: 150 .* in 100 steps"):
         training_plan(short, world_size=1, num_samples=400)
-
-
-def test_conflicts_of_several_sections_come_together() -> None:
-    wrong = run(schedule={"cooldown_share": 0.1}, optim={"name": "lamb"}, engine={"zero_stage": 2})
-    keys = [key for key, _ in wrong.problems()]
-    assert keys == ["schedule.cooldown_share", "engine.zero_stage"]
-    ((key, why),) = run(engine={"compile": True, "zero_stage": 3}).problems()
-    assert key == "engine.compile" and "hooks break blocks apart" in why
-    assert not list(run().problems())
 
 
 def test_micro_batch_is_the_largest_that_fits() -> None:

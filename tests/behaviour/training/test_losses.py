@@ -115,12 +115,6 @@ def test_each_head_learns_from_its_own_target() -> None:
     assert found == pytest.approx(0.5 * labelled + 0.5 * 2.239545, abs=1e-6)
 
 
-def test_settings_of_distillation_without_effect_are_refused() -> None:
-    for values, key in (({"tau": 3.0}, "tau"), ({"loss": "bce", "label_smoothing": 0.1}, None)):
-        chosen = DistillationSettings.model_validate({"teacher": {"weights": "x"}, **values})
-        assert [each for each, _ in chosen.problems()] == [f"objective.{key or 'label_smoothing'}"]
-
-
 # ---- the teacher ------------------------------------------------------------------------------
 
 
