@@ -142,10 +142,7 @@ def execute(script: str, words: Sequence[str]) -> NoReturn:
 
 
 def list_configs(words: Sequence[str]) -> None:
-    """Print the names that contain a word, or all, each with the first line of its card.
-
-    Raises UserError where none does.
-    """
+    """Print names that contain a word, or all, with each card's first line. Raises UserError."""
     names = [each for each in config_names() if not words or any(word in each for word in words)]
     if not names:
         what, step = f"no name contains {' or '.join(words)}", packaged.similar_configs(words[0])
@@ -161,8 +158,8 @@ def copy_config(words: Sequence[str]) -> None:
     from vitscale.distributed.atomic_files import write_text
 
     name = words[0] if len(words) == 1 else ""
-    found = Path(packaged.find_config(name))
-    if not found.is_relative_to(CONFIGS):
+    found = CONFIGS.parent / packaged.find_config(name)
+    if not (found.is_relative_to(CONFIGS) and found.exists()):
         what, step = f"{name!r} is no packaged configuration", packaged.similar_configs(name)
         raise UserError(what, where="copy", allowed="one name", next_step=step)
     path: Path | None = found

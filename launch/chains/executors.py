@@ -1,9 +1,5 @@
 """Run a chain here, one run after another, or submit it: one SLURM job for each run.
 
-Owns: which runs are done, by their folders alone; the table before it starts, the checks of all
-runs, what is run, kept and submitted, and the dependencies between jobs.
-Leaves out: one run (`launch.jobs`).
-
 A training is done when its last checkpoint is whole, a data preparation when its manifest is there,
 an evaluation while its results are newer than all that it reads.
 A job waits for `afterok` of the jobs that its run needs, with kill-on-invalid-dep: when one of them
@@ -13,7 +9,7 @@ fails, SLURM cancels all that follows. The same command does what is missing.
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -173,26 +169,31 @@ def overview(chain: Chain, states: States) -> str:
     return plain_text(Table(title=title, header=header, rows=tuple(rows)))
 
 
-def _start(chain: Chain, *, leave_out: Container[str]) -> dict[str, StepState]:
-    """Show the runs with their states. Raises UserErrors for what stops the chain.
-
-    leave_out: checks whose warnings are not shown.
-    """
+def _start(chain: Chain, *, num_procs: int | None) -> dict[str, StepState]:
+    """Show the runs with their states; num_procs is None on SLURM. Raises UserErrors."""
     states = chain_states(chain)
     say(overview(chain, states))
     check_unchanged(states)
-    refuse_or_warn(_checks(chain, states), leave_out=leave_out)
+    # A stage takes weights that an earlier one makes and, on one machine, what cores there are.
+    leave_out = {"weights"} if num_procs is None else {"weights", "cores"}
+    refuse_or_warn(_checks(chain, states, num_procs), leave_out=leave_out)
     return states
 
 
-def _checks(chain: Chain, states: States) -> list[Check]:
+def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
     """Check all unfinished runs; equal rows appear once."""
     kinds, rows = {step.name: step.kind for step in chain.steps}, []
     for step in chain.steps:
         missing = [kinds[name] for name in step.needs if not states[name].is_done]
         # Shards that the chain is still to make cannot be checked.
         if not states[step.name].is_done and "data_prep" not in missing:
-            rows += run_checks(step.run)
+            run = step.run
+            if num_procs is not None:
+                launch = run.launch.model_copy(update={"nodes": 1, "tasks_per_node": num_procs})
+                run = run.model_copy(update={"launch": launch})
+            rows += run_checks(run)
+    if num_procs is None:
+        rows += [row for script in _scripts(chain, states).values() for row in slurm_check(script)]
     return list({(row.name, row.detail): row for row in rows}.values())
 
 
@@ -202,8 +203,7 @@ def _compare_line(chain: Chain) -> str:
 
 def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
     """Run the unfinished steps in order. Returns 1 if a run failed, 75 or 130 if stopped."""
-    # A stage takes weights that an earlier one makes, and what cores there are.
-    states = _start(chain, leave_out={"weights", "cores"})
+    states = _start(chain, num_procs=num_procs)
     failures: list[str] = []
     for number, step in enumerate(chain.steps, start=1):
         title = f"[{number}/{len(chain.steps)}] {step.name}"
@@ -248,10 +248,10 @@ def _scripts(chain: Chain, states: States) -> dict[str, str]:
 def describe_chain(chain: Chain) -> str:
     """Describe the table, the checks and a batch script of each unfinished stage."""
     states = chain_states(chain)
-    parts = [overview(chain, states), f"# Checks\n{as_table(_checks(chain, states))}\n"]
+    checks = as_table(_checks(chain, states, None))
+    parts = [overview(chain, states), f"# Checks\n{checks}\n"]
     for name, script in _scripts(chain, states).items():
         parts.append(f"# Batch script of {name}\n{script.rstrip()}\n")
-        refuse_or_warn(slurm_check(script))
     return "\n".join(parts)
 
 
@@ -261,13 +261,11 @@ def submit_chain(chain: Chain) -> None:
     Raises UserErrors before anything is submitted, and UserError if sbatch refuses a job; what was
     accepted before stays submitted.
     """
-    states = _start(chain, leave_out={"weights"})
+    states = _start(chain, num_procs=None)
     if all(state.is_done for state in states.values()):
         say(_compare_line(chain))
         return
     require_slurm()
-    for script in _scripts(chain, states).values():
-        refuse_or_warn(slurm_check(script))
     try:
         queue = user_jobs()
     except NoAnswerError as error:

@@ -1,6 +1,5 @@
 """The run type of a chain: stages that use what earlier stages have made. Needs no torch.
 
-Owns: the file's settings, and conflicts between stages: names, references, circles.
 Leaves out: the run files of the stages (`load`).
 """
 

@@ -54,7 +54,6 @@ class Budget:
     """A point to compare at: the total of an axis, and the last logged step of each run there."""
 
     axis: str
-    """One of `AXES`."""
     total: float
     steps: tuple[int | None, ...]
     """None for a run that had logged nothing yet."""
@@ -141,28 +140,35 @@ def compare(
     """Compare runs. Of a single run, all parameters are listed.
 
     Metrics are compared at `total` of an axis (`AXES`), by default at the largest that all runs
-    have reached. Without an axis, runs of different lengths are compared at equal steps.
-    Raises UserError if that is not possible.
+    have reached; evaluations, which spend nothing, are left out. Without an axis, runs of different
+    lengths are compared at equal steps. Raises UserError if that is not possible.
     """
-    if axis is None and len({run.steps[-1] for run in runs}) > 1:
+    if axis is not None:
+        runs = [run for run in runs if not run.is_evaluation] or runs
+    elif len({run.steps[-1] for run in runs}) > 1:
         axis = "steps"
     budget = None if axis is None else _equal_budget(runs, axis, total)
     keys = sorted({key for run in runs for key in run.params})
-    rows = [(key, tuple(run.params.get(key) for run in runs)) for key in keys]
+    differing = [key for key in keys if len(runs) == 1 or _differs(key, runs)]
     metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
     return Comparison(
         runs=tuple(runs),
         params=tuple(
-            (key, values)
-            for key, values in rows
-            if len(runs) == 1
-            or (len(set(values)) > 1 and key not in NAMES and not key.startswith(TAGS))
+            (key, tuple(run.params.get(key) for run in runs))
+            for key in differing
+            if len(runs) == 1 or (key not in NAMES and not key.startswith(TAGS))
         ),
-        num_equal_params=sum(len(set(values)) == 1 for _, values in rows),
+        num_equal_params=len(keys) - len(differing),
         metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
         budget=budget,
         seeds=seed_groups(runs),
     )
+
+
+def _differs(key: str, runs: Sequence[ComparedRun]) -> bool:
+    """Whether runs differ in a setting; evaluations and trainings lack settings of each other."""
+    kinds = {run.is_evaluation for run in runs if key in run.params}
+    return len({run.params.get(key) for run in runs if run.is_evaluation in kinds}) > 1
 
 
 def parse_budget(text: str) -> tuple[str, float | None]:

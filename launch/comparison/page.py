@@ -1,8 +1,5 @@
 """Render the comparison page: one HTML file that loads nothing, with charts by plotly.
 
-Owns: the verdict, the charts, the pictures, and filling `page.html.j2`.
-Leaves out: the numbers (`differences`) and the tables (`report`).
-
 Names of runs, parameters and metrics come from untrusted files: the template escapes them, figures
 are JSON in attributes, and the page's security policy admits two scripts, by their hashes.
 """
@@ -120,13 +117,13 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
     largest = max(over.deviation or 0.0 for _, _, over in ranked)
     if abs(best.mean - next_best.mean) < largest:
         yield f"The difference is within the spread of the seeds ({largest:.2g})."
-    batches = {run.params.get("data.global_batch") for run in comparison.runs}
+    batches = {run.params.get("data.global_batch") for run in comparison.runs} - {None}
     if len(batches) > 1 and (comparison.budget is None or comparison.budget.axis == "steps"):
         yield "They have not seen equally many samples: compare them with --at samples."
 
 
 def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
-    """Rank from best to worst: means over seeds if there are several groups, else runs."""
+    """Rank trainings, else evaluations, from best to worst: means over seeds if several groups."""
     line, runs = comparison.deciding, comparison.runs
     if line is None:
         return []
@@ -138,6 +135,7 @@ def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
         for label, members in groups.items()
         if (over := spread(line.equal[i] for i in members))
     ]
+    sides = [side for side in sides if not side[1].is_evaluation] or sides
     return sorted(sides, key=lambda side: side[2].mean, reverse=line.better == "higher")
 
 

@@ -1,7 +1,5 @@
-"""Find the runs to compare and read them.
+"""Find the runs to compare, by folder, name or MLflow id, and read them.
 
-Owns: finding a run by folder, name or MLflow id; its parameters and metrics, and what it had spent
-at each step.
 Leaves out: comparing (`differences`).
 """
 
@@ -66,6 +64,10 @@ class ComparedRun:
                 totals["flops"] = [count * per_image for count in totals["samples"]]
         return totals
 
+    @property
+    def is_evaluation(self) -> bool:
+        return self.params.get("stage") == "evaluate"
+
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric."""
         points = [(row.step, row.metrics[key]) for row in self.rows if key in row.metrics]
@@ -128,11 +130,7 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
 
 
 def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
-    """Runs of an MLflow store that its filter finds, newest first, at most 50.
-
-    query: MLflow's filter string, see `MlflowClient.search_runs`.
-    Raises UserError if none is found.
-    """
+    """Runs of an MLflow store that its filter finds, newest first. Raises UserError for none."""
     runs = [run for run in _stored(uri or default_uri(), query, limit=MAX_FILTERED) if run.rows]
     if not runs:
         raise UserError(f"no run with metrics matches {query!r}", where="--filter")
@@ -199,10 +197,11 @@ def _stored(uri: str, query: str, *, limit: int) -> list[ComparedRun]:
         found = list(stored_runs(uri, query, limit=limit))
     # Any failure of the server or its database is reported as a problem of the address.
     except Exception as error:
+        is_query = getattr(error, "error_code", None) == "INVALID_PARAMETER_VALUE"
         raise UserError(
             f"MLflow at {redact(uri)} cannot be read: {short_reason(error)}",
-            where="--uri",
-            next_step="check the address, or give run folders instead",
+            where="--filter" if is_query else "--uri",
+            next_step="check it, or give run folders instead",
         ) from None
     return [
         ComparedRun(

@@ -291,7 +291,7 @@ def find_runs(names: Sequence[str]) -> list[Path]:
         found = next(filter(None, below), [])
         folders += found
         if not found:
-            known = [path.name for path in _below(RUNS_FOLDER, depth=MAX_DEPTH)]
+            known = [str(p.relative_to(RUNS_FOLDER)) for p in _below(RUNS_FOLDER, depth=MAX_DEPTH)]
             otherwise = "change to the folder that you started the run from, or name its output"
             what = f"no run folder in {places[0]}" if places else f"no such run: {name}"
             errors.append(

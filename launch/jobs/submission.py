@@ -306,8 +306,8 @@ class StageJob:
         return [self.script, "--config", self.config]
 
     def heading(self, num_tasks: int) -> str:
-        """The line of a log that says what runs."""
-        return f"{Path(self.script).parent.name}: {num_tasks} task(s), config {self.config}"
+        script = "/".join(Path(self.script).parts[-2:])
+        return f"{script}: {num_tasks} task(s), config {self.config}"
 
     def __call__(self) -> int:
         task = _enter_task()

@@ -295,8 +295,6 @@ def _cost_rows(
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One row of the table."""
-
     name: str
     result: Literal["ok", "warning", "error"]
     detail: str

@@ -38,16 +38,17 @@ def config_names() -> tuple[str, ...]:
 
 
 def find_config(path: str) -> str:
-    """The file of a path, or else of a name: `cifar10/vit_tiny`, or `vit_tiny`, as it is alone.
-
-    Returns the path where nothing is found.
-    """
+    """The file of a path, or else of a name: `cifar10/vit_tiny`, or `vit_tiny`, as it is alone; a
+    copy in configs/ here comes first. Returns the path where nothing is found."""
     if os.path.exists(path):
         return path
     name = path.removeprefix("configs/").removesuffix(".yaml")
     names = config_names()
     found = [name] if name in names else [each for each in names if each.endswith(f"/{name}")]
-    return str(CONFIGS / f"{found[0]}.yaml") if len(found) == 1 else path
+    if len(found) != 1:
+        return path
+    file = f"configs/{found[0]}.yaml"
+    return file if os.path.exists(file) else str(PROJECT_ROOT / file)
 
 
 def similar_configs(path: str) -> str | None:

@@ -8,6 +8,7 @@ import html
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,15 @@ def test_the_verdict_names_the_best_run_and_why() -> None:
     )
     assert "high-0 and 1 more is best: val/top1 0.65 ± 0.071; next is low-0 and 1 more" in text
     assert "differ in lr." in text and "within the spread of the seeds (0.49)" in text
+
+
+def test_evaluations_are_not_ranked_beside_trainings() -> None:
+    a, b = (run(name, [v], lr=name) for name, v in (("a", 0.5), ("b", 0.6)))
+    every = [replace(run("e", [0.7]), params={"stage": "evaluate", "k": "20"}), a, b]
+    sentences = ["b is best: val/top1 0.6; next is a, 0.5.", "They differ in lr."]
+    assert verdict(*every).split("\n")[:-1] == sentences
+    assert compare(every).params == (("lr", (None, "a", "b")),)
+    assert compare(every, axis="samples").runs == (a, b)
 
 
 def test_charts_hold_every_run_and_its_extremes() -> None:

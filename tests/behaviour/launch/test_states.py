@@ -204,7 +204,7 @@ def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("names", "report"),
     [
-        (["images"], "no run folder in images"),
+        (["images"], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"),
         (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
         (["x", "runs/vit/config.yaml"], "(?s)no such run: x.*no such run: runs/vit/config.yaml"),
     ],

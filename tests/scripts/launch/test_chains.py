@@ -25,7 +25,7 @@ RUN = TINY | {
 CHAIN = """\
 stage: chain
 name: small
-overrides: [data.path=shards]
+overrides: [data.path=shards, launch.nodes=3]  # a local run has one
 stages:
   - {name: pretrain, config: pretrain.yaml}
   # Found to be missing when the training starts.

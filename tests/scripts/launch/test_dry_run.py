@@ -24,17 +24,10 @@ SITE = (
     "launch.python=apptainer exec --nv image.sif python",
 )
 LARGE = (
-    "launch.nodes=8",
-    "launch.tasks_per_node=4",
-    "launch.gpus_per_node=4",
-    "launch.gpu_request=gres",
-    "launch.gpu_type=h200",
-    "launch.mem_gb=512",
-    "launch.partition=long,short",
-    "launch.account=vision",
-    "launch.signal_delay_s=300",
-    "data.global_batch=64",
-)
+    "launch.nodes=8 launch.tasks_per_node=4 launch.gpus_per_node=4 launch.gpu_request=gres "
+    "launch.gpu_type=h200 launch.mem_gb=512 launch.partition=long,short launch.account=vision "
+    "launch.signal_delay_s=300 data.global_batch=64"
+).split()
 DRY_RUNS = {
     "one_node": ("run.yaml", "launch.nodes=1", "launch.cpus_per_task=4"),
     "many_nodes": ("run.yaml", *LARGE),
