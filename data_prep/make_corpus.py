@@ -32,8 +32,8 @@ try:
     from PIL import Image, ImageDraw, ImageFont
 
     from data_prep.steps.list_inputs import seeded_hash
-    from vitscale.config.errors import StorageError, UserError, run_script
-    from vitscale.distributed.atomic_files import PASSING, commit_folder
+    from vitscale.config.errors import UserError, not_written, run_script
+    from vitscale.distributed.atomic_files import commit_folder
     from vitscale.distributed.random_numbers import CounterRandom, stream_key
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -205,8 +205,7 @@ def write_files(output: Path, contents: dict[str, bytes]) -> None:
         commit_folder(temporary, output)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        kind = StorageError if error.errno in PASSING else UserError
-        raise kind(f"cannot be written ({error.strerror})", where=str(output)) from None
+        raise not_written(error, str(output)) from None
 
 
 def check_same_files(output: Path, contents: dict[str, bytes]) -> None:

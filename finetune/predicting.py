@@ -104,7 +104,7 @@ def _on_all_ranks(run: PredictRun, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except OSError as caught:
-            raise not_written(caught, key="output", path=str(run.output)) from None
+            raise not_written(caught, f"output={run.output}") from None
 
 
 def predictions(

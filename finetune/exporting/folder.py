@@ -99,7 +99,7 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
-            raise not_written(error, key="output", path=run.output) from None
+            raise not_written(error, f"output={run.output}") from None
         raise
     yield f"exported {model.source}"
     yield checked

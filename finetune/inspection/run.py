@@ -57,7 +57,7 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
         try:
             save_figure(DRAW[name](subject), path)
         except OSError as error:
-            raise not_written(error, key="output", path=str(path)) from None
+            raise not_written(error, f"output={path}") from None
         written.append(path)
         print(f"wrote {path}", flush=True)
     if subject.skipped:

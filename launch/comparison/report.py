@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from launch.comparison.differences import Comparison, Spread, spread
-from vitscale.config.errors import UserError
+from vitscale.config.errors import not_written
 from vitscale.distributed.atomic_files import write_text
 
 ABSENT = "-"
@@ -178,6 +178,4 @@ def write_file(path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
     except OSError as error:
-        raise UserError(
-            f"cannot be written: {error.strerror}", where=str(path), next_step="choose another file"
-        ) from None
+        raise not_written(error, str(path)) from None

@@ -150,7 +150,7 @@ def prepare_job(run: LaunchableRun, *, cluster: str, code: Path | None = None) -
     try:
         write_text(config, text)
     except OSError as error:
-        raise not_written(error, key="output", path=str(folder.parent)) from None
+        raise not_written(error, f"output={folder.parent}") from None
     script = f"data_prep/{run.script}.py" if isinstance(run, DataPrepRun) else SCRIPTS[run.stage]
     return StageJob(
         script=str((code or PROJECT_ROOT) / script),

@@ -5,6 +5,7 @@ Internal errors stay `assert` and show a traceback.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -19,6 +20,8 @@ EXIT_BAD_INPUT = 2
 EXIT_STOPPED_RESUMABLE = 75
 # From an error that all ranks have until the first one has closed what is open, and printed it.
 FIRST_RANK_S = 5.0
+# Errors of storage that often pass.
+PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EAGAIN)
 
 
 class FailureKind(StrEnum):
@@ -120,13 +123,11 @@ class UserErrors(UserError):
         return UserErrors, (self.errors,)
 
 
-def not_written(error: OSError, *, key: str, path: str) -> UserError:
-    """The error for a path in a setting that cannot be written."""
-    return UserError(
-        f"cannot be written ({error.strerror or error})",
-        where=f"{key}={path}",
-        next_step="choose a writable folder with free space",
-    )
+def not_written(error: OSError, where: str) -> UserError:
+    """The error for a path that cannot be written."""
+    what, step = f"cannot be written ({error.strerror or error})", "choose a writable folder"
+    kind = StorageError if error.errno in PASSING else UserError
+    return kind(what, where=where, next_step=f"{step} with free space")
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

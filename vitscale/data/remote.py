@@ -210,7 +210,7 @@ def open_cache(cache_path: str | None) -> Path:
         with locked(folder, SPACE):
             return folder
     except OSError as error:
-        raise not_written(error, key="data.remote.cache_path", path=str(folder)) from None
+        raise not_written(error, f"data.remote.cache_path={folder}") from None
 
 
 @contextmanager

@@ -7,7 +7,6 @@ Needs no torch.
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -20,10 +19,11 @@ from typing import Any, BinaryIO, TextIO, TypeVar
 
 import blake3
 
+from vitscale.config.errors import PASSING
+
 T = TypeVar("T")
 HASH_CHUNK_BYTES = 1 << 20
-# Errors of storage that often pass, and how long to wait before each further attempt.
-PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EAGAIN)
+# How long to wait before each further attempt after an error that often passes.
 PAUSES_S = (0.5, 1.0, 2.0)
 
 

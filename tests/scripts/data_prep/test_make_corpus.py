@@ -59,5 +59,4 @@ def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
     assert "already there" in run_script("make_corpus", "characters", images, *options)
     text = run_script("make_corpus", "characters", images, "--num-train", "4", rc=2)
     assert "exists already and holds other files" in text
-    sizes = split_sizes("characters", images, tmp_path / "shards")
-    assert sizes == [3 * num_letters, num_letters]
+    assert split_sizes("characters", images, tmp_path / "shards") == [3 * num_letters, num_letters]

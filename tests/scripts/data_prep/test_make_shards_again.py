@@ -136,8 +136,7 @@ def test_a_write_error_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", limited], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 74 and "Traceback" not in done.stderr
-    assert "cannot be written (File too large)" in done.stderr
-    assert "the run resumes" in done.stderr
+    assert "written (File too large)" in done.stderr and "the run resumes" in done.stderr
     assert not (tmp_path / "shards").exists()
     assert not list((tmp_path / ".shards.preparing" / "tars").glob("train-*"))
     make_shards(source, tmp_path / "shards")
