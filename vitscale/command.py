@@ -70,7 +70,7 @@ def start(words: Sequence[str]) -> None:
     elif name == "--version":
         print(f"vitscale {version('vitscale')}")
     elif name in ("configs", "completion") and {*HELP} & {*rest}:
-        print(f"vitscale {name}: {COMMANDS[name][1]}")
+        print(f"usage: vitscale {name} [WORD ...]\n\n{COMMANDS[name][1]}")
     elif name == "configs":
         copy_config(rest[1:]) if rest[:1] == ["copy"] else list_configs(rest)
     elif name == "completion":
@@ -106,7 +106,8 @@ def show(program: str, commands: dict[str, tuple[str, str]]) -> None:
 
 def _known(name: str, commands: dict[str, tuple[str, str]]) -> tuple[str, str]:
     if name not in commands:
-        what, step = f"there is no {name!r}", did_you_mean(name, [*commands], "vitscale --help")
+        what = f"there is no {name!r}" if name else "a word is missing"
+        step = did_you_mean(name, [*commands], "vitscale --help")
         raise UserError(what, where="vitscale", allowed=", ".join(commands), next_step=step)
     return commands[name]
 
@@ -172,7 +173,7 @@ def copy_config(words: Sequence[str]) -> None:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 write_text(target, path.read_text())
             except OSError as error:
-                raise not_written(error, key="copy", path=str(target)) from None
+                raise not_written(error, f"copy={target}") from None
             print(target)
         base = read_yaml(path.read_text(), name=str(path)).values.get("base")
         path = None if base is None else (path.parent / base).resolve()

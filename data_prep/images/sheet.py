@@ -25,7 +25,7 @@ def make_writable(folder: Path, *, where: str) -> None:
     try:
         make_folders(folder)
     except OSError as error:
-        raise not_written(error, key=where, path=str(folder)) from None
+        raise not_written(error, f"{where}={folder}") from None
 
 
 def draw_rows(path: Path, rows: Sequence[tuple[str, Sequence[bytes]]]) -> None:

@@ -86,6 +86,7 @@ def test_all_commands_have_scripts() -> None:
         ("configs copy nothing", "no packaged configuration"),
         ("configs dei3", "no name contains dei3\n.*`vitscale configs` lists all"),
         ("completion tcsh", "no 'tcsh'\n.*bash, zsh, fish"),
+        ("completion", "a word is missing\n.*bash, zsh, fish"),
     ],
 )
 def test_wrong_words_get_a_next_step(words: str, message: str, started: list[str]) -> None:
@@ -113,7 +114,7 @@ def test_every_configuration_is_listed(capsys: pytest.CaptureFixture[str]) -> No
     command.start(["configs"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(config_names())
-    assert len(lines) > 40 and all(len(line) > 50 for line in lines)
+    assert len(lines) > 40 and all(len(line) > 50 and line[-1] == "." for line in lines)
 
 
 def test_help_imports_nothing_slow() -> None:
