@@ -5,8 +5,7 @@
 Nothing is removed: it writes `duplicates.parquet`, a row for each sample, `keep.txt`, the keys to
 train on, and `pairs.png`, the least similar pairs. Use and limits: docs/duplicates.md.
 
-Owns: the command line, and the files written.
-Leaves out: reading images and the search (`duplicates`).
+Owns: the command line, and the files written. `duplicates` reads images and searches.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ try:
         source_paths,
     )
     from data_prep.duplicates.similar import NUM_FREQUENCIES, first_equal, first_similar, similarity
+    from data_prep.formats.index_files import local_folder
     from data_prep.images.sheet import draw_rows, make_writable
     from data_prep.worker_processes import Workers
     from vitscale.config.errors import run_script
@@ -58,9 +58,7 @@ def parse_arguments() -> argparse.Namespace:
         help="shards or image folders, such as an evaluation set; copies of their images go",
     )
     parser.add_argument(
-        "--similar",
-        action="store_true",
-        help="find copies by what they show, too; else by equal bytes only",
+        "--similar", action="store_true", help="find copies by what they show, not only by bytes"
     )
     parser.add_argument("--output", metavar="FOLDER", help="default: SHARDS-duplicates")
     parser.add_argument("--num-workers", type=int, help=f"processes (default: {num_cores()})")
@@ -69,10 +67,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    folder = Path(arguments.shards)
+    folder = local_folder(arguments.shards, where="SHARDS")
     samples = list_samples(folder)
     # Others come first: of two copies the first is kept.
-    images = pa.concat_tables([*(list_images(Path(path)) for path in arguments.against), samples])
+    others = [local_folder(path, where="--against") for path in arguments.against]
+    images = pa.concat_tables([*map(list_images, others), samples])
     num_others = len(images) - len(samples)
     own = slice(num_others, None)
     hashes = np.frombuffer(b"".join(images["blake3"].to_pylist()), "<u8").reshape(-1, 4)
@@ -112,10 +111,10 @@ def main() -> None:
         draw_rows(output / PICTURE_NAME, list(zip(captions, contents, strict=True)))
     num_copies, num_exact = int(is_copy[own].sum()), int(exact[own].sum())
     num_of_others = int((is_copy & (first < num_others))[own].sum())
-    others = f"; {num_of_others:,} of an image of --against" if arguments.against else ""
+    of_others = f"; {num_of_others:,} of an image of --against" if others else ""
     print(
         f"{folder}: {len(samples):,} images, {num_copies:,} of them copies: {num_exact:,} with "
-        f"equal bytes, {num_copies - num_exact:,} similar{others}"
+        f"equal bytes, {num_copies - num_exact:,} similar{of_others}"
     )
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
     print(

@@ -13,6 +13,7 @@ import sys
 try:
     from pathlib import Path
 
+    from data_prep.formats.index_files import local_folder
     from data_prep.images.sheet import make_writable
     from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, run_script
@@ -31,9 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("shards", metavar="SHARDS", help="folder with a manifest.json")
     parser.add_argument(
-        "--entry-points",
-        action="store_true",
-        help="write where decoding of each JPEG can start, so that training reads less of it",
+        "--entry-points", action="store_true", help="write entry points, to read less in training"
     )
     parser.add_argument(
         "--sheet", metavar="FILE.png", type=Path, help="draw samples of each class into this file"
@@ -50,7 +49,7 @@ def main() -> None:
         require_entry_points(where="--entry-points")
     if arguments.sheet:
         make_writable(arguments.sheet.parent, where="--sheet")
-    folder = Path(arguments.shards)
+    folder = local_folder(arguments.shards, where="SHARDS")
     manifest = read_manifest(folder)
     num_samples = sum(split.num_samples for split in manifest.splits.values())
     num_tars = sum(len(split.shards) for split in manifest.splits.values())

@@ -29,7 +29,7 @@ from vitscale.data.index import (
     SplitEntry,
     location_of_tars,
 )
-from vitscale.data.remote import is_url
+from vitscale.data.remote import Location, is_url, location_of
 from vitscale.distributed.atomic_files import atomic_file, write_json, write_text
 
 INFO_NAME, CARD_NAME = "_info.json", "README.md"
@@ -153,15 +153,18 @@ def folder_fingerprint(splits: Mapping[str, SplitEntry], *, classes: Sequence[st
 
 def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
     """The folder of the tars of a shard folder. Raises UserError if it is a URL."""
-    place = location_of_tars(folder, manifest)
-    if not isinstance(place, Path):
-        raise UserError(
-            f"its tars are at a URL ({place}), and only local tars can be read here",
-            where=f"{folder / MANIFEST_NAME}: shards_root",
-            next_step="use the local copy of the folder; or download the tars and index them with "
-            "vitscale prepare index",
-        )
-    return place
+    where = f"{folder / MANIFEST_NAME}: shards_root"
+    return local_folder(location_of_tars(folder, manifest), where=where)
+
+
+def local_folder(place: Location | str, *, where: str) -> Path:
+    """The place as a path. Raises UserError if it is a URL."""
+    place = location_of(place, where=where)
+    if isinstance(place, Path):
+        return place
+    what = f"{place} is a URL, and only local folders can be read here"
+    step = "download the folder; if it has tars alone, index them with vitscale prepare index"
+    raise UserError(what, where=where, next_step=step)
 
 
 def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:

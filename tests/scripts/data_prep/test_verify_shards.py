@@ -29,6 +29,7 @@ def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
     tar.write_bytes(tar.read_bytes().replace(b"PNG", b"..."))
     text = run_script("verify_shards", tmp_path / "shards", "--sheet", tmp_path / "s.png", rc=2)
     assert "image's bytes differ" in text and f"written: {tmp_path}/s.png" in text
+    assert "SHARDS: s3://b/c is a URL" in run_script("verify_shards", "s3://b/c", rc=2)
 
 
 SIZE = 24
@@ -37,8 +38,7 @@ SIZE = 24
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same shards, plain and with entry points."""
-    why = missing("region")
-    if why is not None:
+    if why := missing("region"):
         skip_or_fail(f"the region decoder does not work here: {why}")
     base = tmp_path_factory.mktemp("entry_points")
     source = corpus(base / "images", side=300)
