@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -118,12 +117,12 @@ def print_summary(name: str, *, minutes: float, is_folder: bool) -> None:
         print(f"  {final_top1(f'{name}-{part}'):7.2%}  {text:42} runs/{name}-{part}")
     print(
         f"""
-Made:
+Made in {Path.cwd()}:
   runs/{name}/shards/        WebDataset tars, index.parquet, ledger.parquet (a row per input file)
   runs/{name}-pretrain/      config.yaml, journal.jsonl, logs/, checkpoints/
   runs/{name}/report.html    the runs compared in one page: open it in a browser
 
-Try next, with {os.path.relpath(Path(sys.executable).parent)} on PATH:
+Try next there, with {Path(sys.executable).parent} on PATH:
   mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
   vitscale launch vit_h14 --dry-run
   vitscale pretrain {configs}/pretrain data.path=runs/{name}/shards name={name}-deeper model.depth=6

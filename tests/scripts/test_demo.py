@@ -98,7 +98,7 @@ def test_the_demo_of_a_wheel_learns_and_transfers(
     # Measured once: 29.6, 42.9 and 31.2 %; one class of 53 is 1.9 %.
     assert pretrained >= 0.2
     assert finetuned >= pretrained + 0.05 and finetuned >= scratch + 0.05
-    assert f"{finetuned:.2%}" in finished.stdout and "Try next" in finished.stdout
+    assert f"{finetuned:.2%}" in finished.stdout and f"Made in {tmp_path}:" in finished.stdout
     report = (runs / "demo/report.html").read_text()
     assert "demo-finetune" in report and "data:image/png;base64" in report
 

@@ -51,6 +51,10 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 REMEDY = "use another checkpoint of the run"
+ALLOWED_MODELS = (
+    "a run folder (runs/NAME) or a checkpoint folder of it (checkpoints/step-N), a folder of timm "
+    "or Hugging Face (config.json), a file (.npz, .safetensors, .pth), or hf://OWNER/NAME"
+)
 
 
 def only_this_rank(value: Any) -> list[Any]:
@@ -229,14 +233,8 @@ def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[s
     places = (Path("runs"), folder.parent)
     runs = {each.parent.name: each.parent for at in places for each in at.glob("*/checkpoints/")}
     best = nearest(folder.name, [*runs])
-    raise UserError(
-        what,
-        where=f"{key}={path}",
-        allowed="a run folder (runs/NAME) or a checkpoint folder (runs/NAME/checkpoints/step-N)",
-        next_step=f"did you mean {runs[best]}?"
-        if best
-        else "run pre-training first, or correct the path",
-    )
+    step = f"did you mean {runs[best]}?" if best else "correct the path"
+    raise UserError(what, where=f"{key}={path}", allowed=ALLOWED_MODELS, next_step=step)
 
 
 @dataclass(frozen=True, kw_only=True)

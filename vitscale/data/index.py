@@ -203,12 +203,9 @@ def read_manifest(folder: Location | str) -> Manifest:
         folder, what = Path(path).parent, "no such folder"
         if folder.is_dir():
             what = f"is not a shard folder: {MANIFEST_NAME} cannot be read ({error.strerror})"
-        raise UserError(
-            what,
-            where=str(folder),
-            next_step="set data.path; vitscale prepare shards data/image_folder makes shards of "
-            "images, vitscale prepare index data/index_shards an index of tars",
-        ) from None
+        step = "correct the path; vitscale prepare shards data/image_folder makes shards of images,"
+        step += " vitscale prepare index data/index_shards an index of tars"
+        raise UserError(what, where=str(folder), next_step=step) from None
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))

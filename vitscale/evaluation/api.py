@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -45,9 +46,10 @@ class Model(nn.Module):
     """A trained network on the CPU in fp32, in eval mode, with what is needed to use it.
 
     Attributes:
-        network: The network itself; its parameters can be trained.
-        preprocess: From a Pillow image to one input.
-        classes: Name of each class by label; `class 0`, ... where unknown, empty without a head.
+        network (nn.Module): The network itself; its parameters can be trained.
+        preprocess (Preprocess): From a Pillow image to one input.
+        classes (tuple[str, ...]): Name of each class by label; `class 0`, ... where unknown,
+            empty without a head.
     """
 
     def __init__(self, network: nn.Module, *, preprocess: Preprocess, classes: tuple[str, ...]):
@@ -81,7 +83,7 @@ def load_model(
     model: Mapping[str, Any] | None = None,
     image_size: int | None = None,
 ) -> Model:
-    """Load a model as `vitscale predict init=...` does.
+    """Load a model as `vitscale predict init=...` does; warn of what is assumed about a file.
 
     Args:
         init: A run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth), a
@@ -100,6 +102,8 @@ def load_model(
     except ValidationError as error:
         raise UserErrors(explain(error, _Arguments, Source(given, {(): "load_model"}))) from None
     opened = open_model(str(init), weights=weights, model=chosen.model, image_size=image_size)
+    if "; assumed " in opened.source:
+        warnings.warn(opened.source, stacklevel=2)
     how = Preprocess(opened.preprocessing)
     return Model(opened.network, preprocess=how, classes=opened.class_names)
 

@@ -15,7 +15,7 @@ from huggingface_hub.utils import disable_progress_bars
 from torch import distributed as dist
 from torch import nn
 
-from vitscale.checkpoint.folders import MANIFEST, Checkpoint, resolve_weights
+from vitscale.checkpoint.folders import ALLOWED_MODELS, MANIFEST, Checkpoint, resolve_weights
 from vitscale.checkpoint.store import read_tensors
 from vitscale.config.errors import UserError
 from vitscale.config.loader import read_yaml
@@ -220,11 +220,7 @@ def read_source(
             what = f"{path.suffix or 'a name without suffix'} is not a type of weights file"
         elif files := sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES):
             next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
-        allowed = (
-            "a folder with checkpoints/ (run), manifest.json (checkpoint) or config.json (timm, "
-        )
-        allowed += f"Hugging Face), a file of weights ({', '.join(SUFFIXES)}), or hf://OWNER/NAME"
-        raise UserError(what, where=f"{key}={init}", allowed=allowed, next_step=next_step)
+        raise UserError(what, where=f"{key}={init}", allowed=ALLOWED_MODELS, next_step=next_step)
     checkpoint, warnings = resolve_weights(init, key=key)
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")

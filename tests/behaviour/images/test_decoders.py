@@ -43,8 +43,7 @@ class Pillow(Decoder):
 
 
 def make(name: str) -> Decoder:
-    why = crops.missing(name.split()[0])
-    if why is not None:
+    if why := crops.missing(name.split()[0]):
         skip_or_fail(f"{name} does not work here: {why}")
     return FORMS[name]()
 

@@ -86,10 +86,10 @@ WAITING = """
 
 
 def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "launch/local.py", "--config", "digits/pretrain"]
-    command += ["data.path=nowhere"]
+    command = [sys.executable, ROOT / "launch/local.py", "--config=digits/pretrain", "data.path=no"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error:\nnowhere: no such folder")
+    error = "error:\nno: no such folder\n  next: correct the path"
+    assert done.returncode == 2 and done.stderr.startswith(error)
     assert list(tmp_path.iterdir()) == []
 
 

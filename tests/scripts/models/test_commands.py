@@ -196,6 +196,8 @@ def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_p
     ):
         with pytest.raises(ValueError, match=message):
             load_model(from_npz[0], **wrong)
+    with pytest.warns(UserWarning, match="; assumed gelu=tanh"):
+        load_model(NPZ)
     model = load_model(from_npz[0])
     same = load_model(str(exported))
     with pytest.raises(ValueError, match="allowed: logits, features"):
