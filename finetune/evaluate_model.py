@@ -45,11 +45,10 @@ def main() -> None:
             "vitscale evaluate eval/features init=FILE",
         ),
     )
-    data = command.run.data
     # Imported late: torch takes seconds. Started before threads.
     from vitscale.data.loader import start_loader_server
 
-    start_loader_server(data.num_workers)
+    start_loader_server(command.run.data.num_workers)
     evaluate(command.run)
 
 

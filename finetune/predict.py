@@ -40,12 +40,11 @@ def main() -> None:
         needs_config=False,
         words_key="images",
     )
-    run = command.run
     # Imported late: torch takes seconds. Started before threads.
     from vitscale.data.loader import start_loader_server
 
-    start_loader_server(run.num_workers)
-    predict(run)
+    start_loader_server(command.run.num_workers)
+    predict(command.run)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def predict_images(
         if world.is_first:
             shutil.rmtree(parts, ignore_errors=True)
     if counts is not None:
-        yield from _report(run.output, *counts, num_left_out=images.num_left_out)
+        yield from _report(run.output, *counts, left_out=images.num_left_out)
 
 
 def _on_all_ranks(run: PredictRun, work: Callable[[], Any]) -> Any:
@@ -184,14 +184,12 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     return counts, errors
 
 
-def _report(
-    output: str, counts: Counter[str], errors: list[str], *, num_left_out: int
-) -> Iterator[str]:
-    yield f"{output}: {counts['images']:,} images, {counts['unread']:,} of them unreadable"
-    if labelled := counts["labelled"]:
-        yield f"top-1 {counts['right'] / labelled:.2%} of {labelled:,} images with a label"
-    if num_left_out:
-        yield f"left out {num_left_out:,} files that are no images by their name"
+def _report(output: str, count: Counter[str], errors: list[str], *, left_out: int) -> Iterator[str]:
+    yield f"{output}: {count['images']:,} images, {count['unread']:,} of them unreadable"
+    if labelled := count["labelled"]:
+        yield f"top-1 {count['right'] / labelled:.2%} of {labelled:,} images with a label"
+    if left_out:
+        yield f"left out {left_out:,} files that are no images by their name"
     yield from errors
-    if counts["unread"] > len(errors):
-        yield f"... {counts['unread'] - len(errors):,} more, with the reason in column error"
+    if count["unread"] > len(errors):
+        yield f"... {count['unread'] - len(errors):,} more, with the reason in column error"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_serializer
 
 from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.loader import read_yaml
@@ -86,16 +86,18 @@ class ModelRun(Run):
     compute: DeviceSettings = DeviceSettings()
     """Device, precision and batch."""
 
+    @field_serializer("model")
+    def _chosen(self, model: ModelSettings | None) -> dict[str, Any] | None:
+        # A key in the file of a job wins, so those that nobody set are left out.
+        chosen = model.model_fields_set if model is not None else ()
+        return {key: value for key, value in model or () if key in chosen} or None
+
     def source(self) -> dict[str, Any]:
         """Arguments of `open_model`."""
-        return {
-            "init": self.init,
-            "weights": self.init_weights,
-            "model": self.model,
-            "preprocessing": self.preprocessing.model_dump(exclude_none=True),
-            "image_size": self.image_size,
-            "position_embedding": self.position_embedding,
-        }
+        names = ("init", "model", "image_size", "position_embedding")
+        pixels = self.preprocessing.model_dump(exclude_none=True)
+        same = {name: getattr(self, name) for name in names}
+        return {**same, "weights": self.init_weights, "preprocessing": pixels}
 
 
 # ---- evaluation ----------------------------------------------------------------------------------

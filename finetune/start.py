@@ -89,7 +89,6 @@ def _keys_that_fit(found: Weights, mine: Architecture) -> str | None:
 
 def _differences(found: Weights, run: FinetuneRun, arch: Architecture) -> Iterator[str]:
     """Yield settings in which the run differs from the weights without a difference in shapes."""
-    said = "probably expect" if found.assumed else "expect"
     known = {} if found.known.get("name") == "timm" else found.known
     expected = {f"model.{key}": value for key, value in known.items() if key != "pool"}
     expected |= {f"data.{key}": found.preprocessing[key] for key in ("mean", "std")}
@@ -98,6 +97,7 @@ def _differences(found: Weights, run: FinetuneRun, arch: Architecture) -> Iterat
         mine = getattr(arch if section == "model" else run.data, name, value)
         if mine != value:
             shown, own = (list(x) if isinstance(x, tuple) else x for x in (value, mine))
+            said = "probably expect" if found.assumes(name) else "expect"
             yield f"these weights {said} {key}={shown}; this run has {own}"
 
 

@@ -234,7 +234,7 @@ def read_source(
         grid=(rows, columns),
         format=f"{checkpoint.folder}, step {checkpoint.step}",
         preprocessing=pixels,
-        assumed=False,
+        assumed=(),
         classes=tuple(json.loads(classes.read_text())) if classes.is_file() else None,
         computed=fixed_positions(arch.description(), grid=(rows, columns)),
         where=str(checkpoint.folder),
@@ -313,9 +313,8 @@ def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
 
 def _assumed(found: Weights, model: ModelSettings | None, preprocessing: Mapping[str, Any]) -> str:
     """List the settings that no file states and that were assumed from the format."""
-    if not found.assumed:
-        return ""
     given = {*(() if model is None else model.model_fields_set), *preprocessing, "num_heads"}
     values = {**found.known, **found.preprocessing}
-    shown = ", ".join(f"{key}={value}" for key, value in values.items() if key not in given)
+    assumed = [key for key in values if key not in given and found.assumes(key)]
+    shown = ", ".join(f"{key}={values[key]}" for key in assumed)
     return f"; assumed {shown}" if shown else ""

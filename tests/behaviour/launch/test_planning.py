@@ -25,7 +25,7 @@ from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import load_run
+from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
 
 SECTIONS: dict[str, Any] = {
@@ -117,9 +117,10 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
 
 
 def test_an_evaluation_can_be_submitted() -> None:
-    overrides = ["launch.tasks_per_node=2"]
+    overrides = ["launch.tasks_per_node=2", "model.num_heads=4"]
     run = load_run(EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides).run
     assert "evaluate: [{name: classification}, {name: knn}]" in describe(run)
+    assert "\nmodel:\n  num_heads: 4\npreprocessing:" in run_to_yaml(run)
     script = batch_script(run)
     assert "#SBATCH --ntasks-per-node=2" in script
     assert "#SBATCH --job-name=demo-evaluation" in script

@@ -40,7 +40,7 @@ DAMAGE = (
     *(RuntimeError, MemoryError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
     SafetensorError,
 )
-REFUSED = re.compile(r"Unsupported (?:global|class|operand).*?(?= was not|$)")
+REFUSED = re.compile(r"[Uu]nsupported (?:global|GLOBAL|class|operand).*?(?= was not| whose|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ class Weights:
     """Values of `model` that shapes do not show, such as the form of GELU."""
     preprocessing: Mapping[str, Any] = field(default_factory=dict)
     """Values of the evaluation's preprocessing, named as in `data`."""
-    assumed: bool = True
-    """True if `known` and `preprocessing` are defaults of the format, not read from its source."""
+    assumed: Collection[str] | None = None
+    """Keys of both that are defaults of the format, not read from the source. None: all of them."""
     classes: tuple[str, ...] | None = None
     """Name of each class by label, where the source has them."""
     left_out: tuple[str, ...] = ()
@@ -66,6 +66,9 @@ class Weights:
     """Fixed positions, which are in no file; for models that learn them."""
     where: str = ""
     """The path, for errors."""
+
+    def assumes(self, key: str) -> bool:
+        return self.assumed is None or key in self.assumed
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
         preprocessing=preprocessing,
         classes=labels_in_order(config.get("id2label")),
         grid=grid,
-        assumed=False,
+        assumed=() if (folder / PREPROCESSOR).is_file() else preprocessing,
         left_out=tuple(left_out),
     )
 

@@ -149,7 +149,7 @@ def _read_exported(folder: Path) -> Weights:
         grid=(rows, columns),
         preprocessing=preprocessing,
         classes=classes,
-        assumed=False,
+        assumed=(),
     )
 
 

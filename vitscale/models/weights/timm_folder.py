@@ -43,6 +43,7 @@ def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) 
     tensors, grid = read_folder(folder), NOT_STATED
     left_out: list[str] = []
     published = pretrained_config(name, where=where)
+    preprocessing = timm_preprocessing({**DEFAULTS, **described}, where=where)
     model = None if as_timm else _plain_transformer(name, arguments)
     if model is None:
         size = described.get("input_size") or published.input_size
@@ -61,10 +62,10 @@ def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) 
         tensors=tensors,
         format=f"timm's {name}",
         known=known,
-        preprocessing=timm_preprocessing({**DEFAULTS, **described}, where=where),
+        preprocessing=preprocessing,
         classes=labels_in_order(names),
         grid=grid,
-        assumed=False,
+        assumed=() if described else preprocessing,
         left_out=tuple(left_out),
     )
 
