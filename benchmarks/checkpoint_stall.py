@@ -231,7 +231,7 @@ def table(found: dict[str, Any]) -> str:
     lines = [f"\n{found['state_mb']:.0f} MB of state, {found['ranks']} rank(s)"]
     lines.append(f"{'seconds':26} min / median / max")
     lines += [f"{name:26} {spread(values, '.4f')}" for name, values in seconds.items()]
-    lines += [f"{a} / {b}: {ratio(seconds[a], seconds[b])}" for a, b in RATIOS]
+    lines += [f"{a} / {b}: {ratio(seconds[a], seconds[b], '.4f')}" for a, b in RATIOS]
     return "\n".join(lines)
 
 

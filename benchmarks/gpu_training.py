@@ -179,10 +179,6 @@ class Bench:
     def on_gpu(self) -> bool:
         return self.world.device.type == "cuda"
 
-    @property
-    def precision(self) -> str:
-        return "bf16" if self.on_gpu else "fp32"
-
     def task(self, name: str, *more: str, share: float = 1.0, batch: int | None = None) -> Task:
         """A model with a share of its batch, or another, and further overrides."""
         start_afresh(self.world.device)
@@ -190,7 +186,7 @@ class Bench:
         sizes = (f"data.global_batch={batch}", f"engine.max_micro_batch={batch}")
         given = [each for each in PLAIN if "objective.name=mae" not in more or "loss" not in each]
         given += [*(TINY if self.options.toy else ()), *sizes]
-        given += [f"engine.device={self.world.device.type}", f"engine.precision={self.precision}"]
+        given += [f"engine.device={self.world.device.type}", "engine.precision=bf16"]
         given += more
         path = ROOT / "configs" / f"{MODELS[name].config}.yaml"
         run = load_run(PretrainRun, path, overrides=given, with_site=False).run
@@ -199,7 +195,7 @@ class Bench:
     def probe(self) -> None:
         """What every other number depends on."""
         device = self.world.device
-        query = torch.empty(2, 16, 197, 64, device=device, dtype=getattr(torch, self.dtype))
+        query = torch.empty(2, 16, 197, 64, device=device, dtype=torch.bfloat16)
         found: dict[str, Any] = {
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
@@ -210,10 +206,6 @@ class Bench:
         }
         print("\n" + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
         self.keep("probe", found=found)
-
-    @property
-    def dtype(self) -> str:
-        return "bfloat16" if self.on_gpu else "float32"
 
     def recipes(self) -> None:
         """Ten steps, not compiled, of every stage and kind of recipe: none fails."""
@@ -240,13 +232,11 @@ class Bench:
         """Time of an update of four images, which is the host's on any GPU; nothing is compiled."""
         print(f"\nbatch {HOST_BATCH}, not compiled: ms of an update, calls of ATen")
         for name in self.options.models:
-            task = self.task(name, "engine.compile=false", batch=HOST_BATCH)
-            decayed = self.task(
-                name, "engine.compile=false", "optim.layer_decay=0.75", batch=HOST_BATCH
-            )
-            precision = "master" if self.on_gpu else "fp32"
+            eager, layers = "engine.compile=false", "optim.layer_decay=0.75"
+            task = self.task(name, eager, batch=HOST_BATCH)
+            decayed = self.task(name, eager, layers, batch=HOST_BATCH)
             build: dict[str, Callable[[], Any]] = {
-                "bare": partial(BareLoop, task, precision=precision, compiled=False),
+                "bare": partial(BareLoop, task, precision="master", compiled=False),
                 "ZeRO 0": partial(EngineLoop, task, self.world, stage=0),
                 "ZeRO 1": partial(EngineLoop, task, self.world, stage=1),
                 "layer decay": partial(EngineLoop, decayed, self.world, stage=1),
@@ -376,7 +366,7 @@ class Bench:
             task.arch,
             zero_stage=1,
             world_size=1,
-            precision=self.precision,
+            precision="bf16",
             micro_batch=task.batch,
             activation_checkpointing=engine.activation_checkpointing,
             optimizer_bytes=task.run.optim.state_bytes_per_parameter,
@@ -400,11 +390,10 @@ class Bench:
         task = self.task(name, share=COMPARED_SHARE)
         stages = range(3) if name == COMPARED else (1,)
         sizes = TINY_TIMM if self.options.toy else {}
-        master, plain = ("master", "autocast") if self.on_gpu else ("fp32", "fp32")
         bare = partial(BareLoop, task, compiled=self.on_gpu)
         build: dict[str, Callable[[], Any]] = {
-            "bare": partial(bare, precision=master),
-            "bare, autocast": partial(bare, precision=plain),
+            "bare": partial(bare, precision="master"),
+            "bare, autocast": partial(bare, precision="autocast"),
             "timm": lambda: TimmLoop(MODELS[name].timm_name, task, compiled=self.on_gpu, **sizes),
             **{
                 f"ZeRO {stage}": partial(EngineLoop, task, self.world, stage=stage)
@@ -434,14 +423,13 @@ class Bench:
         """Steps on JPEGs that the loader decodes, beside steps on synthetic batches."""
         if not self.has_time("data"):
             return
-        work = self.work
         photos = given_photos(self.options.images) if self.options.images else noise_photos()
         total = int(self.options.total_mib * 2**20)
-        source = write_photo_folder(work / "photos", photos, total_bytes=total)
-        run_command(make_shards_command(source.root, work / "shards", shard_mib=32))
+        source = write_photo_folder(self.work / "photos", photos, total_bytes=total)
+        run_command(make_shards_command(source.root, self.work / "shards", shard_mib=32))
         task, workers = self.task(COMPARED), max(1, NUM_CORES - 2)
         settings = DataSettings(
-            path=str(work / "shards"), global_batch=task.batch, num_workers=workers
+            path=str(self.work / "shards"), global_batch=task.batch, num_workers=workers
         )
         loader = training_batches(
             open_training_set(settings, seed=0),
@@ -476,8 +464,7 @@ class Bench:
         for name, each in seconds.items():
             print(f"{name:15} {spread([task.batch / one for one in each])}")
         print(f"real / synthetic: {ratio(seconds['synthetic'], seconds['real'])}")
-        found = {"batch": task.batch, "workers": workers, "seconds": seconds}
-        self.keep("data", found=found)
+        self.keep("data", found={"batch": task.batch, "workers": workers, "seconds": seconds})
 
 
 def stepper(

@@ -87,6 +87,7 @@ def run_command(command: Sequence[str | Path]) -> float:
     start = time.perf_counter()
     # As in an ordinary installation: modules are compiled once, not at every start.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     words = list(map(str, command))
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     seconds = time.perf_counter() - start
@@ -107,10 +108,10 @@ def make_shards_command(
     ]
 
 
-def ratio(over: Sequence[float], under: Sequence[float]) -> str:
+def ratio(over: Sequence[float], under: Sequence[float], form: str = ".2f") -> str:
     """Median, least and largest ratio over the rounds, each compared within itself."""
     ratios = [a / b for a, b in zip(over, under, strict=True)]
-    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"{median(ratios):{form}} ({min(ratios):{form}} to {max(ratios):{form}})"
 
 
 def spread(values: Sequence[float], form: str = ".0f") -> str:

@@ -124,7 +124,7 @@ class EngineLoop:
 class BareLoop:
     """A plain PyTorch loop with the same model and optimiser.
 
-    precision: "fp32"; "autocast": bf16 products of fp32 weights, as our ZeRO 0; "master": bf16
+    precision: "autocast": bf16 products of fp32 weights, as our ZeRO 0; "master": bf16
     weights whose fp32 copies the optimiser updates, as ZeRO 1 to 3.
     """
 

@@ -77,9 +77,8 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
         gather=gather_objects,
     )
     num_images = sum(each.num_samples for each in (*train, val))
-    precision = run.compute.precision
     subject = Subject(
-        model=model.for_inference(world, precision=precision, num_images=num_images),
+        model=model.for_inference(world, precision=run.compute.precision, num_images=num_images),
         train=train,
         val=val,
         # Read as the model expects its images.

@@ -123,8 +123,8 @@ def predictions(
     )
     samples = images.samples(settings, image_size=model.preprocessing.image_size)
     pinned = world.device.type == "cuda"
-    precision, names = run.compute.precision, model.class_names
-    network = model.for_inference(world, precision=precision, num_images=images.total)
+    network = model.for_inference(world, precision=run.compute.precision, num_images=images.total)
+    names = model.class_names
     config = {} if model.run is None else model.run.config
     # Trained with a sigmoid of each class, whose probabilities need not sum to 1.
     is_sigmoid = (config.get("objective") or {}).get("loss") == "sigmoid"

@@ -28,7 +28,7 @@ class Visualized:
     def __init__(self, run: VisualizeRun, loaded: TrainedModel, world: World) -> None:
         """Raises UserError if `images` is given and cannot be opened."""
         self.run, self.loaded, self.device = run, loaded, world.device
-        self.model = loaded.for_inference(world, precision=run.compute.precision)
+        self.model = loaded.for_inference(world, precision=run.compute.precision, num_images=0)
         self.skipped: list[str] = []
         """Unreadable images, each with its path and error."""
         if run.images:

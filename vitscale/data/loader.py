@@ -180,10 +180,8 @@ def open_batches(
 
 
 def _copied(filled: Filled, *, pinned: bool) -> Batch:
-    """Copy a batch out of its slot. From pinned memory copies to the GPU are asynchronous.
-
-    torch rounds that up to a power of two: 39 to 67 MB for 256 images of 224 px, thrice on a rank.
-    """
+    """Copy a batch out of its slot. From pinned memory copies to the GPU are asynchronous; torch
+    rounds it up to a power of two, thrice on a rank: 39 to 67 MB for 256 images of 224 px."""
     slot, numbers, unreadable = filled
     labels, weights = torch.tensor(numbers), torch.ones(len(numbers))
     if pinned:

@@ -240,13 +240,13 @@ class FlatLayout(Layout):
             hook.remove()
         engine.enable_backward_allreduce = False
         wrapper.step = self._step
-        flats = wrapper.bit16_groups_flat
+        flats, members = wrapper.bit16_groups_flat, wrapper.bit16_groups
         starts = [0, *accumulate(each.numel() for each in flats)]
         self._sums = GradientSums(
             engine,
             (
                 (each, start + each.storage_offset() - flat.storage_offset())
-                for start, flat, group in zip(starts, flats, wrapper.bit16_groups, strict=False)
+                for start, flat, group in zip(starts, flats, members, strict=False)
                 for each in group
             ),
             size=starts[-1],
@@ -260,8 +260,7 @@ class FlatLayout(Layout):
         ]
         # Lengths in this rank's slices: a gap, a gradient, a gap, ...; gradients of each group.
         ends, rows = [0], list[torch.Tensor]()
-        for number, (group, size) in enumerate(zip(wrapper.bit16_groups, sizes, strict=True)):
-            start = sum(sizes[:number])
+        for start, group, size in zip([0, *accumulate(sizes)], members, sizes, strict=False):
             parts = self.parts(("", each) for each in group)
             pieces = sorted((part.offset, part.num_values) for part in parts) or [(0, size)]
             rows.append(torch.arange(len(pieces)) + len(ends) // 2)

@@ -136,9 +136,7 @@ class TrainedModel:
         """Class names by label, or `class 0`, ... if unknown."""
         return self.classes or tuple(f"class {label}" for label in range(self.num_classes))
 
-    def for_inference(
-        self, world: World, *, precision: str = "auto", num_images: int = 0
-    ) -> InferenceModel:
+    def for_inference(self, world: World, *, precision: str, num_images: int) -> InferenceModel:
         """The model on the device of this rank, compiled there for many images."""
         on_gpu = world.device.type == "cuda"
         if on_gpu and num_images >= COMPILED_FROM * world.world_size:

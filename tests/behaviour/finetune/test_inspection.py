@@ -51,7 +51,9 @@ from vitscale.runs.data_prep import ImageSettings
 
 
 def inference_model(**settings: Any) -> InferenceModel:
-    return small_model(num_classes=0, **settings).for_inference(WORLD)
+    return small_model(num_classes=0, **settings).for_inference(
+        WORLD, precision="auto", num_images=0
+    )
 
 
 def random_images(count: int, *, size: int = 16) -> torch.Tensor:

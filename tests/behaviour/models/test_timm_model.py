@@ -134,8 +134,8 @@ def test_weights_are_rounded_once_for_bf16(family: str) -> None:
     loaded = small_model(family)
     pixels = images(loaded.arch.image_size).mul(40).add(128).byte()
 
-    expected = loaded.for_inference(WORLD).logits(pixels)
-    model = loaded.for_inference(WORLD, precision="bf16")
+    expected = loaded.for_inference(WORLD, precision="auto", num_images=0).logits(pixels)
+    model = loaded.for_inference(WORLD, precision="bf16", num_images=0)
     with torch.profiler.profile(record_shapes=True) as profile:
         found = model.logits(pixels)
     converted = [each.input_shapes[0] for each in profile.events() if each.name == "aten::_to_copy"]

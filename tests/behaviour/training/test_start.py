@@ -166,7 +166,7 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     monkeypatch.setattr(trained_model, "InferenceModel", lambda *given, dtype, **_: (*given, dtype))
     for device, images in (("cuda", 800_000), ("cuda", 799_999), ("cpu", 800_000)):
         two, on_gpu = replace(WORLD, device=torch.device(device), world_size=2), device == "cuda"
-        found: Any = small_model().for_inference(two, num_images=images)
+        found: Any = small_model().for_inference(two, precision="auto", num_images=images)
         has_compiled = found[0].blocks[0]._compiled_call_impl is not None
         assert has_compiled == (on_gpu and images == 800_000)
         assert found[1] == (torch.bfloat16 if on_gpu else torch.float32)
