@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_prep.formats.ledger import REASONS
 from data_prep.sources.protocol import Container, Input, Source, open_source, with_damage
 from data_prep.sources.tars import split_member_name
 from tests.support.corpora.external_tars import Members, tar_bytes, write_tars
@@ -44,7 +45,9 @@ def listed(source: Source) -> list[Input]:
 
 
 def inputs(kind: str, path: Path, *args: Any, **options: Any) -> list[Input]:
-    return listed(opened(kind, path, *args, **options))
+    rows = listed(opened(kind, path, *args, **options))
+    assert {row.reason for row in rows} <= {None, *REASONS}
+    return rows
 
 
 def fates(kind: str, path: Path, *args: Any, **options: Any) -> dict[str, str | None]:
@@ -96,7 +99,7 @@ REFUSED: list[tuple[str, dict[str, bytes], str, dict[str, Any], str]] = [
     ("path_table", {"t.csv": b"image,label\n1\n"}, "t.csv", {}, "Expected 2 columns, got 1"),
     ("path_table", {"t.csv": b""}, "", {}, "is not a table"),
     ("path_table", {"a.txt": b""}, "a.txt", {}, "contains no tables"),
-    ("path_table", {"t.csv": b""}, "gone", {}, "no such"),
+    ("path_table", {"t.csv": b""}, "gone", {}, "source.path: .*no such"),
 ]
 
 

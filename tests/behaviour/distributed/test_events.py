@@ -156,6 +156,16 @@ def test_a_rank_that_has_ended_is_not_missed() -> None:
     assert ranks.turns(100, [0, 1, 3]) is None
 
 
+def test_a_rank_that_failed_is_missed_although_it_ended() -> None:
+    ranks = Ranks(4)
+    failed = ranks.dogs[2]
+    failed._is_failing = True
+    failed._end.set()
+    failed._run()
+    found = ranks.turns(20, [0, 1, 3])
+    assert found is not None and found.rank == 2
+
+
 def test_the_rank_that_is_behind_is_named() -> None:
     ranks, everyone = Ranks(4), range(4)
     for dog in ranks.dogs:

@@ -22,6 +22,7 @@ from finetune.images import Images, converted_pixels
 from finetune.inspection.attention import (
     attention_modules,
     attention_rollout,
+    draw_rollout,
     head_distances,
     mean_distance,
     patch_attention,
@@ -247,6 +248,18 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
     ):
         with pytest.raises(UserError, match=message):
             visualized(path, split=split).sheet(3)
+
+
+def test_the_picture_of_rollout_dims_what_is_not_drawn_on(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(image_bytes("png", seed=1))
+    subject = visualized(tmp_path / "a.png")
+    axes = draw_rollout(subject).axes
+    labels = [text.get_text() for each in axes for text in each.texts]
+    assert labels == ["image", "rollout", "image ×\nrollout"]
+    image, rollout, dimmed = (each.images[0].get_array() for each in axes if each.images)
+    assert np.array_equal(image, subject.sheet(1)[1][0].permute(1, 2, 0))
+    assert (dimmed <= image).all() and (dimmed < image).any()
+    assert not np.array_equal(rollout, image) and np.ptp(rollout, axis=-1).max() > 20, "in colour"
 
 
 def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
