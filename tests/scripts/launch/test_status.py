@@ -38,6 +38,7 @@ STATES: dict[str, tuple[str, tuple[str, str] | None]] = {
     "queued": ("", ("PENDING", "Resources")),
     "running": (STEP.format(step=20) + ASK + "exit 0\n", ("RUNNING", "None")),
     "paused": (STEP.format(step=20) + ENDED.format(code=75), ("PENDING", "BeginTime")),
+    "queued_again": (STEP.format(step=20) + ENDED.format(code=75), ("PENDING", "Resources")),
     "failed": (NAN.format(step=20) + ENDED.format(code=2), ("FAILED", "NonZeroExitCode")),
     "finished": (STEP.format(step=100) + "exit 0\n", ("COMPLETED", "None")),
     "no_slurm": (STEP.format(step=20) + ENDED.format(code=75), None),
@@ -53,7 +54,8 @@ def test_status_shows(name: str, slurm: FakeSlurm, golden: Golden) -> None:
         (link,) = (slurm.run_folder / "slurm").glob("*.sh")
         now = int(time.time())
         nodes = "n[1-2]" if job[0] == "RUNNING" else ""
-        row = ("12", "12", *job, now, nodes, now - 600, f"/x/{link.name}")
+        number = "13" if name == "queued_again" else "12"  # another job than the attempt's
+        row = (number, number, *job, now, nodes, now - 600, f"/x/{link.name}")
         slurm.write("queue", "|".join(map(str, row)) + "\n")
     if ranks:
         slurm.run_job(ranks)
