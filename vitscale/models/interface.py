@@ -121,8 +121,8 @@ def refuse_misfits(
     """Raise UserError with a table of every missing, unknown or misshapen tensor."""
     rows = []
     for name in sorted(own.keys() | given.keys()):
-        ours = tuple(own[name].shape) if name in own else "not in this model"
-        theirs = tuple(given[name].shape) if name in given else "not in the checkpoint"
+        ours = tuple(own[name].shape) if name in own else "lacks it"
+        theirs = tuple(given[name].shape) if name in given else "lacks it"
         if ours != theirs:
             rows.append(f"    {name}: model {ours}, checkpoint {theirs}")
     if rows:
