@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
+import torch
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
@@ -21,6 +23,7 @@ from tests.support.light_checkpoints import light_save
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import record_start
+from vitscale.models.settings import TimmSettings
 
 PRETRAIN = """\
 stage: pretrain
@@ -179,7 +182,12 @@ def test_wrong_chains_are_refused(folder: Path, old: str, new: str, message: str
 )
 def test_chains_of_the_repository_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert len(chain_of(path, cluster="slurm").steps) > 4
+    steps = chain_of(path, cluster="slurm").steps
+    assert len(steps) > 4
+    for arch in {getattr(step.run, "model", None) for step in steps}:
+        if isinstance(arch, TimmSettings):
+            with torch.device("meta"):
+                timm.create_model(arch.model, **arch.arguments)
 
 
 # ---- sweeps on the command line ---------------------------------------------------------------
