@@ -103,10 +103,11 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
         yield f"{label} has {line.key} {format_spread(best)}{at}."
         return
     second, other, next_best = others[0]
-    yield (
-        f"{label} is best: {line.key} {format_spread(best)}{at}; "
-        f"next is {second}, {format_spread(next_best)}."
-    )
+    value = f"{line.key} {format_spread(best)}{at}"
+    if best.mean == next_best.mean:
+        yield f"{label} and {second} are equal: {value}."
+    else:
+        yield f"{label} is best: {value}; next is {second}, {format_spread(next_best)}."
     keys = sorted(filter(has_effect, run.params.keys() | other.params.keys()))
     reasons = [key for key in keys if run.params.get(key) != other.params.get(key)]
     if best.deviation is not None and "seed" in reasons:

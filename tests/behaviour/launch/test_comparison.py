@@ -242,6 +242,7 @@ def test_the_verdict_names_the_best_run_and_why() -> None:
     )
     assert text.splitlines()[0] == "b is best: val/top1 0.75; next is a, 0.5."
     assert "They differ in lr." in text
+    assert verdict(run("a", [0.5]), run("b", [0.5])).startswith("a and b are equal: val/top1 0.5.")
     text = verdict(run("a", [0.5]), run("b", [0.6], batch=16))
     assert "not seen equally many samples: compare them with --at samples" in text
     text = verdict(
