@@ -65,7 +65,7 @@ class LinearHeads(Evaluation):
     def check(self, subject: Subject) -> None:
         if self.settings.inputs not in subject.model.known_outputs:
             raise UserError(
-                "this model has no class token in its last four blocks",
+                "this model has no class token, or fewer than four blocks",
                 where="evaluate: linear_heads: inputs",
                 allowed="features",
                 next_step="set inputs: features",
