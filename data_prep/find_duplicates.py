@@ -29,7 +29,7 @@ try:
     )
     from data_prep.duplicates.similar import NUM_FREQUENCIES, first_equal, first_similar, similarity
     from data_prep.formats.index_files import local_folder
-    from data_prep.images.sheet import draw_rows, make_writable
+    from data_prep.images.sheet import draw_rows, writing
     from data_prep.worker_processes import Workers
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, write_text
@@ -87,7 +87,6 @@ def main() -> None:
             alike[rows] = similarity(descriptors[rows], descriptors[first[rows]])
     is_copy = first != positions
     output = Path(arguments.output or f"{folder.resolve()}-duplicates")
-    make_writable(output, where="--output")
     table = pa.table(
         {
             "key": samples["name"],
@@ -97,18 +96,19 @@ def main() -> None:
             "similarity": pa.array(alike[own], pa.float32(), from_pandas=True),
         }
     )
-    with atomic_file(output / TABLE_NAME) as file:
-        pq.write_table(table, file)
     kept = table.filter(table["keep"])["key"].to_pylist()
-    write_text(output / KEYS_NAME, "".join(f"{key}\n" for key in kept))
     pairs = np.flatnonzero(is_copy & ~exact & (positions >= num_others))
     pairs = pairs[np.argsort(alike[pairs], kind="stable")[:NUM_PAIRS]]
-    (output / PICTURE_NAME).unlink(missing_ok=True)
-    if len(pairs):
-        both = (images.take([first[pair], pair]).to_pylist() for pair in pairs.tolist())
-        contents = [list(map(image_of, rows)) for rows in both]
-        captions = [f"{alike[pair]:.4f}" for pair in pairs]
-        draw_rows(output / PICTURE_NAME, list(zip(captions, contents, strict=True)))
+    both = (images.take([first[pair], pair]).to_pylist() for pair in pairs.tolist())
+    contents = [list(map(image_of, rows)) for rows in both]
+    captions = [f"{alike[pair]:.4f}" for pair in pairs]
+    with writing(output, where="--output"):
+        with atomic_file(output / TABLE_NAME) as file:
+            pq.write_table(table, file)
+        write_text(output / KEYS_NAME, "".join(f"{key}\n" for key in kept))
+        (output / PICTURE_NAME).unlink(missing_ok=True)
+        if captions:
+            draw_rows(output / PICTURE_NAME, list(zip(captions, contents, strict=True)))
     num_copies, num_exact = int(is_copy[own].sum()), int(exact[own].sum())
     num_of_others = int((is_copy & (first < num_others))[own].sum())
     of_others = f"; {num_of_others:,} of an image of --against" if others else ""

@@ -53,10 +53,7 @@ def check_folder(
     num_workers: int | None,
     write_entry_points: bool = False,
 ) -> list[str]:
-    """Return all findings; none for a valid folder. Raises UserError for tars at a URL.
-
-    write_entry_points: write those of the images of each valid tar.
-    """
+    """Return all findings; none for a valid folder. Raises UserError for tars at a URL."""
     index = _read_index(folder)
     found = [
         *_findings(INDEX_NAME, _check_index(folder, manifest, index)),
@@ -213,10 +210,7 @@ def _check_info(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
-    """Draw the first samples of each class, one class per row; of many classes evenly chosen ones.
-
-    Raises UserError for tars at a URL.
-    """
+    """Draw the first samples of each class, one class per row; at most MAX_CLASSES, evenly."""
     root = folder_of_tars(folder, manifest)
     table = pq.read_table(folder / INDEX_NAME, columns=["shard", "offset", "length", "label"])
     labels = table.column("label").to_numpy()

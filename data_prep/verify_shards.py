@@ -14,7 +14,7 @@ try:
     from pathlib import Path
 
     from data_prep.formats.index_files import local_folder
-    from data_prep.images.sheet import make_writable
+    from data_prep.images.sheet import writing
     from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, run_script
     from vitscale.data.index import read_manifest
@@ -48,7 +48,8 @@ def main() -> None:
     if arguments.entry_points:
         require_entry_points(where="--entry-points")
     if arguments.sheet:
-        make_writable(arguments.sheet.parent, where="--sheet")
+        with writing(arguments.sheet.parent, where="--sheet"):
+            pass  # before the work
     folder = local_folder(arguments.shards, where="SHARDS")
     manifest = read_manifest(folder)
     num_samples = sum(split.num_samples for split in manifest.splits.values())
@@ -63,7 +64,8 @@ def main() -> None:
     outcome = f"{len(findings):,} findings" if findings else "valid"
     print(f"{folder}: {outcome}; {num_samples:,} samples in {num_tars:,} tars")
     if arguments.sheet:
-        draw_sheet(arguments.sheet, folder, manifest)
+        with writing(arguments.sheet.parent, where="--sheet"):
+            draw_sheet(arguments.sheet, folder, manifest)
         print(f"written: {arguments.sheet}")
     if findings:
         raise SystemExit(EXIT_BAD_INPUT)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import struct
 import zlib
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageOps
@@ -20,10 +20,12 @@ SIDE, TEXT = 96, 14
 DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 
 
-def make_writable(folder: Path, *, where: str) -> None:
-    """Create a folder for results. Raises UserError if that is not possible."""
+@contextmanager
+def writing(folder: Path, *, where: str) -> Iterator[None]:
+    """Create a folder for what the block writes. Raises UserError if that is not possible."""
     try:
         make_folders(folder)
+        yield
     except OSError as error:
         raise not_written(error, f"{where}={folder}") from None
 

@@ -134,6 +134,13 @@ def test_images_of_an_evaluation_set_are_found(
     assert "no such folder" in find(shards, "--against", tmp_path / "missing", rc=2)
 
 
+def test_a_full_disk_is_an_error_of_storage(made: tuple[Path, Path], small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(1 << 20))
+    assert "No space left" in find(made[1], "--output", small_disk / "found", rc=74)
+    words = (made[1], "--sheet", small_disk / "sheet.png")
+    assert "No space left" in run_script("verify_shards", *words, rc=74)
+
+
 def test_shards_are_made_and_trained_on_without_copies(
     made: tuple[Path, Path], tmp_path: Path
 ) -> None:
