@@ -1,8 +1,6 @@
 """Load a chain: every run of every stage validated, in the order in which they can run.
 
-Owns: which runs a stage has, their names, folders and tags, what they take from earlier stages, one
-report of errors, and sweeps on the command line, which are chains of one stage.
-Leaves out: what is done, running and submitting (`executors`).
+A sweep on the command line is a chain of one stage. Leaves out running them (`executors`).
 """
 
 from __future__ import annotations
@@ -118,9 +116,8 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
     # Two data preparations may name the same shards, and two values the same run.
     if shared := next((step for step in every if folders.count(step.folder.absolute()) > 1), None):
         what = f"{shared.name} and another run both write {shared.folder}"
-        problems.append(
-            UserError(what, where="stages", next_step="rename one value, or set output")
-        )
+        step = "rename one value, or set output"
+        problems.append(UserError(what, where="stages", next_step=step))
     if problems:
         raise UserErrors(problems)
     return Chain(name=settings.name, folder=Path(settings.folder), steps=tuple(every))
@@ -246,14 +243,16 @@ def launch_command(argv: Sequence[str], **more: Any) -> Command[LaunchableRun | 
     first = [f"{key}={yaml_flow(each[0])}" for key, each in values.items()]
     command = load_command(TRAINABLE, argv=[*others, *first], **more)
     assert command.config_path is not None
-    overrides = [word for word in others if "=" in word and not word.startswith("-")]
+    run, overrides = command.run, [w for w in others if "=" in w and not w.startswith("-")]
     stage = ChainStage(
-        name=command.run.stage,
+        name=run.stage,
         config=command.config_path,
         overrides=tuple(w for w in overrides if w.partition("=")[0] not in ("name", "output")),
         sweep={key: tuple(each) for key, each in values.items()},
     )
-    chain = ChainRun(name=command.run.name, output=command.run.folder, stages=(stage,))
+    # Beside the run of the file alone.
+    name = run.name if any(w.startswith("name=") for w in overrides) else f"{run.name}-sweep"
+    chain = ChainRun(name=name, output=run.output, stages=(stage,))
     return Command(run=chain, switches=command.switches, config_path=command.config_path)
 
 

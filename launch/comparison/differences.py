@@ -1,7 +1,4 @@
-"""Compare runs: differing parameters; metrics at the end, at equal budgets, at their best, by seed.
-
-Leaves out: reading runs (`runs`) and showing (`report`).
-"""
+"""Compare runs: differing settings; metrics at the end, at equal budgets, at best, by seed."""
 
 from __future__ import annotations
 

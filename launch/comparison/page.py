@@ -191,6 +191,8 @@ def _dependence(found: Dependence) -> str:
 
 
 def _figure(traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear") -> str:
+    from plotly.colors import qualitative
+
     axis = {"gridcolor": "#e6eaef", "zeroline": False, "automargin": True}
     layout = {
         "height": 330,
@@ -198,6 +200,7 @@ def _figure(traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear
         "hovermode": "x unified",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1b1f24"},
         "plot_bgcolor": "white",
+        "colorway": [*qualitative.D3, *qualitative.Dark24],
         "showlegend": len(traces) > 1,
         "legend": {"orientation": "h", "y": -0.25},
         "xaxis": {**axis, "title": {"text": x_title, "standoff": 4}, "type": x_type},

@@ -1,7 +1,4 @@
-"""Find the runs to compare, by folder, name or MLflow id, and read them.
-
-Leaves out: comparing (`differences`).
-"""
+"""Find the runs to compare, by folder, name or MLflow id, and read them."""
 
 from __future__ import annotations
 

@@ -228,6 +228,7 @@ def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
     assert run.folder == "runs/x/pretrain/lr-0.01_seed-3"
     runs = sweep_of("finetune", "init=[runs/a,runs/b]")
     assert [run.init for run in runs.values()] == ["runs/a", "runs/b"]
+    assert all(run.folder.startswith("runs/base-sweep/finetune/") for run in runs.values())
     with pytest.raises(UserError, match="(?s)optim.lr.*in: pretrain/lr-fast"):
         sweep_of("pretrain", "optim.lr=[0.1,fast]")
     for file in ("data.yaml", "lost.yaml"):
