@@ -150,7 +150,7 @@ def test_overrides_of_the_chain_reach_runs_that_have_the_key() -> None:
     chain = chain_of(Path("chain.yaml"), "overrides=[launch.partition=fast,tracking.uri=null]")
     assert {step.run.launch.partition for step in chain.steps} == {"fast"}
     with pytest.raises(UserError, match="trakcing.uri=null: no stage has this key"):
-        chain_of(Path("chain.yaml"), "overrides=[trakcing.uri=null]")
+        chain_of(Path("chain.yaml"), "overrides=[launch.partition=fast,trakcing.uri=null]")
 
 
 @pytest.mark.parametrize(

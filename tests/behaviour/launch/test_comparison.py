@@ -208,6 +208,7 @@ def test_runs_of_a_chain_vary_in_its_keys() -> None:
 
 def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
     compared = compare([run("a", [0.2, math.nan]), run("b", [0.3])])
+    assert tables(compared)[0].rows[1][:3] == ("b", "10", "80")
     write_csv(compared, tmp_path / "c.csv")
     write_json(compared, tmp_path / "c.json")
     rows = list(csv.DictReader((tmp_path / "c.csv").open()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ def test_evaluations_are_named_and_unknown_values_name_the_missing_setting() -> 
     evaluate = [{"name": "knn", "every_steps": 2000}, {"name": "classification"}]
     rows = plan(evaluate=evaluate)
     assert rows["objective"] == "supervised"
+    whole, *parts = map(float, re.findall(r"([\d.]+) GiB", rows["memory per process"]))
+    assert len(parts) > 2 and whole == pytest.approx(sum(parts), abs=0.005 * (len(parts) + 1))
     assert rows["evaluation"] == (
         "knn every 2,000 steps, classification; all after the last step, on 'test'"
     )
@@ -177,6 +180,8 @@ def test_missing_data_may_be_planned_and_weights_written_later() -> None:
     rows = {check.name: check for check in run_checks(run)}
     assert rows["weights"].result == "warning"
     assert "runs/later does not exist here" in rows["weights"].detail
+    random = run_checks(run.model_copy(update={"init": None}))
+    assert "weights" not in {check.name for check in random}
 
 
 def test_errors_refuse_a_run_and_warnings_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
