@@ -127,6 +127,8 @@ def test_an_evaluation_can_be_submitted() -> None:
     script = batch_script(run)
     assert "#SBATCH --ntasks-per-node=2" in script
     assert "#SBATCH --job-name=demo-evaluation" in script
+    found = {check.name: check.result for check in run_checks(run)}
+    assert found == {"configuration": "ok", "data": "error"}, "there are no shards here"
 
 
 # ---- checks --------------------------------------------------------------------------------------
