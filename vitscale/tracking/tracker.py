@@ -80,6 +80,7 @@ class Tracker:
             return
         openers = {str(each): reader_of(each, where="tracking.also") for each in settings.also}
         uri = None if settings.uri is None else absolute_uri(settings.uri)
+        self._uri = None if uri is None else redact(uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
         version, config = source_version(), (self.folder / mlflow_sync.CONFIG_NAME).read_bytes()
         made_with = sha256(config + (version.short if version else "").encode()).hexdigest()
@@ -95,7 +96,7 @@ class Tracker:
             made_with=made_with,
             name=name,
             experiment=settings.experiment,
-            uri=None if uri is None else redact(uri),
+            uri=self._uri,
             tags={key: redact(value) for key, value in tags.items()},
             note=redact(note),
             origin=origin,
@@ -106,7 +107,7 @@ class Tracker:
             say(
                 "MLflow: jobs of a cluster cannot share an SQLite file; metrics are in "
                 f"{JOURNAL_NAME}, and go to MLflow by "
-                f"vitscale compare sync {self.folder} --uri {redact(uri)}"
+                f"vitscale compare sync {self.folder} --uri {self._uri}"
             )
         elif uri is not None:
             mlflow_sync.prepare()
@@ -149,10 +150,11 @@ class Tracker:
         for name, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if name not in self._complete:
+                to = f"--uri {self._uri}" if name == "MLflow" else f"--to {name}"
                 self._say(
                     f"warning: {name} did not receive everything; all metrics are in "
                     f"{self.folder / JOURNAL_NAME}; "
-                    f"vitscale compare sync {self.folder} --to {name.lower()} sends the rest"
+                    f"vitscale compare sync {self.folder} {to} sends the rest"
                 )
         self._journal = None
 
