@@ -142,7 +142,7 @@ def file_beside(described: Path, names: Collection[str]) -> Path:
         if path.is_file():
             return path
     what, allowed = f"has {described.name}, but no weights", ", ".join(names)
-    next_step = "copy the whole folder, or make it again"
+    next_step = "copy the whole folder, or export it with --to safetensors"
     raise UserError(what, where=str(described.parent), allowed=allowed, next_step=next_step)
 
 
