@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -159,7 +160,11 @@ def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[C
     folders = find_runs([name])
     # Runs of a chain that have not started are left out.
     begun = [folder for folder in folders if (folder / JOURNAL_NAME).is_file()]
-    return [_read_folder(folder, jobs) for folder in begun or folders]
+    found = [_read_folder(folder, jobs) for folder in begun or folders]
+    if len(found) > 1:  # STAGE/RUN
+        top = os.path.commonpath([run.source for run in found])
+        found = [replace(run, label=os.path.relpath(run.source, top)) for run in found]
+    return found
 
 
 def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:

@@ -181,11 +181,13 @@ def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
     assert dependences(compare(runs[:2])) == []
 
 
-def test_runs_of_a_chain_with_one_name_are_told_by_their_stage(tmp_path: Path) -> None:
-    for run in ("finetune/lr-1", "evaluate/lr-1", "pretrain"):
-        trained(tmp_path / run)
-    labels = [run.label for run in load_runs([str(tmp_path)], uri=None)]
-    assert sorted(labels) == ["evaluate/lr-1", "finetune/lr-1", "pretrain"]
+def test_runs_of_a_chain_are_told_by_their_stage(tmp_path: Path) -> None:
+    names = ["evaluate/lr-1", "finetune/lr-1", "pretrain/seed-0", "scratch"]
+    for name in names:
+        trained(tmp_path / name)
+    assert sorted(run.label for run in load_runs([str(tmp_path)], uri=None)) == names
+    one, two = load_runs([f"{tmp_path}/evaluate/lr-1", f"{tmp_path}/finetune/lr-1"], uri=None)
+    assert (one.label, two.label) == ("evaluate/lr-1", "finetune/lr-1")
 
 
 def test_runs_of_a_chain_vary_in_its_keys() -> None:
