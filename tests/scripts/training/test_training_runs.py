@@ -18,6 +18,7 @@ from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
+from vitscale.distributed.events import cause, read_failures
 from vitscale.distributed.processes import free_port
 
 pytestmark = pytest.mark.distributed
@@ -122,3 +123,6 @@ def test_bad_input_ends_with_one_clear_message(
         assert wait_all(ranks) == [2]
     assert output(tmp_path).count(message) == 1 and "Traceback" not in output(tmp_path)
     assert not (tmp_path / "new/checkpoints").exists()
+    if case == "raw key":  # the engine refuses it
+        failure = cause(read_failures(tmp_path / "new"))
+        assert failure is not None and "ended with an error: " in failure.what
