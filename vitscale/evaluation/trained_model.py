@@ -188,6 +188,7 @@ def open_model(
     network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)
     transfer_weights(network, found, grid=arch.grid, convention=position_embedding, keep_head=True)
     chosen = preprocessing or {}
+    given = {*(() if model is None else model.model_fields_set), *chosen}
     values = {**found.preprocessing, **chosen}
     fits = found.classes is not None and len(found.classes) == arch.num_classes > 0
     return TrainedModel(
@@ -195,7 +196,7 @@ def open_model(
         arch=arch,
         preprocessing=Preprocessing(image_size=arch.image_size, **values),
         classes=found.classes if fits else None,
-        source=f"{found.format}{_assumed(found, model, chosen)}",
+        source=f"{found.format}{_assumed(found, arch, given=given)}",
         run=run,
     )
 
@@ -309,10 +310,13 @@ def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
     return share <= 0.01
 
 
-def _assumed(found: Weights, model: ModelSettings | None, preprocessing: Mapping[str, Any]) -> str:
-    """List the settings that no file states and that were assumed from the format."""
-    given = {*(() if model is None else model.model_fields_set), *preprocessing, "num_heads"}
+def _assumed(found: Weights, arch: Architecture, *, given: set[str]) -> str:
+    """List the settings that no file states, beside those `given` by the user."""
     values = {**found.known, **found.preprocessing}
+    if "num_heads" in values:  # read
+        given |= {"num_heads"}
+    elif heads := getattr(arch, "num_heads", None):
+        values = {"num_heads": heads, **values}
     assumed = [key for key in values if key not in given and found.assumes(key)]
     shown = ", ".join(f"{key}={values[key]}" for key in assumed)
     return f"; assumed {shown}" if shown else ""

@@ -137,9 +137,9 @@ def test_a_model_sees_upsized_patches_as_their_originals() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "row"),
     [
-        ({"num_registers": 2}, {"class_position": False}, "reg_token: model not in this model"),
+        ({"num_registers": 2}, {"class_position": False}, "reg_token: model lacks it"),
         ({"positions": "sincos2d"}, {}, "pos_embed: model"),
-        ({"layer_scale": 0.1}, {}, "blocks.0.ls1.gamma: model not in this model"),
+        ({"layer_scale": 0.1}, {}, "blocks.0.ls1.gamma: model lacks it"),
         ({"mlp_width": 44}, {}, r"mlp.fc1.weight: model \(40, 24\), checkpoint \(44, 24\)"),
         ({}, {"depth": 2}, "blocks.1.attn.proj.bias: model .24,., checkpoint lacks it"),
         ({}, {"patch_size": 8}, r"model \(24, 3, 8, 8\)(?s:.*)init_patch=resize"),
