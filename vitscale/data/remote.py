@@ -154,7 +154,7 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
             text = redact(f"{name}: {cause}")
             if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
                 raise (UserError if is_missing else StorageError)(
-                    f"cannot be read ({text}); {tries} request(s) in {spent_s:.0f} s",
+                    f"cannot be read ({text}); {tries} requests in {spent_s:.0f} s",
                     where=str(url),
                     next_step="check address, network and credentials, and run the command again",
                 ) from None
