@@ -79,7 +79,8 @@ def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Raw DeepSpeed keys that it would ignore or that our settings own, as (key, what is wrong)."""
     for key, value in raw.items():
         members = value if isinstance(value, Mapping) else {}
-        for refused in {key, *(f"{key}.{member}" for member in members)} & REFUSED_RAW_KEYS.keys():
+        names = {key, *(f"{key}.{member}" for member in members)}
+        for refused in sorted(names & REFUSED_RAW_KEYS.keys()):
             yield (f"deepspeed.{refused}", REFUSED_RAW_KEYS[refused])
         where = f"deepspeed.{key}"
         if key in RAW_GROUPS and not isinstance(value, Mapping):
