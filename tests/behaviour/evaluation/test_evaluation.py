@@ -496,6 +496,7 @@ def test_accuracies_equal_a_direct_solve_of_every_draw() -> None:
     assert 0.3 < found["few_shot1_top1"] < found["few_shot3_top1"] < 1
     # Only what was drawn was extracted of the training set, and all of the other.
     assert len(subject.extracted[0]) < 25 and len(subject.extracted[1]) == 60
+    subject = array_subject(train, val)  # nothing extracted yet
     subject.model.known_outputs = ("representation",)  # type: ignore[misc]  # the stand-in
     assert FewShot(FewShotSettings(shots=(1, 3), num_draws=2)).metrics(subject) == found
 
