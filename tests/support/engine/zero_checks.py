@@ -328,7 +328,7 @@ def uses_the_average(engine: Engine, plain: Plain, *, atol: float) -> None:
     engine.train()
     torch.testing.assert_close(shown, plain.logits, rtol=0, atol=atol)
     torch.testing.assert_close(features, plain.features, rtol=0, atol=atol)
-    assert (shown - before).abs().max() > 0.1 and (features - own).abs().max() > 0.1
+    assert (shown - before).abs().max() > atol and (features - own).abs().max() > atol
     assert torch.equal(before, after) and equal(state, whole_state(engine))
 
 
