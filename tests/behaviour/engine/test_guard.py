@@ -61,6 +61,12 @@ def test_update_with_a_bad_norm_is_skipped_and_counted() -> None:
         assert (health.skipped, health.longest, health.last_step) == (number, 1, 2 * number - 1)
 
 
+def test_an_optimizer_that_would_ignore_it_is_refused() -> None:
+    unfused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    with pytest.raises(AssertionError, match="fused"):
+        UpdateGuard(unfused, clip_norm=1.0, norm=float, accumulation=1, device=torch.device("cpu"))
+
+
 def test_a_row_that_ended_before_it_was_looked_at_is_seen() -> None:
     update = Update()
     for norm in (math.nan, math.nan, math.nan, 1.0, math.nan, 1.0):
