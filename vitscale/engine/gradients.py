@@ -139,8 +139,7 @@ class UpdateGuard:
 
         accumulation: micro-steps of a step.
         """
-        # Any other would neither clip nor skip.
-        assert optimizer.defaults.get("fused"), "needs torch's interface of fused optimisers"
+        assert optimizer.defaults.get("fused"), "one that is not fused neither clips nor skips"
         self._optimizer, self._clip_norm, self._norm = optimizer, clip_norm, norm
         self._accumulation, self._device = accumulation, device
         self._update = optimizer.step
