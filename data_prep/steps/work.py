@@ -21,7 +21,6 @@ import socket
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -95,8 +94,6 @@ class WorkFolder:
 
         Raises FileNotFoundError if the work folder is gone: another process finished the work.
         """
-        # Warnings about broken EXIF and the like; faults that matter are in the ledger.
-        warnings.filterwarnings("ignore", module="PIL")
         for name in FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
         for left in (self.path / "tmp").glob(f"{machine()}.*"):
