@@ -29,6 +29,8 @@ from vitscale.data.index import INDEX_NAME, ShardEntry, SplitEntry, read_manifes
 from vitscale.distributed.atomic_files import blake3_of_file
 
 TRAIN = "train-000000.tar"
+# Kept as long as the process: what Arrow frees later goes back to them.
+POOLS: list[pa.MemoryPool] = []
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +210,9 @@ def test_memory_does_not_grow_with_the_samples(
     old = read_manifest(folder)
     manifest = replace(old, splits={"train": split}, inputs={"num_rows": num}, classes=("a", "b"))
     del names, tars, columns, ledger
-    tracked = pa.proxy_memory_pool(pa.default_memory_pool())
+    usual = pa.default_memory_pool()
+    tracked = pa.proxy_memory_pool(usual)
+    POOLS.append(tracked)
     pa.set_memory_pool(tracked)
     tracemalloc.start()
     try:
@@ -219,7 +223,7 @@ def test_memory_does_not_grow_with_the_samples(
         _, python = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-        pa.set_memory_pool(pa.system_memory_pool())
+        pa.set_memory_pool(usual)
     assert seen == [per_tar] * (num // per_tar)
     assert all("fingerprint" in text or "BLAKE3" in text for text in found), found
     assert 0 < tracked.max_memory() + python < 60 * num
