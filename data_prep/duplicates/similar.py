@@ -57,14 +57,14 @@ MAX_PAIRS = 1 << 14
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     """Return descriptors of encoded images, blank if undecodable, and how many are that."""
-    pictures = [grey_picture(content) for content in contents]
+    pictures = [grey_picture(content, side=SIDE_PX) for content in contents]
     blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
-    found = [blank if picture is None else picture for picture in pictures]
+    found = [blank if picture is None else picture[0] for picture in pictures]
     return picture_descriptors(np.array(found)), sum(picture is None for picture in pictures)
 
 
-def grey_picture(content: bytes) -> np.ndarray | None:
-    """SIDE_PX x SIDE_PX grey values, upright, transparent pixels white.
+def grey_picture(content: bytes, *, side: int) -> tuple[np.ndarray, int] | None:
+    """Return side x side grey values, upright, transparent pixels white, and the short side.
 
     None if the image cannot be decoded or has more than MAX_PIXELS.
     """
@@ -74,13 +74,14 @@ def grey_picture(content: bytes) -> np.ndarray | None:
         with open_picture(content, formats=tuple(SUFFIXES)) as image:
             if image.width * image.height > MAX_PIXELS:
                 return None
+            short_side = min(image.size)
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
             # filled, hence the box, which is the true extent of the picture.
-            drafted = image.draft("L", (2 * SIDE_PX, 2 * SIDE_PX))
+            drafted = image.draft("L", (2 * side, 2 * side))
             turn = orientation(image)
             grey = plain(image).convert("L")
             small = grey.resize(
-                (SIDE_PX, SIDE_PX),
+                (side, side),
                 Image.Resampling.BILINEAR,
                 box=drafted[1] if drafted else None,
                 reducing_gap=3.0,
@@ -90,7 +91,7 @@ def grey_picture(content: bytes) -> np.ndarray | None:
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
         return None
-    return np.asarray(upright(small, turn))
+    return np.asarray(upright(small, turn)), short_side
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:

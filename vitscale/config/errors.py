@@ -146,6 +146,9 @@ def run_script(main: Callable[[], None]) -> None:
 
     The exit code is that of the error's kind.
     """
+    from vitscale.config.outside import guard_terminal
+
+    guard_terminal()
     try:
         main()
     except UserError as error:

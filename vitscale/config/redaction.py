@@ -9,14 +9,16 @@ from typing import Any
 
 import yaml
 
-_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#'\"]*@")
+# All of these take time linear in the text: none may begin with a run of any length at any place.
+_USERINFO = re.compile(r"(?<=[A-Za-z0-9+.-]://)[^/\s?#'\"]*@")
 # Signed URLs carry secrets under any name.
 _QUERY = re.compile(r"\?[^\s'\"=?]+=[^\s'\"]+")
 # Tokens of a model are no secrets.
-_NAME = r"\b\w*(?:password|passwd|secret|(?<!class_)(?<!distillation_)token|api_?key|access_?key)"
+_WORD = r"(?:password|passwd|secret|(?<!class_)(?<!distillation_)token|api_?key|access_?key)"
+_NAME = rf"\b\w*{_WORD}"
 _SECRET_KEY = re.compile(rf"{_NAME}$", re.IGNORECASE)
 # In YAML, with the sign of a line in a patch.
-_SECRET_LINE = re.compile(rf"^(?P<key>[+-]?\s*[\w-]*{_NAME}: +)\S.*$", re.I | re.M)
+_SECRET_LINE = re.compile(rf"^(?P<key>[+-]?[ \t]*[\w-]*{_WORD}: +)\S.*$", re.I | re.M)
 # NAME=VALUE in shell, such as HF_TOKEN=abc; not HF_TOKEN=$(cat FILE), HF_TOKEN_PATH=FILE.
 SECRET_ASSIGNMENT = re.compile(
     rf"(?P<name>{_NAME})=(?![\"']?(?:[\s$]|$))(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)", re.IGNORECASE
@@ -29,7 +31,7 @@ _ODD_KEY_CHARS, _MAX_KEY_CHARS = re.compile(r"[^\w\-. :/]"), 250
 
 def redact(text: str) -> str:
     """Remove user:password and queries from URLs, and values of names that sound secret."""
-    text = _QUERY.sub("?***", _USERINFO.sub(r"\g<scheme>", text))
+    text = _QUERY.sub("?***", _USERINFO.sub("", text))
     text = SECRET_ASSIGNMENT.sub(r"\g<name>=***", text)
     return _SECRET_LINE.sub(r"\g<key>'***'", text)
 

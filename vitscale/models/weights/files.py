@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch.serialization import safe_globals
 
 from vitscale.config.errors import UserError
+from vitscale.config.outside import check_expansion
 
 SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".tar")
 CONFIG = "config.json"
@@ -98,6 +99,7 @@ def read_tensors(
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return {name: file.get_tensor(name).float() for name in file.keys()}
+        _refuse_bomb(path)
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 prefix = prefix_of(arrays.files)
@@ -106,6 +108,14 @@ def read_tensors(
         return _of_torch_file(path)
     except DAMAGE as error:
         raise _refused(error, path) from None
+
+
+def _refuse_bomb(path: Path) -> None:
+    """Raise UserError for a zip whose members unpack to far more than the file."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            content_bytes = sum(member.file_size for member in file.infolist())
+        check_expansion(content_bytes, file_bytes=path.stat().st_size, where=str(path))
 
 
 def _in_fp32(array: np.ndarray) -> torch.Tensor:
@@ -128,6 +138,9 @@ def _of_torch_file(path: Path) -> dict[str, torch.Tensor]:
     if odd:
         allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
         raise UserError(f"{odd[0]!r} is not a tensor", where=str(path), allowed=allowed)
+    # A view may repeat a few stored bytes without end.
+    num_bytes = sum(value.numel() * value.element_size() for value in found.values())
+    check_expansion(num_bytes, file_bytes=path.stat().st_size, where=str(path))
     return {str(name): value.detach().float() for name, value in found.items()}
 
 
