@@ -5,8 +5,8 @@ Leaves out: which pairs look alike (`similar`), and reading images (`reading`).
 
 A scratch on a uniform surface, or the sign in an icon, is not among the 64 frequencies of a
 descriptor. Copies differ everywhere by what encoding and resizing explain; other pictures differ by
-more than that somewhere, or their finest details do not correlate. Brightness and contrast are
-divided out. Thresholds: docs/duplicates.md; measured by benchmarks/near_duplicates.py.
+more than that somewhere. Brightness and contrast are divided out, and a copy may lack a narrow
+border. Thresholds: docs/duplicates.md; measured by benchmarks/near_duplicates.py.
 """
 
 from __future__ import annotations
@@ -29,17 +29,14 @@ ALIGNMENTS = 4
 MIN_SIDE_PX = 32
 BLOCK_PX = 8
 BLUR_PX = 5
-# Largest difference of a block, as a share of its own detail plus NOISE grey values, which is what
+# Largest difference of a block, as a share of its own detail plus NOISE grey values, about what
 # JPEG of quality 30 changes in smooth parts.
 MAX_BLOCK_DIFFERENCE = 1.1
-NOISE = 3.0
+NOISE = 2.5
 # A block with at least STRONG_DETAIL grey values of detail has this share of it in a copy too.
 # Details finer than 2 x 2 pixels do not count: resizing removes them.
 STRONG_DETAIL = 5.0
 MIN_DETAIL_SHARE = 0.4
-# Correlation of the details; below MIN_DETAIL grey values they are noise of the encoder.
-MIN_DETAIL_CORRELATION = 0.4
-MIN_DETAIL = 1.5
 GAINS = (0.5, 2.0)
 
 
@@ -120,7 +117,8 @@ def _box_of(part: np.ndarray, image: Image.Image) -> Box:
             down * along[:, None],
         ]
         matrix = np.stack([slope.ravel() for slope in slopes], axis=1)
-        moved = np.linalg.lstsq(matrix, (target - now).ravel(), rcond=None)[0]
+        normal = matrix.T @ matrix, matrix.T @ (target - now).ravel()
+        moved = np.linalg.lstsq(*normal, rcond=None)[0]
         borders = np.clip(borders + moved * step, lowest, highest)
     return tuple(borders)
 
@@ -147,12 +145,7 @@ def _same_grey(a: np.ndarray, b: np.ndarray) -> bool:
 
     detail = np.sqrt(np.maximum(_blocks(fine_a**2), _blocks(fine_b**2)))
     difference = np.sqrt(_blocks((a - b) ** 2))
-    if (difference > MAX_BLOCK_DIFFERENCE * (detail + NOISE)).any():
-        return False
-
-    if np.sqrt(min((fine_a**2).mean(), (fine_b**2).mean())) < MIN_DETAIL:
-        return True
-    return _correlation(fine_a, fine_b) >= MIN_DETAIL_CORRELATION
+    return bool((difference <= MAX_BLOCK_DIFFERENCE * (detail + NOISE)).all())
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:

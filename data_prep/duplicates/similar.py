@@ -53,6 +53,9 @@ BATCH_ROWS = 1 << 14
 # Candidates per batch. What one batch settles, the next ones do not compare again, so in a large
 # family of copies few pairs are compared.
 MAX_PAIRS = 1 << 14
+# Of an image that is no copy of the first one that it looks like, so many others are looked at.
+NUM_NEAREST = 4
+NEAREST_ROWS = 1 << 8
 
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
@@ -189,6 +192,33 @@ def first_similar(descriptors: np.ndarray) -> np.ndarray:
     found[blank] = own[blank]
     distinct = np.flatnonzero((found == own) & ~blank)
     found[distinct] = distinct[_first_matches(descriptors[distinct])]
+    return found
+
+
+def nearest_before(descriptors: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """int64 [len(rows), NUM_NEAREST]: the earlier images that correlate most, best first; -1: none.
+
+    rows: positions. Keys do not matter here.
+    """
+    _, _, signs = _frequencies()
+    found = np.full((len(rows), NUM_NEAREST), -1)
+    for start in range(0, len(rows), NEAREST_ROWS):
+        some = rows[start : start + NEAREST_ROWS]
+        own = descriptors[some].astype(np.float64)
+        best = np.full((len(some), NUM_NEAREST), -1.0)
+        places = found[start : start + NEAREST_ROWS]
+        for first in range(0, int(some.max()), BATCH_ROWS):
+            block = descriptors[first : first + BATCH_ROWS].astype(np.float64)
+            norms = np.outer((own**2).sum(axis=1), (block**2).sum(axis=1))
+            alike = np.maximum(own @ block.T, (own * signs) @ block.T)
+            alike /= np.sqrt(np.maximum(norms, 1))
+            numbers = np.broadcast_to(first + np.arange(len(block)), alike.shape)
+            is_likely = (numbers < some[:, None]) & (alike >= MIN_CORRELATION)
+            both = np.hstack([best, np.where(is_likely, alike, -1)])
+            order = np.argsort(-both, axis=1, kind="stable")[:, :NUM_NEAREST]
+            best = np.take_along_axis(both, order, axis=1)
+            both_places = np.hstack([places, np.where(is_likely, numbers, -1)])
+            places[:] = np.take_along_axis(both_places, order, axis=1)
     return found
 
 
