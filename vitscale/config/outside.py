@@ -65,7 +65,9 @@ class _Terminal:
 def guard_terminal() -> None:
     """Print names from outside, in results and in errors, without what a terminal would obey."""
     if not isinstance(sys.stdout, _Terminal):
-        sys.stdout, sys.stderr = _Terminal(sys.stdout), _Terminal(sys.stderr)  # type: ignore[assignment]
+        streams: Any = sys
+        streams.stdout = _Terminal(sys.stdout)
+        streams.stderr = _Terminal(sys.stderr)
 
 
 def check_expansion(
