@@ -33,7 +33,8 @@ from tests.support.engine.zero_checks import (
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
 from vitscale.engine.engine import check_nan_is_skipped
-from vitscale.engine.layouts import FlatLayout, PartitionedLayout, PlainLayout
+from vitscale.engine.deepspeed_parts import PartitionedLayout
+from vitscale.engine.layouts import FlatLayout, PlainLayout
 from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
 
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
