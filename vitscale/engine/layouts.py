@@ -233,9 +233,14 @@ class FlatLayout(OwnLayout):
             for flat, size in zip(self._flats, self._slice_sizes, strict=True)
         ]
         self._masters = [values.float() for values in self._slices]
-        for group, start, master in zip(param_groups, starts, self._masters, strict=True):
-            first = start + world.rank * master.numel()
-            master.grad = self._sums.values.narrow(0, first, master.numel())
+        self._gradients = [
+            self._sums.values.narrow(0, start + world.rank * size, size)
+            for start, size in zip(starts, self._slice_sizes, strict=True)
+        ]
+        for group, master, gradient in zip(
+            param_groups, self._masters, self._gradients, strict=True
+        ):
+            master.grad = gradient
             group["params"] = [master]
 
     def updated_tensors(self) -> list[torch.Tensor]:
@@ -269,8 +274,7 @@ class FlatLayout(OwnLayout):
 
     def _global_norm(self) -> torch.Tensor:
         """In fp64 until the root, so that it hardly depends on how many ranks have slices."""
-        gradients = [master.grad for master in self._masters]
-        norms = torch._foreach_norm(gradients, dtype=torch.float64)
+        norms = torch._foreach_norm(self._gradients, dtype=torch.float64)
         square = torch.stack(norms).square().sum()
         if self._world.world_size > 1:
             dist.all_reduce(square)

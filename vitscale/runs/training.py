@@ -107,7 +107,7 @@ class TrainingRun(Run):
                 yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
         yield from schedule_problems(schedule)
         yield from optim_problems(self.optim, zero_stage=engine.zero_stage)
-        yield from raw_problems(self.deepspeed)
+        yield from raw_problems(self.deepspeed, engine=engine)
         yield from launch_problems(self.launch)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.engine.engine import deepspeed_config, resolve_precision
-from vitscale.engine.settings import EngineSettings
+from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.models import costs
 from vitscale.models.settings import ViTSettings
 
@@ -99,3 +99,58 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
 def test_fp16_needs_a_gpu() -> None:
     with pytest.raises(UserError, match="runs on cpu\n  allowed: auto, fp32"):
         resolve_precision(EngineSettings(precision="fp16"), torch.device("cpu"))
+
+
+# Settings of the engine, a raw key, and the setting with which it would have an effect.
+UNREAD = [
+    ({"zero_stage": 0}, {"prescale_gradients": True}, "engine.zero_stage=2"),
+    ({"zero_stage": 1}, {"prescale_gradients": True}, "engine.zero_stage=2"),
+    ({"zero_stage": 1}, {"zero_optimization": {"overlap_comm": True}}, "engine.zero_stage=2"),
+    ({"zero_stage": 1}, {"zero_optimization": {"reduce_scatter": True}}, "engine.zero_stage=2"),
+    (
+        {"zero_stage": 1},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        "engine.zero_stage=2",
+    ),
+    ({"zero_stage": 1}, {"data_types": {"grad_accum_dtype": "bf16"}}, "engine.zero_stage=2"),
+    ({"zero_stage": 0}, {"comms_logger": {"enabled": True}}, "engine.zero_stage=2"),
+    ({"zero_stage": 1}, {"torch_autocast": {"enabled": True}}, "engine.zero_stage=0"),
+    ({"zero_stage": 2}, {"fp16": {"enabled": True}}, "engine.precision=fp16"),
+    ({"zero_stage": 3, "precision": "fp32"}, {"bf16": {"enabled": True}}, "engine.precision=bf16"),
+    ({"zero_stage": 1, "precision": "bf16"}, {"bf16": {"enabled": True}}, "engine.zero_stage=2"),
+]
+READ = [
+    ({"zero_stage": stage}, {"zero_optimization": {"reduce_bucket_size": 10}})
+    for stage in (0, 1, 2, 3)
+]
+READ += [
+    ({"zero_stage": 2}, {"zero_optimization": {"overlap_comm": True}}),
+    ({"zero_stage": 0}, {"torch_autocast": {"lower_precision_safe_modules": []}}),
+    ({"zero_stage": 1, "precision": "fp16"}, {"fp16": {"initial_scale_power": 8}}),
+    ({"zero_stage": 1, "precision": "fp16"}, {"prescale_gradients": True}),
+    ({"zero_stage": 3}, {"bf16": {"enabled": True}}),
+    ({"zero_stage": 1}, {"flops_profiler": {"enabled": True}, "communication_data_type": "fp32"}),
+]
+
+
+@pytest.mark.parametrize("engine, raw, setting", UNREAD)
+def test_raw_keys_that_nothing_reads_are_refused(
+    engine: dict[str, Any], raw: dict[str, Any], setting: str
+) -> None:
+    problems = list(raw_problems(raw, engine=EngineSettings(**engine)))
+    assert [text for _, text in problems] == [f"has no effect here; remove it, or set {setting}"]
+
+
+@pytest.mark.parametrize("engine, raw", READ)
+def test_raw_keys_that_are_read_are_taken(engine: dict[str, Any], raw: dict[str, Any]) -> None:
+    assert list(raw_problems(raw, engine=EngineSettings(**engine))) == []
+
+
+def test_ranks_add_in_a_precision_that_exists() -> None:
+    problems = list(raw_problems({"communication_data_type": "int8"}, engine=EngineSettings()))
+    assert problems == [
+        (
+            "deepspeed.communication_data_type",
+            "'int8' is no precision; take bf16, fp16, fp32",
+        )
+    ]

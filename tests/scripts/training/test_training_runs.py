@@ -101,7 +101,7 @@ BAD_INPUT = {
     "shards missing": (["data.path=nowhere", "output=runs/x"], "no such folder"),
     "class count": (["model.num_classes=7", "output=new"], "label map"),
     "raw key": (
-        ["deepspeed.zero_optimization.reduce_scatter=7", "output=new"],
+        ["deepspeed.zero_optimization.reduce_bucket_size=no", "output=new"],
         "does not start with them",
     ),
     "wrong init": (["init=nowhere", "output=new"], "init=nowhere: no such run or checkpoint"),
