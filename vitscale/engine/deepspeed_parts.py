@@ -108,7 +108,8 @@ class WrappedLayout(Layout):
     def __init__(self, engine: Any, world: World) -> None:
         super().__init__(engine, world)
         self._wrapper = engine.optimizer
-        self._names = {id(p): name for name, p in engine.module.named_parameters()}
+        named = engine.module.named_parameters()
+        self._names = {id(p): name for name, p in named if p.requires_grad}
         self._unused: frozenset[str] | None = None
         """Names of the parameters that no loss reaches; None before the first micro-batch."""
 
@@ -235,6 +236,12 @@ class PartitionedLayout(WrappedLayout):
                     offset=offset,
                     num_values=min(size, parameter.ds_numel - start),
                 )
+
+    def set_frozen(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        # Leaving the block sends the first rank's values, and cuts them into slices again.
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if self._world.is_first:
+                parameter.data.copy_(values)
 
     def publish_weights(self) -> None:
         wrapper = self._wrapper

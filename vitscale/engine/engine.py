@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -70,6 +70,11 @@ class Engine:
         self._buffer_names = sorted(set(model.state_dict()) - dict(model.named_parameters()).keys())
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
         initial = {name: parameter.data for name, parameter in model.named_parameters()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._frozen = {
+            name: (p, p.shape) for name, p in model.named_parameters() if not p.requires_grad
+        }
+        self._frozen_values = _kept_values(initial, self._frozen, world)
         stage = int(config["zero_optimization"]["stage"])
         # At stage 0 autocast takes fp32 and rounds where it multiplies.
         self._forward_dtype = torch.float32 if stage == 0 else dtype
@@ -79,7 +84,7 @@ class Engine:
         )
         _cast_fixed_tables(model)
         self.base_optimizer: torch.optim.Optimizer = self._layout.base_optimizer
-        self._parts = list(self._layout.parts(model.named_parameters()))
+        self._parts = list(self._layout.parts(trained))
         for part in self._parts:
             own = initial[part.name].flatten()[part.start :][: part.num_values]
             part.of(part.updated).copy_(own)
@@ -206,6 +211,9 @@ class Engine:
                 original = part.of(part.updated)
                 own = self._remainders[part.name].view(-1)[part.start :][: part.num_values]
                 own.copy_(original - original.to(own.dtype))
+        for name in self._frozen_values.keys() & self._remainders.keys():
+            original = self._frozen_values[name].to(self.world.device)
+            self._remainders[name].copy_(original - original.to(self._forward_dtype))
         if self.world.world_size > 1:
             for whole in self._remainders.values():
                 dist.all_reduce(whole)  # one rank has each value, all others zero: exact
@@ -252,6 +260,9 @@ class Engine:
                 owned[slice_name(name, start=part.start, shape=part.shape)] = values
         if self.world.is_first:
             owned |= {f"model.{name}": buffer.float() for name, buffer in self._buffers()}
+        owned |= {f"model.{name}": values for name, values in self._frozen_values.items()}
+        if self._ema is not None:  # the average of what never changes
+            owned |= {f"{AVERAGE}.{name}": values for name, values in self._frozen_values.items()}
         return owned
 
     def _own_values(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
@@ -298,10 +309,23 @@ class Engine:
             if self.world.is_first:
                 for name, buffer in self._buffers():
                     buffer.copy_(read(f"model.{name}", 0, buffer.numel()).view(buffer.shape))
+            for name, values in self._frozen_values.items():
+                values.copy_(read(f"model.{name}", 0, values.numel()).view(values.shape))
         self._layout.share_parts(self._state_names)
+        self._share_frozen()
         self._renew_remainders()
         for _, buffer in self._buffers():
             broadcast_tensor(buffer, source=0)
+
+    @torch.no_grad()
+    def _share_frozen(self) -> None:
+        """Give all ranks what the first one keeps of parameters that are not trained."""
+        for name, (parameter, shape) in self._frozen.items():
+            values = torch.empty(shape, dtype=torch.float32, device=self.world.device)
+            if self.world.is_first:
+                values.copy_(self._frozen_values[name])
+            broadcast_tensor(values, source=0)
+            self._layout.set_frozen(parameter, values)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, self._engine.module.get_buffer(name)) for name in self._buffer_names]
@@ -319,6 +343,15 @@ class Engine:
                 state[AVERAGE].copy_(weights.detach())
             state["step"] = torch.tensor(float(steps), device=weights.device)
             optimizer.state[weights] = state
+
+
+def _kept_values(
+    initial: Mapping[str, torch.Tensor], names: Iterable[str], world: World
+) -> dict[str, torch.Tensor]:
+    """fp32 copies of these parameters, in the memory of the first rank's CPU; other ranks: none."""
+    if not world.is_first:
+        return {}
+    return {name: initial[name].float().cpu().clone() for name in names}
 
 
 def _start(

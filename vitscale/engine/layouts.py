@@ -80,6 +80,10 @@ class Layout(ABC):
         """
         self.publish_weights()
 
+    def set_frozen(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Give a parameter that is not trained the same values on all ranks, in its own dtype."""
+        parameter.data.copy_(values)
+
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a micro-batch."""
@@ -136,7 +140,7 @@ class PlainLayout(OwnLayout):
     ) -> None:
         """bucket_elements, sent_as: of `GradientSums`."""
         super().__init__(engine, world)
-        self._parameters = list(engine.module.parameters())
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self._sums = None
 
         # One rank has nothing to send, and autograd keeps fp32 gradients without a copy.
@@ -215,6 +219,9 @@ class FlatLayout(OwnLayout):
         device = world.device
         self._flats = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
         self._group_and_offset = _move_into(self._flats, members)
+        for parameter in engine.module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
 
         self._sums = GradientSums(
             members,
