@@ -30,7 +30,7 @@ import torch
 
 from vitscale.checkpoint.folders import Checkpoint, Commit, Save, commit_save, newest_checkpoint
 from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
-from vitscale.distributed.atomic_files import retried
+from vitscale.distributed.atomic_files import fsync_folder, retried
 from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import (
     SAVES,
@@ -94,9 +94,11 @@ class CheckpointStore:
         step: int,
         progress: dict[str, Any],
         description: dict[str, Any],
+        before_commit: Callable[[], None] | None = None,
     ) -> None:
         """Start saving this rank's tensors, which must not change before `wait_for_host_copy`.
 
+        before_commit: called on rank 0, in the background.
         Waits for the save before it, see `wait`.
         """
         self.wait()
@@ -110,6 +112,7 @@ class CheckpointStore:
             keep=self.keep,
             progress=json.loads(json.dumps(progress)),  # the loop may change it later
             description=description,
+            before_commit=before_commit,
         )
         self._save = Future()
         # A daemon: a process that must end does not wait for a disk that hangs.
@@ -166,7 +169,7 @@ class CheckpointStore:
             what = "a checkpoint was not written in an hour: its storage hangs"
             raise StorageError(what, where=str(self.folder)) from None
         except StorageError as error:
-            if say is None or time.monotonic() - self._committed_at > LONGEST_WITHOUT_S:
+            if say is None or self._is_overdue():
                 raise
             say(
                 f"warning: {str(error).splitlines()[0]}; training goes on, and ends after an hour "
@@ -175,6 +178,10 @@ class CheckpointStore:
             return None
         self._committed_at = time.monotonic()
         return commit
+
+    def _is_overdue(self) -> bool:
+        """Whether saves have failed for too long, by the clock of rank 0: others may differ."""
+        return gather_objects(time.monotonic() - self._committed_at > LONGEST_WITHOUT_S)[0]
 
     def take_committed(self) -> Commit | None:
         """The last save, once, if it is committed by now. Never waits; not collective."""
@@ -221,6 +228,8 @@ def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
         with errors_on_all_ranks("cannot be used as run folder", folder, tried=world.is_first):
             if world.is_first:
                 folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+                # Or power loss would take the name, and every checkpoint with it.
+                fsync_folder(folder.parent)
                 stack.enter_context(_held(folder / ".lock"))
         yield
 

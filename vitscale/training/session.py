@@ -368,6 +368,7 @@ class TrainingSession:
                 "engine": self.engine.export_counters(),
             },
             description=self._description,
+            before_commit=self.log.tracker.flush,
         )
 
     def _report(self, commit: Commit | None) -> None:

@@ -116,6 +116,59 @@ def test_storage_may_refuse_saves_for_an_hour(
     assert len(said) == 5 and "training goes on" in said[0]
 
 
+@pytest.mark.parametrize("first_is_over", [False, True])
+@pytest.mark.parametrize("own_is_over", [False, True])
+def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
+    tmp_path: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    first_is_over: bool,
+    own_is_over: bool,
+) -> None:
+    """Ranks whose clocks are on both sides of it would part."""
+    monkeypatch.setattr(folders, "write_new_file", refuse)
+    monkeypatch.setattr(atomic_files, "PAUSES_S", (0.0,))
+    with contextlib.suppress(StorageError), CheckpointStore(tmp_path, keep=3, world=world) as ours:
+        ours.save({"model.a": torch.zeros(3)}, step=1, progress={}, description={})
+        asked: list[bool] = []
+
+        def gather(own: bool) -> list[bool]:
+            asked.append(own)
+            return [first_is_over, own]
+
+        monkeypatch.setattr(store, "gather_objects", gather)
+        ours._committed_at -= 3600 + (5 if own_is_over else -5)
+        if first_is_over:
+            with pytest.raises(StorageError, match="cannot be written"):
+                ours.wait(say=print)
+        else:
+            assert ours.wait(say=print) is None
+        assert asked == [own_is_over]
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.EIO, "I/O error", "journal.jsonl")])
+def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
+    tmp_path: Path, world: World, error: OSError | None
+) -> None:
+    """And a step is committed even if that fails: nothing but its log lines is at risk."""
+    committed: list[list[str]] = []
+
+    def flush() -> None:
+        committed.append([path.name for path in (tmp_path / "checkpoints").glob("step-*")])
+        if error is not None:
+            raise error
+
+    ours = CheckpointStore(tmp_path, keep=2, world=world)
+    tensors = {"model.a": torch.zeros(3)}
+    for step in (1, 2):
+        ours.save(tensors, step=step, progress={}, description={}, before_commit=flush)
+        found = ours.wait()
+        assert found is not None and found.step == step
+        warning = "warning: journal.jsonl: not flushed before a commit (I/O error)"
+        assert found.warnings == (() if error is None else (warning,))
+    assert committed == [[], ["step-00000001"]]
+
+
 @pytest.mark.parametrize("stop", [None, SystemExit(75), KeyError("other")])
 def test_store_waits_for_its_last_save(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, stop: BaseException | None

@@ -48,6 +48,7 @@ PLACES = {
     "write": ("vitscale.checkpoint.folders", "write_new_file"),
     "rename": ("vitscale.checkpoint.folders", "commit_folder"),
     "prune": ("vitscale.checkpoint.folders", "_prune"),
+    "flush": ("vitscale.tracking.journal", "Journal.flush"),
     "close": ("vitscale.tracking.tracker", "Tracker.close"),
     "leave": ("torch.distributed", "destroy_process_group"),
 }
