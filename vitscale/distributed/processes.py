@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from vitscale.config.errors import EXIT_FAILED, FailureKind, run_script
+from vitscale.config.errors import EXIT_FAILED, FailureKind, UserError, run_script
 from vitscale.distributed.atomic_files import open_log
 
 # As in the batch script; below what a socket without a port of its own gets.
@@ -71,6 +71,22 @@ def free_port() -> int:
 def launcher_variables() -> list[str]:
     """The names of LAUNCHER_VARIABLES that are set."""
     return [name for name in LAUNCHER_VARIABLES if name in os.environ]
+
+
+def environment_number(name: str, *, least: int, most: int | None = None) -> int:
+    """The number in a variable of the environment that is set. Raises UserError."""
+    text = os.environ[name]
+    number = int(text) if text.isascii() and text.isdecimal() else -1
+    if number < least or (most is not None and number > most):
+        upper = "" if most is None else f" to {most}"
+        raise UserError(
+            f"is {text!r} in the environment",
+            where=name,
+            allowed=f"a number from {least}{upper}",
+            next_step="start through deepspeed, vitscale launch or vitscale launch --local; for "
+            "one process alone: unset RANK",
+        )
+    return number
 
 
 def num_cores() -> int:

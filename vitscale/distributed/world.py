@@ -34,6 +34,7 @@ from vitscale.config.errors import (
 )
 from vitscale.distributed.processes import (
     end_now,
+    environment_number,
     free_port,
     launcher_variables,
     node_name,
@@ -93,10 +94,10 @@ def _complete_environment() -> None:
     env.setdefault("LOCAL_RANK", "0")
     # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.
     env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
-    _number("RANK", least=0, most=_number("WORLD_SIZE", least=1) - 1)
-    _number("LOCAL_RANK", least=0)
-    _number("LOCAL_WORLD_SIZE", least=1)
-    _number("MASTER_PORT", least=0, most=(1 << 16) - 1)
+    environment_number("RANK", least=0, most=environment_number("WORLD_SIZE", least=1) - 1)
+    environment_number("LOCAL_RANK", least=0)
+    environment_number("LOCAL_WORLD_SIZE", least=1)
+    environment_number("MASTER_PORT", least=0, most=(1 << 16) - 1)
 
 
 def _be_alone() -> None:
@@ -109,22 +110,6 @@ def _be_alone() -> None:
         del os.environ[name]
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-
-
-def _number(name: str, *, least: int, most: int | None = None) -> int:
-    """The number in a variable of the environment. Raises UserError."""
-    text = os.environ[name]
-    number = int(text) if text.isascii() and text.isdecimal() else -1
-    if number < least or (most is not None and number > most):
-        upper = "" if most is None else f" to {most}"
-        raise UserError(
-            f"is {text!r} in the environment",
-            where=name,
-            allowed=f"a number from {least}{upper}",
-            next_step="start through deepspeed, vitscale launch or vitscale launch --local; for "
-            "one process alone: unset RANK",
-        )
-    return number
 
 
 def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
