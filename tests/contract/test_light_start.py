@@ -55,7 +55,7 @@ def run(path, *arguments):
             code = repr(error)
     return {"code": code, "output": output.getvalue(), "heavy": list(tried)}
 found = {name: run(*command) for name, command in commands.items()}
-# As a task, or in a container whose orchestrator numbers them: no other process speaks for this one.
+# As in a container whose orchestrator numbers them: no other process speaks for this one.
 from vitscale.config import errors
 errors.FIRST_RANK_S = 0.0
 os.environ["RANK"] = "1"
