@@ -249,6 +249,8 @@ class Save:
     keep: int
     progress: Mapping[str, Any]
     description: Mapping[str, Any]
+    before_commit: Callable[[], None] | None = None
+    """Called on rank 0 when all is written: flushes what the step is to come after."""
 
     @property
     def temporary(self) -> Path:
@@ -266,7 +268,7 @@ class Commit:
     folder: Path
     step: int
     warnings: tuple[str, ...]
-    """Problems after the commit: old folders that could not be removed."""
+    """Problems that did not prevent it: old folders that could not be removed, say."""
 
 
 def commit_save(
@@ -340,10 +342,21 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
     check_sizes(save.temporary, files)
     values = {"progress": save.progress, "description": save.description}
     _write(save, MANIFEST, [manifest_text(step=save.step, files=files, **values).encode()])
+    warnings = _flush_before(save)
     # A step that exists is damaged: the run has resumed from an older one.
     _set_aside(save.final)
     commit_folder(save.temporary, save.final)
-    return _prune(save)
+    return warnings + _prune(save)
+
+
+def _flush_before(save: Save) -> list[str]:
+    """Call `before_commit`. A sentence if storage refuses: a step is worth more than its log."""
+    try:
+        if save.before_commit is not None:
+            save.before_commit()
+    except OSError as error:
+        return [f"warning: {error.filename}: not flushed before a commit ({error.strerror})"]
+    return []
 
 
 def _set_aside(folder: Path) -> None:

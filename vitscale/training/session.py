@@ -114,7 +114,7 @@ class TrainingSession:
         self.world = world = watchdog.world
         self.folder = Path(run.folder)
         self.data, self.val_index = once_per_node(
-            lambda: _read_index(run, check_files=world.is_first),
+            lambda: _read_index(run),
             is_maker=world.local_rank == 0,
             gather=gather_objects,
         )
@@ -175,7 +175,8 @@ class TrainingSession:
                 "vitscale prepare index makes an index, which resumes exactly"
             )
         facts = self._facts()
-        self.log = self._open_log(stack, facts)
+        with errors_on_all_ranks("cannot be written", self.folder, tried=world.is_first):
+            self.log = self._open_log(stack, facts)
         for line in [*messages, f"{run.name}: {facts}"]:
             self.log.say(line)
         self.preemption = stack.enter_context(PreemptionFlag())
@@ -367,6 +368,7 @@ class TrainingSession:
                 "engine": self.engine.export_counters(),
             },
             description=self._description,
+            before_commit=self.log.tracker.flush,
         )
 
     def _report(self, commit: Commit | None) -> None:
@@ -376,10 +378,10 @@ class TrainingSession:
             self.log.say(f"step {commit.step}: checkpoint {commit.folder}")
 
 
-def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:
-    """Training and evaluated samples."""
-    training_set = open_training_set(run.data, seed=run.seed, check_files=check_files)
-    return training_set, training_set.dev or open_val_split(run.data, check_files=check_files)
+def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
+    """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
+    training_set = open_training_set(run.data, seed=run.seed)
+    return training_set, training_set.dev or open_val_split(run.data)
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
@@ -424,7 +426,7 @@ def start_from(
 
     Returns what `load` does. Raises UserError, on all ranks, when `load` does.
     """
-    with errors_on_all_ranks("cannot be read", "init"):
+    with errors_on_all_ranks("cannot be read", "init", tried=world.is_first):
         found = load(model, arch) if world.is_first else (None, [])
     for tensor in model.state_dict().values():
         broadcast_tensor(tensor, source=0)

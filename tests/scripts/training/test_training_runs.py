@@ -9,15 +9,18 @@ import fcntl
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks.fault_runs import STEPS, FaultRuns, output, wait_all
+from tests.support.levels import by_level
+from tests.support.ranks.fault_runs import STEPS, FaultRuns, fault, output, wait_all
 from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
+from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import cause, read_failures
 from vitscale.distributed.processes import free_port
 
@@ -93,6 +96,59 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     assert checkpoint is not None
     assert read_tensors(checkpoint.files, prefix="model.")["pos_embed"].shape == (1, 1 + 6 * 6, 24)
     assert (tmp_path / "run/pictures/test_predictions.png").stat().st_size > 1000
+
+
+# Work that every node does, the index once, and the tracker, which rank 0 alone opens.
+LACKING = [
+    ("index", 1),
+    ("index", 0),
+    ("prepare", 1),
+    ("prepare", 0),
+    ("decoder", 1),
+    ("decoder", 0),
+    ("private folder", 1),
+]
+
+
+def start_lacking(
+    fault_runs: FaultRuns, folder: Path, place: str, ranks: Sequence[int]
+) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of two nodes, of which some lack something."""
+    (folder / "run").mkdir(parents=True)  # as a launcher does
+    started = fault_runs.start(
+        folder,
+        *(["engine.compile=true"] if place == "private folder" else []),
+        faults={rank: [fault(place, 1, "lack")] for rank in ranks},
+        is_node_of_its_own=True,
+    )
+    codes = wait_all(started)
+    return codes, [rank.output() for rank in started]
+
+
+@pytest.mark.parametrize("place, rank", by_level(LACKING, fast=LACKING[:1], slow=LACKING[1:]))
+def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
+    fault_runs: FaultRuns, tmp_path: Path, place: str, rank: int
+) -> None:
+    codes, outputs = start_lacking(fault_runs, tmp_path, place, [rank])
+    assert set(codes) == {FailureKind.NODE.exit_code}
+    for text in outputs:
+        assert f"rank {rank} on n{rank}: what the run needs: is not here" in text
+    found = cause(read_failures(tmp_path / "run"))
+    assert found is not None
+    assert (found.kind, found.rank, found.node) == (FailureKind.NODE, rank, f"n{rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["prepare", "index", "tracker"])
+def test_what_all_nodes_lack_is_bad_input(
+    fault_runs: FaultRuns, tmp_path: Path, place: str
+) -> None:
+    ranks = [0] if place == "tracker" else [0, 1]
+    codes, outputs = start_lacking(fault_runs, tmp_path, place, ranks)
+    assert set(codes) == {FailureKind.BAD_INPUT.exit_code}
+    assert all("what the run needs: is not here" in text for text in outputs)
+    found = cause(read_failures(tmp_path / "run"))
+    assert found is not None and found.kind is FailureKind.BAD_INPUT
 
 
 # Overrides of a start in the folder of the finished run, and what is said of them.
