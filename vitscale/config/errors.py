@@ -20,8 +20,13 @@ EXIT_BAD_INPUT = 2
 EXIT_STOPPED_RESUMABLE = 75
 # From an error that all ranks have until the first one has closed what is open, and printed it.
 FIRST_RANK_S = 5.0
-# Errors of storage that often pass.
-PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EAGAIN)
+# Errors of storage that often pass. The last ones are of a server that is out of reach; Lustre says
+# ESHUTDOWN to a client that it has evicted.
+PASSING = (
+    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
+    *(errno.ENOSPC, errno.EDQUOT),
+    *(errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+)
 
 
 class FailureKind(StrEnum):
@@ -100,6 +105,12 @@ class RankError(UserError):
     kind = FailureKind.OTHER
 
 
+class RankStorageError(RankError):
+    """Storage failed on this rank for longer than a retry helps."""
+
+    kind = FailureKind.STORAGE
+
+
 class WorkerError(RankError):
     """A loader worker died or hangs."""
 
@@ -128,6 +139,12 @@ def not_written(error: OSError, where: str) -> UserError:
     what, step = f"cannot be written ({error.strerror or error})", "choose a writable folder"
     kind = StorageError if error.errno in PASSING else UserError
     return kind(what, where=where, next_step=f"{step} with free space")
+
+
+def not_read(error: OSError, where: str, *, next_step: str) -> UserError:
+    """The error for a path that cannot be read."""
+    kind = StorageError if error.errno in PASSING else UserError
+    return kind(f"cannot be read ({error.strerror or error})", where=where, next_step=next_step)
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

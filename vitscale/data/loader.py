@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vitscale.config.errors import RankError, UserError, WorkerError
+from vitscale.config.errors import RankError, RankStorageError, StorageError, UserError, WorkerError
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import (
@@ -194,8 +194,8 @@ def _copied(filled: Filled, *, pinned: bool) -> Batch:
 
 
 def _fill(samples: Samples, positions: Sequence[int], images: torch.Tensor) -> Labels:
-    """Write the images at some positions. Raises RankError for any UserError: the other ranks do
-    not know about it."""
+    """Write the images at some positions. Raises RankError for any UserError, and RankStorageError
+    for StorageError: the other ranks do not know about it."""
     labels, unreadable = [], []
     try:
         samples.prefetch(positions)
@@ -204,7 +204,8 @@ def _fill(samples: Samples, positions: Sequence[int], images: torch.Tensor) -> L
             labels.append(label)
             unreadable += skipped
     except UserError as error:
-        raise RankError(
+        kind = RankStorageError if isinstance(error, StorageError) else RankError
+        raise kind(
             error.what, where=error.where, allowed=error.allowed, next_step=error.next_step
         ) from None
     return labels, unreadable
