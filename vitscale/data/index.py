@@ -485,17 +485,17 @@ class _KeyGroups:
     """
 
     def __init__(self, index: SplitIndex) -> None:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         self._file = pq.ParquetFile(index.index_path)
-        metadata = self._file.metadata
+        groups = [self._file.metadata.row_group(n) for n in range(self._file.num_row_groups)]
         column = self._file.schema_arrow.get_field_index("split")
-        self._numbers = [
-            number
-            for number in range(metadata.num_row_groups)
-            if metadata.row_group(number).column(column).statistics.min == index.split
-        ]
-        lengths = [metadata.row_group(number).num_rows for number in self._numbers]
+        known = [column >= 0 and group.column(column).statistics for group in groups]
+        if not all(each and each.min == each.max for each in known):
+            raise pa.ArrowInvalid("its row groups do not say which split they have")
+        self._numbers = [n for n, each in enumerate(known) if each.min == index.split]
+        lengths = [groups[number].num_rows for number in self._numbers]
         self.ends = np.cumsum([0, *lengths])[1:]
         """int64: rows of the split up to the end of each of its row groups."""
 

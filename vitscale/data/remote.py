@@ -59,6 +59,10 @@ _OURS = re.compile(r"[0-9a-f]{64}(\.part)?")
 T = TypeVar("T")
 
 
+def on_part_fetched() -> None:
+    """Called after each part of a file; a loader's worker replaces it, to count its progress."""
+
+
 def is_url(text: str) -> bool:
     """Whether a text starts like a URL, with a scheme and a colon."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", text) is not None
@@ -123,7 +127,9 @@ def read_chunks(url: Url, num_bytes: int | None = None) -> Iterator[bytes]:
         num_bytes = _retried(url, lambda storage: int(storage.info(url, timeout=REQUEST_S)["size"]))
     for start in range(0, num_bytes, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, num_bytes)
-        yield _retried(url, part)
+        data = _retried(url, part)
+        on_part_fetched()
+        yield data
 
 
 def names_below(folder: Url) -> list[str]:
