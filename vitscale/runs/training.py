@@ -196,8 +196,8 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
             next_step="change data.global_batch or the number of processes",
         )
     # Images are mixed in pairs.
-    sizes = MicroBatches(largest=largest, unit=1 if run.data.mixing is None else 2)
-    micro_batch = sizes.largest_for(share)
+    micro_batches = MicroBatches(largest=largest, unit=1 if run.data.mixing is None else 2)
+    micro_batch = micro_batches.largest_for(share)
     if not micro_batch:
         raise UserError(
             f"mixes neighbours in pairs, but no even micro-batch divides the {share} images of "
@@ -227,5 +227,5 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
         total_steps=total,
         warmup_steps=warmup,
         cooldown_steps=cooldown,
-        advice=sizes.advice(share, world_size=world_size),
+        advice=micro_batches.advice(share, world_size=world_size),
     )
