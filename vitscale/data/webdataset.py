@@ -80,17 +80,16 @@ def check_shares(num_tars: int, *, num_ranks: int, num_workers: int) -> None:
     num_processes = num_ranks * max(num_workers, 1)
     if num_tars >= num_processes:
         return
-    next_step = "or make an index (vitscale prepare index), which all processes share"
+    next_step = f"use at most {num_tars:,} rank(s)"
     if num_ranks <= num_tars:
-        next_step = f"set data.num_workers={num_tars // num_ranks}, {next_step}"
-    else:
-        next_step = f"use at most {num_tars:,} ranks, {next_step}"
+        next_step = f"set data.num_workers={num_tars // num_ranks}"
+    processes = f"{num_processes:,} = {num_ranks:,} rank(s) x {max(num_workers, 1)}"
     raise UserError(
-        f"{num_tars:,} tars are fewer than the {num_processes:,} loader processes "
-        f"({num_ranks:,} ranks x {max(num_workers, 1)}), each of which needs one",
+        f"there are fewer tars ({num_tars:,}) than loader processes ({processes}), and each of "
+        "these needs one",
         where="data.reader=webdataset",
         allowed=f"at least {num_processes:,} tars",
-        next_step=next_step,
+        next_step=f"{next_step}, or make an index (vitscale prepare index), which all share",
     )
 
 

@@ -125,10 +125,10 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
         (1, 1, 4, None),
         (1, 1, 0, None),
         (4, 1, 1, None),
-        (1, 1, 5, "4 tars are fewer than the 5 loader processes"),
-        (2, 1, 3, "4 tars are fewer than the 6 loader processes"),
-        (8, 1, 0, "4 tars are fewer than the 8 loader processes"),
-        (1, "1-8", 2, "4 tars are fewer than the 16 loader processes"),
+        (1, 1, 5, "fewer tars (4) than loader processes (5 = "),
+        (2, 1, 3, "fewer tars (4) than loader processes (6 = "),
+        (8, 1, 0, "fewer tars (4) than loader processes (8 = "),
+        (1, "1-8", 2, "fewer tars (4) than loader processes (16 = "),
     ],
 )
 def test_tars_without_an_index_are_enough_for_the_loader_processes(

@@ -108,7 +108,7 @@ BAD_INPUT = {
     "few tars": (
         ["data.reader=webdataset", "data.webdataset.num_samples=1437", "data.val_split=null"]
         + ["data.webdataset.num_classes=10", "evaluate=[]", "data.num_workers=99", "output=new"],
-        "tars are fewer than the 99 loader processes",
+        "than loader processes (99 = 1 rank(s) x 99)",
     ),
     "second job": (["output=locked"], "another job is training in this run folder"),
 }
