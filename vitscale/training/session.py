@@ -33,6 +33,7 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, mix_batch, training_batches
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
+from vitscale.data.webdataset import check_shares
 from vitscale.distributed.atomic_files import or_warn, write_json, write_text
 from vitscale.distributed.events import EVENTS_NAME, record_start
 from vitscale.distributed.node_files import once_per_node
@@ -121,6 +122,10 @@ class TrainingSession:
         check_objective(objective, run, num_classes=len(self.data.classes))
         num_samples = self.data.num_samples
         self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
+        if run.data.is_streamed:
+            check_shares(
+                len(self.data.tars), num_ranks=world.world_size, num_workers=run.data.num_workers
+            )
         num_classes = len(self.data.classes) if objective.trains_classifier else 0
         self.arch = run.model.resolved(num_classes=num_classes)
         agreed = objective.prepare(num_classes=num_classes, world=world, engine=run.engine)
@@ -130,10 +135,12 @@ class TrainingSession:
         )
         checkpoint, messages = self.store.newest()
         self._description = compatibility_key(run, self.arch, self.data, agreed)
-        self.start_step = 0
+        self.start_step = self._num_unreadable = 0
         if checkpoint is not None:
             check_resumable(checkpoint, self._description, self.plan)
             self.start_step = checkpoint.step
+            # Checkpoints of earlier versions do not count them.
+            self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
         model = build_model(run, objective, self.arch)
         self._source = run.starts_from()
@@ -174,6 +181,8 @@ class TrainingSession:
                 "tars without an index: a resume is not exact, it shuffles anew; "
                 "vitscale prepare index makes an index, which resumes exactly"
             )
+        if self.plan.advice is not None:
+            messages.append(self.plan.advice)
         facts = self._facts()
         with errors_on_all_ranks("cannot be written", self.folder, tried=world.is_first):
             self.log = self._open_log(stack, facts)
@@ -244,6 +253,7 @@ class TrainingSession:
             self.data,
             self.engine,
             start_step=start,
+            num_unreadable=self._num_unreadable,
             flops_per_image=self.objective.train_flops_per_image(self.arch),
             tracker=stack.enter_context(tracker),
             say=say,
@@ -335,12 +345,14 @@ class TrainingSession:
             self._report(self.store.take_committed())
             self.log.write(done, lr=self.lr)
         if self.evaluations.due(done, is_last=is_last):
-            self._evaluate(done, is_last=is_last)
+            with self.log.not_counting():
+                self._evaluate(done, is_last=is_last)
         if is_last:
             self.objective.draw(self)
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
-            self._save(done)
+            with self.log.not_counting():
+                self._save(done)
         if preempted:
             self._report(self.store.wait())
             self.log.say(f"stopped by a signal at step {done}; rerun to resume")
@@ -364,6 +376,7 @@ class TrainingSession:
             step=done,
             progress={
                 "samples_seen": done * self.plan.global_batch,
+                "unreadable": self.log.num_unreadable,
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "engine": self.engine.export_counters(),
             },
