@@ -4,8 +4,9 @@ A stream has no positions: after a stop it continues with freshly shuffled tars,
 the epoch are seen again and others later. data_prep/index_shards.py makes an index, which resumes
 exactly and is needed by everything but training.
 
-The library would open tars by shell commands (`pipe:`) and rewrite names by environment variables;
-here they are opened as files. Nothing is decoded but the image and its label.
+The library would open tars by shell commands (`pipe:`), rewrite names by environment variables and
+stop at the first end mark; here `tar_members` lists them, and the library groups and shuffles.
+Nothing is decoded but the image and its label.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import io
 import math
 import os
 import re
-import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import count
@@ -26,6 +26,7 @@ from braceexpand import braceexpand
 
 from vitscale.config.errors import UserError, not_read
 from vitscale.data.index import CHECK_STORAGE, NO_LABEL, read_range
+from vitscale.data.tar_members import members
 from vitscale.distributed.atomic_files import retried_read
 from vitscale.distributed.random_numbers import permutation, stream_key
 
@@ -94,13 +95,23 @@ def check_shares(num_tars: int, *, num_ranks: int, num_workers: int) -> None:
 
 
 class _StoredTar(io.RawIOBase):
-    """A tar from its start; read again where storage fails for a moment."""
+    """A tar as a file whose reads are repeated where storage fails for a moment."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self._path = path
+        self._offset = 0
+        self._num_bytes = retried_read(lambda: path.stat().st_size, name=path)
 
     def readable(self) -> bool:
         return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._num_bytes}
+        self._offset = starts[whence] + offset
+        return self._offset
 
     def readinto(self, buffer: Any) -> int:
         data = read_range(self._path, offset=self._offset, num_bytes=len(buffer))
@@ -110,16 +121,12 @@ class _StoredTar(io.RawIOBase):
 
 
 def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
-    from webdataset.tariterators import group_by_keys, tar_file_expander
+    from webdataset.tariterators import group_by_keys
 
     key = None
     try:
         with io.BufferedReader(_StoredTar(tar), READ_BYTES) as file:
-            members = tar_file_expander(
-                [{"url": str(tar), "stream": file}],
-                select_files=lambda name: name.lower().endswith(WANTED),
-            )
-            for sample in group_by_keys(members):
+            for sample in group_by_keys(_wanted_members(file, tar)):
                 key, label = sample["__key__"], NO_LABEL
                 images = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
                 if num_classes:
@@ -134,13 +141,22 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
     except UserError as error:
         # A new one, since the library appends to what it says.
         raise type(error)(error.what, where=error.where, next_step=error.next_step) from None
-    except (OSError, ValueError, tarfile.TarError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"cannot be read ({getattr(error, 'strerror', None) or error.args[0]})",
             where=str(tar),
             next_step="check data.train_split and the storage; vitscale prepare index makes an "
             "index of what can be read",
         ) from None
+
+
+def _wanted_members(file: io.BufferedReader, tar: Path) -> Iterator[dict[str, Any]]:
+    """Yield images and labels as `group_by_keys` takes them. Raises TarDefect."""
+    for member in members(file):
+        if member.is_file and member.name.lower().endswith(WANTED):
+            file.seek(member.offset)
+            data = file.read(member.num_bytes)
+            yield {"fname": member.name, "data": data, "__url__": str(tar)}
 
 
 def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
