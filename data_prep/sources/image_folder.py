@@ -5,14 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from data_prep.sources.files import (
+    OF_OTHERS,
+    OF_TRAIN,
+    SPLIT_OF_NAME,
+    ambiguous_splits,
     is_folder,
     is_image_name,
     key_of,
     name_reason,
+    read_cells,
     split_places,
     stem_and_suffix,
 )
@@ -22,23 +28,22 @@ from data_prep.sources.protocol import (
     Input,
     Source,
     printable,
-    read_text,
     source_read_error,
 )
 from vitscale.config.errors import UserError
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
 CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-SPLIT_OF_NAME = {
-    **{"train": "train", "training": "train", "test": "test"},
-    **{"val": "val", "valid": "val", "validation": "val"},
-}
+# Without classes a split is divided into about so many units of listing, where it has the folders.
+UNLABELLED_FOLDERS = 64
+VAL_LABELS = "source.val_labels"
 
 
 class ImageFolder(Source):
     """Containers: the class folders of every split, and per split the files beside them.
 
-    Without classes: the folder of every split, with all files below it.
+    Without classes: the upper folders of every split, and for each that has one of them inside, the
+    files beside it.
     """
 
     has_label_values = False
@@ -51,7 +56,7 @@ class ImageFolder(Source):
             places = split_places(named, kind="folder")
         for split, path in places.items():
             if self.labels.values == "none":
-                found.append(Container(path or ".", split, NO_CLASS))
+                found += self._unlabelled(path, split)
                 continue
             folder = self.root / path
             names = _visible(folder, folders=True)
@@ -71,53 +76,88 @@ class ImageFolder(Source):
                 found.append(Container(os.path.join(path, name), split, printable(name)))
         return found
 
-    def inputs(self, container: Container) -> Iterator[Input]:
-        listed, classes = self.settings.val_labels, dict[str, str]()
-        folder = self.root / container.path
-        if listed is not None and container.class_name is None:
-            classes = {} if _visible(folder, folders=True) else _listed_classes(listed, folder)
-        top = "" if container.path == "." else container.path
-        for row in self._files(container, top, start=len(top) + 1 if top else 0, hidden=False):
-            if row.reason == "no_class" and row.name in classes:
-                row.class_name, row.reason = classes[row.name], None
-            yield row
+    def _unlabelled(self, top: str, split: str) -> list[Container]:
+        """Divide a split among the processes that list it, from its folder downwards."""
+        divided, folders = list[str](), [top]
+        while folders and len(folders) < UNLABELLED_FOLDERS:
+            divided += folders
+            folders = [
+                os.path.join(folder, name) for folder in folders for name in self._inside(folder)
+            ]
+        base = top or "."
+        found = [
+            Container(each or ".", split, NO_CLASS, base=base, only_files=True) for each in divided
+        ]
+        return found + [Container(each, split, NO_CLASS, base=base) for each in folders]
 
-    def _files(
-        self, container: Container, folder: str, *, start: int, hidden: bool
-    ) -> Iterator[Input]:
+    def _inside(self, folder: str) -> list[str]:
+        """Names of the visible sub-folders that are no links; none of a closed folder."""
+        try:
+            names = _visible(self.root / folder, folders=True)
+        except OSError as error:
+            _fault(error, folder)
+            return []
+        return [name for name in names if not (self.root / folder / name).is_symlink()]
+
+    def inputs(self, container: Container) -> Iterator[Input]:
         """Yield all files below a class folder; without a class, those beside the class folders.
 
         Links to files are followed, and the container itself may be a link; a link to a folder
-        below it is one row, so that no walk can go in circles. start: of names in paths.
+        below it is one row, so that no walk can go in circles.
         """
-        split, class_name = container.split, container.class_name
-        try:
-            with os.scandir(self.root / folder) as listed:
-                entries = list(listed)
-        except OSError as error:
-            yield Input(folder, split, class_name, folder[start:], 0, _fault(error, folder))
-            return
-        for entry in entries:
-            path = f"{folder}/{entry.name}" if folder else entry.name
-            is_hidden = hidden or entry.name.startswith(".")
-            if entry.is_dir(follow_symlinks=False):
-                if class_name is not None or is_hidden:
-                    yield from self._files(container, path, start=start, hidden=is_hidden)
-                continue
-            if class_name is None and not is_hidden and is_folder(entry):
-                continue  # a linked class folder
-            name = path[start : len(path) - len(entry.name)] + stem_and_suffix(entry.name)[0]
-            item = Input(path, split, class_name, name, 0)
+        split, class_name, classes = container.split, container.class_name, dict[str, str]()
+        if self.settings.val_labels is not None and class_name is None:
+            top = self.root / container.path
+            if not _visible(top, folders=True):
+                classes = _listed_classes(self.settings.val_labels, top)
+
+        # Where the name of an input begins in its path.
+        base = container.base or container.path
+        start = 0 if base == "." else len(base) + 1
+
+        # A list instead of recursion: folders may be nested deeper than calls.
+        only_files = container.only_files or class_name is None
+        folders = [("" if container.path == "." else container.path, False)]
+        while folders:
+            folder, is_hidden = folders.pop()
             try:
-                status = entry.stat()
+                with os.scandir(self.root / folder) as listed:
+                    entries = list(listed)
             except OSError as error:
-                item.reason = _fault(error, path, is_link=entry.is_symlink())
-            else:
-                item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
-                item.reason = name_reason(entry.name, status.st_mode, hidden=is_hidden)
-            if item.reason is None and class_name is None:
-                item.reason = "no_class"
-            yield item
+                yield Input(folder, split, class_name, folder[start:], 0, _fault(error, folder))
+                continue
+            for entry in entries:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                hidden = is_hidden or entry.name.startswith(".")
+                if entry.is_dir(follow_symlinks=False):
+                    if hidden or not only_files:
+                        folders.append((path, hidden))
+                    continue
+                if class_name is None and not hidden and is_folder(entry):
+                    continue  # a linked class folder
+                item = _input_of(entry, path, container, start=start, hidden=hidden)
+                if item.reason == "no_class" and entry.name in classes:
+                    item.class_name, item.reason = classes[entry.name], None
+                yield item
+
+
+def _input_of(
+    entry: os.DirEntry[str], path: str, container: Container, *, start: int, hidden: bool
+) -> Input:
+    """The input of a file. start: of its name in its path."""
+    name = path[start : len(path) - len(entry.name)] + stem_and_suffix(entry.name)[0]
+    item = Input(path, container.split, container.class_name, name, 0)
+    try:
+        status = entry.stat()
+    except OSError as error:
+        item.reason = _fault(error, path, is_link=entry.is_symlink())
+        return item
+    item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
+    item.inode = status.st_ino or 1
+    item.reason = name_reason(entry.name, status.st_mode, hidden=hidden)
+    if item.reason is None and container.class_name is None:
+        item.reason = "no_class"
+    return item
 
 
 def _fault(error: OSError, path: str, *, is_link: bool = False) -> str:
@@ -138,35 +178,130 @@ def _visible(folder: Path, *, folders: bool = False) -> list[str]:
 
 
 def _found_splits(root: Path) -> dict[str, str]:
-    """Split -> sub-folder if all sub-folders are named like splits; else nothing."""
-    names = [printable(name) for name in _visible(root, folders=True)]
-    if len(names) < 2 or not {name.lower() for name in names} <= SPLIT_OF_NAME.keys():
-        return {}
-    splits = {SPLIT_OF_NAME[name.lower()]: name for name in names}
-    if len(splits) < len(names) or "train" not in splits:
-        raise UserError(
-            f"the sub-folders of {str(root)!r} are named like splits ({', '.join(names)})",
-            where="source.path",
-            next_step="say which are which, as in 'source.splits={train: FOLDER, val: FOLDER}'",
-        )
-    return splits
+    """Split -> sub-folder if all sub-folders are named like splits; nothing if they are classes.
+
+    Raises UserError if they may be either.
+    """
+    names = _visible(root, folders=True)
+    keywords = [name for name in names if name.lower() in SPLIT_OF_NAME]
+    splits = {SPLIT_OF_NAME[name.lower()]: name for name in keywords}
+    if names and len(splits) == len(names) and "train" in splits:
+        return splits
+
+    like_train = {name for name in names if OF_TRAIN.search(name)}
+    like_splits = like_train.union(filter(OF_OTHERS.search, names))
+    has_both = like_train and like_splits - like_train
+
+    def is_nested(name: str) -> bool:
+        return bool(_visible(root / name, folders=True))
+
+    # A class may be called train, too, as in CIFAR-100. Splits have folders inside, or are most.
+    nested = set(filter(is_nested, like_splits))
+    are_most = has_both and 2 * len(like_splits) >= len(names)
+    are_all = len(like_splits) == len(names) and (nested or len(keywords) == len(names))
+    is_beside_others = "train" in splits and nested.intersection(keywords)
+    if is_beside_others and len(splits) == 1:
+        is_beside_others = not any(is_nested(name) for name in names if name not in like_splits)
+    if like_splits and (are_most or are_all or is_beside_others):
+        raise ambiguous_splits(sorted(like_splits) + sorted(set(names) - like_splits))
+    return {}
 
 
 def _listed_classes(file: str, folder: Path) -> dict[str, str]:
-    """Name without suffix -> class of the images of a folder, by the list `source.val_labels`."""
-    text = read_text(file, where="source.val_labels")
-    rows = [re.split(r"[,\s]+", line.strip()) for line in text.splitlines() if line.strip()]
-    stems = [stem_and_suffix(name)[0] for name in _visible(folder)]
-    if len(rows) == len(stems) and all(len(row) == 1 for row in rows):
-        return {stem: row[0] for stem, row in zip(stems, rows, strict=True)}
-    listed = {os.path.basename(row[0]): row[1] for row in rows if len(row) > 1}
-    listed = {stem_and_suffix(n)[0] if is_image_name(n) else n: c for n, c in listed.items()}
-    if not listed.keys() & set(stems):
+    """File name -> class of the images of a folder, by the list `source.val_labels`.
+
+    Raises UserError for a list that can be read in several ways, or names no image.
+    """
+    names = _visible(folder)
+    file_of = {form: name for name in names for form in (name, stem_and_suffix(name)[0])}
+
+    # The separator by which most lines begin with the name of an image.
+    def num_known(rows: Sequence[tuple[int, list[str]]]) -> int:
+        return sum(len(row) > 1 and os.path.basename(row[0]) in file_of for _, row in rows)
+
+    tables, problem = list[list[tuple[int, list[str]]]](), None
+    for separator in ("\t", ";", ",", " "):
+        try:
+            tables.append(_split_lines(file, separator))
+        except UserError as error:
+            problem = error  # of this separator, perhaps
+    rows = max(tables, key=num_known)
+    if num_known(rows):
+        return _named_classes(file, rows, file_of)
+    if problem is not None:
+        raise problem
+    return _classes_in_order(file, names, file_of, folder=folder)
+
+
+def _split_lines(file: str, separator: str) -> list[tuple[int, list[str]]]:
+    """(line, cells) of each line that is not blank. A blank separates the first word alone."""
+    rows = []
+    for number, cells in read_cells(file, separator.replace(" ", "\t"), where=VAL_LABELS):
+        row = cells
+        if separator == " ":
+            row = "\t".join(cells).split(None, 1)
+        elif separator == "\t":
+            row = [re.sub(r'^"(.*)"$', r"\1", cell) for cell in cells]
+        if any(map(str.strip, row)):
+            rows.append((number, [cell.strip() for cell in row]))
+    return rows
+
+
+def _classes_in_order(
+    file: str, names: Sequence[str], known: Collection[str], *, folder: Path
+) -> dict[str, str]:
+    """File name -> class, from lines of classes alone. names: of the images, sorted by bytes."""
+    rows = _split_lines(file, "\t")
+    lines = [(number, "\t".join(row)) for number, row in rows]
+    for number, line in lines:
+        start = re.split(r"[\s,;|:]", line)[0]
+        if start != line and start in known:
+            what = f"{file}:{number}: {line!r} has another separator than comma, tab or semicolon"
+            raise UserError(what, where=VAL_LABELS, allowed="lines of NAME,CLASS")
+    if len(lines) != len(names):
         raise UserError(
-            f"{file!r} with {len(rows):,} lines names no image of the {len(stems):,} in "
+            f"{file!r} with {len(lines):,} lines names no image of the {len(names):,} in "
             f"{str(folder)!r}",
-            where="source.val_labels",
+            where=VAL_LABELS,
             allowed="lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748; or one class "
             "per image, in the order of their names",
         )
-    return listed
+    for first, by_number in zip(names, sorted(names, key=_natural), strict=True):
+        if first != by_number:
+            raise UserError(
+                f"{file!r} has classes alone, but the order of the images is ambiguous: by text "
+                f"{first!r} is before {by_number!r}, by number after it",
+                where=VAL_LABELS,
+                allowed="lines of NAME,CLASS",
+            )
+    return {name: line for name, (_, line) in zip(names, lines, strict=True)}
+
+
+def _natural(name: str) -> list[str | int]:
+    """The name without case and with its numbers as numbers, as file managers sort."""
+    parts: list[str | int] = list(re.split(r"([0-9]+)", name.lower()))
+    parts[1::2] = map(int, parts[1::2])
+    return parts
+
+
+def _named_classes(
+    file: str, rows: Sequence[tuple[int, list[str]]], file_of: Mapping[str, str]
+) -> dict[str, str]:
+    """File name -> class, from lines that begin with the name of an image."""
+    classes: dict[str, str] = {}
+    lines: dict[str, int] = {}
+    width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
+    # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
+    with_boxes = rows[0][1][1:] == ["PredictionString"]
+    for number, cells in rows:
+        problem, name = "", file_of.get(os.path.basename(cells[0]))
+        if len(cells) != width or width < 2:
+            problem = f"{len(cells)} values instead of {max(width, 2)}; quote a class with a comma"
+        elif name is not None:
+            class_name = cells[1].split(" ")[0] if with_boxes else cells[1]
+            if classes.setdefault(name, class_name) != class_name:
+                problem = f"{name!r} has another class than in line {lines[name]}"
+            lines.setdefault(name, number)
+        if problem:
+            raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
+    return classes

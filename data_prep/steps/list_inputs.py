@@ -71,6 +71,7 @@ ROW_SCHEMA = pa.schema(
         ("offset", pa.int64()),
         ("modified_ns", pa.int64()),
         ("spooled", pa.bool_()),
+        ("inode", pa.uint64()),
     ]
 )
 
@@ -172,7 +173,7 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
     halves = np.frombuffer(order, ">u8").reshape(-1, 2).astype(np.uint64)
     hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
     holdout = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
-    plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled")
+    plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled", "inode")
     columns: dict[str, object] = {name: [getattr(i, name) for i in inputs] for name in plain}
     columns |= {"order_high": halves[:, 0], "order_low": halves[:, 1], "holdout": holdout}
     columns["path"] = [i.path.encode(*FILE_NAMES) for i in inputs]

@@ -35,7 +35,7 @@ from blake3 import blake3
 
 from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
-from data_prep.sources.protocol import ChangedSource, check_is_mounted, read_named, source_root
+from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
 from vitscale.config.errors import (
@@ -46,6 +46,7 @@ from vitscale.config.errors import (
     WorkerError,
 )
 from vitscale.config.redaction import flatten_params
+from vitscale.config.text_files import read_named
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
@@ -342,7 +343,13 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     # Left by a process that was killed after its commit, or made again by a task that began late.
     shutil.rmtree(work.path, ignore_errors=True)
     if made is not None:
-        print(f"{work.output}: already there, made with the same settings")
+        date = time.strftime(
+            "%Y-%m-%d", time.localtime((work.output / MANIFEST_NAME).stat().st_mtime)
+        )
+        print(
+            f"{work.output}: already there, made with the same settings on {date}; "
+            f"{run.source.path} was not looked at again"
+        )
         return
     # Compare settings again: another command may have finished it in the meantime.
     manifest = find_existing(work)
@@ -351,6 +358,8 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     for split, entry in manifest.splits.items():
         mib = f"{entry.num_bytes / 2**20:,.1f} MiB"
         print(f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, {mib}")
+    for note in manifest.notes:
+        print(f"  note: {note}")
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
     print(f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input")
     print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
@@ -376,6 +385,9 @@ def find_existing(work: WorkFolder) -> Manifest | None:
         raise UserError(what, where="output", next_step=advice) from None
     if changed := changed_settings(manifest.config, content_config(work.run)):
         what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
+        raise UserError(what, where="output", next_step=advice)
+    if difference := work.run.source.other_place(manifest.source_path):
+        what = f"{str(output)!r} exists already, {difference}"
         raise UserError(what, where="output", next_step=advice)
     return manifest
 

@@ -19,6 +19,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import UserError
+from vitscale.config.text_files import read_text
 from vitscale.data.remote import (
     Location,
     RemoteFile,
@@ -95,6 +96,10 @@ class Manifest:
     shards_root: str = "."
     """Folder of the tars: this one, or that of external tars indexed in place. An absolute path, a
     path relative to this folder, or a URL."""
+    source_path: str = ""
+    """What it was made from, as `SourceSettings.place`; empty: made by an earlier version."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what people may not expect of the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,16 +354,13 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
     """The samples of an index whose keys a text file lists, one per line.
 
     Keys stay Arrow strings, about 30 bytes each: as Python's 14 million would take 2 GB.
-    Raises UserError if the file cannot be read, or no sample has one of its keys.
+    Raises UserError if the file cannot be read, no sample has one of its keys, or several have the
+    same one.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    try:
-        text = pa.array([Path(path).expanduser().read_text("utf-8")], pa.large_string())
-    except (OSError, UnicodeDecodeError) as error:
-        what, allowed = f"{path} cannot be read ({error})", "UTF-8 text with one key per line"
-        raise UserError(what, where="data.only_keys", allowed=allowed) from None
+    text = pa.array([read_text(path, where="data.only_keys")], pa.large_string())
     wanted = pc.split_pattern(text, "\n").flatten()
     keys = read_columns(index.index_path, index.split, ["key"]).column("key").cast(wanted.type)
     stored = np.arange(len(keys)) if index.stored is None else index.stored
@@ -367,6 +369,16 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
         what = f"none of the {index.num_samples:,} samples has one of the keys of {path}"
         allowed = f"keys of {index.split!r} of {index.folder}, such as {keys[0].as_py()!r}"
         raise UserError(what, where="data.only_keys", allowed=allowed)
+    counts = keys.take(stored[rows]).value_counts()
+    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    if len(repeated):
+        # An index that an earlier version made of tars that begin anew with the same keys.
+        raise UserError(
+            f"samples of {index.folder} share keys, such as {repeated[0].as_py()!r}: the list "
+            "would choose others than it means",
+            where="data.only_keys",
+            next_step="make the index again with vitscale prepare index, which makes keys unique",
+        )
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
     return replace(index.subset(rows, name=f"keys {digest}"), key_hash=digest)
 

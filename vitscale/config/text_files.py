@@ -1,0 +1,48 @@
+"""Read the files that settings name; text as the editors of any system write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from vitscale.config.errors import PASSING, StorageError, UserError
+
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def read_named(file: str, *, where: str) -> bytes:
+    """Return the content of the file that the setting `where` names.
+
+    Raises UserError for a path that is wrong, StorageError.
+    """
+    try:
+        return Path(file).expanduser().read_bytes()
+    except OSError as error:
+        what = f"{file!r} cannot be read ({error.strerror or error})"
+        kind = StorageError if error.errno in PASSING else UserError
+        raise kind(what, where=where) from None
+
+
+def read_text(file: str, *, where: str) -> str:
+    r"""Return UTF-8 text without its byte order mark, with `\n` for each end of a line.
+
+    Raises UserError naming the first line that is not text, StorageError.
+    """
+    data = read_named(file, where=where)
+    problem, position = "", -1
+    try:
+        text = data.decode("utf-8-sig")
+        problem, position = "has a NUL byte", data.find(b"\0")
+    except UnicodeDecodeError as error:
+        text = ""
+        problem, position = "is not UTF-8", error.start
+    if position >= 0:
+        line = data.count(b"\n", 0, position) + 1
+        if data.startswith(UTF_16_MARKS):
+            problem = "is UTF-16, not UTF-8"
+        raise UserError(
+            f"{file!r} cannot be read: it {problem} (byte {position}), in line {line}",
+            where=where,
+            allowed="UTF-8 text",
+            next_step='save it as UTF-8; in Excel as "CSV UTF-8"',
+        )
+    return text.replace("\r\n", "\n").replace("\r", "\n")
