@@ -1,22 +1,19 @@
-"""Find the folder or files of each split, classify names, and read lists of cells.
+"""Find the folder or files of each split, and classify names.
 
 Leaves out: which folders are classes, and the content of tars and tables (one module per kind).
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
-from vitscale.config.text_files import read_text
+from vitscale.data.split_names import splits_of_files
 from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
 
@@ -26,17 +23,6 @@ IMAGE_SUFFIXES = frozenset(
     "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
 )
 TAR_SUFFIX = re.compile(r"\.(tar(\.(gz|xz|zst|bz2|lz4))?|tgz|txz)$", re.IGNORECASE)
-
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# The keywords by which Hugging Face `datasets` recognises splits.
-SPLIT_OF_NAME = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout"), "test"),
-}
-# Parts of other names of splits, such as seg_train, trainset, PublicTest, test2, val_images.
-OF_TRAIN, OF_OTHERS = re.compile("train", re.I), re.compile("val|dev|test|hold", re.I)
-NAMES_SHOWN = 10
 
 
 def key_of(split: str, settings: SourceSettings) -> str:
@@ -118,58 +104,6 @@ def file_containers(
     return found
 
 
-def splits_of_files(names: Set[str]) -> dict[str, str]:
-    """File -> split, if every name has one keyword of a split as a word; else nothing.
-
-    Raises UserError if only some have one, and where none is of `train`.
-    """
-    found = dict[str, str]()
-    for name in names:
-        words = re.split(r"[^a-z]+", name.lower())
-        splits = {SPLIT_OF_NAME[word] for word in words if word in SPLIT_OF_NAME}
-        if len(splits) == 1:
-            found[name] = splits.pop()
-    if len(set(found.values())) < 2 or 2 * len(found) < len(names):
-        return {}
-    if len(found) < len(names) or "train" not in found.values():
-        raise ambiguous_splits(sorted(names))
-    return found
-
-
-def ambiguous_splits(names: Sequence[str]) -> UserError:
-    """The error for folders or files of which some, or all, are named like splits."""
-    shown = ", ".join(repr(printable(name)) for name in names[:NAMES_SHOWN])
-    example = dict[str, str]()
-    for name in names:
-        split = "test" if re.search("test|hold", name, re.I) else "val"
-        split = "train" if OF_TRAIN.search(name) else split
-        if OF_TRAIN.search(name) or OF_OTHERS.search(name):
-            example.setdefault(split, printable(name))
-    places = ", ".join(f"{split}: {name!r}" for split, name in example.items())
-    return UserError(
-        f"these are named like splits, all or some: {shown}",
-        where="source.path",
-        next_step=f'if they are splits, say which are which: "source.splits={{{places}}}", which '
-        "ignores all others; if they are not: 'source.splits={train: .}'",
-    )
-
-
-def read_cells(file: str, delimiter: str, *, where: str) -> list[tuple[int, list[str]]]:
-    """Return (line, cells) of each row that is not empty. Raises UserError naming the line."""
-    text = io.StringIO(read_text(file, where=where), newline="")
-    # Tab-separated files have no quotes; cells with a quote inside are common there.
-    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    reader = csv.reader(text, delimiter=delimiter, quoting=quoting, strict=True)
-    rows = []
-    try:
-        for row in reader:
-            if row:
-                rows.append((reader.line_num, row))
-    except csv.Error as error:
-        raise UserError(f"{file}:{reader.line_num}: {error}", where=where) from None
-    return rows
-
-
 def stem_and_suffix(name: str) -> tuple[str, str]:
     """`a.b.JPG` -> (`a.b`, `JPG`); without a dot the suffix is empty."""
     stem, dot, suffix = name.rpartition(".")
@@ -200,11 +134,3 @@ def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
     if hidden:
         return "hidden"
     return None if is_image_name(name) else "other_name"
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True for a folder or a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:  # a link in a circle, or into a closed folder
-        return False

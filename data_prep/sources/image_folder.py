@@ -6,19 +6,13 @@ import errno
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from data_prep.sources.files import (
-    OF_OTHERS,
-    OF_TRAIN,
-    SPLIT_OF_NAME,
-    ambiguous_splits,
-    is_folder,
     is_image_name,
     key_of,
     name_reason,
-    read_cells,
     split_places,
     stem_and_suffix,
 )
@@ -31,6 +25,8 @@ from data_prep.sources.protocol import (
     source_read_error,
 )
 from vitscale.config.errors import UserError
+from vitscale.config.text_files import read_cells
+from vitscale.data.split_names import folders_in, is_folder, splits_of_folders
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
 CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
@@ -51,7 +47,7 @@ class ImageFolder(Source):
     def containers(self) -> list[Container]:
         found: list[Container] = []
         places = split_places(self.settings, kind="folder")
-        if not self.settings.splits and (splits := _found_splits(self.root)):
+        if not self.settings.splits and (splits := splits_of_folders(self.root)):
             named = self.settings.model_copy(update={"splits": splits})
             places = split_places(named, kind="folder")
         for split, path in places.items():
@@ -59,11 +55,11 @@ class ImageFolder(Source):
                 found += self._unlabelled(path, split)
                 continue
             folder = self.root / path
-            names = _visible(folder, folders=True)
+            names = folders_in(folder)
             if self.settings.val_labels is not None and not names:
                 _listed_classes(self.settings.val_labels, folder)
             elif not names:
-                num = len(_visible(folder))
+                num = len(_images_in(folder))
                 raise UserError(
                     f"{str(folder)!r} has no class folders, but {num} image files",
                     where=key_of(split, self.settings),
@@ -93,7 +89,7 @@ class ImageFolder(Source):
     def _inside(self, folder: str) -> list[str]:
         """Names of the visible sub-folders that are no links; none of a closed folder."""
         try:
-            names = _visible(self.root / folder, folders=True)
+            names = folders_in(self.root / folder)
         except OSError as error:
             _fault(error, folder)
             return []
@@ -108,7 +104,7 @@ class ImageFolder(Source):
         split, class_name, classes = container.split, container.class_name, dict[str, str]()
         if self.settings.val_labels is not None and class_name is None:
             top = self.root / container.path
-            if not _visible(top, folders=True):
+            if not folders_in(top):
                 classes = _listed_classes(self.settings.val_labels, top)
 
         # Where the name of an input begins in its path.
@@ -169,42 +165,10 @@ def _fault(error: OSError, path: str, *, is_link: bool = False) -> str:
     raise source_read_error(error, path) from None
 
 
-def _visible(folder: Path, *, folders: bool = False) -> list[str]:
-    """Names of the visible sub-folders, or image files, sorted by their bytes."""
-    with os.scandir(folder) as entries:
-        shown = [each for each in entries if each.name[0] != "."]
-    names = [e.name for e in shown if (is_folder(e) if folders else is_image_name(e.name))]
+def _images_in(folder: Path) -> list[str]:
+    """Names of the visible image files, sorted by their bytes."""
+    names = [name for name in os.listdir(folder) if name[0] != "." and is_image_name(name)]
     return sorted(names, key=os.fsencode)
-
-
-def _found_splits(root: Path) -> dict[str, str]:
-    """Split -> sub-folder if all sub-folders are named like splits; nothing if they are classes.
-
-    Raises UserError if they may be either.
-    """
-    names = _visible(root, folders=True)
-    keywords = [name for name in names if name.lower() in SPLIT_OF_NAME]
-    splits = {SPLIT_OF_NAME[name.lower()]: name for name in keywords}
-    if names and len(splits) == len(names) and "train" in splits:
-        return splits
-
-    like_train = {name for name in names if OF_TRAIN.search(name)}
-    like_splits = like_train.union(filter(OF_OTHERS.search, names))
-    has_both = like_train and like_splits - like_train
-
-    def is_nested(name: str) -> bool:
-        return bool(_visible(root / name, folders=True))
-
-    # A class may be called train, too, as in CIFAR-100. Splits have folders inside, or are most.
-    nested = set(filter(is_nested, like_splits))
-    are_most = has_both and 2 * len(like_splits) >= len(names)
-    are_all = len(like_splits) == len(names) and (nested or len(keywords) == len(names))
-    is_beside_others = "train" in splits and nested.intersection(keywords)
-    if is_beside_others and len(splits) == 1:
-        is_beside_others = not any(is_nested(name) for name in names if name not in like_splits)
-    if like_splits and (are_most or are_all or is_beside_others):
-        raise ambiguous_splits(sorted(like_splits) + sorted(set(names) - like_splits))
-    return {}
 
 
 def _listed_classes(file: str, folder: Path) -> dict[str, str]:
@@ -212,69 +176,67 @@ def _listed_classes(file: str, folder: Path) -> dict[str, str]:
 
     Raises UserError for a list that can be read in several ways, or names no image.
     """
-    names = _visible(folder)
+    names = _images_in(folder)
     file_of = {form: name for name in names for form in (name, stem_and_suffix(name)[0])}
+    tables = {separator: read_cells(file, separator, where=VAL_LABELS) for separator in "\t;, "}
 
     # The separator by which most lines begin with the name of an image.
-    def num_known(rows: Sequence[tuple[int, list[str]]]) -> int:
+    def num_known(separator: str) -> int:
+        rows = tables[separator]
         return sum(len(row) > 1 and os.path.basename(row[0]) in file_of for _, row in rows)
 
-    tables, problem = list[list[tuple[int, list[str]]]](), None
-    for separator in ("\t", ";", ",", " "):
-        try:
-            tables.append(_split_lines(file, separator))
-        except UserError as error:
-            problem = error  # of this separator, perhaps
-    rows = max(tables, key=num_known)
-    if num_known(rows):
-        return _named_classes(file, rows, file_of)
-    if problem is not None:
-        raise problem
-    return _classes_in_order(file, names, file_of, folder=folder)
-
-
-def _split_lines(file: str, separator: str) -> list[tuple[int, list[str]]]:
-    """(line, cells) of each line that is not blank. A blank separates the first word alone."""
-    rows = []
-    for number, cells in read_cells(file, separator.replace(" ", "\t"), where=VAL_LABELS):
-        row = cells
-        if separator == " ":
-            row = "\t".join(cells).split(None, 1)
-        elif separator == "\t":
-            row = [re.sub(r'^"(.*)"$', r"\1", cell) for cell in cells]
-        if any(map(str.strip, row)):
-            rows.append((number, [cell.strip() for cell in row]))
-    return rows
+    separator = max(tables, key=num_known)
+    if not num_known(separator):
+        return _classes_in_order(file, names, known=file_of, folder=folder)
+    rows = tables[separator]
+    if separator == " ":
+        rows = [(number, [row[0], " ".join(row[1:])]) for number, row in rows]
+    width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
+    # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
+    with_boxes = rows[0][1][1:] == ["PredictionString"]
+    classes, lines = dict[str, str](), dict[str, int]()
+    for number, row in rows:
+        problem, name = "", file_of.get(os.path.basename(row[0]))
+        if len(row) != width:
+            problem = (
+                f"{len(row)} values instead of {width}; quote a class that has a {separator!r}"
+            )
+        elif name is not None:
+            class_name = row[1].split(" ")[0] if with_boxes else row[1]
+            if classes.setdefault(name, class_name) != class_name:
+                problem = f"{name!r} has another class than in line {lines[name]}"
+            lines.setdefault(name, number)
+        if problem:
+            raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
+    return classes
 
 
 def _classes_in_order(
-    file: str, names: Sequence[str], known: Collection[str], *, folder: Path
+    file: str, names: Sequence[str], *, known: Collection[str], folder: Path
 ) -> dict[str, str]:
     """File name -> class, from lines of classes alone. names: of the images, sorted by bytes."""
-    rows = _split_lines(file, "\t")
-    lines = [(number, "\t".join(row)) for number, row in rows]
-    for number, line in lines:
+    lines = read_cells(file, "\n", where=VAL_LABELS)
+    allowed = "lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748"
+    for number, (line,) in lines:
         start = re.split(r"[\s,;|:]", line)[0]
         if start != line and start in known:
             what = f"{file}:{number}: {line!r} has another separator than comma, tab or semicolon"
-            raise UserError(what, where=VAL_LABELS, allowed="lines of NAME,CLASS")
+            raise UserError(what, where=VAL_LABELS, allowed=allowed)
     if len(lines) != len(names):
         raise UserError(
             f"{file!r} with {len(lines):,} lines names no image of the {len(names):,} in "
             f"{str(folder)!r}",
             where=VAL_LABELS,
-            allowed="lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748; or one class "
-            "per image, in the order of their names",
+            allowed=f"{allowed}; or one class per image, in the order of their names",
         )
     for first, by_number in zip(names, sorted(names, key=_natural), strict=True):
         if first != by_number:
-            raise UserError(
-                f"{file!r} has classes alone, but the order of the images is ambiguous: by text "
-                f"{first!r} is before {by_number!r}, by number after it",
-                where=VAL_LABELS,
-                allowed="lines of NAME,CLASS",
+            what = (
+                f"{file!r} has classes alone, but the images have no certain order: sorted as text "
+                f"{first!r} is before {by_number!r}, sorted by number it is after it"
             )
-    return {name: line for name, (_, line) in zip(names, lines, strict=True)}
+            raise UserError(what, where=VAL_LABELS, allowed=allowed)
+    return {name: line for name, (_, (line,)) in zip(names, lines, strict=True)}
 
 
 def _natural(name: str) -> list[str | int]:
@@ -282,26 +244,3 @@ def _natural(name: str) -> list[str | int]:
     parts: list[str | int] = list(re.split(r"([0-9]+)", name.lower()))
     parts[1::2] = map(int, parts[1::2])
     return parts
-
-
-def _named_classes(
-    file: str, rows: Sequence[tuple[int, list[str]]], file_of: Mapping[str, str]
-) -> dict[str, str]:
-    """File name -> class, from lines that begin with the name of an image."""
-    classes: dict[str, str] = {}
-    lines: dict[str, int] = {}
-    width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
-    # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
-    with_boxes = rows[0][1][1:] == ["PredictionString"]
-    for number, cells in rows:
-        problem, name = "", file_of.get(os.path.basename(cells[0]))
-        if len(cells) != width or width < 2:
-            problem = f"{len(cells)} values instead of {max(width, 2)}; quote a class with a comma"
-        elif name is not None:
-            class_name = cells[1].split(" ")[0] if with_boxes else cells[1]
-            if classes.setdefault(name, class_name) != class_name:
-                problem = f"{name!r} has another class than in line {lines[name]}"
-            lines.setdefault(name, number)
-        if problem:
-            raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
-    return classes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from data_prep.sources.files import DELIMITERS, file_containers, is_hidden, stem_and_suffix
+from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
 from data_prep.sources.protocol import (
     Container,
     Input,
@@ -31,9 +32,7 @@ from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
 # Rows with images that are decoded at a time, and rows with paths.
 IMAGE_ROWS, PATH_ROWS = 64, 4096
-# Other spellings of three splits; further names in a table are splits of their own.
-SPELLINGS = {"train": "train", "training": "train", "val": "val", "valid": "val"}
-SPELLINGS |= {"validation": "val", "test": "test", "testing": "test"}
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 SPLIT_COLUMN = "split"
 # Network file systems answer many requests at a time.
 STAT_THREADS = 16
@@ -158,7 +157,7 @@ class PathTable(Source):
                 header = file.readline()
             if b"\0" in header:
                 raise pa.ArrowInvalid("it is UTF-16, or has NUL bytes")
-            delimiter = DELIMITERS[f".{_suffix(path)}"]
+            delimiter = DELIMITERS[_suffix(path)]
             if b";" in header and delimiter.encode() not in header:
                 delimiter = ";"  # as Excel writes .csv where a comma is the decimal point
             parsing = pa.csv.ParseOptions(delimiter=delimiter)
@@ -180,7 +179,9 @@ class PathTable(Source):
         split = container.split
         if SPLIT_COLUMN in cells:
             split = str(cells[SPLIT_COLUMN] or "").strip()
-            split = SPELLINGS.get(split.lower(), split)
+            # Other spellings of three splits; further names are splits of their own.
+            known = re.fullmatch(r"(train|val|test)(ing|id|idation)?", split.lower())
+            split = known[1] if known else split
         if not can_name_split(split):
             what = f"{printable(name)}: {split!r} cannot name a split"
             raise UserError(what, where="source.path", allowed=SPLIT_NAMES)
@@ -220,7 +221,7 @@ def _is_parquet(name: str) -> bool:
 
 
 def _is_table(name: str) -> bool:
-    return _suffix(name) in ("csv", "tsv", "parquet") and not is_hidden(name)
+    return _suffix(name) in (*DELIMITERS, "parquet") and not is_hidden(name)
 
 
 def _suffix(name: str) -> str:

@@ -19,10 +19,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.formats.ledger import Outcomes
-from data_prep.steps.labels import load_labels, look_of, names_by, spelling_of
+from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import left_out, read_containers
 from data_prep.steps.work import WorkFolder
-from vitscale.config.errors import UserError, nearest
+from vitscale.config.errors import UserError
+from vitscale.data.class_names import closest, look_of, names_by
 from vitscale.runs.data_prep import LabelSettings
 
 TRAIN = "train"
@@ -198,8 +199,7 @@ def _check_training(counts: Counts, *, example: Callable[[str], str]) -> None:
         return
     name, num = min(lost.items(), key=lambda item: (-item[1], item[0]))
     splits = " and ".join(sorted(split for split, classes in counts.items() if name in classes))
-    close = names_by(spelling_of, train).get(spelling_of(name))
-    close = close or nearest(name, sorted(train))
+    close = closest(name, sorted(train))
     hint = f"; train has {ascii(close)}" if close else ""
     if _is_number(name) and not any(map(_is_number, train)):
         hint = f"; train has names, such as {min(train)!r}"
@@ -236,13 +236,6 @@ def notes_on(classes: Sequence[str], tables: Mapping[str, pa.Table]) -> list[str
     for one, other in combinations(sorted(hashes, key=lambda name: (name == TRAIN, name)), 2):
         if num := int(np.isin(hashes[one], hashes[other]).sum()):
             notes.append(f"{num:,} images of {one} have the bytes of images of {other}")
-    every = np.concatenate([*hashes.values()])
-    labels = np.concatenate([table["label"].to_numpy() for table in tables.values()])
-    order = np.lexsort((labels, every))
-    same = every[order][1:] == every[order][:-1]
-    num = int((same & (labels[order][1:] != labels[order][:-1])).sum())
-    if num:
-        notes.append(f"{num:,} images have the bytes of an image with another label")
     return notes
 
 

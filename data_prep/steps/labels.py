@@ -7,25 +7,22 @@ Leaves out: the label spaces known by name (`vitscale.data.label_spaces`), count
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from data_prep.sources.files import DELIMITERS, read_cells
 from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError, nearest
-from vitscale.config.text_files import read_text
+from vitscale.config.text_files import read_cells, read_text
+from vitscale.data.class_names import look_of, names_by, spelling_of
 from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings
 
 PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 # int() also accepts "1_0", " 1" and non-ASCII digits.
 POSITION = re.compile(r"[0-9]{1,9}")
-# What separates words of a name, or shows as nothing: marks of byte order and direction, NUL.
-BETWEEN_WORDS = re.compile(r"[\s_-]+")
-INVISIBLE = re.compile(r"[\0\u00ad\u200b-\u200f\u2060\ufeff]")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +163,7 @@ def read_map(file: str) -> dict[str, str]:
     if suffix not in DELIMITERS:
         raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
     pairs: dict[str, str] = {}
-    for line, row in read_cells(file, DELIMITERS[suffix], where=where):
+    for line, row in read_cells(file, DELIMITERS[suffix], where=where, strict=True):
         problem = ""
         if len(row) != 2 or not all(row):
             problem = f"{sum(map(bool, row))} values instead of 2"
@@ -179,22 +176,3 @@ def read_map(file: str) -> dict[str, str]:
     if not pairs:
         raise UserError(f"{file!r} is empty", where=where)
     return pairs
-
-
-# ---- names that are meant to be equal ----------------------------------------------------------
-
-
-def look_of(name: str) -> str:
-    """The name without what nobody sees: the form of its accents, kinds of blanks, their number."""
-    text = INVISIBLE.sub("", unicodedata.normalize("NFC", name))
-    return " ".join(text.split())
-
-
-def spelling_of(name: str) -> str:
-    """The same for names that differ in case, blanks, `_` and `-` alone."""
-    return BETWEEN_WORDS.sub(" ", look_of(name).casefold()).strip()
-
-
-def names_by(form: Callable[[str], str], names: Iterable[str]) -> dict[str, str]:
-    """`look_of` or `spelling_of` each name -> the name."""
-    return {form(name): name for name in names}

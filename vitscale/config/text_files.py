@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from pathlib import Path
+from typing import Any
 
 from vitscale.config.errors import PASSING, StorageError, UserError
 
@@ -46,3 +49,25 @@ def read_text(file: str, *, where: str) -> str:
             next_step='save it as UTF-8; in Excel as "CSV UTF-8"',
         )
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_cells(
+    file: str, delimiter: str, *, where: str, strict: bool = False
+) -> list[tuple[int, list[str]]]:
+    r"""Return (line, cells) of each row that is not blank, without blanks around the cells.
+
+    A delimiter of `\n` makes each line one cell, which may have quotes and commas.
+    strict: a quote may only be around a whole cell. Raises what `read_text` raises, and UserError
+    naming the line.
+    """
+    lines = io.StringIO(read_text(file, where=where), newline="")
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\n" else csv.QUOTE_MINIMAL
+    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=strict)
+    rows = []
+    try:
+        for row in reader:
+            if any(map(str.strip, row)):
+                rows.append((reader.line_num, [cell.strip() for cell in row]))
+    except csv.Error as error:
+        raise UserError(f"{file}:{reader.line_num}: {error}", where=where) from None
+    return rows

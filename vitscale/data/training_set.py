@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from vitscale.config.errors import UserError, did_you_mean
+from vitscale.config.errors import UserError
+from vitscale.data.class_names import closest
 from vitscale.data.index import MANIFEST_NAME, SplitIndex, choose_by_key, read_manifest, read_split
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.remote import RemoteFile
@@ -139,11 +140,12 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
     if settings.only_classes:
         unknown = [name for name in settings.only_classes if name not in index.classes]
         if unknown:
+            close = closest(unknown[0], index.classes)
             raise UserError(
                 f"no class {unknown[0]!r}",
                 where="data.only_classes",
                 allowed=f"class names in {index.folder / MANIFEST_NAME}",
-                next_step=did_you_mean(unknown[0], index.classes),
+                next_step=f"did you mean {close}?" if close else None,
             )
         labels = [index.classes.index(name) for name in settings.only_classes]
         rows = np.flatnonzero(np.isin(index.label, labels))
