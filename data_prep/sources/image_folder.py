@@ -26,7 +26,8 @@ from data_prep.sources.protocol import (
 )
 from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells
-from vitscale.data.split_names import folders_in, is_folder, splits_of_folders
+from vitscale.data.folders import folders_in, is_folder
+from vitscale.data.split_names import splits_of_folders
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
 CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)

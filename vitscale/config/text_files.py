@@ -54,11 +54,11 @@ def read_text(file: str, *, where: str) -> str:
 def read_cells(
     file: str, delimiter: str, *, where: str, strict: bool = False
 ) -> list[tuple[int, list[str]]]:
-    r"""Return (line, cells) of each row that is not blank, without blanks around the cells.
+    r"""Return (line, cells) of each row that is not blank.
 
     A delimiter of `\n` makes each line one cell, which may have quotes and commas.
-    strict: a quote may only be around a whole cell. Raises what `read_text` raises, and UserError
-    naming the line.
+    strict: quotes may only be around a whole cell, and blanks around a cell belong to it.
+    Raises what `read_text` raises, and UserError naming the line.
     """
     lines = io.StringIO(read_text(file, where=where), newline="")
     quoting: Any = csv.QUOTE_NONE if delimiter == "\n" else csv.QUOTE_MINIMAL
@@ -67,7 +67,8 @@ def read_cells(
     try:
         for row in reader:
             if any(map(str.strip, row)):
-                rows.append((reader.line_num, [cell.strip() for cell in row]))
+                cells = row if strict else [cell.strip() for cell in row]
+                rows.append((reader.line_num, cells))
     except csv.Error as error:
         raise UserError(f"{file}:{reader.line_num}: {error}", where=where) from None
     return rows

@@ -131,6 +131,8 @@ class SplitIndex:
     """Rows of the samples in the stored split; None: all rows, in order."""
     key_hash: str | None = None
     """Hash of the rows that `choose_by_key` left of the stored split."""
+    is_shuffled: bool = True
+    """In random order, as `vitscale prepare shards` writes; external tars may be sorted by class."""
     entry_points: tuple[Path, ...] = ()
     """Files of the entry points of the images of each tar, which may be missing; empty: none."""
 
@@ -296,6 +298,7 @@ def read_split(
         label_map_sha256=manifest.label_map_sha256,
         hash_prefix=words[: 4 * len(hashes) : 4].copy(),
         index_path=index_path,
+        is_shuffled=manifest.shards_root == ".",
         entry_points=points,
     )
 

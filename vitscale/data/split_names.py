@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 
 from vitscale.config.errors import UserError
+from vitscale.data.folders import folders_in
 
 # The keywords by which Hugging Face `datasets` recognises splits.
 SPLIT_OF_NAME = {
@@ -46,21 +47,6 @@ def splits_of_folders(root: Path) -> dict[str, str]:
     if names and are_splits:
         raise ambiguous_splits(sorted(like_splits) + sorted(set(names) - like_splits))
     return {}
-
-
-def folders_in(root: Path) -> list[str]:
-    """Names of the visible sub-folders, and links to folders, sorted by their bytes."""
-    with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.name[0] != "." and is_folder(entry)]
-    return sorted(names, key=os.fsencode)
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True for a folder or a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:  # a link in a circle, or into a closed folder
-        return False
 
 
 def splits_of_files(names: Set[str]) -> dict[str, str]:
