@@ -132,7 +132,7 @@ class SplitIndex:
     key_hash: str | None = None
     """Hash of the rows that `choose_by_key` left of the stored split."""
     is_shuffled: bool = True
-    """In random order, as `vitscale prepare shards` writes; external tars may be sorted by class."""
+    """In random order, as `vitscale prepare shards` writes; other tars may be sorted by class."""
     entry_points: tuple[Path, ...] = ()
     """Files of the entry points of the images of each tar, which may be missing; empty: none."""
 
