@@ -140,7 +140,6 @@ def converted_pixels(data: bytes) -> torch.Tensor | None:
     with open_image(data) as image:
         if data.startswith(b"\xff\xd8\xff") and orientation(image) == UPRIGHT:
             return None
-        image.load()
         return torch.from_numpy(rgb_pixels(image))
 
 

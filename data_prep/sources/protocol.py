@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import DATA_LOSS_ERRNOS
+from vitscale.data.tar_members import CompressedTar, TarDefect
 from vitscale.runs.data_prep import SOURCES, LabelSettings, SourceSettings
 
 MAX_CLASS_LENGTH = 4096
@@ -128,6 +129,8 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
     try:
         yield from inputs
         return
+    except CompressedTar:
+        raise compressed_tar_error(container.path) from None
     except TarDefect:
         reason = "truncated_tar"
     except (pa.ArrowException, UnicodeDecodeError):
@@ -169,8 +172,13 @@ def printable(name: str | bytes) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-class TarDefect(ValueError):
-    """A tar is cut or damaged after the members listed so far."""
+def compressed_tar_error(path: str) -> UserError:
+    return UserError(
+        f"{printable(path)!r} is compressed: its images cannot be read one by one",
+        where="source.path",
+        allowed="plain tar files",
+        next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
+    )
 
 
 class ChangedSource(UserError):

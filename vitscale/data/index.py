@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import FileIO
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -205,7 +205,7 @@ def read_manifest(folder: Location | str) -> Manifest:
     path = location_of(folder) / MANIFEST_NAME
     try:
         text = path.read_bytes() if isinstance(path, Path) else b"".join(read_chunks(path))
-        return TypeAdapter(Manifest).validate_json(text)
+        manifest = TypeAdapter(Manifest).validate_json(text)
     except OSError as error:
         folder, what = Path(path).parent, "no such folder"
         if folder.is_dir():
@@ -222,6 +222,21 @@ def read_manifest(folder: Location | str) -> Manifest:
             allowed=f"format version {FORMAT_VERSION}",
             next_step="install the vitscale version that wrote it, or make the shards again",
         ) from None
+    for name in (shard.name for entry in manifest.splits.values() for shard in entry.shards):
+        if not stays_inside(name):
+            raise UserError(
+                f"names the tar {name!r}, which may lie outside its folder",
+                where=str(path),
+                allowed="relative names without '..'",
+                next_step="do not use this folder unless you trust who made it",
+            )
+    return manifest
+
+
+def stays_inside(name: str) -> bool:
+    """Return True for a relative name that cannot leave the folder that it is joined to."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in name
 
 
 def read_split(

@@ -4,8 +4,9 @@ A stream has no positions: after a stop it continues with freshly shuffled tars,
 the epoch are seen again and others later. data_prep/index_shards.py makes an index, which resumes
 exactly and is needed by everything but training.
 
-The library would open tars by shell commands (`pipe:`) and rewrite names by environment variables;
-here they are opened as files. Nothing is decoded but the image and its label.
+The library would open tars by shell commands (`pipe:`), rewrite names by environment variables and
+stop at the first end mark; here `tar_members` lists them, and the library groups and shuffles.
+Nothing is decoded but the image and its label.
 """
 
 from __future__ import annotations
@@ -13,17 +14,18 @@ from __future__ import annotations
 import math
 import os
 import re
-import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any, BinaryIO
 
 from braceexpand import braceexpand
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
+from vitscale.data.tar_members import members
 from vitscale.distributed.random_numbers import permutation, stream_key
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
@@ -66,16 +68,12 @@ def tar_samples(
 
 
 def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
-    from webdataset.tariterators import group_by_keys, tar_file_expander
+    from webdataset.tariterators import group_by_keys
 
     key = None
     try:
         with open(tar, "rb") as file:
-            members = tar_file_expander(
-                [{"url": str(tar), "stream": file}],
-                select_files=lambda name: name.lower().endswith(WANTED),
-            )
-            for sample in group_by_keys(members):
+            for sample in group_by_keys(_wanted_members(file)):
                 key, label = sample["__key__"], NO_LABEL
                 images = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
                 if num_classes:
@@ -87,13 +85,22 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
                 yield str(tar), key, images[0] if images else b"", label
         if key is None:
             raise ValueError(f"it has no members {', '.join(WANTED)}")
-    except (OSError, ValueError, tarfile.TarError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"cannot be read ({getattr(error, 'strerror', None) or error.args[0]})",
             where=str(tar),
             next_step="check data.train_split and the storage; vitscale prepare index makes an "
             "index of what can be read",
         ) from None
+
+
+def _wanted_members(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    """Yield images and labels as `group_by_keys` takes them. Raises TarDefect."""
+    for member in members(file):
+        if member.is_file and member.name.lower().endswith(WANTED):
+            file.seek(member.offset)
+            data = file.read(member.num_bytes)
+            yield {"fname": member.name, "data": data, "__url__": file.name}
 
 
 def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
