@@ -34,7 +34,7 @@ from blake3 import blake3
 
 from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
-from data_prep.sources.protocol import ChangedSource, check_is_mounted, read_named, source_root
+from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
 from vitscale.config.errors import (
@@ -45,6 +45,7 @@ from vitscale.config.errors import (
     WorkerError,
 )
 from vitscale.config.redaction import flatten_params
+from vitscale.config.text_files import read_named
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
@@ -212,6 +213,8 @@ class Step:
     """Make one of them, with the same bytes in any process."""
     images: Callable[[WorkFolder], Sequence[int]] | None = None
     """Images in each unit, which progress counts instead of units."""
+    inside: Callable[[WorkFolder, str], int] | None = None
+    """Files in a finished unit, where their total is not known before."""
     check: Callable[[WorkFolder, str], None] | None = None
     """Called for each finished unit; raises UserError if the work can no longer succeed."""
 
@@ -269,7 +272,7 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
                 if not is_done:
                     busy.append(unit)
                     continue
-                advance(sizes[unit])
+                advance(sizes[unit], step.inside(work, unit) if step.inside else 0)
                 if step.check:
                     step.check(work, unit)
             now = time.monotonic()
@@ -372,7 +375,13 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     # Left by a process that was killed after its commit, or made again by a task that began late.
     shutil.rmtree(work.path, ignore_errors=True)
     if made is not None:
-        print(f"{work.output}: already there, made with the same settings")
+        date = time.strftime(
+            "%Y-%m-%d", time.localtime((work.output / MANIFEST_NAME).stat().st_mtime)
+        )
+        print(
+            f"{work.output}: already there, made with the same settings on {date}; "
+            f"{run.source.path} was not looked at again"
+        )
         return
     # Compare settings again: another command may have finished it in the meantime.
     manifest = find_existing(work)
@@ -381,6 +390,8 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     for split, entry in manifest.splits.items():
         mib = f"{entry.num_bytes / 2**20:,.1f} MiB"
         print(f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, {mib}")
+    for note in manifest.notes:
+        print(f"  note: {note}")
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
     print(f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input")
     print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
@@ -406,6 +417,9 @@ def find_existing(work: WorkFolder) -> Manifest | None:
         raise UserError(what, where="output", next_step=advice) from None
     if changed := changed_settings(manifest.config, content_config(work.run)):
         what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
+        raise UserError(what, where="output", next_step=advice)
+    if difference := work.run.source.other_place(manifest.source_path):
+        what = f"{str(output)!r} exists already, {difference}"
         raise UserError(what, where="output", next_step=advice)
     return manifest
 

@@ -96,7 +96,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     planned = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1_281_167}
     rows = plan(data=planned | {"dev_percent": 1.0, "val_split": None})
     assert rows["data"].startswith("1,268,355 training images without 12,812 held out, from ")
-    assert rows["evaluation"].endswith("on the last 1 % of 'train' (12,812 images)")
+    assert rows["evaluation"].endswith("on 1 % of 'train' held out (12,812 images)")
     rows = plan(data=planned | {"first_percent": 10.0})
     assert rows["data"].startswith("128,117 training images, from ")
 
