@@ -20,6 +20,7 @@ from pydantic import Field
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection
+from vitscale.data.label_spaces import ClassMap, column_of_each_class
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import make_folders, write_text
 
@@ -54,6 +55,11 @@ class Outputs(NamedTuple):
     """int64: number of each image in its split."""
     heads_2BC: torch.Tensor | None = None
     """Beside logits: those of the class and of the distillation head, if the model has both."""
+
+    def of(self, columns_C: torch.Tensor) -> Outputs:
+        """The logits of these columns, such as those of the classes of the shards."""
+        heads_2BC = None if self.heads_2BC is None else self.heads_2BC[:, :, columns_C]
+        return self._replace(values_BX=self.values_BX[:, columns_C], heads_2BC=heads_2BC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,11 +274,13 @@ class Evaluation:
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: Subject) -> str:
         """Raise UserError where the model and the split do not suit the evaluation.
 
-        Called before any evaluation runs.
+        Called before any evaluation runs. Returns a sentence on how the model's outputs are matched
+        with the classes of the shards, if that is not plain.
         """
+        return ""
 
     def metrics(self, subject: Subject) -> dict[str, float]:
         """Metrics by name, without the prefix `val/`. Collective; equal on every rank."""
@@ -287,9 +295,9 @@ class PassEvaluation(Evaluation):
 
     needs: ClassVar[Output] = "logits"
 
-    def check(self, subject: Subject) -> None:
-        """The head has one output for each class of the shards, in their order."""
-        check_labels(subject, name=self.settings.name)
+    def check(self, subject: Subject) -> str:
+        """The head has one output for each class of the shards, in any order."""
+        return check_labels(subject, name=self.settings.name).how
 
     def start(self, subject: Subject) -> None:
         """Prepare to count."""
@@ -351,21 +359,34 @@ def check_head(subject: Subject, *, name: str) -> None:
         )
 
 
-def check_labels(subject: Subject, *, name: str) -> None:
-    """Raise UserError where output i of the head is not class i of the shards."""
+def check_labels(subject: Subject, *, name: str) -> ClassMap:
+    """Return the output for each class of the shards.
+
+    Raises UserError where they are not the same classes.
+    """
     check_head(subject, name=name)
-    shards, model = subject.val.classes, subject.classes or subject.val.classes
-    if subject.num_outputs == len(shards) and model == shards:
-        return
-    what = f"{len(shards)} classes (the first is {shards[0]!r}), but the model's head has "
-    what += str(subject.num_outputs)
-    if subject.num_outputs == len(shards):
-        label = next(i for i in range(len(shards)) if model[i] != shards[i])
-        order = "in another order" if sorted(model) == sorted(shards) else "other classes"
-        what = f"{order} than the model's: label {label} is {shards[label]!r} here and "
-        what += f"{model[label]!r} in the model"
-    raise UserError(
-        f"{name}: {what}",
-        where=f"label map of {subject.val.folder}",
-        next_step="evaluate {name: subset}, which maps classes by name, or other shards",
-    )
+    shards, num_outputs = subject.val.classes, subject.num_outputs
+    where = f"label map of {subject.val.folder}"
+    found = column_of_each_class(subject.classes, shards, num_outputs=num_outputs)
+    if lacking := found.lacking(shards):
+        raise UserError(
+            f"{name}: {len(lacking)} of {len(shards)} classes are none of the model's "
+            f"{num_outputs} (the first is {lacking[0]!r})",
+            where=where,
+            next_step="use shards with the model's classes; {name: subset, allow_missing: true} "
+            "counts images of the others as wrong",
+        )
+    if len(shards) != num_outputs:
+        raise UserError(
+            f"{name}: {len(shards)} classes, but the model's head has {num_outputs}",
+            where=where,
+            next_step="evaluate {name: subset}, in which only the shards' classes compete",
+        )
+    return found
+
+
+def columns_on(subject: Subject, columns: Sequence[int]) -> torch.Tensor:
+    """The positions of outputs as a tensor on the model's device."""
+    import torch
+
+    return torch.tensor(columns, device=subject.model.world.device)
