@@ -88,7 +88,7 @@ def column_of_each_class(
     numbers, in any mixture of the two sides; by position only where neither side has names.
 
     model: name of each output; None: unknown. data: class names by label.
-    Raises UserError where only one side has names, and where two classes have the same output.
+    Raises UserError where the data's classes alone have names.
     """
     named = _columns([_plain(name) for name in model or ()], [_plain(name) for name in data])
     if LACKING not in named:
@@ -104,7 +104,7 @@ def column_of_each_class(
     meant = tuple(by_meaning if by_name == LACKING else by_name for by_name, by_meaning in pairs)
     if meant.count(LACKING) < named.count(LACKING):
         origin = "" if model else f", the model's {num_outputs:,} outputs taken as ImageNet's"
-        return ClassMap(_distinct(meant, data), f"matched by WordNet's ids and words{origin}")
+        return ClassMap(meant, f"matched by WordNet's ids and words{origin}")
 
     if model is None:
         raise UserError(
@@ -124,24 +124,11 @@ def _plain(name: str) -> str:
 
 
 def _columns(outputs: Sequence[str | None], classes: Sequence[str | None]) -> tuple[int, ...]:
-    """A name that several outputs have is the name of none."""
-    counts = Counter(outputs)
-    places = {name: column for column, name in enumerate(outputs) if name and counts[name] == 1}
-    return tuple(places.get(name, LACKING) if name else LACKING for name in classes)
-
-
-def _distinct(columns: tuple[int, ...], data: Sequence[str]) -> tuple[int, ...]:
-    """Raise UserError where two classes have the same output."""
-    labels: dict[int, int] = {}
-    for label, column in enumerate(columns):
-        other = labels.setdefault(column, label)
-        if column != LACKING and other != label:
-            raise UserError(
-                f"{data[other]!r} and {data[label]!r} are one class of the model",
-                where="data.path",
-                next_step="use shards with one class for each output, or other weights",
-            )
-    return columns
+    """A name that two outputs or two classes have is the name of none."""
+    twice = {name for side in (outputs, classes) for name, n in Counter(side).items() if n > 1}
+    twice.add(None)
+    places = {name: column for column, name in enumerate(outputs) if name not in twice}
+    return tuple(LACKING if name in twice else places.get(name, LACKING) for name in classes)
 
 
 def _numbers(names: Sequence[str]) -> tuple[int, ...] | None:
