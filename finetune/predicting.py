@@ -125,16 +125,14 @@ def predictions(
     pinned = world.device.type == "cuda"
     network = model.for_inference(world, precision=run.compute.precision, num_images=images.total)
     names = model.class_names
-    config = {} if model.run is None else model.run.config
-    # Trained with a sigmoid of each class, whose probabilities need not sum to 1.
-    is_sigmoid = (config.get("objective") or {}).get("loss") == "sigmoid"
     pending: list[Row] = []
     with open_batches(
         samples, positions, batch=size, settings=settings, pin_memory=pinned
     ) as batches:
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = network.logits(cpu_batch.to(world.device).images)
-            shares_BC = logits_BC.sigmoid() if is_sigmoid else logits_BC.softmax(dim=1)
+            # Shares of their own need not sum to 1.
+            shares_BC = logits_BC.sigmoid() if model.independent else logits_BC.softmax(dim=1)
             shares_BK, ranked_BK = (part.tolist() for part in shares_BC.topk(top, dim=1))
             errors = {each.sample: each.error for each in cpu_batch.unreadable}
             labels = map(images.label_name, cpu_batch.labels.tolist())

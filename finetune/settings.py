@@ -54,10 +54,10 @@ class PreprocessingSettings(Section):
     """Subtracted from red, green and blue, each in [0, 1]."""
     std: tuple[float, float, float] | None = Field(default=None, strict=False)
     """Red, green and blue are divided by it."""
-    eval_resize: Literal["squash", "center_crop"] | None = None
+    eval_resize: Literal["squash", "center_crop", "squash_crop"] | None = None
     """Same as `data.eval_resize` of a training."""
     eval_crop_fraction: float | None = Field(default=None, gt=0, le=1)
-    """center_crop only: image size / resized short side."""
+    """Not of squash: image size / resized side."""
     eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
     """Filter of the resize."""
     eval_antialias: bool | None = None
@@ -81,8 +81,9 @@ class ModelRun(Run):
     image_size: PositiveInt | None = None
     """Apply the model at another image size, in pixels a side, its position embeddings resized;
     null: its own."""
-    position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
-    """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
+    position_embedding: Literal["auto", "google", "timm", "deit", "dinov2"] = "auto"
+    """How learned position embeddings are resampled to the new grid; see docs/recipes.md. auto: as
+    the library does that the weights come from."""
     compute: DeviceSettings = DeviceSettings()
     """Device, precision and batch."""
 

@@ -27,8 +27,6 @@ LABEL_SPACES = {
 }
 # The classes of evaluation sets, in the order of ImageNet-1k's.
 SUBSETS = {"imagenet_a": "imagenet_a_synsets.txt", "imagenet_r": "imagenet_r_synsets.txt"}
-# Names of the classes by label, a JSON list, in a run folder or beside a file of weights.
-CLASSES_NAME = "classes.json"
 LACKING = -1
 # Libraries word up to 3 % of ImageNet's classes in their own way.
 MIN_AGREEING = 0.9
@@ -112,7 +110,7 @@ def column_of_each_class(
             f"names, such as {data[0]!r}",
             where="init",
             allowed="names of the outputs, or as many outputs as a release of ImageNet has",
-            next_step=f"put their names by label into a JSON list {CLASSES_NAME} beside the "
+            next_step="put their names by label into a JSON list classes.json beside the "
             "weights, or give a folder of timm or Hugging Face that has them",
         )
     return ClassMap(named, "matched by name")

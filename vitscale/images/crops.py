@@ -203,6 +203,27 @@ def center_crop(
     return box, resized, (round((resized[0] - size) / 2), round((resized[1] - size) / 2))
 
 
+def squash(
+    width: int, height: int, *, size: int, fraction: float
+) -> tuple[CropBox, tuple[int, int], tuple[int, int]]:
+    """Resize the whole image to a square. Returns what `center_crop` does."""
+    return CropBox(0, 0, width, height), (size, size), (0, 0)
+
+
+def squash_crop(
+    width: int, height: int, *, size: int, fraction: float
+) -> tuple[CropBox, tuple[int, int], tuple[int, int]]:
+    """Resize the whole image to a square of `size` / `fraction`, then cut its centre; rounded as
+    timm's `create_transform` does. Returns what `center_crop` does."""
+    larger = math.floor(size / fraction)
+    start = round((larger - size) / 2)
+    return CropBox(0, 0, width, height), (larger, larger), (start, start)
+
+
+EVALUATION_CROPS = {"squash": squash, "center_crop": center_crop, "squash_crop": squash_crop}
+"""Values of `data.eval_resize`."""
+
+
 def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int) -> torch.Tensor:
     """Average each output pixel's area in the image, and keep the centre. Returns uint8 [3, R, C].
 

@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.run import FinetuneRun
-from finetune.start import load_initial_weights, sliced_head
+from finetune.start import load_initial_weights, with_head
 from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import known_space
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
+from vitscale.models.weights.files import Weights
 
 TEDDY_BEAR = "n04399382"
 SMALL: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 192, "depth": 1}
@@ -76,8 +77,9 @@ def head(num_classes: int, *, names: tuple[str, ...] = ("head",)) -> dict[str, t
 
 def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
     target = known_space("imagenet_1k")
-    found, missing = sliced_head(head(21_843), source=None, target=target, where="there")
-    assert missing == [TEDDY_BEAR] and target.index(TEDDY_BEAR) == 850
+    found, said = kept(head(21_843), None, target)
+    assert said.startswith("kept 999 of 1,000 classes of the head, matched by")
+    assert said.endswith(f"zero weights for {TEDDY_BEAR}") and target.index(TEDDY_BEAR) == 850
     assert found["head.weight"].shape == (1000, 2)
     lacking = found["head.weight"].abs().sum(1) == 0
     assert lacking.nonzero().flatten().tolist() == [850]
@@ -87,11 +89,22 @@ def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
     assert torch.equal(found["cls_token"], torch.ones(1, 1, 2))
 
 
+def kept(
+    weights: dict[str, torch.Tensor],
+    source: tuple[str, ...] | None,
+    target: tuple[str, ...],
+    keep: Any = "slice",
+) -> tuple[dict[str, torch.Tensor], str]:
+    given = Weights(tensors=weights, classes=source, where="there")
+    found, (said,) = with_head(given, target, keep=keep)
+    return found.tensors, said
+
+
 @pytest.mark.parametrize("names", [("head", "head_dist"), ("head.2",)])
 def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
     weights, source = head(4, names=names), ("cat", "dog", "cow", "owl")
-    found, missing = sliced_head(weights, source=source, target=("owl", "cat"), where="there")
-    assert missing == []
+    found, said = kept(weights, source, ("owl", "cat"))
+    assert said == "kept 2 of 2 classes of the head, matched by name"
     for name in names:
         assert found[f"{name}.weight"].tolist() == [[3, 3], [0, 0]]
         assert found[f"{name}.bias"].tolist() == [-3, 0]
@@ -101,12 +114,34 @@ def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
     "weights, source, message",
     [
         (head(4), ("a", "b", "c", "d"), r"\(a, b, ...\) include 0 of the 3"),
-        (head(4), None, r"\(unknown, ...\) include 0 of the 3"),
+        (head(4), None, "outputs are unknown"),
         (head(4), ("cat", "b", "c", "d"), "include 1 of the 3"),
-        (head(5), ("cat", "dog", "cow", "d"), "include 3 of the 3"),  # one name is missing
+        (head(5), ("cat", "dog", "cow", "d"), "outputs are unknown"),  # one name is missing
         ({"cls_token": torch.ones(1)}, None, "contains no classifier"),
     ],
 )
 def test_too_few_matches_are_one_error(weights: Any, source: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        sliced_head(weights, source=source, target=("cat", "dog", "cow"), where="there")
+        kept(weights, source, ("cat", "dog", "cow"))
+
+
+def test_a_whole_head_is_kept_for_the_same_classes_in_any_order() -> None:
+    """DeiT at 384 px; rows are matched by name where both sides have names."""
+    same, said = kept(head(3), ("cat", "dog", "cow"), ("cat", "dog", "cow"), True)
+    assert said == "kept 3 of 3 classes of the head"
+    assert torch.equal(same["head.weight"], head(3)["head.weight"])
+    other, said = kept(head(3), ("cat", "dog", "cow"), ("cow", "cat", "dog"), True)
+    assert said.endswith("matched by name") and other["head.bias"].tolist() == [-2, 0, -1]
+    unnamed, said = kept(head(3), None, ("cat", "dog", "cow"), True)
+    assert "have no names: taken in the shards' order" in said
+    assert torch.equal(unnamed["head.weight"], head(3)["head.weight"])
+    words = ("tench, Tinca tinca", "goldfish, Carassius auratus")
+    named, said = kept(head(2), words, ("n01443537", "n01440764"), True)
+    assert named["head.bias"].tolist() == [-1, 0] and "by WordNet" in said
+    for names, target in (
+        (("cat", "dog", "cow"), ("cat", "dog", "owl")),  # another class
+        (("cat", "dog", "cow"), ("cat", "dog")),  # a part of them
+        (("0", "1", "2"), ("cat", "dog", "owl")),
+    ):
+        with pytest.raises(UserError, match="set keep_head=slice or false"):
+            kept(head(len(names)), names, target, True)
