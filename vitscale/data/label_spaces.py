@@ -209,4 +209,4 @@ def _terms(words: str) -> frozenset[str]:
 def _words() -> dict[str, str]:
     """WordNet's words of each of ImageNet's ids, such as `tench, Tinca tinca`."""
     lines = timm_file("imagenet_synset_to_lemma.txt", where="data.path").read_text("utf-8")
-    return dict(line.split("\t", 1) for line in lines.splitlines())  # type: ignore[misc]  # pairs
+    return dict(line.split("\t", 1) for line in lines.splitlines())

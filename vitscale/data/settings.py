@@ -73,7 +73,7 @@ class DataSettings(Section):
     """Only the first stored samples, rounded up: of shards, which are shuffled, a random subset;
     indexed tars keep their own order."""
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
-    """Only samples of these classes; labels do not change. Empty: all classes."""
+    """Train on and evaluate only samples of these classes; labels do not change. Empty: all."""
     only_keys: str | None = None
     """Text file with one key per line: only these samples, of those that `first_percent` and
     `only_classes` leave. The shards stay as they are. null: all keys."""

@@ -43,6 +43,10 @@ class SettingsBase(NamedSection):
     """Steps between two evaluations; null: after the last step only."""
 
 
+class NonFiniteOutputs(UserError):
+    """The model computes NaN or infinity, of which every metric would be a number without sense."""
+
+
 class Outputs(NamedTuple):
     """Outputs of a model for one batch of this rank."""
 
@@ -225,7 +229,8 @@ class Subject:
         rows, first = [] if kept is None else [kept], 0
         for part in parts:
             own = missing[(missing >= first) & (missing < first + part.num_samples)] - first
-            for batch in self.outputs(part, output, samples=own) if len(own) else ():
+            batches = self.outputs(part, output, samples=own) if len(own) else ()
+            for batch in _finite(batches, self):
                 is_real = batch.weights_B > 0
                 rows.append(
                     Features(
@@ -287,6 +292,33 @@ class Evaluation:
         raise NotImplementedError
 
 
+class Probe(Evaluation):
+    """An evaluation that learns from features of the training images."""
+
+    needs: ClassVar[Output] = "features"
+
+    def check(self, subject: Subject) -> str:
+        """No evaluated image is one that the probe learns from."""
+        val = subject.val
+        for part in subject.train:
+            if (part.folder, part.split) != (val.folder, val.split):
+                continue
+            shared = np.intersect1d(_rows(part), _rows(val), assume_unique=True)
+            if len(shared):
+                raise UserError(
+                    f"{self.settings.name}: {len(shared):,} of the {val.num_samples:,} evaluated "
+                    f"images are among those of {part.split!r} that it learns from",
+                    where="data.val_split",
+                    next_step="set data.train_split or data.val_split to another split",
+                )
+        return ""
+
+
+def _rows(index: SplitIndex) -> np.ndarray:
+    """The numbers of the samples in the stored split."""
+    return np.arange(index.num_samples) if index.stored is None else index.stored
+
+
 class PassEvaluation(Evaluation):
     """An evaluation of logits; all of a run share one pass over the validation images.
 
@@ -337,13 +369,36 @@ def _in_one_pass(evaluations: Sequence[PassEvaluation], subject: Subject) -> lis
     for each in evaluations:
         each.start(subject)
     samples = torch.zeros((), dtype=torch.float64, device=subject.model.world.device)
-    for outputs in subject.outputs(subject.val, "logits"):
+    for outputs in _finite(subject.outputs(subject.val, "logits"), subject):
         samples += outputs.weights_B.double().sum()
         for each in evaluations:
             each.add(outputs)
     counted, expected = int(sum_over_ranks(samples)), subject.val.num_samples
     assert counted == expected, f"evaluated {counted} of {expected} samples"
     return [each.finish() for each in evaluations]
+
+
+def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
+    """Pass batches on. After the last one raise NonFiniteOutputs, on every rank, if an image has an
+    output that is not finite. Collective."""
+    import torch
+
+    from vitscale.distributed.world import sum_over_ranks
+
+    # Counted on the device: a batch must not wait for the one before.
+    counts = torch.zeros(2, dtype=torch.float64, device=subject.model.world.device)
+    for batch in batches:
+        is_finite_B = batch.values_BX.isfinite().flatten(1).all(dim=1)
+        is_image_B = batch.weights_B > 0
+        counts += torch.stack([(is_image_B & ~is_finite_B).sum(), is_image_B.sum()])
+        yield batch
+    bad, images = map(int, sum_over_ranks(counts).tolist())
+    if bad:
+        raise NonFiniteOutputs(
+            f"outputs of the model are not finite (NaN or infinity): {bad:,} of {images:,} images",
+            where="init",
+            next_step="evaluate an earlier checkpoint, or other weights",
+        )
 
 
 def check_head(subject: Subject, *, name: str) -> None:

@@ -132,7 +132,7 @@ def opened(
     chosen = TeacherSettings.model_validate({"model": NAME, "weights": str(path), **settings})
     return open_teacher(
         **chosen.model_dump(),
-        num_classes=num_classes,
+        classes=tuple(map(str, range(num_classes))),
         world=WORLD,
         engine=EngineSettings.model_validate(engine or {}),
     )

@@ -104,17 +104,23 @@ def timm_weights(
     Raises UserError where timm does not know the model.
     """
     published, arguments = pretrained_config(name, where=where), dict(arguments)
-    common = {"format": f"timm's {name}", "positions": "timm"}
+    origin = f"timm's {name}"
     model = None if as_timm else _plain_transformer(name, arguments)
     if model is not None:
         tensors, left_out = from_pytorch(tensors)
-        known, grid = _known(model), model.patch_embed.grid_size
-        return Weights(tensors=tensors, known=known, grid=grid, left_out=tuple(left_out), **common)
+        return Weights(
+            tensors=tensors,
+            format=origin,
+            known=_known(model),
+            grid=model.patch_embed.grid_size,
+            left_out=tuple(left_out),
+            positions="timm",
+        )
     size = arguments.pop("img_size", None) or input_size or published.input_size
     arguments.pop("num_classes", None)  # counted in the weights
     size = size if isinstance(size, int) else size[-1]
     known = {"name": "timm", "model": name, "image_size": size, "arguments": arguments}
-    return Weights(tensors=without_wrappers(tensors), known=known, **common)
+    return Weights(tensors=without_wrappers(tensors), format=origin, known=known, positions="timm")
 
 
 def _plain_transformer(name: str, arguments: Mapping[str, Any]) -> VisionTransformer | None:
