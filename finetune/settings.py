@@ -56,7 +56,10 @@ class PreprocessingSettings(Section):
     """Subtracted from red, green and blue, each in [0, 1]."""
     std: tuple[float, float, float] | None = Field(default=None, strict=False)
     """Red, green and blue are divided by it."""
-    eval_resize: Literal["squash", "center_crop", "squash_crop"] | None = None
+    eval_resize: (
+        Literal["squash", "center_crop", "squash_crop", "center_crop_down", "squash_crop_down"]
+        | None
+    ) = None
     """Same as `data.eval_resize` of a training."""
     eval_crop_fraction: float | None = Field(default=None, gt=0, le=1)
     """Not of squash: image size / resized side."""

@@ -68,7 +68,7 @@ def _images(model: TrainedModel) -> Iterator[str]:
     else:
         larger = f"{floor(how.image_size / how.eval_crop_fraction)} px"
         side = f"the short side is resized to {larger}"
-        if how.eval_resize == "squash_crop":
+        if how.eval_resize.startswith("squash_crop"):
             side = f"the whole image is resized to a square of {larger}"
         yield f"- {side} ({kind}), and the centre {size} cut out"
     yield f"- RGB, (x / 255 - mean) / std with mean {list(how.mean)} and std {list(how.std)}"

@@ -189,7 +189,7 @@ def _preprocessor(how: Preprocessing) -> dict[str, Any]:
         "squash": ("ViT", square),
         "center_crop": ("Bit", {"shortest_edge": larger}),
         "squash_crop": ("DeiT", {"height": larger, "width": larger}),
-    }[how.eval_resize]
+    }[how.eval_resize.removesuffix("_down")]
     crop = {} if kind == "ViT" else {"do_center_crop": True, "crop_size": square}
     return {
         "image_processor_type": f"{kind}ImageProcessor",

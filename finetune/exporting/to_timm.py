@@ -97,7 +97,8 @@ def _config(model: TrainedModel) -> dict[str, Any]:
 
 def _preprocessing(how: Preprocessing) -> dict[str, Any]:
     """Return the preprocessing in the form of timm's `pretrained_cfg`."""
-    is_whole, is_center = how.eval_resize == "squash", how.eval_resize == "center_crop"
+    is_whole = how.eval_resize == "squash"
+    is_center = how.eval_resize.startswith("center_crop")
     return {
         "input_size": [3, how.image_size, how.image_size],
         "mean": list(how.mean),

@@ -271,7 +271,7 @@ class EvaluationResize:
             larger = round(side / self.settings.eval_crop_fraction)
             factor = larger / min(height, width)
             resized = round(height * factor), round(width * factor)
-            resized = (larger, larger) if resize == "squash_crop" else resized
+            resized = (larger, larger) if resize.startswith("squash_crop") else resized
         out.copy_(crops.area_resized(pixels_HW3, resized=resized, size=side))
 
 

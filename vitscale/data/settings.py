@@ -127,10 +127,14 @@ class DataSettings(Section):
     """Smooth training images that are made smaller; false as in tf.image.resize (ViT, AugReg)."""
     augment: AugmentSettings = AugmentSettings()
     mixing: MixingSettings | None = None
-    eval_resize: Literal["squash", "center_crop", "squash_crop"] = "squash"
+    eval_resize: Literal[
+        "squash", "center_crop", "squash_crop", "center_crop_down", "squash_crop_down"
+    ] = "squash"
     """squash: resize the whole image to the image size (ViT paper's code). center_crop: resize
     until the image size is covered, then crop the centre. squash_crop: resize the whole image to a
-    larger square, then crop its centre (some weights of timm, Hugging Face's DeiT)."""
+    larger square, then crop its centre (some weights of timm). _down: where an odd number of pixels
+    is cut, the centre begins where Hugging Face's processors begin it, half of the times 1 px up
+    and left of timm's."""
     eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
     """Filter of the evaluation's resize; null: `interpolation`. area: the mean of each pixel's
     area, as big_vision's `resize_small`; decodes whole images."""

@@ -109,7 +109,7 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
                 "size": {"shortest_edge": 32},
                 "crop_size": {"height": 28, "width": 28},
             },
-            {"eval_resize": "center_crop", "eval_crop_fraction": 0.875},
+            {"eval_resize": "center_crop_down", "eval_crop_fraction": 0.875},
         ),
         ({"do_normalize": False}, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),
     ],

@@ -167,7 +167,7 @@ def _resize(how: Mapping[str, Any], path: Path, *, keeps_aspect: bool) -> dict[s
     crop, _ = _side(how["crop_size"], path, is_short=False)
     if crop > resized:
         raise _unsupported(path, f"crops {crop} px of {resized} px", "a crop within the image")
-    rule = CENTRED if is_short else SQUASHED_CENTRE
+    rule = f"{CENTRED if is_short else SQUASHED_CENTRE}_down"
     fraction = crop_fraction(crop, resized)
     return {"eval_resize": rule, "eval_crop_fraction": fraction, "image_size": crop}
 
@@ -178,8 +178,9 @@ def _side(size: Any, path: Path, *, is_short: bool) -> tuple[int, bool]:
         return size, is_short
     if isinstance(size, dict) and set(size) == {"shortest_edge"}:
         return int(size["shortest_edge"]), True
-    sides = [size["height"], size["width"]] if isinstance(size, dict) else list(size)
-    if len(set(sides)) != 1:
+    sides = list(size.values()) if isinstance(size, dict) else list(size)
+    names = set(size) if isinstance(size, dict) else {"height", "width"}
+    if names != {"height", "width"} or len(set(sides)) != 1:
         raise _unsupported(path, f"size {size}", "a square, or shortest_edge")
     return int(sides[0]), False
 
