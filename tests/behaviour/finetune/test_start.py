@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save as saved_bytes
 from safetensors.torch import save_file
 
 from finetune.run import FinetuneRun
 from finetune.start import load_initial_weights, with_head
+from tests.support.corpora.shard_folders import make_shard_folder
+from tests.support.engine.small_models import export, small_model
+from vitscale.checkpoint.folders import Save, commit_save, only_this_rank
 from vitscale.config.errors import UserError
+from vitscale.config.loader import run_to_yaml
 from vitscale.data.label_spaces import known_space
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
@@ -51,6 +57,111 @@ def test_training_says_what_the_weights_expect(tmp_path: Path) -> None:
     for key in ("mean=[0.485, 0.456, 0.406]", "std=[0.229, 0.224, 0.225]"):
         assert any(f"data.{key}; this run has [0.5" in line for line in said)
     assert torch.equal(model.get_parameter("cls_token"), theirs["cls_token"])
+
+
+# ---- a run of ours ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    make_shard_folder(tmp_path / "shards", classes=("cat", "dog"))
+    return tmp_path / "shards"
+
+
+def values_of(shards: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration; changes: of `model` and `data`."""
+    data = {"path": str(shards), "global_batch": 64}
+    values: dict[str, Any] = {"name": "x", "model": dict(SMALL), "data": data}
+    values |= {"optim": {"lr": 0.1}, "schedule": {"steps": 1}}
+    for section, keys in changes.items():
+        values[section] |= keys
+    return values
+
+
+def write_run(folder: Path, shards: Path, *, classes: tuple[str, ...], **changes: Any) -> Any:
+    """The run folder of a training that has committed a checkpoint; returns its network."""
+    run = FinetuneRun.model_validate(values_of(shards, **changes))
+    arch: Any = run.model.resolved(num_classes=len(classes))
+    model = build_model(arch, seed=3)
+    torch.nn.init.normal_(model.head.weight)
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    description = {"architecture": arch.description(), "grid": list(arch.grid), "ema": None}
+    save = Save(
+        checkpoints=folder / "checkpoints",
+        step=1,
+        attempt="a",
+        rank=0,
+        keep=1,
+        progress={},
+        description=description,
+    )
+    (folder / "checkpoints").mkdir(parents=True)
+    commit_save(save, [saved_bytes(tensors)], gather=only_this_rank)
+    (folder / "config.yaml").write_text(run_to_yaml(run))
+    (folder / "classes.json").write_text(json.dumps(classes))
+    return model
+
+
+def started(shards: Path, init: Path, **changes: Any) -> tuple[list[str], Any]:
+    values = values_of(shards, **changes) | {"init": str(init), "keep_head": True}
+    run = FinetuneRun.model_validate(values)
+    arch: Any = run.model.resolved(num_classes=2)
+    model = build_model(arch, seed=1)
+    return load_initial_weights(model, arch, run)[1], model
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"model": {"gelu": "erf"}}, ["model.gelu=tanh; this run has erf"]),
+        ({"model": {"layer_norm_eps": 0.1}}, ["model.layer_norm_eps=1e-06; this run has 0.1"]),
+        ({"model": {"pool": "gap", "class_token": True}}, ["model.pool=cls; this run has gap"]),
+        (
+            {"data": {"mean": [0.2] * 3, "std": [0.9] * 3}},
+            [
+                "data.mean=[0.5, 0.5, 0.5]; this run has [0.2, 0.2, 0.2]",
+                "data.std=[0.5, 0.5, 0.5]; this run has [0.9, 0.9, 0.9]",
+            ],
+        ),
+        ({"model": {"dropout": 0.1, "drop_path": 0.2}}, []),
+    ],
+)
+def test_our_own_runs_are_compared_as_other_weights_are(
+    shards: Path, tmp_path: Path, changes: dict[str, Any], said: list[str]
+) -> None:
+    write_run(tmp_path / "run", shards, classes=("cat", "dog"))
+    lines, _ = started(shards, tmp_path / "run", **changes)
+    assert lines[2:] == [f"these weights expect {each}" for each in said]
+
+
+@pytest.mark.parametrize("kind", ["run", "safetensors", "huggingface"])
+def test_another_number_of_heads_is_refused_where_it_is_known(
+    shards: Path, tmp_path: Path, kind: str
+) -> None:
+    """The tensors fit, whatever the heads."""
+    init = tmp_path / "init"
+    if kind == "run":
+        write_run(init, shards, classes=("cat", "dog"))
+    else:
+        export(small_model(num_classes=2, classes=("cat", "dog"), **SMALL), kind, init)
+    started(shards, init)
+    with pytest.raises(
+        UserError, match=r"have 3 attention heads, and this run 6(?s:.*)num_heads=3"
+    ):
+        started(shards, init, model={"num_heads": 6})
+    with pytest.raises(UserError, match="tensors do not fit"):
+        started(shards, init, model={"num_heads": 6, "width": 384})
+
+
+def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
+    theirs = write_run(tmp_path / "run", shards, classes=("dog", "cat"))
+    lines, model = started(shards, tmp_path / "run")
+    assert torch.equal(model.head.weight, theirs.head.weight[[1, 0]])
+    assert lines[1] == "kept 2 of 2 classes of the head, matched by name"
+    write_run(tmp_path / "other", shards, classes=("dog", "owl"))
+    with pytest.raises(UserError, match=r"\(dog, owl, ...\) include 1 of the 2"):
+        started(shards, tmp_path / "other")
 
 
 def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
