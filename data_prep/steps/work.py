@@ -50,7 +50,7 @@ from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
-from vitscale.distributed.processes import is_alive, num_cores, num_gpus
+from vitscale.distributed.processes import environment_number, is_alive, num_cores, num_gpus
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.journal import item_progress
 
@@ -214,7 +214,8 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
     num_workers: 1 works in this process. Raises StorageError or WorkerError where a rerun resumes,
     UserError for a corpus that cannot be used.
     """
-    task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
+    names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
+    task = environment_number(names[0], least=0) if names else 0
     with _storage_errors(work):
         work.open()
         with Workers(partial(attempt, work), num=num_workers, imports=IMPORTS) as workers:

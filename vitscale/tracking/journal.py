@@ -13,12 +13,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitscale.distributed.atomic_files import open_log, write_bytes
+from vitscale.distributed.atomic_files import fsync_folder, open_log, write_bytes
 
 JOURNAL_NAME = "journal.jsonl"
 LOG_NAME = "logs/rank0.log"
@@ -83,6 +83,8 @@ class Journal:
             if len(kept) < len(lines):
                 write_bytes(self.path, b"".join(kept))  # atomically: a kill leaves the old file
         self._file = open(self.path, "ab", buffering=0)
+        # Its name must survive power loss, too.
+        fsync_folder(self.path.parent)
         # Lines, or the rest of one, that a full or failing disk has refused.
         self._unwritten = bytearray()
 
@@ -100,6 +102,14 @@ class Journal:
                 del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             self.refused = error
+
+    def flush(self) -> None:
+        """Let the written lines survive power loss. Any thread may call it. Raises OSError."""
+        with suppress(ValueError):  # closed, and flushed by that
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Write what is left. Raises OSError when that cannot be. A second call does nothing."""

@@ -258,7 +258,7 @@ def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
     data = {"path": str(shards), "train_split": "train", "val_split": "test", **data}
     evaluate = [{"name": "knn", "every_steps": 5}, {"name": "classification"}]
     run = run_folder(tmp_path / "base", data=data, evaluate=evaluate)
-    train, val = splits(evaluated(run), check_files=True)
+    train, val = splits(evaluated(run))
     assert [key for part in train for key in _keys(part)] == bank
     assert _keys(val) == images
 
@@ -276,9 +276,9 @@ def test_words_on_the_command_line_win_over_the_run(
     assert evaluated(run).compute.precision == "bf16"
     assert evaluated(run).data.evaluated == "the last 50 % of 'train'"
     # Another split, without the dev part in the bank; other shards, whole.
-    train, val = splits(evaluated(run, "data.val_split=test"), check_files=True)
+    train, val = splits(evaluated(run, "data.val_split=test"))
     assert (len(_keys(train[0])), _keys(val)) == (9, TEST)
-    train, val = splits(evaluated(run, f"data.path={mixed_in}"), check_files=True)
+    train, val = splits(evaluated(run, f"data.path={mixed_in}"))
     assert (len(_keys(train[0])), len(_keys(val))) == (3, 3)
 
 
