@@ -22,7 +22,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -38,6 +38,7 @@ from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, read_named, source_root
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import (
     EXIT_STOPPED_RESUMABLE,
     FailureKind,
@@ -45,7 +46,6 @@ from vitscale.config.errors import (
     UserError,
     WorkerError,
 )
-from vitscale.config.redaction import flatten_params
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
@@ -374,7 +374,8 @@ def find_existing(work: WorkFolder) -> Manifest | None:
     except UserError as error:
         what = f"exists already and was not made by this script\n{error.text()}"
         raise UserError(what, where="output", next_step=advice) from None
-    if changed := changed_settings(manifest.config, content_config(work.run)):
+    changed = changed_settings(manifest.config, content_config(work.run), purpose="output")
+    if changed:
         what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
         raise UserError(what, where="output", next_step=advice)
     return manifest
@@ -396,16 +397,10 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     return config
 
 
-def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Keys with different values, such as seed and labels.map_blake3."""
-    before, after = flatten_params(old), flatten_params(new)
-    return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-
-
 def check_settings(work: WorkFolder) -> None:
     """Raise UserError unless the work was begun with these settings, source and version."""
     begun = json.loads((work.path / SETTINGS_NAME).read_text())
-    if changed := changed_settings(begun, _settings(work.run)):
+    if changed := changed_settings(begun, _settings(work.run), purpose="output"):
         raise UserError(
             f"was begun with other settings: {', '.join(changed)}",
             where=str(work.path),

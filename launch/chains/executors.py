@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from launch.chains.load import Chain, ChainStep
-from launch.comparison.differences import has_effect
 from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import RUN_TYPES, job_folder, prepare_job, submit_run
 from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
@@ -32,15 +31,18 @@ from launch.planning.dry_run import (
     slurm_check,
 )
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.config.loader import load_run_file
-from vitscale.config.redaction import flatten_params
+from vitscale.config.redaction import flatten
 from vitscale.config.section import Run
 from vitscale.data.index import MANIFEST_NAME, read_manifest
+from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.events import read_start
 from vitscale.runs.data_prep import DataPrepRun
 
 say = partial(print, flush=True)
+HASH_OF_FILE = "_blake3"
 
 
 # ---- what is done -----------------------------------------------------------------------------
@@ -100,8 +102,17 @@ def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     manifest = folder / MANIFEST_NAME
     if not manifest.exists():
         return StepState(text="missing")
-    made, now = read_manifest(folder).config, run.model_dump(mode="json")
-    if changes := _changes(made, {key: now[key] for key in made.keys() & now.keys()}):
+    made = read_manifest(folder).config
+    settings = run.model_dump(mode="json")
+    now = flatten({key: settings[key] for key in made.keys() & settings.keys()})
+
+    # A manifest also has the hash of each file that a setting names, as KEY_blake3.
+    for key in [key for key in flatten(made) if key.endswith(HASH_OF_FILE)]:
+        file = Path(now.get(key.removesuffix(HASH_OF_FILE), "")).expanduser()
+        # Only the nodes may see the file.
+        now[key] = blake3_of_file(file) if file.is_file() else flatten(made)[key]
+
+    if changes := _changes(made, now):
         return _changed("exists already, made with other settings", changes, folder)
     return StepState(text="done", finished=manifest.stat().st_mtime)
 
@@ -144,12 +155,10 @@ def _changes_since(run: Run, path: Path) -> list[str]:
 
 def _changes(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Settings with an effect that differ."""
-    before, after = flatten_params(made), flatten_params(now)
+    changes = changed_settings(made, now, purpose="chain")
     return [
-        f"{key}: made with {before.get(key, 'nothing')}, now {after.get(key, 'nothing')}"
-        for key in sorted(before.keys() | after.keys())
-        # A manifest also has the hashes of the files that settings name.
-        if has_effect(key) and not key.endswith("_blake3") and before.get(key) != after.get(key)
+        f"{key}: made with {before or 'nothing'}, now {after or 'nothing'}"
+        for key, (before, after) in changes.items()
     ]
 
 
