@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,24 @@ import numpy as np
 from launch.comparison.differences import (
     Comparison,
     Dependence,
+    MetricLine,
     Spread,
     dependences,
-    has_effect,
     spread,
 )
-from launch.comparison.report import format_spread, metric_place, printable, tables
+from launch.comparison.report import (
+    format_spread,
+    format_value,
+    metric_place,
+    printable,
+    tables,
+)
 from launch.comparison.runs import ComparedRun
+from vitscale.config.changes import changed_settings
 
 MAX_REASONS = 8
+Side = tuple[str, ComparedRun, Spread]
+"""A run, or a group of seeds: its label, its first run, and its metric."""
 # Of a longer curve, the lowest and the highest point of each of half as many intervals are drawn.
 MAX_POINTS = 1000
 # On paper two charts are side by side, whatever the width of the screen.
@@ -92,29 +102,39 @@ def _script_hash(script: str) -> str:
 
 
 def _verdict(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences: the best run, its metric, and its differences to the second."""
+    """Yield sentences: the best run, its metric, its differences to the second, and what speaks
+    against this order."""
     line, ranked = comparison.deciding, _ranked(comparison)
     if line is None or not ranked:
         yield "No metric says which run is better."
         return
-    at = "" if comparison.budget is None else f" {comparison.budget.title}"
+
     (label, run, best), *others = ranked
-    if not others:
-        yield f"{label} has {line.key} {format_spread(best)}{at}."
-        return
-    second, other, next_best = others[0]
+    at = "" if comparison.budget is None else f" {comparison.budget.title}"
     value = f"{line.key} {format_spread(best)}{at}"
+    if not others:
+        yield f"{label} has {value}."
+    else:
+        yield from _against_second(comparison, value, ranked)
+    yield from _unranked(comparison, line)
+
+
+def _against_second(comparison: Comparison, value: str, ranked: Sequence[Side]) -> Iterator[str]:
+    (label, run, best), (second, other, next_best), *_ = ranked
     if best.mean == next_best.mean:
         yield f"{label} and {second} are equal: {value}."
     else:
         yield f"{label} is best: {value}; next is {second}, {format_spread(next_best)}."
-    keys = sorted(filter(has_effect, run.params.keys() | other.params.keys()))
-    reasons = [key for key in keys if run.params.get(key) != other.params.get(key)]
-    if best.deviation is not None and "seed" in reasons:
+
+    reasons = [*changed_settings(run.params, other.params, purpose="result")]
+    if "seed" in reasons and (best.deviation is not None or next_best.deviation is not None):
         reasons.remove("seed")
     if reasons:
-        more = f" and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
-        yield f"They differ in {', '.join(reasons[:MAX_REASONS])}{more}."
+        yield f"They differ in {_few(reasons)}."
+
+    single = [name for name, _, over in ranked[:2] if over.deviation is None]
+    if comparison.seeds and single:
+        yield f"Of {' and '.join(single)} there is one seed, whose spread is not known."
     largest = max(over.deviation or 0.0 for _, _, over in ranked)
     if abs(best.mean - next_best.mean) < largest:
         yield f"The difference is within the spread of the seeds ({largest:.2g})."
@@ -123,20 +143,49 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
         yield "They have not seen equally many samples: compare them with --at samples."
 
 
-def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
-    """Rank trainings, else evaluations, from best to worst: means over seeds if several groups."""
+def _unranked(comparison: Comparison, line: MetricLine) -> Iterator[str]:
+    """Yield a sentence for each run without a finite value at the budget."""
+    at = "" if comparison.budget is None else f" {comparison.budget.title}"
+    sentences = []
+    for run, value, last in zip(comparison.runs, line.equal, line.final, strict=True):
+        if not _is_ranked(run, comparison) or (value is not None and math.isfinite(value)):
+            continue
+        step = next(iter(run.series(line.key)[0][-1:]), None)
+        text = f"{run.label} has no {line.key}{at}"
+        if value is not None:
+            text = f"{run.label} has {line.key} {format_value(value)}{at}"
+        if step is not None and format_value(last) != format_value(value):
+            text += f"; its last value is {format_value(last)}, at step {step:,}"
+        sentences.append(f"{text}.")
+    yield from sentences[:MAX_REASONS]
+    if len(sentences) > MAX_REASONS:
+        yield f"So it is with {len(sentences) - MAX_REASONS} more runs."
+
+
+def _few(words: Sequence[str]) -> str:
+    """The first of these words, and how many more there are."""
+    more = f" and {len(words) - MAX_REASONS} more" if len(words) > MAX_REASONS else ""
+    return f"{', '.join(words[:MAX_REASONS])}{more}"
+
+
+def _is_ranked(run: ComparedRun, comparison: Comparison) -> bool:
+    """Return True for trainings; without any, for evaluations."""
+    return not run.is_evaluation or all(each.is_evaluation for each in comparison.runs)
+
+
+def _ranked(comparison: Comparison) -> list[Side]:
+    """Rank groups of seeds by their means, and all other runs, from best to worst."""
     line, runs = comparison.deciding, comparison.runs
     if line is None:
         return []
-    groups = comparison.seeds
-    if len(groups) < 2:
-        groups = {run.label: (i,) for i, run in enumerate(runs)}
+    grouped = {i for members in comparison.seeds.values() for i in members}
+    alone = {run.label: (i,) for i, run in enumerate(runs) if i not in grouped}
     sides = [
         (label, runs[members[0]], over)
-        for label, members in groups.items()
+        for label, members in (comparison.seeds | alone).items()
+        if _is_ranked(runs[members[0]], comparison)
         if (over := spread(line.equal[i] for i in members))
     ]
-    sides = [side for side in sides if not side[1].is_evaluation] or sides
     return sorted(sides, key=lambda side: side[2].mean, reverse=line.better == "higher")
 
 

@@ -136,12 +136,18 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
 
 
 def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
-    """Make labels unique: prefix the parent folder, then append a number."""
-    shared, seen = Counter(run.label for run in runs), Counter[str]()
+    """Make labels unique: the folders from where they part, then append a number."""
+    folders: dict[str, list[Path]] = {}
+    for run in runs:
+        if run.folder is not None:
+            folders.setdefault(run.label, []).append(run.folder.resolve())
+
+    seen = Counter[str]()
     for place, run in enumerate(runs):
         label = run.label
-        if shared[label] > 1 and run.folder is not None:
-            label = f"{run.folder.resolve().parent.name}/{label}"
+        shared = set(folders.get(label, ()))
+        if len(shared) > 1 and run.folder is not None:
+            label = os.path.relpath(run.folder.resolve(), os.path.commonpath(shared))
         seen[label] += 1
         number = f" ({seen[label]})" if seen[label] > 1 else ""
         runs[place] = replace(run, label=label + number)

@@ -256,6 +256,96 @@ def test_the_verdict_names_the_best_run_and_why() -> None:
     assert "differ in lr." in text and "within the spread of the seeds (0.49)" in text
 
 
+def test_a_run_without_a_second_seed_is_ranked_beside_groups() -> None:
+    groups = [
+        run(f"{name}{seed}", [top1 + seed / 100], seed=str(seed), lr=name)
+        for name, top1 in (("A", 0.70), ("B", 0.60)) for seed in (0, 1)
+    ]  # fmt: skip
+    for top1, first in (
+        (0.9, "C0 is best: val/top1 0.9; next is A0 and 1 more, 0.705 ± 0.0071."),
+        (0.65, "A0 and 1 more is best: val/top1 0.705 ± 0.0071; next is C0, 0.65."),
+        (0.1, "A0 and 1 more is best: val/top1 0.705 ± 0.0071; next is B0 and 1 more, 0.605"),
+    ):
+        text = verdict(*groups, run("C0", [top1], seed="5", lr="C"))
+        assert first in text and "differ in lr.\n" in text
+        assert ("Of C0 there is one seed" in text) == (top1 > 0.6)
+    # One group and a single run; two seeds of one setting have no order.
+    assert verdict(*groups[:2], run("C0", [0.9], seed="0", lr="C")).startswith("C0 is best")
+    assert verdict(*groups[:2]) == "A0 and 1 more has val/top1 0.705 ± 0.0071.\n"
+
+
+def test_runs_without_the_metric_at_the_budget_are_named_with_their_last_value() -> None:
+    short, long = logged(*[{"val/top1": 0.5}] * 4, label="short"), [{"x": 1.0}] * 7
+    late = logged(*long, {"val/top1": 0.9}, label="late")
+    never, lost = logged(*long, label="never"), logged(*[{"val/top1": math.nan}] * 8, label="lost")
+    other = logged(*[{"val/top1": 0.25}] * 5, label="other")
+    text = verdict(short, late, never, lost, other)
+    assert text.splitlines()[0] == "short is best: val/top1 0.5 at 4 steps; next is other, 0.25."
+    for sentence in (
+        "late has no val/top1 at 4 steps; its last value is 0.9, at step 8.",
+        "never has no val/top1 at 4 steps.",
+        "lost has val/top1 nan at 4 steps",
+    ):
+        assert sentence in text.splitlines() or f"{sentence}; its last" in text
+    assert verdict(short, late).startswith("short has val/top1 0.5 at 4 steps.\nlate has no")
+    # One of two seeds has diverged: the mean is of the other one, which is said.
+    seeds = (
+        logged({"val/top1": v}, label=f"s{i}", seed=str(i)) for i, v in enumerate((0.5, math.nan))
+    )
+    assert verdict(*seeds).endswith("s1 has val/top1 nan.\n")
+    many = [logged(*long, {"val/top1": 0.9}, label=f"late{i}") for i in range(11)]
+    assert "So it is with 3 more runs." in verdict(short, *many)
+
+
+def test_evaluations_have_no_length() -> None:
+    """That of external weights is at step 0, where no training has anything."""
+    trained = [run("a", [0.5, 0.6]), run("b", [0.5, 0.7])]
+    outside = logged({"val/top1": 0.9}, label="hub", stage="evaluate")
+    outside = replace(outside, rows=(Row(step=0, time=1.0, metrics={"val/top1": 0.9}),))
+    compared = compare([*trained, outside])
+    assert compared.budget is None and compared.metrics[0].equal == (0.6, 0.7, 0.9)
+    assert verdict(*trained, outside).startswith("b is best: val/top1 0.7; next is a, 0.6.")
+    shorter = compare([*trained, run("c", [0.4]), outside])
+    assert shorter.budget is not None and shorter.budget.total == 10
+    assert shorter.metrics[0].equal == (0.5, 0.5, 0.4, 0.9)
+    ended = replace(outside, label="own", rows=(Row(step=9, time=1.0, metrics={"val/top1": 0.8}),))
+    assert verdict(outside, ended).startswith("hub is best: val/top1 0.9; next is own, 0.8.")
+
+
+def chain_run(chain: str, width: str, seed: int, top1: float) -> ComparedRun:
+    tags = {"": chain, ".stage": "pretrain", ".pretrain.seed": str(seed)}
+    named = {f"tracking.tags.chain{key}": text for key, text in tags.items()}
+    return run(f"{width}/seed-{seed}", [top1], seed=str(seed), model__width=width, **named)
+
+
+@pytest.mark.parametrize("names", [("small", "large"), ("same", "same")])
+def test_two_chains_are_two_groups(names: tuple[str, str]) -> None:
+    """Also of one name in two folders, made with other settings."""
+    runs = [
+        chain_run(name, width, seed, top1 + seed / 100)
+        for name, width, top1 in zip(names, ("64", "256"), (0.5, 0.8), strict=True)
+        for seed in (0, 1)
+    ]
+    compared = compare(runs)
+    assert list(compared.seeds.values()) == [(0, 1), (2, 3)]
+    # Seeds alone: one group. An evaluation has no seed of its own.
+    assert list(compare(runs[:2]).seeds.values()) == [(0, 1)]
+    evaluations = [
+        replace(each, params={k: v for k, v in each.params.items() if k != "seed"} | {"init": "x"})
+        for each in runs
+    ]
+    assert list(compare(evaluations).seeds.values()) == [(0, 1), (2, 3)]
+
+
+def test_labels_say_which_chain(tmp_path: Path) -> None:
+    for chain in ("small", "large"):
+        for seed in (0, 1):
+            trained(tmp_path / chain / f"pretrain/seed-{seed}")
+    names = [str(tmp_path / "small"), str(tmp_path / "large")]
+    labels = [each.label for each in load_runs(names, uri=None)]
+    assert labels == [f"{c}/pretrain/seed-{s}" for c in ("small", "large") for s in (0, 1)]
+
+
 def test_evaluations_are_not_ranked_beside_trainings() -> None:
     a, b = (run(name, [v], lr=name) for name, v in (("a", 0.5), ("b", 0.6)))
     every = [replace(run("e", [0.7]), params={"stage": "evaluate", "k": "20"}), a, b]
