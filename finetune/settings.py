@@ -16,7 +16,7 @@ from vitscale.data.settings import RemoteSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.settings import TrackingSettings, tracking_problems
 
 TABLES = (".csv", ".parquet")
 # Needs images, or the weights alone.
@@ -145,6 +145,7 @@ class EvaluateRun(ModelRun):
         for each in self.evaluate:
             if each.every_steps is not None:
                 yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")
+        yield from tracking_problems(self.tracking)
         yield from launch_problems(self.launch)
 
 

@@ -7,11 +7,12 @@ are JSON in attributes, and the page's security policy admits two scripts, by th
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import html
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from launch.comparison.differences import (
     spread,
 )
 from launch.comparison.report import (
+    Table,
     format_spread,
     format_value,
     metric_place,
@@ -34,6 +36,7 @@ from launch.comparison.report import (
 )
 from launch.comparison.runs import ComparedRun
 from vitscale.config.changes import changed_settings
+from vitscale.tracking.run_files import safe_files
 
 MAX_REASONS = 8
 Side = tuple[str, ComparedRun, Spread]
@@ -52,11 +55,19 @@ const resize = (change) => () => charts.forEach((chart) => Plotly.relayout(chart
 addEventListener("beforeprint", resize({width: 330, height: 260}));
 addEventListener("afterprint", resize({autosize: true, height: 330}));
 """
+# Of objectives and `finetune/visualize.py`; of evaluations.
+PICTURES = ("pictures/*.png", "evaluation/*.png")
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_PICTURE_BYTES = 2 << 20
 MAX_PICTURES = 100
+PER_CLASS = "evaluation/per_class.csv"
+MAX_TABLE_BYTES = 16 << 20
+MAX_CLASSES = 30
+Say = Callable[[str], None]
 
 
-def render(comparison: Comparison) -> str:
+def render(comparison: Comparison, *, say: Say = print) -> str:
+    """The page as HTML. say: what is told of files that are left out."""
     import jinja2
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -88,8 +99,8 @@ def render(comparison: Comparison) -> str:
             (f"{each.metric} over {each.key}", _dependence(each))
             for each in dependences(comparison)
         ],
-        tables=other_tables,
-        pictures=_pictures(comparison.runs),
+        tables=[*other_tables, *_per_class(comparison.runs, say=say)],
+        pictures=_pictures(comparison.runs, say=say),
     )
 
 
@@ -267,24 +278,79 @@ def _rounded(values: Any) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-# ---- pictures ---------------------------------------------------------------------------------
+# ---- files of the runs ------------------------------------------------------------------------
 
 
-def _pictures(runs: Sequence[ComparedRun]) -> dict[str, list[tuple[str, str]]]:
+def _pictures(runs: Sequence[ComparedRun], *, say: Say) -> dict[str, list[tuple[str, str]]]:
     """Name -> (label of the run, base64), those that most runs have first.
 
-    Objectives write pictures at the end of a training; so do evaluations and
-    `finetune/visualize.py`.
+    Objectives draw pictures at the end of a training, evaluations and `finetune/visualize.py`
+    whenever they run.
     """
-    paths = [
-        (run.label, path)
-        for run in runs
-        if run.folder is not None
-        for path in sorted((run.folder / "pictures").glob("*.png"))
-        if path.is_file() and path.stat().st_size <= MAX_PICTURE_BYTES
-    ]
     found: dict[str, list[tuple[str, str]]] = {}
-    for label, path in paths[:MAX_PICTURES]:
-        data = base64.b64encode(path.read_bytes()).decode()
-        found.setdefault(path.stem.replace("_", " "), []).append((label, data))
+    num_pictures = 0
+    for run in runs:
+        for path in _files(run, PICTURES, max_bytes=MAX_PICTURE_BYTES, say=say):
+            data = path.read_bytes()
+            if not data.startswith(PNG_SIGNATURE):
+                say(f"left out: {path}: is no PNG")
+                continue
+            num_pictures += 1
+            if num_pictures > MAX_PICTURES:
+                say(f"left out: {path} and all further pictures: the page has {MAX_PICTURES}")
+                return _most_first(found)
+            encoded = base64.b64encode(data).decode()
+            found.setdefault(path.stem.replace("_", " "), []).append((run.label, encoded))
+    return _most_first(found)
+
+
+def _most_first(found: dict[str, list[tuple[str, str]]]) -> dict[str, list[tuple[str, str]]]:
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+def _per_class(runs: Sequence[ComparedRun], *, say: Say) -> list[Table]:
+    """The top-1 of each class in each run that was evaluated; of many classes, those that differ
+    most between runs, of one run the worst."""
+    shares: dict[str, dict[str, float]] = {}
+    labels: list[str] = []
+    for run in runs:
+        for path in _files(run, [PER_CLASS], max_bytes=MAX_TABLE_BYTES, say=say):
+            try:
+                read = _read_shares(path)
+            except (ValueError, KeyError, csv.Error) as error:
+                say(f"left out: {path}: is no table of classes ({error})")
+                continue
+            labels.append(run.label)
+            for name, share in read.items():
+                shares.setdefault(name, {})[run.label] = share
+    if not shares:
+        return []
+
+    def place(name: str) -> tuple[float, float, str]:
+        known = shares[name].values()
+        return min(known) - max(known), min(known), name
+
+    chosen = sorted(shares, key=place)[:MAX_CLASSES]
+    rows = tuple(
+        (name, *(format_value(shares[name].get(label)) for label in labels)) for name in chosen
+    )
+    title = "Top-1 of each class"
+    if len(chosen) < len(shares):
+        which = "differ most" if len(labels) > 1 else "are worst"
+        title += f": the {len(chosen)} of {len(shares):,} that {which}"
+    return [Table(title=title, header=("class", *labels), rows=rows)]
+
+
+def _read_shares(path: Path) -> dict[str, float]:
+    """Class -> share of its images that are right. Raises ValueError, KeyError or csv.Error."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {row["class"]: float(row["top1"]) for row in rows if row["top1"]}
+
+
+def _files(
+    run: ComparedRun, patterns: Sequence[str], *, max_bytes: int, say: Say
+) -> Iterator[Path]:
+    """The files of a run folder; none of a run that MLflow has."""
+    if run.folder is not None:
+        yield from safe_files(run.folder, patterns, max_bytes=max_bytes, say=say)

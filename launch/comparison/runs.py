@@ -22,6 +22,7 @@ from vitscale.config.loader import load_run_file, read_values
 from vitscale.config.redaction import flatten_params, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_sync import CONFIG_NAME, origin_line, read_record, stored_runs
+from vitscale.tracking.run_files import check_records
 from vitscale.tracking.settings import absolute_uri, default_uri, sqlite_path
 
 MAX_FILTERED = 50
@@ -174,6 +175,7 @@ def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[C
 
 
 def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
+    check_records(folder)
     journal = folder / JOURNAL_NAME
     rows = tuple(row for row, _ in read_rows(journal)) if journal.is_file() else ()
     if not rows:

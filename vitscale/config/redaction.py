@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -171,4 +172,8 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
 def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
     """{dotted key: text} as others may see it, with keys that MLflow allows."""
     texts = flatten(_shared(config, "")).items()
-    return {_ODD_KEY_CHARS.sub("_", key)[:_MAX_KEY_CHARS]: text for key, text in texts}
+    return {
+        # MLflow takes no `a//b` and `a/../b`.
+        posixpath.normpath(_ODD_KEY_CHARS.sub("_", key)[:_MAX_KEY_CHARS]): text
+        for key, text in texts
+    }
