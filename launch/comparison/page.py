@@ -31,11 +31,11 @@ from launch.comparison.report import (
     format_spread,
     format_value,
     metric_place,
-    printable,
     tables,
 )
 from launch.comparison.runs import ComparedRun
 from vitscale.config.changes import changed_settings
+from vitscale.config.redaction import printable
 from vitscale.tracking.run_files import safe_files
 
 MAX_REASONS = 8

@@ -17,7 +17,7 @@ from launch.jobs.queue import known_jobs
 from launch.jobs.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_values, shorten
-from vitscale.config.redaction import redact, short_reason
+from vitscale.config.redaction import printable, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 from vitscale.tracking.mlflow_sync import CONFIG_NAME, MlflowRun, RunRecord, Status, read_record
 from vitscale.tracking.run_files import check_records
@@ -82,7 +82,7 @@ def sync(arguments: Sequence[str]) -> None:
             ) from None
         print(
             f"{folder}: sent {done.num_points} points, {done.num_files} files; "
-            f"{status.lower()}; run {done.run_id}"
+            f"{status.lower()}; run {printable(done.run_id)}"
         )
     print(f"{given.to}: {done.page}")
 

@@ -132,7 +132,12 @@ def _without_texts(found: re.Match[str]) -> str:
 def short_reason(error: BaseException) -> str:
     """The first line of an error's text, `redact`ed and cut; the type if there is no text."""
     lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    return printable(lines[0][:200])
+
+
+def printable(text: str) -> str:
+    """The text without characters that control a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _shared(value: Any, key: str) -> Any:

@@ -28,7 +28,7 @@ from urllib.parse import quote, urlsplit
 
 from vitscale.config.errors import UserError
 from vitscale.config.loader import read_values, shown_path
-from vitscale.config.redaction import flatten_params, redact, shared_yaml, short_reason
+from vitscale.config.redaction import flatten_params, printable, redact, shared_yaml, short_reason
 from vitscale.distributed.events import read_events
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
@@ -496,7 +496,7 @@ def upload(folder: Path, files: Sequence[Path], *, place: str | None = None, say
         artifacts = run.artifacts()
         for path in files:
             artifacts.log_artifact(str(path), place)
-        say(f"uploaded to MLflow run {run.run_id}")
+        say(f"uploaded to MLflow run {printable(run.run_id)}")
     except Exception as error:
         say(f"warning: not uploaded to MLflow ({short_reason(error)})")
 

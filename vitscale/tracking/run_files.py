@@ -6,6 +6,7 @@ named pipe, a device or a huge file never ends.
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ HARD_LINK = "has a second name (a hard link)"
 def check_records(folder: Path) -> None:
     """Raise UserError for a record that is not a file of this run folder, or cannot be read."""
     for pattern, max_bytes in RECORDS.items():
-        for path in sorted(folder.glob(pattern)):
+        for path in _matching(folder, pattern):
             reason = why_unsafe(path, folder=folder, max_bytes=max_bytes)
             # Backups share the files of their owner, who may read them anyway.
             if reason is not None and not (reason == HARD_LINK and _has_same_owner(path, folder)):
@@ -48,7 +49,7 @@ def safe_files(
 ) -> Iterator[Path]:
     """Yield the files of a run folder that match, in order; say which ones are left out."""
     for pattern in patterns:
-        for path in sorted(folder.glob(pattern)):
+        for path in _matching(folder, pattern):
             if path.is_dir() and not path.is_symlink():
                 continue
             reason = why_unsafe(path, folder=folder, max_bytes=max_bytes)
@@ -56,6 +57,14 @@ def safe_files(
                 yield path
             else:
                 say(f"left out: {path}: {reason}")
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """What matches, links that lead nowhere included."""
+    if "*" in pattern:
+        return sorted(folder.glob(pattern))
+    path = folder / pattern
+    return [path] if os.path.lexists(path) else []
 
 
 def why_unsafe(path: Path, *, folder: Path, max_bytes: int) -> str | None:
