@@ -22,7 +22,7 @@ from finetune.settings import EvaluateRun
 from launch.jobs.preparation import LaunchableRun, job_folder, resources, run_name, usable_nodes
 from launch.jobs.queue import NoAnswerError, ask_slurm
 from launch.jobs.snapshot import folder_name, read_code
-from launch.jobs.submission import outside_any_job, sbatch_text
+from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError, UserErrors
@@ -350,7 +350,7 @@ def slurm_check(script: str) -> list[Check]:
     if shutil.which("sbatch") is None:
         return []
     try:
-        with outside_any_job():
+        with submission_environment(script):
             ask_slurm("sbatch", "--test-only", stdin=script)
     except NoAnswerError as error:
         next_step = "compare the launch section with what sinfo shows"
