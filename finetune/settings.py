@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -158,6 +159,7 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     init = next((word[5:] for word in reversed(argv) if word.startswith("init=")), None)
     if init is None or any(word.partition("=")[0] == "--config" for word in argv):
         return []
+    init = os.path.expanduser(init)
     if not init.startswith("hf://") and not Path(init).exists():
         resolve_weights(init)
     files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from launch.chains.load import Chain, ChainStep
@@ -98,7 +99,7 @@ def step_state(step: ChainStep, states: States) -> StepState:
 
 
 def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
-    folder = step.folder.expanduser()
+    folder = step.folder
     manifest = folder / MANIFEST_NAME
     if not manifest.exists():
         return StepState(text="missing")
@@ -207,7 +208,7 @@ def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
 
 
 def _compare_line(chain: Chain) -> str:
-    return f"  compare  vitscale compare {chain.folder}"
+    return f"  compare  vitscale compare {quote(str(chain.folder))}"
 
 
 def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
@@ -233,7 +234,7 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
                 say("stopped; the same command resumes the chain")
                 return code
             if code:
-                alone = f"vitscale launch --local --config {os.path.relpath(job.config)}"
+                alone = f"vitscale launch --local --config {quote(os.path.relpath(job.config))}"
                 failures.append(f"{step.name}: ended with code {code}\n    alone: {alone}")
             states[step.name] = step_state(step, states)
     if failures:
@@ -297,7 +298,7 @@ def submit_chain(chain: Chain) -> None:
         after = f", after {' and '.join(needed)}" if needed else ""
         say(f"submitted {step.name}: job {submission.job_id}{after}")
     if new:
-        say(f"  state    vitscale status {chain.folder}")
+        say(f"  state    vitscale status {quote(str(chain.folder))}")
         say(f"  cancel   scancel {' '.join(new)}")
     say(_compare_line(chain))
     say("When the jobs have ended, the same command submits what is not done.")

@@ -345,7 +345,10 @@ def _read_shares(path: Path) -> dict[str, float]:
     """Class -> share of its images that are right. Raises ValueError, KeyError or csv.Error."""
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return {row["class"]: float(row["top1"]) for row in rows if row["top1"]}
+    shares = {str(row["class"]): float(row["top1"]) for row in rows if row["top1"]}
+    if not all(map(math.isfinite, shares.values())):
+        raise ValueError("a share is not finite")
+    return shares
 
 
 def _files(

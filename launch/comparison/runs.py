@@ -14,8 +14,7 @@ from pathlib import Path
 from finetune.run import FinetuneRun
 from launch.jobs.attempts import read_attempts
 from launch.jobs.preparation import RUN_TYPES
-from launch.jobs.queue import QueuedJob, known_jobs
-from launch.jobs.states import RUNS_FOLDER, find_runs, read_state
+from launch.jobs.states import RUNS_FOLDER, find_runs, jobs_for, read_state
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, read_values
@@ -117,15 +116,25 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
     """
     runs: list[ComparedRun] = []
     errors: list[UserError] = []
-    jobs = known_jobs()
     for name in names:
         try:
-            runs += _load(name, uri=uri, jobs=jobs)
+            runs += _load(name, uri=uri)
         except UserError as error:
             errors.append(error)
     if errors:
         raise errors[0] if len(errors) == 1 else UserErrors(errors)
-    return _with_distinct_labels(runs)
+    return _with_distinct_labels(_with_states(runs))
+
+
+def _with_states(runs: list[ComparedRun]) -> list[ComparedRun]:
+    """Add what runs read from folders are doing: SLURM is asked once for all."""
+    jobs = jobs_for([run.folder for run in runs if run.folder is not None])
+    return [
+        run
+        if run.folder is None
+        else replace(run, status=str(read_state(run.folder.resolve(), jobs).state))
+        for run in runs
+    ]
 
 
 def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
@@ -155,7 +164,8 @@ def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
     return runs
 
 
-def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[ComparedRun]:
+def _load(name: str, *, uri: str | None) -> list[ComparedRun]:
+    name = os.path.expanduser(name)
     is_here = Path(name).is_dir() or (RUNS_FOLDER / name).is_dir()
     if uri is not None or not is_here:
         for attribute in ("run_name", "run_id"):
@@ -167,14 +177,14 @@ def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[C
     folders = find_runs([name])
     # Runs of a chain that have not started are left out.
     begun = [folder for folder in folders if (folder / JOURNAL_NAME).is_file()]
-    found = [_read_folder(folder, jobs) for folder in begun or folders]
+    found = [_read_folder(folder) for folder in begun or folders]
     if len(found) > 1:  # STAGE/RUN
         top = os.path.commonpath([run.source for run in found])
         found = [replace(run, label=os.path.relpath(run.source, top)) for run in found]
     return found
 
 
-def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
+def _read_folder(folder: Path) -> ComparedRun:
     check_records(folder)
     journal = folder / JOURNAL_NAME
     rows = tuple(row for row, _ in read_rows(journal)) if journal.is_file() else ()
@@ -190,7 +200,6 @@ def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
         label=folder.resolve().name,
         source=str(folder),
         folder=folder,
-        status=str(read_state(folder.resolve(), jobs).state),
         params=flatten_params(read_values(config)) if config.is_file() else {},
         rows=rows,
         origin=origin_line(record.tags, time_s=rows[0].time) if record else "",

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from launch.jobs.queue import known_jobs
-from launch.jobs.states import RunState, RunStatus, find_runs, read_state
+from launch.jobs.states import RunState, RunStatus, find_runs, jobs_for, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_values, shorten
 from vitscale.config.redaction import printable, redact, short_reason
@@ -64,7 +63,7 @@ def sync(arguments: Sequence[str]) -> None:
             errors.append(error)
     if errors:
         raise UserErrors(errors)
-    jobs = known_jobs()
+    jobs = jobs_for([folder for _, folder in starts])
     # A parent starts before its children, which name it.
     for start, folder in sorted(starts):
         state, record = read_state(folder, jobs), read_record(folder)

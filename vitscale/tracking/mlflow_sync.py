@@ -15,6 +15,7 @@ import itertools
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,7 +232,7 @@ def chart_page(uri: str, experiment: str) -> str:
         return f"{redact(uri).rstrip('/')}/{page}"
     database = sqlite_path(uri)
     shown = redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
-    return f"mlflow ui --backend-store-uri {shown}, then open\n  http://127.0.0.1:5000/{page}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(shown)}, then open\n  http://127.0.0.1:5000/{page}"
 
 
 # ---- sending ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from shlex import quote
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.packaged import SourceVersion, source_version
@@ -115,7 +116,7 @@ class Tracker:
             say(
                 "MLflow: jobs of a cluster cannot share an SQLite file; metrics are in "
                 f"{JOURNAL_NAME}, and go to MLflow by "
-                f"vitscale compare sync {self.folder} --uri {self._uri}"
+                f"vitscale compare sync {quote(str(self.folder))} --uri {quote(str(self._uri))}"
             )
         elif uri is not None:
             mlflow_sync.prepare()
@@ -158,11 +159,11 @@ class Tracker:
         for name, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if name not in self._complete:
-                to = f"--uri {self._uri}" if name == "MLflow" else f"--to {name}"
+                to = f"--uri {quote(str(self._uri))}" if name == "MLflow" else f"--to {name}"
                 self._say(
                     f"warning: {name} did not receive everything; all metrics are in "
                     f"{self.folder / JOURNAL_NAME}; "
-                    f"vitscale compare sync {self.folder} {to} sends the rest"
+                    f"vitscale compare sync {quote(str(self.folder))} {to} sends the rest"
                 )
         self._journal = None
 

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 
 from launch.comparison.differences import compare, dependences, parse_budget
-from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, render
+from launch.comparison.page import (
+    MAX_CLASSES,
+    MAX_PICTURE_BYTES,
+    MAX_POINTS,
+    PNG_SIGNATURE,
+    render,
+)
 from launch.comparison.report import tables, write_csv, write_json
 from launch.comparison.runs import ComparedRun, load_runs
 from launch.comparison.sync import final_status, sync
@@ -385,14 +391,66 @@ def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
     for name in ("a", "b"):
         folder = tmp_path / name / "pictures"
         folder.mkdir(parents=True)
-        (folder / "worst_classes.png").write_bytes(name.encode())
+        (folder / "worst_classes.png").write_bytes(PNG_SIGNATURE + name.encode())
         runs.append(run(name, [0.5], folder=folder.parent))
-    (tmp_path / "b/pictures/a_first.png").write_bytes(b"c")
+    # Evaluations draw into another folder; of one name both are shown.
+    (tmp_path / "b/evaluation").mkdir()
+    (tmp_path / "b/evaluation/a_first.png").write_bytes(PNG_SIGNATURE + b"c")
     (tmp_path / "b/pictures/large.png").write_bytes(bytes(MAX_PICTURE_BYTES + 1))
     page = render(compare(runs))
     assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
     found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
     assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"c"]
+
+
+def with_classes(folder: Path, label: str, shares: dict[str, float | None]) -> ComparedRun:
+    lines = [
+        f"{i},{name},{0 if share is None else 4},0,{'' if share is None else f'{share:.6f}'}\n"
+        for i, (name, share) in enumerate(shares.items())
+    ]
+    (folder / label / "evaluation").mkdir(parents=True)
+    text = "label,class,images,correct,top1\n" + "".join(lines)
+    (folder / label / "evaluation/per_class.csv").write_text(text)
+    return run(label, [0.5], folder=folder / label)
+
+
+def class_table(*runs: ComparedRun) -> list[list[str]]:
+    title, _, rest = (
+        render(compare(runs)).partition("<h2>Top-1 of each class")[2].partition("</h2>")
+    )
+    rows = re.findall("<tr>(.*?)</tr>", rest.partition("</table>")[0])
+    return [[title], *(re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in rows)]
+
+
+def test_the_page_has_the_accuracy_of_each_class(tmp_path: Path) -> None:
+    a = with_classes(tmp_path, "a", {"cat": 0.75, "dog": 0.5, "none": None, EVIL: 0.25})
+    assert class_table(a) == [
+        [""], ["class", "a"], [html.escape(EVIL, quote=True).replace("&#x27;", "&#39;"), "0.25"],
+        ["dog", "0.5"], ["cat", "0.75"],
+    ]  # fmt: skip
+    # In another order, with one class that the first run lacks. What differs most is first.
+    b = with_classes(tmp_path, "b", {"dog": 0.25, "cat": 1.0, "owl": 0.125})
+    c = with_classes(tmp_path, "c", {"dog": 1.0, "cat": 0.75})
+    rows = class_table(a, b, run("no table", [0.5]), c)
+    assert rows[1:4] == [
+        ["class", "a", "b", "c"], ["dog", "0.5", "0.25", "1"], ["cat", "0.75", "1", "0.75"],
+    ]  # fmt: skip
+    assert ["owl", "-", "0.125", "-"] in rows and class_table(run("x", [0.5])) == [[""]]
+    many = with_classes(tmp_path, "m", {f"class {i}": i / 1000 for i in range(1000)})
+    rows = class_table(many)
+    assert rows[0] == [f": the {MAX_CLASSES} of 1,000 that are worst"]
+    assert rows[2] == ["class 0", "0"] and len(rows) == MAX_CLASSES + 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "label,class\n0,a\n", "class,top1\na,much\n", "class,top1\n\0,1\n", "\xff\xfe"]
+)
+def test_an_odd_table_of_classes_is_left_out(text: str, tmp_path: Path) -> None:
+    folder = tmp_path / "evaluation"
+    folder.mkdir()
+    (folder / "per_class.csv").write_bytes(text.encode("latin-1"))
+    page = render(compare([run("a", [0.5], folder=tmp_path)]))
+    assert "Top-1 of each class" not in page or "nan" not in page
 
 
 # ---- copied into MLflow -----------------------------------------------------------------------
