@@ -191,7 +191,7 @@ def jobs_for(folders: Sequence[Path]) -> list[QueuedJob] | None:
 
 def _may_have_job(folder: Path) -> bool:
     """Whether a script was submitted, and no attempt has reached the end since."""
-    scripts = (folder / "slurm").glob(".submission_file_*.sh")
+    scripts = (folder / "slurm").glob("*submission_file_*")
     submitted = max((path.lstat().st_mtime for path in scripts), default=None)
     if submitted is None:
         return False
@@ -309,7 +309,11 @@ def find_runs(names: Sequence[str]) -> list[Path]:
         # A run may have the name of a folder of the code, such as "pretrain".
         places = [path for path in (Path(name), RUNS_FOLDER / name) if path.is_dir()]
         below = (list(_below(path, depth=MAX_DEPTH)) for path in places)
-        found = next(filter(None, below), [])
+        try:
+            found = next(filter(None, below), [])
+        except PermissionError as error:
+            errors.append(_not_readable(error))
+            continue
         folders += found
         if not found:
             known = [str(p.relative_to(RUNS_FOLDER)) for p in _below(RUNS_FOLDER, depth=MAX_DEPTH)]
@@ -326,6 +330,16 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     if errors:
         raise UserErrors(errors)
     return list(dict.fromkeys(folders))
+
+
+def _not_readable(error: PermissionError) -> UserError:
+    """The error for a run of somebody else."""
+    path = Path(str(error.filename))
+    return UserError(
+        "cannot be read: a run folder is for its owner alone, unless the owner shares it",
+        where=str(path),
+        next_step=f"ask its owner for: chmod -R g+rX {quote(str(path.parent))}",
+    )
 
 
 def _below(folder: Path, *, depth: int) -> Iterator[Path]:

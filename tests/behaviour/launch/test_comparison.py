@@ -443,14 +443,14 @@ def test_the_page_has_the_accuracy_of_each_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "label,class\n0,a\n", "class,top1\na,much\n", "class,top1\n\0,1\n", "\xff\xfe"]
+    "text", ["", "label,class\n0,a\n", "class,top1\na,much\n", "class,top1\na,nan\n", "\xff\xfe"]
 )
 def test_an_odd_table_of_classes_is_left_out(text: str, tmp_path: Path) -> None:
     folder = tmp_path / "evaluation"
     folder.mkdir()
     (folder / "per_class.csv").write_bytes(text.encode("latin-1"))
     page = render(compare([run("a", [0.5], folder=tmp_path)]))
-    assert "Top-1 of each class" not in page or "nan" not in page
+    assert "Top-1 of each class" not in page
 
 
 # ---- copied into MLflow -----------------------------------------------------------------------
