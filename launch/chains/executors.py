@@ -25,6 +25,7 @@ from launch.jobs.states import RESULTS_NAME
 from launch.jobs.submission import require_slurm
 from launch.planning.dry_run import (
     Check,
+    KnownFacts,
     as_table,
     batch_script,
     refuse_or_warn,
@@ -193,6 +194,7 @@ def _start(chain: Chain, *, num_procs: int | None) -> dict[str, StepState]:
 def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
     """Check all unfinished runs; equal rows appear once."""
     kinds, rows = {step.name: step.kind for step in chain.steps}, []
+    known: KnownFacts = {}
     for step in chain.steps:
         missing = [kinds[name] for name in step.needs if not states[name].is_done]
         # Shards that the chain is still to make cannot be checked.
@@ -201,7 +203,7 @@ def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
             if num_procs is not None:
                 launch = run.launch.model_copy(update={"nodes": 1, "tasks_per_node": num_procs})
                 run = run.model_copy(update={"launch": launch})
-            rows += run_checks(run)
+            rows += run_checks(run, known=known)
     if num_procs is None:
         rows += [row for script in _scripts(chain, states).values() for row in slurm_check(script)]
     return list({(row.name, row.detail): row for row in rows}.values())
