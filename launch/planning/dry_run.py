@@ -104,9 +104,11 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
         location = location_of(data.path)
         try:
             opened = open_training_set(data, seed=0, check_files=check_files)
-            for part in opened.parts if check_files else ():
-                check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
-            evaluated = None if data.dev_percent else open_val_split(data)
+            evaluated = None
+            if check_files:
+                for part in opened.parts:
+                    check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
+                evaluated = None if data.dev_percent else open_val_split(data)
             return DataFacts(
                 num_samples=opened.num_samples,
                 num_classes=len(opened.classes),
