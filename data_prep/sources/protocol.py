@@ -30,7 +30,7 @@ NO_CLASS = ""
 # that does not answer, no memory, no file handles, an expired key.
 FILE_FAULTS = frozenset(
     {
-        *DATA_LOSS_ERRNOS,
+        *(errno.EIO, *DATA_LOSS_ERRNOS),
         *(errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
         *(errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.EOVERFLOW, errno.EPERM, errno.ESPIPE),
     }
