@@ -67,7 +67,7 @@ OBJECTS = {
 OBJECTS |= {"torch_autocast", "lp_fragment_address", "hp_fragment_address", "ops"}
 OBJECTS |= {"persistent_parameters"}
 PUBLIC = {"initialize", "ops", "backward", "step", "module", "optimizer", "named_parameters"}
-PUBLIC |= {"shape"}
+PUBLIC |= {"shape", "data", "zero"}
 
 
 def used_names() -> set[str]:
