@@ -37,8 +37,9 @@ from tests.support.engine.zero_checks import (
     trains_as_plain_torch,
     whole_state,
 )
-from vitscale.config.errors import UserError
+from vitscale.config.errors import RankError, UserError
 from vitscale.distributed.world import World
+from vitscale.engine import deepspeed_parts
 from vitscale.engine.deepspeed_parts import PartitionedLayout
 from vitscale.engine.engine import check_nan_is_skipped
 from vitscale.engine.layouts import FlatLayout, PlainLayout
@@ -197,3 +198,42 @@ def test_a_cpu_is_used_beside_gpus(
     assert train(engine, 0, 2) == pytest.approx(train_plain(ADAMW).losses[:2], rel=rel)
     assert {part.device.type for part in engine.export_state().values()} == {"cpu"}
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_that_leaves_out_other_parameters_is_refused(
+    world: World, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of two ranks, whose gradients DeepSpeed would add to those of other parameters."""
+    two = replace(world, world_size=2)
+    images = data(0)[0][:4]
+
+    def started(unused_by_the_other: frozenset[str]) -> Any:
+        engine = new_engine(world, stage=stage)
+        engine._layout._world = two
+        monkeypatch.setattr(
+            deepspeed_parts, "gather_objects", lambda unused: [unused, unused_by_the_other]
+        )
+        return engine
+
+    engine = started(frozenset({"head.bias"}))
+    with pytest.raises(UserError, match="does not use head.bias: rank 0 has 0 such .*, rank 1 1"):
+        engine.backward(engine.logits(images).sum())
+
+    engine = started(frozenset())
+    engine.backward(engine.logits(images).sum())
+    engine.step()
+    engine.logits(images)
+    with pytest.raises(RankError, match=r"the loss does not use blocks\.0\.attn\.proj\.bias"):
+        engine.backward(engine._engine.module.head.bias.sum())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage: int) -> None:
+    """Its gradient is zero, on one rank without ZeRO too: AdamW would leave out what has none."""
+    vit = new_model(ADAMW)
+    vit.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
+    engine = new_engine(world, stage=stage, vit=vit)
+    train(engine, 0, 1)
+    kept = 1 - ADAMW.rate(0) * ADAMW.optim.weight_decay
+    assert whole_state(engine)["model.unused"].flatten().tolist() == pytest.approx([kept] * 6)
