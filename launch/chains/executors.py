@@ -100,9 +100,12 @@ def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     manifest = folder / MANIFEST_NAME
     if not manifest.exists():
         return StepState(text="missing")
-    made, now = read_manifest(folder).config, run.model_dump(mode="json")
-    if changes := _changes(made, {key: now[key] for key in made.keys() & now.keys()}):
+    made, now = read_manifest(folder), run.model_dump(mode="json")
+    before = made.config
+    if changes := _changes(before, {key: now[key] for key in before.keys() & now.keys()}):
         return _changed("exists already, made with other settings", changes, folder)
+    if difference := run.source.other_place(made.source_path):
+        return _changed("exists already, from another source", [difference], folder)
     return StepState(text="done", finished=manifest.stat().st_mtime)
 
 

@@ -32,7 +32,7 @@ from vitscale.data.index import MANIFEST_NAME, read_split
 from vitscale.data.order import check_mixed
 from vitscale.data.remote import location_of
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
-from vitscale.data.webdataset import tars_of_split
+from vitscale.data.webdataset import check_shares, tars_of_split
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
@@ -380,8 +380,10 @@ def run_checks(run: LaunchableRun) -> list[Check]:
 
 def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
     data = run.data
-    index = read_split(data.path, split=data.val_split, remote_settings=data.remote)
-    yield Check("data", "ok", f"{data.val_split}: {index.num_samples:,} samples")
+    # The part of `dev_percent` is cut from the training split.
+    split = data.val_split or data.train_split
+    index = read_split(data.path, split=split, remote_settings=data.remote)
+    yield Check("data", "ok", f"{split}: {index.num_samples:,} samples")
 
 
 def _training_checks(run: PretrainRun | FinetuneRun) -> Iterator[Check]:
@@ -389,6 +391,7 @@ def _training_checks(run: PretrainRun | FinetuneRun) -> Iterator[Check]:
     check_data(run, facts)
     yield _training_data(run, facts)
     yield from _loader(run, facts)
+    yield from _micro_batches(run, facts)
     yield from caught("disk", _disk(run, facts))
 
 
@@ -397,6 +400,9 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
     data = run.data
     if data.is_streamed:
         tars = tars_of_split(Path(data.path), data.train_split, where="data.train_split")
+        for nodes in usable_nodes(run):
+            num_ranks = nodes * run.launch.tasks_per_node
+            check_shares(len(tars), num_ranks=num_ranks, num_workers=data.num_workers)
         found = f"{data.train_split}: {len(tars):,} tars; no index: inexact resume"
         return Check("data", "ok", found)
     if facts.opened is None:
@@ -450,6 +456,18 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
         yield Check("cores", "warning", f"{cpus} core(s) per task {text}", next_step)
     else:
         yield Check("cores", "ok", f"{cpus} per task {text}")
+
+
+def _micro_batches(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
+    """Numbers of nodes on which each rank's share has to be divided into small micro-batches."""
+    plans = {nodes: known_plan(run, facts, nodes=nodes) for nodes in usable_nodes(run)}
+    advice = {nodes: plan.advice for nodes, plan in plans.items() if plan and plan.advice}
+    if not advice:
+        return
+    nodes, *others = advice
+    more = f" (it is small on {', '.join(map(str, others))} nodes, too)" if others else ""
+    next_step = "change data.global_batch, or the number of ranks"
+    yield Check("micro-batch", "warning", f"{advice[nodes]}{more}", next_step)
 
 
 def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:

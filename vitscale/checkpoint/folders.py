@@ -219,16 +219,19 @@ def newest_checkpoint(folder: Path, **ranks: Any) -> tuple[Checkpoint | None, li
     return None, []
 
 
-def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[str]]:
+def resolve_weights(path: str, *, key: str = "init", **ranks: Any) -> tuple[Checkpoint, list[str]]:
     """The checkpoint that a setting means: one folder, or the newest valid one of a run folder.
 
-    key: the setting, for errors.
+    key: the setting, for errors. ranks: as for `read_checkpoint`; each verifies its share of the
+    files.
     Returns it and a sentence for each newer one that is damaged. Raises UserError if there is none.
     """
-    folder = Path(path)
-    if (folder / MANIFEST).is_file() and STEP_FOLDER.fullmatch(folder.name):
-        return read_checkpoint(folder), []
-    checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
+    folder, gather = Path(path), ranks.get("gather", only_this_rank)
+    is_one = STEP_FOLDER.fullmatch(folder.name) and (folder / MANIFEST).is_file()
+    # As rank 0 sees it, so that all verify the same.
+    if gather(bool(is_one))[0]:
+        return read_checkpoint(folder, **ranks), []
+    checkpoint, complaints = newest_checkpoint(folder / "checkpoints", **ranks)
     if checkpoint is not None:
         return checkpoint, complaints
     what = "holds no checkpoint" if folder.is_dir() else "no such run or checkpoint folder"

@@ -21,8 +21,13 @@ EXIT_STOPPED_RESUMABLE = 75
 # How long the other ranks leave it to the first one to print an error, which all may have: a
 # launcher then ends them.
 FIRST_RANK_S = 5.0
-# Errors of storage that often pass.
-PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EAGAIN)
+# Errors of storage that often pass. The last ones are of a server that is out of reach; Lustre says
+# ESHUTDOWN to a client that it has evicted.
+PASSING = (
+    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
+    *(errno.ENOSPC, errno.EDQUOT),
+    *(errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+)
 
 
 class FailureKind(StrEnum):
@@ -119,6 +124,12 @@ class NodeError(RankError):
         self.rank, self.node = rank, node
 
 
+class RankStorageError(RankError):
+    """Storage failed on this rank for longer than a retry helps."""
+
+    kind = FailureKind.STORAGE
+
+
 class WorkerError(RankError):
     """A loader worker died or hangs."""
 
@@ -173,6 +184,12 @@ def raise_alike(
     if error.kind is FailureKind.BAD_INPUT:
         raise on_node(error, rank=rank, node=nodes[rank])
     raise type(error)(f"rank {rank} on {nodes[rank]}: {error}")
+
+
+def not_read(error: OSError, where: str, *, next_step: str) -> UserError:
+    """The error for a path that cannot be read."""
+    kind = StorageError if error.errno in PASSING else UserError
+    return kind(f"cannot be read ({error.strerror or error})", where=where, next_step=next_step)
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:

@@ -33,6 +33,7 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, mix_batch, training_batches
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
+from vitscale.data.webdataset import check_shares
 from vitscale.distributed.atomic_files import or_warn, write_json, write_text
 from vitscale.distributed.events import EVENTS_NAME, record_start
 from vitscale.distributed.node_files import once_per_node
@@ -53,7 +54,7 @@ from vitscale.engine.engine import (
     is_compiled,
     resolve_precision,
 )
-from vitscale.evaluation.evaluation import FILES, Subject
+from vitscale.evaluation.evaluation import FILES, NonFiniteOutputs, Subject
 from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
@@ -70,6 +71,12 @@ from vitscale.training.objective import Objective, check_objective
 
 # Loads weights into a fresh model; returns their source, and what to say about them.
 InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
+# Settings that act on the first weights alone.
+START_ONLY = (
+    *("init", "init_weights", "keep_head", "position_embedding", "init_patch"),
+    *("model.weight_init", "model.position_init", "model.head_std", "model.head_bias"),
+    "model.layer_scale",
+)
 # `What: ...` at the start of a line of a run card.
 CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
@@ -121,20 +128,28 @@ class TrainingSession:
         check_objective(objective, run, num_classes=len(self.data.classes))
         num_samples = self.data.num_samples
         self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
+        if run.data.is_streamed:
+            check_shares(
+                len(self.data.tars), num_ranks=world.world_size, num_workers=run.data.num_workers
+            )
         num_classes = len(self.data.classes) if objective.trains_classifier else 0
         self.arch = run.model.resolved(num_classes=num_classes)
-        agreed = objective.prepare(num_classes=num_classes, world=world, engine=run.engine)
+        agreed = objective.prepare(classes=self.data.classes, world=world, engine=run.engine)
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
         )
         checkpoint, messages = self.store.newest()
+        messages += objective.messages
         self._description = compatibility_key(run, self.arch, self.data, agreed)
-        self.start_step = 0
+        self.start_step = self._num_unreadable = 0
         if checkpoint is not None:
             check_resumable(checkpoint, self._description, self.plan)
             self.start_step = checkpoint.step
+            # Checkpoints of earlier versions do not count them.
+            self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
+            refuse_other_start(self.folder, run)
         model = build_model(run, objective, self.arch)
         self._source = run.starts_from()
         if checkpoint is None and initial_weights is not None:
@@ -174,6 +189,8 @@ class TrainingSession:
                 "tars without an index: a resume is not exact, it shuffles anew; "
                 "vitscale prepare index makes an index, which resumes exactly"
             )
+        if self.plan.advice is not None:
+            messages.append(self.plan.advice)
         facts = self._facts()
         with errors_on_all_ranks("cannot be written", self.folder, tried=world.is_first):
             self.log = self._open_log(stack, facts)
@@ -244,6 +261,7 @@ class TrainingSession:
             self.data,
             self.engine,
             start_step=start,
+            num_unreadable=self._num_unreadable,
             flops_per_image=self.objective.train_flops_per_image(self.arch),
             tracker=stack.enter_context(tracker),
             say=say,
@@ -335,12 +353,14 @@ class TrainingSession:
             self._report(self.store.take_committed())
             self.log.write(done, lr=self.lr)
         if self.evaluations.due(done, is_last=is_last):
-            self._evaluate(done, is_last=is_last)
+            with self.log.not_counting():
+                self._evaluate(done, is_last=is_last)
         if is_last:
             self.objective.draw(self)
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
-            self._save(done)
+            with self.log.not_counting():
+                self._save(done)
         if preempted:
             self._report(self.store.wait())
             self.log.say(f"stopped by a signal at step {done}; rerun to resume")
@@ -350,10 +370,14 @@ class TrainingSession:
         self.watchdog.mark("evaluating")
         assert self.val_index is not None
         images = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
-        for metrics in self.evaluations.run(done, is_last=is_last):
-            self.log.tracker.log(metrics, step=done)
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            self.log.say(f"step {done}: {shown} on {images}")
+        try:
+            for metrics in self.evaluations.run(done, is_last=is_last):
+                self.log.tracker.log(metrics, step=done)
+                shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                self.log.say(f"step {done}: {shown} on {images}")
+        except NonFiniteOutputs as error:
+            # A long training survives it: fp16 may overflow once. Broken weights end it elsewhere.
+            self.log.say(f"step {done}: not evaluated: {error.what}")
 
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
@@ -364,6 +388,7 @@ class TrainingSession:
             step=done,
             progress={
                 "samples_seen": done * self.plan.global_batch,
+                "unreadable": self.log.num_unreadable,
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "engine": self.engine.export_counters(),
             },
@@ -522,6 +547,37 @@ def changed_settings(folder: Path, run: TrainingRun) -> list[str]:
         if before.get(key) != now.get(key)
     ]
     return ["changed since the last start:", *rows] if rows else []
+
+
+def refuse_other_start(folder: Path, run: TrainingRun) -> None:
+    """Raise UserError where settings that only a start reads are not those of the start.
+
+    A resume takes the run's own weights, so they would have no effect, and config.yaml would name
+    an origin that the weights do not have.
+    """
+    try:
+        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    before, now = flatten_params(last), flatten_params(run.model_dump(mode="json"))
+    rows = [
+        f"\n    {key}: started with {before[key]}, now {now[key]}"
+        for key in START_ONLY
+        if key in before and key in now and not _same_start(key, before[key], now[key])
+    ]
+    if rows:
+        raise UserError(
+            f"the run has started, and resumes from its own weights{''.join(rows)}",
+            where=str(folder),
+            next_step="undo the change, or choose another name (name=...) to start anew",
+        )
+
+
+def _same_start(key: str, before: str, now: str) -> bool:
+    """One path may be written in several ways, and `auto` stands for a value."""
+    if key == "init" and not now.startswith("hf://"):
+        before, now = (str(Path(each).expanduser().resolve()) for each in (before, now))
+    return before == now or "auto" in (before, now)
 
 
 def check_resumable(

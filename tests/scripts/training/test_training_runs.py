@@ -157,10 +157,15 @@ BAD_INPUT = {
     "shards missing": (["data.path=nowhere", "output=runs/x"], "no such folder"),
     "class count": (["model.num_classes=7", "output=new"], "label map"),
     "raw key": (
-        ["deepspeed.zero_optimization.reduce_scatter=7", "output=new"],
+        ["deepspeed.zero_optimization.reduce_bucket_size=no", "output=new"],
         "does not start with them",
     ),
     "wrong init": (["init=nowhere", "output=new"], "init=nowhere: no such run or checkpoint"),
+    "few tars": (
+        ["data.reader=webdataset", "data.webdataset.num_samples=1437", "data.val_split=null"]
+        + ["data.webdataset.num_classes=10", "evaluate=[]", "data.num_workers=99", "output=new"],
+        "than loader processes (99 = 1 rank(s) x 99)",
+    ),
     "second job": (["output=locked"], "another job is training in this run folder"),
 }
 
@@ -179,6 +184,7 @@ def test_bad_input_ends_with_one_clear_message(
         assert wait_all(ranks) == [2]
     assert output(tmp_path).count(message) == 1 and "Traceback" not in output(tmp_path)
     assert not (tmp_path / "new/checkpoints").exists()
+    assert case != "few tars" or not (tmp_path / "new").exists()
     if case == "raw key":  # the engine refuses it
         failure = cause(read_failures(tmp_path / "new"))
         assert failure is not None and "ended with an error: " in failure.what
