@@ -13,6 +13,7 @@ from pathlib import Path
 
 from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
+from vitscale.data.split_names import splits_of_files
 from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
 
@@ -90,11 +91,18 @@ def file_containers(
             what = f"has no {min(missing)!r}, which the pattern names"
             advice = "get the missing files, or correct the pattern"
             raise UserError(what, where=where, next_step=advice)
-        paths = sorted((os.path.join(folder, name) for name in names), key=os.fsencode)
-        found += [Container(each, split) for each in paths]
-    if len({box.path for box in found}) != len(found):
-        what = "two splits share files"
-        raise UserError(what, where="source.splits", allowed="separate files")
+        by_name = {}
+        if not settings.splits and full.is_dir():
+            by_name = splits_of_files(names)
+        for name in sorted(names, key=os.fsencode):
+            found.append(Container(os.path.join(folder, name), by_name.get(name, split)))
+    first = dict[str, Container]()
+    for box in found:
+        other = first.setdefault(os.path.realpath(root / box.path), box)
+        if other is not box:
+            two = "two splits share files" if other.split != box.split else "one file has two names"
+            what = f"{two}: {printable(other.path)!r} and {printable(box.path)!r}"
+            raise UserError(what, where="source.path", allowed="separate files")
     return found
 
 
@@ -162,11 +170,3 @@ def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
     if hidden:
         return "hidden"
     return None if is_image_name(name) else "other_name"
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True for a folder or a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:  # a link in a circle, or into a closed folder
-        return False

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,9 +34,10 @@ from blake3 import blake3
 
 from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
-from data_prep.sources.protocol import ChangedSource, check_is_mounted, read_named, source_root
+from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import (
     EXIT_STOPPED_RESUMABLE,
     FailureKind,
@@ -44,7 +45,7 @@ from vitscale.config.errors import (
     UserError,
     WorkerError,
 )
-from vitscale.config.redaction import flatten_params
+from vitscale.config.text_files import read_named
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
@@ -212,6 +213,8 @@ class Step:
     """Make one of them, with the same bytes in any process."""
     images: Callable[[WorkFolder], Sequence[int]] | None = None
     """Images in each unit, which progress counts instead of units."""
+    inside: Callable[[WorkFolder, str], int] | None = None
+    """Files in a finished unit, where their total is not known before."""
     check: Callable[[WorkFolder, str], None] | None = None
     """Called for each finished unit; raises UserError if the work can no longer succeed."""
 
@@ -269,7 +272,7 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
                 if not is_done:
                     busy.append(unit)
                     continue
-                advance(sizes[unit])
+                advance(sizes[unit], step.inside(work, unit) if step.inside else 0)
                 if step.check:
                     step.check(work, unit)
             now = time.monotonic()
@@ -372,7 +375,13 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     # Left by a process that was killed after its commit, or made again by a task that began late.
     shutil.rmtree(work.path, ignore_errors=True)
     if made is not None:
-        print(f"{work.output}: already there, made with the same settings")
+        date = time.strftime(
+            "%Y-%m-%d", time.localtime((work.output / MANIFEST_NAME).stat().st_mtime)
+        )
+        print(
+            f"{work.output}: already there, made with the same settings on {date}; "
+            f"{run.source.path} was not looked at again"
+        )
         return
     # Compare settings again: another command may have finished it in the meantime.
     manifest = find_existing(work)
@@ -381,6 +390,8 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     for split, entry in manifest.splits.items():
         mib = f"{entry.num_bytes / 2**20:,.1f} MiB"
         print(f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, {mib}")
+    for note in manifest.notes:
+        print(f"  note: {note}")
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
     print(f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input")
     print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
@@ -404,8 +415,12 @@ def find_existing(work: WorkFolder) -> Manifest | None:
     except UserError as error:
         what = f"exists already and was not made by this script\n{error.text()}"
         raise UserError(what, where="output", next_step=advice) from None
-    if changed := changed_settings(manifest.config, content_config(work.run)):
+    changed = changed_settings(manifest.config, content_config(work.run), purpose="output")
+    if changed:
         what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
+        raise UserError(what, where="output", next_step=advice)
+    if difference := work.run.source.other_place(manifest.source_path):
+        what = f"{str(output)!r} exists already, {difference}"
         raise UserError(what, where="output", next_step=advice)
     return manifest
 
@@ -426,16 +441,10 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     return config
 
 
-def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Keys with different values, such as seed and labels.map_blake3."""
-    before, after = flatten_params(old), flatten_params(new)
-    return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-
-
 def check_settings(work: WorkFolder) -> None:
     """Raise UserError unless the work was begun with these settings, source and version."""
     begun = json.loads((work.path / SETTINGS_NAME).read_text())
-    if changed := changed_settings(begun, _settings(work.run)):
+    if changed := changed_settings(begun, _settings(work.run), purpose="output"):
         raise UserError(
             f"was begun with other settings: {', '.join(changed)}",
             where=str(work.path),

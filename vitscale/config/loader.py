@@ -65,6 +65,18 @@ KIND_WORDS: dict[type, str] = {
 }
 
 
+class Place(str):
+    """Where a value was written, and, for one without quotes, its text: 007 was read as 7."""
+
+    text: str | None = None
+
+    @classmethod
+    def of(cls, place: str, text: str | None) -> Place:
+        found = cls(place)
+        found.text = text
+        return found
+
+
 class Source(NamedTuple):
     """Plain values, and the place of every key and list item: "file:line" or "command line"."""
 
@@ -143,7 +155,8 @@ def read_yaml(text: str, *, name: str) -> Source:
                 what = f"key {key!r} is given twice; first at {places[inner]}"
                 where, step = f"{place}: {'.'.join(inner)}", "keep one of the two"
                 raise UserError(what, where=where, next_step=step)
-            places[inner] = place
+            text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
+            places[inner] = Place.of(place, text)
             found[key] = value_of(value_node, inner)
         return found if is_group else list(found.values())
 
@@ -180,6 +193,7 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
     found: list[Source] = []
     files: list[str] = []
     while path:
+        path = os.path.expanduser(path)
         if os.path.realpath(path) in map(os.path.realpath, files):
             shown = " -> ".join(map(shown_path, [*files, path]))
             raise UserError(f"circular base: {shown}", where=where)
@@ -191,7 +205,7 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
             what = f"{show_value(base)} is {kind_of(base)}"
             allowed = "the path of one YAML file, relative to this file"
             raise UserError(what, where=where, allowed=allowed)
-        path = base and os.path.join(os.path.dirname(path), base)
+        path = base and os.path.join(os.path.dirname(path), os.path.expanduser(base))
     return found
 
 
@@ -238,11 +252,38 @@ def read_override(text: str) -> Source:
     found = Source(resolve_scalar(value), {})
     if value[0] in "[{'\"":
         found = read_yaml(value, name=where)
-    places = {(*path, *inner): COMMAND_LINE for inner in found.places}
+    places: dict[KeyPath, str] = {
+        (*path, *inner): Place.of(COMMAND_LINE, getattr(place, "text", None))
+        for inner, place in found.places.items()
+    }
     values = found.values
     for depth in range(len(path), 0, -1):
         values, places[path[:depth]] = {path[depth - 1]: values}, COMMAND_LINE
+    places[path] = Place.of(COMMAND_LINE, value)
     return Source(values, places)
+
+
+# Keys whose texts are paths, N for a position in a list. In a file, and behind `=` on a command
+# line, no shell has expanded `~`.
+PATH_KEYS = frozenset(
+    (
+        *("output", "init", "images", "images.N"),
+        *("data.path", "data.mixture.N.path", "data.only_keys", "data.remote.cache_path"),
+        *("remote.cache_path", "objective.teacher.weights", "stages.N.config"),
+        *("source.path", "source.val_labels", "source.leave_out", "labels.space", "labels.map"),
+    )
+)
+
+
+def _with_home(value: Any, key: str = "") -> Any:
+    """The values with `~` and `~USER` expanded in paths. key: of the value, dotted."""
+    if isinstance(value, dict):
+        prefix = f"{key}." if key else ""
+        return {name: _with_home(each, f"{prefix}{name}") for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_home(each, f"{key}.N") for each in value]
+    is_path = isinstance(value, str) and key in PATH_KEYS
+    return os.path.expanduser(value) if is_path else value
 
 
 # ---- merging ----------------------------------------------------------------------------------
@@ -319,6 +360,7 @@ def load_run(
         known = {k: v for k, v in site.values.items() if k in run_type.model_fields}
         layers = [Source(known, site.places), *files, given]
         merged = reduce(partial(merge, group=tree_of(run_type)), layers)
+        merged = Source(_with_home(merged.values), merged.places)
         run = run_type.model_validate({"# card": _card(path)} | merged.values)
         if not found:
             conflicts = run.problems()
@@ -352,7 +394,7 @@ def read_site(*, errors: list[UserError]) -> Source:
     The file is $VITSCALE_SITE, none if that is empty, else SITE_FILE if it exists.
     """
     named = os.environ.get(SITE_VARIABLE)
-    path = os.path.expanduser(SITE_FILE) if named is None else named
+    path = os.path.expanduser(SITE_FILE if named is None else named)
     if not path or (named is None and not os.path.lexists(path)):
         return Source({}, {})
     try:
@@ -434,7 +476,8 @@ def explain(error: ValidationError, run_type: type[Run], source: Source) -> list
         elif isinstance(value, list):
             what = f"{show_value(value)} is a list of {len(value)}"
         elif kind.startswith("string") and value is not None and not isinstance(value, dict):
-            step = f'put it in quotes: "{show_value(value)}"'
+            written = getattr(source.places.get(path), "text", None)
+            step = f'put it in quotes: "{written or show_value(value)}"'
         new = UserError(what, where=_where(path, source), allowed=allowed, next_step=step)
         found.setdefault(path, new)
     return list(found.values())

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from vitscale.config.errors import PASSING, UserError, not_read
+from vitscale.config.text_files import read_text
 from vitscale.data.remote import (
     Location,
     RemoteFile,
@@ -101,6 +102,10 @@ class Manifest:
     shards_root: str = "."
     """Folder of the tars: this one, or that of external tars indexed in place. An absolute path, a
     path relative to this folder, or a URL."""
+    source_path: str = ""
+    """What it was made from, as `SourceSettings.place`; empty: made by an earlier version."""
+    notes: tuple[str, ...] = ()
+    """Sentences about what people may not expect of the corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +137,8 @@ class SplitIndex:
     """Rows of the samples in the stored split; None: all rows, in order."""
     key_hash: str | None = None
     """Hash of the rows that `choose_by_key` left of the stored split."""
+    is_shuffled: bool = True
+    """In random order, as `vitscale prepare shards` writes; other tars may be sorted by class."""
     entry_points: tuple[Path, ...] = ()
     """Files of the entry points of the images of each tar, which may be missing; empty: none."""
 
@@ -345,6 +352,7 @@ def read_split(
         label_map_sha256=manifest.label_map_sha256,
         hash_prefix=words[: 4 * len(hashes) : 4].copy(),
         index_path=index_path,
+        is_shuffled=manifest.shards_root == ".",
         entry_points=points,
     )
 
@@ -425,37 +433,47 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
     """The samples of an index whose keys a text file lists, one per line.
 
     Keys stay Arrow strings, about 30 bytes each: as Python's 14 million would take 2 GB.
-    Raises UserError if the file cannot be read, or no sample has one of its keys.
+    Raises UserError if the file cannot be read, no sample has one of its keys, or several have the
+    same one.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    try:
-        text = pa.array([Path(path).expanduser().read_text("utf-8")], pa.large_string())
-    except (OSError, UnicodeDecodeError) as error:
-        what, allowed = f"{path} cannot be read ({error})", "UTF-8 text with one key per line"
-        raise UserError(what, where="data.only_keys", allowed=allowed) from None
+    text = pa.array([read_text(path, where="data.only_keys")], pa.large_string())
     wanted = pc.split_pattern(text, "\n").flatten()
     stored = np.arange(index.num_samples) if index.stored is None else index.stored
 
-    def wanted_rows() -> np.ndarray:
-        """Which rows of the stored split are wanted."""
-        found = [np.zeros(0, bool)]
+    def search() -> tuple[np.ndarray, Any]:
+        """Which rows of the stored split are wanted, and their keys."""
+        is_wanted = [np.zeros(0, bool)]
+        chosen = [pa.array([], wanted.type)]
         with _KeyGroups(index) as groups:
             # Many at once: each search hashes all keys of the file first.
             for start in range(0, len(groups.ends), GROUPS_AT_ONCE):
                 keys = groups.read(start, start + GROUPS_AT_ONCE).cast(wanted.type)
-                found.append(pc.is_in(keys, value_set=wanted).to_numpy())
-        return np.concatenate(found)
+                mask = pc.is_in(keys, value_set=wanted)
+                is_wanted.append(mask.to_numpy())
+                chosen += pa.chunked_array(keys.filter(mask), wanted.type).chunks
+        return np.concatenate(is_wanted), pa.chunked_array(chosen)
 
     with _readable(index.index_path):
-        is_wanted = retried_read(wanted_rows, name=index.index_path)
+        is_wanted, chosen = retried_read(search, name=index.index_path)
     rows = np.flatnonzero(is_wanted[stored])
     if not len(rows):
         what = f"none of the {index.num_samples:,} samples has one of the keys of {path}"
         (example,) = sample_keys(index, [0])
         allowed = f"keys of {index.split!r} of {index.folder}, such as {example!r}"
         raise UserError(what, where="data.only_keys", allowed=allowed)
+    counts = chosen.value_counts()
+    repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    if len(repeated):
+        # An index that an earlier version made of tars that begin anew with the same keys.
+        raise UserError(
+            f"samples of {index.folder} share keys, such as {repeated[0].as_py()!r}: the list "
+            "would choose others than it means",
+            where="data.only_keys",
+            next_step="make the index again with vitscale prepare index, which makes keys unique",
+        )
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
     return replace(index.subset(rows, name=f"keys {digest}"), key_hash=digest)
 

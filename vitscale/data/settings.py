@@ -70,10 +70,10 @@ class DataSettings(Section):
     train_split: str = "train"
     """Split that training reads."""
     first_percent: float = Field(default=100.0, gt=0, le=100)
-    """Only the first stored samples, rounded up: of shards, which are shuffled, a random subset;
-    indexed tars keep their own order."""
+    """Only this share of the samples, rounded up, a random subset: the first ones of shards, which
+    are shuffled; of indexed tars, which may be sorted, ones drawn from all."""
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
-    """Only samples of these classes; labels do not change. Empty: all classes."""
+    """Train on and evaluate only samples of these classes; labels do not change. Empty: all."""
     only_keys: str | None = None
     """Text file with one key per line: only these samples, of those that `first_percent` and
     `only_classes` leave. The shards stay as they are. null: all keys."""
@@ -93,9 +93,10 @@ class DataSettings(Section):
     """Split evaluated during and after training; null: none."""
     dev_percent: float = Field(default=0.0, ge=0, lt=100)
     """Evaluate the last part of the training samples instead of `val_split`, and do not train on
-    it: for choosing hyper-parameters. A share of what `first_percent` and `only_classes` leave of
-    `path`, rounded to whole samples; of a mixture, `path` alone is cut. ViT paper: 1 % of ImageNet,
-    2 % of CIFAR, 10 % of Pets and Flowers. 0: no cut."""
+    it: for choosing hyper-parameters. Of indexed tars, which may be sorted, a part drawn from all.
+    A share of what `first_percent` and `only_classes` leave of `path`, rounded to whole samples; of
+    a mixture, `path` alone is cut. ViT paper: 1 % of ImageNet, 2 % of CIFAR, 10 % of Pets and
+    Flowers. 0: no cut."""
     global_batch: int = Field(gt=0)
     """Images per optimiser step over all ranks; determines micro-batch and accumulation."""
     planned_num_samples: int | None = Field(default=None, gt=0)
@@ -127,16 +128,21 @@ class DataSettings(Section):
     """Smooth training images that are made smaller; false as in tf.image.resize (ViT, AugReg)."""
     augment: AugmentSettings = AugmentSettings()
     mixing: MixingSettings | None = None
-    eval_resize: Literal["squash", "center_crop"] = "squash"
+    eval_resize: Literal[
+        "squash", "center_crop", "squash_crop", "center_crop_down", "squash_crop_down"
+    ] = "squash"
     """squash: resize the whole image to the image size (ViT paper's code). center_crop: resize
-    until the image size is covered, then crop the centre."""
+    until the image size is covered, then crop the centre. squash_crop: resize the whole image to a
+    larger square, then crop its centre (some weights of timm). _down: where an odd number of pixels
+    is cut, the centre begins where Hugging Face's processors begin it, half of the times 1 px up
+    and left of timm's."""
     eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
     """Filter of the evaluation's resize; null: `interpolation`. area: the mean of each pixel's
     area, as big_vision's `resize_small`; decodes whole images."""
     eval_antialias: bool = True
     """False as in tf.image.resize, for the ViT paper's code. Has no effect on area."""
     eval_crop_fraction: float = Field(default=0.875, gt=0, le=1)
-    """center_crop only: image size / resized short side; 224 / 256 = 0.875."""
+    """Not of squash: image size / resized side; 224 / 256 = 0.875."""
     mean: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     """Subtracted from red, green and blue, each in [0, 1], before the division by `std`."""
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
@@ -165,7 +171,7 @@ class DataSettings(Section):
     def evaluated(self) -> str | None:
         """Name of the evaluated samples for people; None: nothing is evaluated."""
         if self.dev_percent:
-            return f"the last {self.dev_percent:g} % of {self.train_split!r}"
+            return f"{self.dev_percent:g} % of {self.train_split!r} held out"
         return None if self.val_split is None else repr(self.val_split)
 
 

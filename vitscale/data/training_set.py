@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from vitscale.config.errors import UserError, did_you_mean
+from vitscale.config.errors import UserError
+from vitscale.data.class_names import closest
 from vitscale.data.index import MANIFEST_NAME, SplitIndex, choose_by_key, read_manifest, read_split
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.remote import RemoteFile
 from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.data.webdataset import tars_of_split
+from vitscale.distributed.random_numbers import permutation, stream_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +63,10 @@ def open_training_set(
     first, dev = _selected(read(settings.path), settings), None
     if num_dev := settings.num_dev(first.num_samples):
         # The tail is held out, as the ViT paper's code cuts it.
-        rows = np.arange(first.num_samples)
-        dev = first.subset(rows[-num_dev:], name=f"last {num_dev}")
-        first = first.subset(rows[:-num_dev], name=f"without the last {num_dev}")
+        name = f"last {num_dev}" if first.is_shuffled else f"{num_dev} drawn for evaluation"
+        rows = _in_random_order(first)
+        dev = first.subset(np.sort(rows[-num_dev:]), name=name)
+        first = first.subset(np.sort(rows[:-num_dev]), name=f"without the {name}")
     parts = (first, *(read(mixed_in.path) for mixed_in in settings.mixture))
     for number, part in enumerate(parts[1:]):
         if part.label_map_sha256 != first.label_map_sha256:
@@ -119,39 +122,56 @@ def class_names(settings: DataSettings) -> tuple[str, ...]:
 
 
 def open_val_split(settings: DataSettings, *, check_files: bool = True) -> SplitIndex | None:
-    """The samples of `data.val_split`; None: there is none. Raises UserError."""
+    """The samples of `data.val_split`, of `only_classes`; None: there is none. Raises UserError."""
     if settings.val_split is None:
         return None
-    return read_split(
+    split = read_split(
         settings.path,
         split=settings.val_split,
         key="data.val_split (null: none)",
         remote_settings=settings.remote,
         check_files=check_files,
     )
+    return _of_classes(split, settings.only_classes) if settings.only_classes else split
 
 
 def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
     """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split."""
     if settings.first_percent < 100:
         num = settings.num_first(index.num_samples)
-        index = index.subset(np.arange(num), name=f"first {num}")
+        name = f"first {num}" if index.is_shuffled else f"{num} drawn"
+        index = index.subset(np.sort(_in_random_order(index)[:num]), name=name)
     if settings.only_classes:
-        unknown = [name for name in settings.only_classes if name not in index.classes]
-        if unknown:
-            raise UserError(
-                f"no class {unknown[0]!r}",
-                where="data.only_classes",
-                allowed=f"class names in {index.folder / MANIFEST_NAME}",
-                next_step=did_you_mean(unknown[0], index.classes),
-            )
-        labels = [index.classes.index(name) for name in settings.only_classes]
-        rows = np.flatnonzero(np.isin(index.label, labels))
-        if not len(rows):
-            what = f"none of the {index.num_samples} samples has one of these classes"
-            raise UserError(what, where="data.only_classes", next_step="choose other classes")
-        index = index.subset(rows, name=f"labels {sorted(set(labels))}")
+        index = _of_classes(index, settings.only_classes)
     return choose_by_key(index, settings.only_keys) if settings.only_keys else index
+
+
+def _of_classes(index: SplitIndex, names: Sequence[str]) -> SplitIndex:
+    """The samples of these classes. Raises UserError for unknown ones, and if there are none."""
+    unknown = [name for name in names if name not in index.classes]
+    if unknown:
+        close = closest(unknown[0], index.classes)
+        raise UserError(
+            f"no class {unknown[0]!r}",
+            where="data.only_classes",
+            allowed=f"class names in {index.folder / MANIFEST_NAME}",
+            next_step=f"did you mean {close}?" if close else None,
+        )
+    labels = [index.classes.index(name) for name in names]
+    rows = np.flatnonzero(np.isin(index.label, labels))
+    if not len(rows):
+        what = (
+            f"none of the {index.num_samples} samples of {index.split!r} has one of these classes"
+        )
+        raise UserError(what, where="data.only_classes", next_step="choose other classes")
+    return index.subset(rows, name=f"labels {sorted(set(labels))}")
+
+
+def _in_random_order(index: SplitIndex) -> np.ndarray:
+    """Return the samples so that each part is a random subset: external tars may be sorted."""
+    if index.is_shuffled:
+        return np.arange(index.num_samples)
+    return permutation(index.num_samples, key=stream_key("subset", index.fingerprint))
 
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:

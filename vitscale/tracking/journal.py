@@ -24,6 +24,8 @@ JOURNAL_NAME = "journal.jsonl"
 LOG_NAME = "logs/rank0.log"
 CLOCK_FORMAT = "%Y-%m-%d %H:%M:%S"
 ITEM_INTERVAL_S = 5.0
+# Beyond these a line is not ours: stores have 64 bits for a step, and times are of years to 5138.
+MAX_LINE_BYTES, MAX_STEP, MAX_TIME_S = 1 << 20, (1 << 63) - 1, 1e11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,20 +52,29 @@ def decode(line: bytes) -> Row | None:
         return None
     try:
         values = json.loads(line)
-        step, moment = values.pop("step"), float(values.pop("time"))
+        step = values.pop("step")
+        moment = float(values.pop("time"))
         metrics = {str(key): float(value) for key, value in values.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    # The others: numbers beyond a float's, and lists in lists in lists.
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    return Row(step=step, time=moment, metrics=metrics) if type(step) is int else None
+    if type(step) is not int or abs(step) > MAX_STEP or not 0 <= moment < MAX_TIME_S:
+        return None
+    return Row(step=step, time=moment, metrics=metrics)
 
 
 def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]:
     """Yield (row, offset of the next line) from `offset` on. Skips unreadable lines."""
     with open(path, "rb") as file:
         file.seek(offset)
-        while (line := file.readline()).endswith(b"\n"):
+        is_rest = False
+        while line := file.readline(MAX_LINE_BYTES):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) < MAX_LINE_BYTES:
+                return  # it is being written
             offset += len(line)
-            row = decode(line)
+            row = decode(line) if is_whole and not is_rest else None
+            is_rest = not is_whole
             if row is not None:
                 yield row, offset
 
@@ -154,22 +165,26 @@ def training_log(folder: str | Path, *, is_writer: bool) -> Iterator[Callable[[s
 
 
 @contextmanager
-def item_progress(
-    title: str, *, total: int, unit: str = "images"
-) -> Iterator[Callable[[int], None]]:
+def item_progress(title: str, *, total: int, unit: str = "images") -> Iterator[Callable[..., None]]:
     """Yield a function that adds to the number of items done; print rate and time left.
 
+    Its second argument: images or files in these items, where only the items have a known total.
     A line every ITEM_INTERVAL_S and at the end; none for shorter work.
     """
     start = last = time.monotonic()
-    done = 0
+    done = num_inside = 0
 
-    def advance(num: int) -> None:
-        nonlocal done, last
+    def advance(num: int, inside: int = 0) -> None:
+        nonlocal done, num_inside, last
         done, now = min(done + num, total), time.monotonic()
+        num_inside += inside
         if now - last >= ITEM_INTERVAL_S or (done == total and last > start):
             last, rate = now, max(done, 1) / max(now - start, 1e-9)
-            left = f"{(total - done) / rate:,.0f} s left"
-            print(f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}", flush=True)
+            hours, seconds = divmod(round((total - done) / rate), 3600)
+            left = f"{hours:,} h {seconds // 60} min left" if hours else f"{seconds:,} s left"
+            files = f" with {num_inside:,} files" if num_inside else ""
+            print(
+                f"{title}: {done:,} of {total:,}{files}, {rate:,.0f} {unit}/s, {left}", flush=True
+            )
 
     yield advance

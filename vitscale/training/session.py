@@ -26,9 +26,10 @@ from vitscale.checkpoint.store import (
     read_header,
     run_folder_lock,
 )
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.config.redaction import flatten_params, redact
+from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, mix_batch, training_batches
 from vitscale.data.order import ORDER_VERSION
@@ -54,7 +55,7 @@ from vitscale.engine.engine import (
     is_compiled,
     resolve_precision,
 )
-from vitscale.evaluation.evaluation import FILES, Subject
+from vitscale.evaluation.evaluation import FILES, NonFiniteOutputs, Subject
 from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
@@ -71,6 +72,12 @@ from vitscale.training.objective import Objective, check_objective
 
 # Loads weights into a fresh model; returns their source, and what to say about them.
 InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
+# Settings that act on the first weights alone.
+START_ONLY = (
+    *("init", "init_weights", "keep_head", "position_embedding", "init_patch"),
+    *("model.weight_init", "model.position_init", "model.head_std", "model.head_bias"),
+    "model.layer_scale",
+)
 # `What: ...` at the start of a line of a run card.
 CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
@@ -128,12 +135,13 @@ class TrainingSession:
             )
         num_classes = len(self.data.classes) if objective.trains_classifier else 0
         self.arch = run.model.resolved(num_classes=num_classes)
-        agreed = objective.prepare(num_classes=num_classes, world=world, engine=run.engine)
+        agreed = objective.prepare(classes=self.data.classes, world=world, engine=run.engine)
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
         )
         checkpoint, messages = self.store.newest()
+        messages += objective.messages
         self._description = compatibility_key(run, self.arch, self.data, agreed)
         self.start_step = self._num_unreadable = 0
         if checkpoint is not None:
@@ -142,6 +150,7 @@ class TrainingSession:
             # Checkpoints of earlier versions do not count them.
             self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
+            refuse_other_start(self.folder, run)
         model = build_model(run, objective, self.arch)
         self._source = run.starts_from()
         if checkpoint is None and initial_weights is not None:
@@ -174,7 +183,7 @@ class TrainingSession:
         )
         if checkpoint is not None:
             restore_engine(self.engine, checkpoint)
-            messages += changed_settings(self.folder, run)
+            messages += changes_since_start(self.folder, run)
             messages.append(f"resuming {self.folder} at step {self.start_step}")
         if run.data.is_streamed:
             messages.append(
@@ -214,7 +223,7 @@ class TrainingSession:
         if gather_objects(record is not None and record.status == "FINISHED")[0]:
             if self.world.is_first:
                 print(f"done before: {self.folder} at step {self.start_step}", flush=True)
-                if changes := changed_settings(self.folder, self.run)[1:]:
+                if changes := changes_since_start(self.folder, self.run)[1:]:
                     next_step = "  next: to train with these settings, choose another name=..."
                     lines = ["not used, since the run is finished:", *changes, next_step]
                     print(*lines, sep="\n", flush=True)
@@ -362,10 +371,14 @@ class TrainingSession:
         self.watchdog.mark("evaluating")
         assert self.val_index is not None
         images = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
-        for metrics in self.evaluations.run(done, is_last=is_last):
-            self.log.tracker.log(metrics, step=done)
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            self.log.say(f"step {done}: {shown} on {images}")
+        try:
+            for metrics in self.evaluations.run(done, is_last=is_last):
+                self.log.tracker.log(metrics, step=done)
+                shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                self.log.say(f"step {done}: {shown} on {images}")
+        except NonFiniteOutputs as error:
+            # A long training survives it: fp16 may overflow once. Broken weights end it elsewhere.
+            self.log.say(f"step {done}: not evaluated: {error.what}")
 
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
@@ -522,19 +535,52 @@ def compatibility_key(
     } | agreed
 
 
-def changed_settings(folder: Path, run: TrainingRun) -> list[str]:
+def changes_since_start(folder: Path, run: TrainingRun) -> list[str]:
     """Lines that list how the settings differ from the last start's; such changes are no error."""
     try:
         last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    before, now = flatten_params(last), flatten_params(run.model_dump(mode="json"))
+    if not isinstance(last, dict):
+        return []
+    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
     rows = [
-        f"    {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        f"    {key}: {before or 'not set'} -> {now or 'not set'}"
+        for key, (before, now) in changes.items()
     ]
     return ["changed since the last start:", *rows] if rows else []
+
+
+def refuse_other_start(folder: Path, run: TrainingRun) -> None:
+    """Raise UserError where settings that only a start reads are not those of the start.
+
+    A resume takes the run's own weights, so they would have no effect, and config.yaml would name
+    an origin that the weights do not have.
+    """
+    try:
+        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
+    rows = [
+        f"\n    {key}: started with {before}, now {now}"
+        for key, (before, now) in changes.items()
+        if key in START_ONLY and before is not None and now is not None
+        if not _same_start(key, before, now)
+    ]
+    if rows:
+        raise UserError(
+            f"the run has started, and resumes from its own weights{''.join(rows)}",
+            where=str(folder),
+            next_step="undo the change, or choose another name (name=...) to start anew",
+        )
+
+
+def _same_start(key: str, before: str, now: str) -> bool:
+    """One path may be written in several ways, and `auto` stands for a value."""
+    if key == "init" and not now.startswith("hf://"):
+        before, now = (str(Path(each).expanduser().resolve()) for each in (before, now))
+    return before == now or "auto" in (before, now)
 
 
 def check_resumable(

@@ -24,15 +24,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.formats.ledger import BAD, Outcomes
+from data_prep.formats.ledger import Outcomes
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Input
 from data_prep.steps import tars, work
 from data_prep.steps.list_inputs import check_input, make_key, rows_table
 from data_prep.steps.plan_shards import _ordered, held_out
-from data_prep.steps.work import WorkFolder, changed_settings, content_config, find_existing
+from data_prep.steps.work import WorkFolder, content_config, find_existing
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import corpus, encoded, ledger, prepare_here, run_of
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import read_manifest
 
@@ -135,9 +136,10 @@ def test_a_changed_file_changes_the_settings(key: str, tmp_path: Path) -> None:
         content_config(run)
     listed.write_text(FILES[key])
     before = content_config(run)
-    assert changed_settings(before, content_config(run)) == []
+    assert changed_settings(before, content_config(run), purpose="output") == {}
     listed.write_text(FILES[key].replace("a", "b"))
-    assert changed_settings(before, content_config(run)) == [f"{section}.{key}_blake3"]
+    changed = changed_settings(before, content_config(run), purpose="output")
+    assert list(changed) == [f"{section}.{key}_blake3"]
 
 
 def test_a_rotten_corpus_is_refused_before_all_of_it_is_read(
@@ -338,13 +340,6 @@ def test_order_is_that_of_sha256_written_out() -> None:
     assert [path for path, _ in rows] == [f"{i}.jpg".encode() for i in expected]
     other = ordered(inputs, batch=7, seed=6)
     assert other != rows and sorted(other) == sorted(rows)
-
-
-def test_a_repeated_path_is_one_sample() -> None:
-    listed = rows_table([make_input("a.jpg"), make_input("b.jpg"), make_input("a.jpg")], seed=0)
-    rows, _ = _ordered(listed)
-    assert rows["reason"].to_pylist() == [None, None, "duplicate_path"]
-    assert "duplicate_path" in BAD, "images.max_bad_fraction counts it"
 
 
 def test_plain_names_stay_readable_and_others_get_a_hash() -> None:

@@ -211,7 +211,8 @@ def test_sub_folders_named_like_splits_are_splits(tmp_path: Path) -> None:
     unlabelled = inputs("image_folder", tmp_path, UNLABELLED)
     assert {row.split for row in unlabelled} == {"train", "val"}
     touch(tmp_path, "dog/4.jpg")
-    assert {row.split for row in inputs("image_folder", tmp_path)} == {"train"}
+    with pytest.raises(UserError, match="named like splits.*'Train', 'valid', 'dog'"):
+        opened("image_folder", tmp_path).containers()
 
 
 KAGGLE = "ImageId,PredictionString\nv_2,dog 85 1 499 272\nv_1,cat 1 1 4 4 dog 1 2 3 4\n"
