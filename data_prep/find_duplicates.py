@@ -15,6 +15,7 @@ import sys
 
 try:
     from pathlib import Path
+    from shlex import quote
 
     import numpy as np
     import pyarrow as pa
@@ -117,9 +118,10 @@ def main() -> None:
         f"equal bytes, {num_copies - num_exact:,} similar{of_others}"
     )
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
+    keys, table = (quote(str(output / name)) for name in (KEYS_NAME, TABLE_NAME))
     print(
-        f"next: train with data.only_keys={output / KEYS_NAME}, or make the shards again "
-        f"without the copies: source.leave_out={output / TABLE_NAME}"
+        f"next: train with data.only_keys={keys}, or make the shards again without the copies: "
+        f"source.leave_out={table}"
     )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from finetune.settings import CHOOSING, EvaluateRun
 from vitscale.checkpoint.store import run_folder_lock
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml, shorten
-from vitscale.config.redaction import flatten_params
 from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set, open_val_split
@@ -48,16 +48,15 @@ def check_folder(folder: Path) -> None:
 
 def check_results(path: Path, description: Mapping[str, Any]) -> None:
     """Raise UserError if the results at `path` have another description."""
-    texts = path.read_text(), json_text(description)
-    before, now = (flatten_params(json.loads(text)) for text in texts)
-    changes = [
-        f"\n    {key}: there {shorten(before.get(key, 'unknown'))}, now {shorten(value)}"
-        for key, value in now.items()
-        if value != before.get(key)
-    ]
+    there, now = json.loads(path.read_text()), json.loads(json_text(description))
+    changes = changed_settings(there, now, purpose="evaluation")
     if changes:
+        rows = (
+            f"\n    {key}: there {shorten(old or 'unknown')}, now {shorten(new or 'nothing')}"
+            for key, (old, new) in changes.items()
+        )
         raise UserError(
-            f"has the results of another evaluation{''.join(changes)}",
+            f"has the results of another evaluation{''.join(rows)}",
             where=str(path.parent),
             next_step="choose a name for this one (name=...)",
         )

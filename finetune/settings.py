@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +17,7 @@ from vitscale.data.settings import MixedInShards, RemoteSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.settings import TrackingSettings, tracking_problems
 
 TABLES = (".csv", ".parquet")
 # Keys of `data` that choose samples.
@@ -170,6 +171,7 @@ class EvaluateRun(ModelRun):
         for each in self.evaluate:
             if each.every_steps is not None:
                 yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")
+        yield from tracking_problems(self.tracking)
         yield from launch_problems(self.launch)
 
 
@@ -182,6 +184,7 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     init = next((word[5:] for word in reversed(argv) if word.startswith("init=")), None)
     if init is None or any(word.partition("=")[0] == "--config" for word in argv):
         return []
+    init = os.path.expanduser(init)
     if not init.startswith("hf://") and not Path(init).exists():
         resolve_weights(init)
     files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -37,6 +37,7 @@ from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import (
     EXIT_STOPPED_RESUMABLE,
     FailureKind,
@@ -44,7 +45,6 @@ from vitscale.config.errors import (
     UserError,
     WorkerError,
 )
-from vitscale.config.redaction import flatten_params
 from vitscale.config.text_files import read_named
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
@@ -415,7 +415,8 @@ def find_existing(work: WorkFolder) -> Manifest | None:
     except UserError as error:
         what = f"exists already and was not made by this script\n{error.text()}"
         raise UserError(what, where="output", next_step=advice) from None
-    if changed := changed_settings(manifest.config, content_config(work.run)):
+    changed = changed_settings(manifest.config, content_config(work.run), purpose="output")
+    if changed:
         what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
         raise UserError(what, where="output", next_step=advice)
     if difference := work.run.source.other_place(manifest.source_path):
@@ -440,16 +441,10 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     return config
 
 
-def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Keys with different values, such as seed and labels.map_blake3."""
-    before, after = flatten_params(old), flatten_params(new)
-    return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-
-
 def check_settings(work: WorkFolder) -> None:
     """Raise UserError unless the work was begun with these settings, source and version."""
     begun = json.loads((work.path / SETTINGS_NAME).read_text())
-    if changed := changed_settings(begun, _settings(work.run)):
+    if changed := changed_settings(begun, _settings(work.run), purpose="output"):
         raise UserError(
             f"was begun with other settings: {', '.join(changed)}",
             where=str(work.path),

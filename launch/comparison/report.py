@@ -13,6 +13,7 @@ from textwrap import wrap
 
 from launch.comparison.differences import Comparison, Spread, spread
 from vitscale.config.errors import not_written
+from vitscale.config.redaction import printable
 from vitscale.distributed.atomic_files import write_text
 
 ABSENT = "-"
@@ -129,10 +130,6 @@ def plain_text(table: Table) -> str:
         padded = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {padded}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 # ---- files ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from vitscale.optim.settings import (
     schedule_problems,
 )
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.tracking.settings import TrackingSettings, absolute_uri
+from vitscale.tracking.settings import TrackingSettings, tracking_problems
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -100,11 +100,7 @@ class TrainingRun(Run):
         names = [evaluation.name for evaluation in self.evaluate or ()]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
-        if self.tracking.uri is not None:
-            try:
-                absolute_uri(self.tracking.uri)
-            except UserError as error:
-                yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
+        yield from tracking_problems(self.tracking)
         yield from schedule_problems(schedule)
         yield from optim_problems(self.optim, zero_stage=engine.zero_stage)
         yield from raw_problems(self.deepspeed, engine=engine)

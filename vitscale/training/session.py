@@ -26,9 +26,10 @@ from vitscale.checkpoint.store import (
     read_header,
     run_folder_lock,
 )
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.config.redaction import flatten_params, redact
+from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, mix_batch, training_batches
 from vitscale.data.order import ORDER_VERSION
@@ -182,7 +183,7 @@ class TrainingSession:
         )
         if checkpoint is not None:
             restore_engine(self.engine, checkpoint)
-            messages += changed_settings(self.folder, run)
+            messages += changes_since_start(self.folder, run)
             messages.append(f"resuming {self.folder} at step {self.start_step}")
         if run.data.is_streamed:
             messages.append(
@@ -222,7 +223,7 @@ class TrainingSession:
         if gather_objects(record is not None and record.status == "FINISHED")[0]:
             if self.world.is_first:
                 print(f"done before: {self.folder} at step {self.start_step}", flush=True)
-                if changes := changed_settings(self.folder, self.run)[1:]:
+                if changes := changes_since_start(self.folder, self.run)[1:]:
                     next_step = "  next: to train with these settings, choose another name=..."
                     lines = ["not used, since the run is finished:", *changes, next_step]
                     print(*lines, sep="\n", flush=True)
@@ -534,17 +535,18 @@ def compatibility_key(
     } | agreed
 
 
-def changed_settings(folder: Path, run: TrainingRun) -> list[str]:
+def changes_since_start(folder: Path, run: TrainingRun) -> list[str]:
     """Lines that list how the settings differ from the last start's; such changes are no error."""
     try:
         last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    before, now = flatten_params(last), flatten_params(run.model_dump(mode="json"))
+    if not isinstance(last, dict):
+        return []
+    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
     rows = [
-        f"    {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        f"    {key}: {before or 'not set'} -> {now or 'not set'}"
+        for key, (before, now) in changes.items()
     ]
     return ["changed since the last start:", *rows] if rows else []
 
@@ -559,11 +561,12 @@ def refuse_other_start(folder: Path, run: TrainingRun) -> None:
         last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return
-    before, now = flatten_params(last), flatten_params(run.model_dump(mode="json"))
+    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
     rows = [
-        f"\n    {key}: started with {before[key]}, now {now[key]}"
-        for key in START_ONLY
-        if key in before and key in now and not _same_start(key, before[key], now[key])
+        f"\n    {key}: started with {before}, now {now}"
+        for key, (before, now) in changes.items()
+        if key in START_ONLY and before is not None and now is not None
+        if not _same_start(key, before, now)
     ]
     if rows:
         raise UserError(

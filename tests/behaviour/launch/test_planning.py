@@ -14,6 +14,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.planning.dry_run import (
     Check,
+    KnownFacts,
     batch_script,
     check_data,
     data_facts,
@@ -252,3 +253,31 @@ def test_shards_sorted_by_class_are_refused(
     sorted_index = replace(index, label=np.sort(index.label))
     monkeypatch.setattr("vitscale.data.training_set.read_split", lambda *_, **__: sorted_index)
     assert "sorted by class" in checked(data={"path": str(path)})["data"].detail
+
+
+def test_a_sweep_opens_its_index_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever varies, but for the settings that choose samples."""
+    opened: list[str] = []
+    read = read_split
+
+    def counted(path: Any, **how: Any) -> Any:
+        opened.append(how["split"])
+        return read(path, **how)
+
+    monkeypatch.setattr("vitscale.data.training_set.read_split", counted)
+    known: KnownFacts = {}
+
+    def check(data: dict[str, Any], **changes: Any) -> Check:
+        run = PretrainRun.model_validate(SECTIONS | changes | {"data": DATA | data})
+        return {each.name: each for each in run_checks(run, known=known)}["data"]
+
+    for i in range(50):
+        varied = {"mean": [i / 100] * 3, "num_workers": i, "crop_area": [0.1, 0.5 + i / 100]}
+        varied |= {"global_batch": 1 + i % 4, "views": 1 + i % 2}
+        assert check(varied, seed=i, optim={"lr": 1e-3 + i}).result == "ok"
+    assert opened == ["train"]
+    assert "4 samples" in check({"first_percent": 25}).detail and len(opened) == 2
+    # Another run's checks know nothing of the shards as they were.
+    known.clear()
+    Path("shards/manifest.json").unlink()
+    assert check({}).result == "error"

@@ -31,7 +31,7 @@ from vitscale.models.vit import compile_blocks
 from vitscale.runs.training import training_plan
 from vitscale.training import session
 from vitscale.training.session import (
-    changed_settings,
+    changes_since_start,
     check_resumable,
     compatibility_key,
     refuse_other_start,
@@ -114,10 +114,10 @@ def test_step_beyond_the_run_is_refused() -> None:
 
 
 def test_changed_settings_are_listed(tmp_path: Path) -> None:
-    assert changed_settings(tmp_path, run_with({})) == []  # no configuration
+    assert changes_since_start(tmp_path, run_with({})) == []  # no configuration
     (tmp_path / "config.yaml").write_text(run_to_yaml(run_with({})))
-    assert changed_settings(tmp_path, run_with({})) == []
-    assert changed_settings(tmp_path, run_with({"optim": {"lr": 5e-4}})) == [
+    assert changes_since_start(tmp_path, run_with({})) == []
+    assert changes_since_start(tmp_path, run_with({"optim": {"lr": 5e-4}})) == [
         "changed since the last start:",
         "    optim.lr: 0.001 -> 0.0005",
     ]
