@@ -25,7 +25,12 @@ except ModuleNotFoundError as error:
 
 STEPS = (
     Step("open source", lambda _: [list_inputs.CONTAINERS], list_inputs.list_containers),
-    Step("list inputs", list_inputs.list_units, list_inputs.list_inputs),
+    Step(
+        "list inputs",
+        list_inputs.list_units,
+        list_inputs.list_inputs,
+        inside=list_inputs.num_listed,
+    ),
     Step("plan shards", lambda _: [plan_shards.ROWS], plan_shards.plan_shards),
     Step(
         "write shards",

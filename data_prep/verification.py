@@ -8,8 +8,10 @@ the folder was written.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +29,7 @@ from data_prep.formats.index_files import (
     info_of,
     sample_bytes,
     split_fingerprint,
+    tar_files,
 )
 from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
@@ -42,6 +45,9 @@ from vitscale.tracking.journal import item_progress
 # Of the sheet: at most this many classes, and images of each.
 MAX_CLASSES, PER_CLASS = 40, 10
 
+BATCH_ROWS = 1 << 13
+NAMES = pa.schema([("split", pa.string()), ("key", pa.string())])
+
 Task = tuple[ShardEntry, pa.Table]
 """A tar, and its rows of the index; none if that cannot be read."""
 
@@ -54,17 +60,18 @@ def check_folder(
     write_entry_points: bool = False,
 ) -> list[str]:
     """Return all findings; none for a valid folder. Raises UserError for tars at a URL."""
-    index = _read_index(folder)
+    index = partial(_batches, folder / INDEX_NAME)
+    is_index = _is_index(folder / INDEX_NAME)
     found = [
-        *_findings(INDEX_NAME, _check_index(folder, manifest, index)),
-        *_findings(LEDGER_NAME, _check_ledger(folder, manifest, index)),
+        *_findings(INDEX_NAME, _check_index(folder, manifest, is_index=is_index)),
+        *_findings(LEDGER_NAME, _check_ledger(folder, manifest, has_index=is_index)),
         *_findings(INFO_NAME, _check_info(folder, manifest)),
     ]
     check = partial(
         check_tar,
         folder=folder,
         root=folder_of_tars(folder, manifest),
-        ours=manifest.shards_root == "." and index is not None,
+        ours=manifest.shards_root == "." and is_index,
         write_entry_points=write_entry_points,
     )
     num_samples = sum(entry.num_samples for entry in manifest.splits.values())
@@ -73,7 +80,8 @@ def check_folder(
         item_progress("verify", total=num_samples) as advance,
         Workers(check, num=num, imports=[__name__]) as workers,
     ):
-        for _, (shard, _), findings in workers.results(tar_tasks(index, manifest)):
+        tasks = tar_tasks(_readable(index()) if is_index else (), manifest)
+        for _, (shard, _), findings in workers.results(tasks):
             found += [f"{shard.name}: {finding}" for finding in findings]
             advance(shard.samples)
     return sorted(found)
@@ -87,46 +95,78 @@ def _findings(name: str, check: Iterator[str]) -> Iterator[str]:
         yield f"{name}: cannot be read ({error})"
 
 
-def tar_tasks(index: pa.Table | None, manifest: Manifest) -> Iterator[Task]:
-    """Yield every tar with its rows. index: of all tars, in their order."""
-    rows, start = INDEX_SCHEMA.empty_table() if index is None else index, 0
+def tar_tasks(index: Iterable[pa.Table], manifest: Manifest) -> Iterator[Task]:
+    """Yield every tar with its rows. index: pieces of the index, whose rows are in that order."""
+    pieces, rows = iter(index), INDEX_SCHEMA.empty_table()
     for shard in (shard for entry in manifest.splits.values() for shard in entry.shards):
-        end = min(start + shard.samples, len(rows))
+        while len(rows) < shard.samples and (piece := next(pieces, None)) is not None:
+            rows = pa.concat_tables([rows, piece])
+        own = rows.slice(0, shard.samples).unify_dictionaries()
+        rows = rows.slice(len(own))
         # Copied: a pickled slice has the whole table.
-        yield shard, rows.take(np.arange(start, end))
-        start = end
+        yield shard, own.take(np.arange(len(own)))
 
 
-def _read_index(folder: Path) -> pa.Table | None:
+def _is_index(path: Path) -> bool:
     try:
-        table = pq.read_table(folder / INDEX_NAME)
+        return bool(pq.read_schema(path).equals(INDEX_SCHEMA))
     except (OSError, pa.ArrowException):
-        return None
-    if not table.schema.equals(INDEX_SCHEMA):
-        return None
-    return table.drop_null().unify_dictionaries().combine_chunks()
+        return False
 
 
-def _check_index(folder: Path, manifest: Manifest, index: pa.Table | None) -> Iterator[str]:
+def _batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    """Yield some columns of a table, some rows at a time: all would be 100 bytes a row.
+
+    Rows that lack a value are left out.
+    """
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(BATCH_ROWS, columns=columns):
+            yield pa.Table.from_batches([batch])
+
+
+def _readable(pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Yield whole rows up to the first damage, which is a finding of its own."""
+    with suppress(OSError, pa.ArrowException):
+        yield from (piece.drop_null() for piece in pieces)
+
+
+def _check_index(folder: Path, manifest: Manifest, *, is_index: bool) -> Iterator[str]:
     """Compare labels with the classes, and the samples with each split's fingerprint."""
-    if blake3_of_file(folder / INDEX_NAME) != manifest.index_blake3:
+    path = folder / INDEX_NAME
+    if blake3_of_file(path) != manifest.index_blake3:
         yield "content differs from the manifest (BLAKE3)"
-    if index is None:
+    if not is_index:
         yield "is no table, or has other columns than this version writes"
         return
-    labels = index.column("label").to_numpy()
+
     low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
-    if wrong := int(np.count_nonzero((labels < low) | (labels >= high))):
-        yield f"{wrong:,} labels are outside {low} to {high - 1:,}"
+    num_wrong = 0
+    found: list[tuple[str, int]] = []
+    for piece in _batches(path):
+        rows = piece.drop_null()
+        labels = rows["label"].to_numpy()
+        num_wrong += int(np.count_nonzero((labels < low) | (labels >= high)))
+        for name, group in groupby(rows["shard"].to_pylist()):
+            found.append((name, len(list(group))))
+    if num_wrong:
+        yield f"{num_wrong:,} labels are outside {low} to {high - 1:,}"
+
     shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
-    names = [shard.name for shard in shards for _ in range(shard.samples)]
-    if index["shard"].to_pylist() != names:
+    expected = [(shard.name, shard.samples) for shard in shards if shard.samples]
+    tars = groupby(found, key=lambda run: run[0])
+    if [(name, sum(num for _, num in runs)) for name, runs in tars] != expected:
         yield "does not have the samples of the manifest's tars, in their order"
-    splits = index.column("split").cast(pa.string())
     for split, entry in manifest.splits.items():
-        content = [sample_bytes(index.filter(pc.equal(splits, split)))]
-        if split_fingerprint(content, shard_lengths=entry.shard_lengths) != entry.fingerprint:
+        samples = map(sample_bytes, _of_split(path, split, ("blake3", "label")))
+        if split_fingerprint(samples, shard_lengths=entry.shard_lengths) != entry.fingerprint:
             yield f"samples of split {split!r} do not have the manifest's fingerprint"
+
+
+def _of_split(path: Path, split: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+    """Yield the rows of a split, some at a time."""
+    for piece in _batches(path, [*columns, "split"]):
+        rows = piece.drop_null()
+        yield rows.filter(pc.equal(rows["split"].cast(pa.string()), split))
 
 
 def check_tar(
@@ -155,6 +195,8 @@ def check_tar(
         return [*found, f"cannot be read ({error.strerror})"]
     if write_entry_points and not found:
         place = entry_points.entry_points_file(folder, shard.name)
+        if not place.parent.resolve().is_relative_to(folder.resolve()):
+            return [f"its entry points were not written: a link leads out of {folder}"]
         entry_points.write_entry_points(place, points)
     return found
 
@@ -187,20 +229,50 @@ def _check_sample(
     return (None if found == expected else f"is {found}, but the index says {expected}"), image
 
 
-def _check_ledger(folder: Path, manifest: Manifest, index: pa.Table | None) -> Iterator[str]:
+def _check_ledger(folder: Path, manifest: Manifest, *, has_index: bool) -> Iterator[str]:
     """Check that it has all inputs, and that those not rejected are the samples."""
-    ledger = pq.read_table(folder / LEDGER_NAME, columns=["split", "key", "status"])
-    if len(ledger) != manifest.inputs.get("num_rows"):
+    path = folder / LEDGER_NAME
+    if pq.read_metadata(path).num_rows != manifest.inputs.get("num_rows"):
         yield "has other sums than the manifest"
-    kept = ledger.filter(pc.not_equal(ledger["status"].cast(pa.string()), "rejected"))
-    if index is not None and _names(kept) != _names(index):
+    if not has_index:
+        return
+    # Both files have the samples of a split in their stored order.
+    same = []
+    for split in manifest.splits:
+        kept, stored = _kept(path, split), _of_split(folder / INDEX_NAME, split, ["key"])
+        same.append(_same_rows(map(_names, kept), map(_names, stored)))
+    num_kept = sum(len(rows) for rows in _kept(path))
+    if not all(same) or num_kept != sum(each.num_samples for each in manifest.splits.values()):
         yield "the inputs kept or repaired are not the samples of the index"
 
 
-def _names(rows: pa.Table) -> list[tuple[str, str]]:
-    """Split and key of each row, sorted."""
-    parts = (rows[name].cast(pa.string()).to_pylist() for name in ("split", "key"))
-    return sorted(zip(*parts, strict=True))
+def _kept(path: Path, split: str | None = None) -> Iterator[pa.Table]:
+    """Yield the rows of the ledger that are samples, of one split or of all, some at a time."""
+    for rows in _batches(path, ["split", "key", "status"]):
+        is_wanted = pc.not_equal(rows["status"].cast(pa.string()), "rejected")
+        if split is not None:
+            is_wanted = pc.and_(is_wanted, pc.equal(rows["split"].cast(pa.string()), split))
+        yield rows.filter(is_wanted)
+
+
+def _names(rows: pa.Table) -> pa.Table:
+    """Split and key of each row."""
+    return rows.select(["split", "key"]).cast(NAMES)
+
+
+def _same_rows(left: Iterator[pa.Table], right: Iterator[pa.Table]) -> bool:
+    """Return True if two tables are equal. They come in pieces, cut at other places."""
+    a, b = NAMES.empty_table(), NAMES.empty_table()
+    while True:
+        a = a if len(a) else next(left, None)
+        b = b if len(b) else next(right, None)
+        if a is None or b is None:
+            rest = [*filter(None, (a, b)), *left, *right]
+            return not any(map(len, rest))
+        num = min(len(a), len(b))
+        if not a.slice(0, num).equals(b.slice(0, num)):
+            return False
+        a, b = a.slice(num), b.slice(num)
 
 
 def _check_info(folder: Path, manifest: Manifest) -> Iterator[str]:
@@ -211,7 +283,6 @@ def _check_info(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
     """Draw the first samples of each class, one class per row; at most MAX_CLASSES, evenly."""
-    root = folder_of_tars(folder, manifest)
     table = pq.read_table(folder / INDEX_NAME, columns=["shard", "offset", "length", "label"])
     labels = table.column("label").to_numpy()
     present = np.unique(labels)
@@ -220,9 +291,8 @@ def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
     for label in chosen.tolist():
         positions = np.flatnonzero(labels == label)
         name = "no label" if label == NO_LABEL else f"{label} {manifest.classes[label]}"
-        images = [
-            image_of(row | {"file": root / row["shard"]})
-            for row in table.take(positions[:PER_CLASS]).to_pylist()
-        ]
+        shown = table.take(positions[:PER_CLASS]).to_pylist()
+        tars = tar_files(folder, manifest, [row["shard"] for row in shown])
+        images = [image_of(row | {"file": tar}) for row, tar in zip(shown, tars, strict=True)]
         rows.append((f"{name}: {len(positions):,}", images))
     draw_rows(path, rows)

@@ -23,7 +23,7 @@ from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import json_text, write_json, write_text
 from vitscale.distributed.node_files import once_per_node
-from vitscale.distributed.world import World, gather_objects
+from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
 from vitscale.evaluation.evaluation import FILES, Share, Subject, results
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.trained_model import TrainedModel, open_model
@@ -71,7 +71,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     say: Callable[[str], None] = print if world.is_first else lambda _: None
     model = open_model(**run.source(), world=world)
     train, val = once_per_node(
-        lambda: splits(run, check_files=world.is_first),
+        lambda: splits(run),
         is_maker=world.local_rank == 0,
         gather=gather_objects,
     )
@@ -120,13 +120,13 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     say(f"\n{table(rows)}\n\nresults: {folder / RESULTS}, .csv, .md")
 
 
-def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
+def splits(run: EvaluateRun) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
     """Open the splits that probes learn from (none without a probe) and the evaluated split.
 
-    check_files: False where another rank checks that the shards are there. Raises UserError.
+    Raises UserError.
     """
     data = run.data
-    read = partial(read_split, data.path, remote_settings=data.remote, check_files=check_files)
+    read = partial(read_split, data.path, remote_settings=data.remote)
     val = read(split=data.val_split, key="data.val_split")
     if all(EVALUATIONS[each.name].needs == "logits" for each in run.evaluate):
         return (), val
@@ -159,19 +159,23 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
 
 
 def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker:
-    """Open the MLflow run of an evaluation: a child of the training, in the same store."""
-    if world.is_first:
-        write_text(Path(run.folder) / "config.yaml", run_to_yaml(run))
-    return Tracker(
-        run.folder,
-        settings=run.tracking,
-        name=run.name,
-        stage=run.stage,
-        tags={"vitscale.evaluated": model.source},
-        resume_step=-1,
-        is_writer=world.is_first,
-        origin=None if model.run is None else str(model.run.folder),
-    )
+    """Open the MLflow run of an evaluation, a child of the training in the same store.
+
+    Collective.
+    """
+    with errors_on_all_ranks("cannot be written", run.folder, tried=world.is_first):
+        if world.is_first:
+            write_text(Path(run.folder) / "config.yaml", run_to_yaml(run))
+        return Tracker(
+            run.folder,
+            settings=run.tracking,
+            name=run.name,
+            stage=run.stage,
+            tags={"vitscale.evaluated": model.source},
+            resume_step=-1,
+            is_writer=world.is_first,
+            origin=None if model.run is None else str(model.run.folder),
+        )
 
 
 # ---- the table -----------------------------------------------------------------------------------

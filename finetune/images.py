@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from vitscale.config.errors import UserError
+from vitscale.data.folders import files_below
 from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, sample_keys
 from vitscale.data.remote import is_url
 from vitscale.data.samples import (
@@ -97,7 +98,11 @@ def find_files(given: Sequence[str]) -> Images:
         if not os.path.isdir(each):
             paths.append(each)
             continue
-        below = list(_walk(each))
+        try:
+            below = list(files_below(each))
+        except OSError as error:
+            what = f"cannot be read ({error.strerror})"
+            raise UserError(what, where=str(error.filename)) from None
         images = [path for path in below if _suffix(path) in SUFFIXES | OTHER_SUFFIXES]
         paths += sorted(images, key=os.fsencode)
         num_left_out += len(below) - len(images)
@@ -105,18 +110,6 @@ def find_files(given: Sequence[str]) -> Images:
         what = f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files"
         raise UserError(what, where="images", allowed=f"names in .{', .'.join(sorted(SUFFIXES))}")
     return Images(paths=paths, num_left_out=num_left_out)
-
-
-def _walk(folder: str) -> Iterator[str]:
-    """Visible files below; links to folders are not followed."""
-
-    def failed(error: OSError) -> None:
-        what = f"cannot be read ({error.strerror})"
-        raise UserError(what, where=str(error.filename)) from None
-
-    for path, folders, files in os.walk(folder, onerror=failed):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (os.path.join(path, name) for name in files if not name.startswith("."))
 
 
 def _suffix(path: str) -> str:
@@ -147,7 +140,6 @@ def converted_pixels(data: bytes) -> torch.Tensor | None:
     with open_image(data) as image:
         if data.startswith(b"\xff\xd8\xff") and orientation(image) == UPRIGHT:
             return None
-        image.load()
         return torch.from_numpy(rgb_pixels(image))
 
 

@@ -90,7 +90,9 @@ def predict_images(
 
     try:
         _on_all_ranks(run, write_part)
-        counts = _on_all_ranks(run, lambda: _join(parts, output) if world.is_first else None)
+        counts = _on_all_ranks(
+            run, lambda: _join(parts, output) if world.is_first else None, tried=world.is_first
+        )
     finally:
         if world.is_first:
             shutil.rmtree(parts, ignore_errors=True)
@@ -98,9 +100,12 @@ def predict_images(
         yield from _report(run.output, *counts, left_out=images.num_left_out)
 
 
-def _on_all_ranks(run: PredictRun, work: Callable[[], Any]) -> Any:
-    """Call `work`. Raises UserError on every rank if one of them fails. Collective."""
-    with errors_on_all_ranks("cannot be written", str(run.output)):
+def _on_all_ranks(run: PredictRun, work: Callable[[], Any], *, tried: bool = True) -> Any:
+    """Call `work`. Raises UserError on every rank if one of them fails. Collective.
+
+    tried: whether it does anything on this rank.
+    """
+    with errors_on_all_ranks("cannot be written", str(run.output), tried=tried):
         try:
             return work()
         except OSError as caught:

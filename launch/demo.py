@@ -10,7 +10,9 @@ current folder. Run it again to resume. --open shows the report in the browser a
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -21,6 +23,8 @@ from pathlib import Path
 
 try:
     from vitscale.config.errors import UserError, run_script
+    from vitscale.data.folders import files_below, folders_in
+    from vitscale.data.split_names import splits_of_folders
     from vitscale.distributed.processes import num_gpus
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -35,10 +39,30 @@ ALLOWED = "a folder with one sub-folder of JPEG, PNG or WebP images per class"
 
 
 def name_of(folder: Path | None) -> str:
-    """The name of the demo on this folder of images, and of its folder below runs/."""
+    """The name of the demo on this folder of images, and of its folder below runs/.
+
+    It ends in a hash of the path: folders of one name hold other images.
+    """
     if folder is None:
         return "demo"
-    return f"demo-{re.sub(r'[^A-Za-z0-9_-]+', '-', folder.name).strip('-') or 'folder'}"[:60]
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-") or "folder"
+    return f"demo-{readable[:50]}-{hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]}"
+
+
+def folder_of_classes(folder: Path) -> Path:
+    """The folder itself, or that of its training split. Raises UserError if this is not clear."""
+    try:
+        splits = splits_of_folders(folder)
+    except UserError as error:
+        step = f"name the folder whose sub-folders are classes, such as {folder / 'train'}"
+        raise UserError(error.what, where=f"DATA={folder}", next_step=step) from None
+    except OSError as error:
+        what = f"cannot be read ({error.strerror})"
+        raise UserError(what, where=f"DATA={folder}", allowed=ALLOWED) from None
+    if not splits:
+        return folder
+    print(f"{folder} has the splits {', '.join(splits)}; the demo takes images of train alone")
+    return folder / splits["train"]
 
 
 def commands(name: str, *, is_folder: bool) -> dict[str, str]:
@@ -74,9 +98,10 @@ def commands(name: str, *, is_folder: bool) -> dict[str, str]:
 def link_some(folder: Path, target: Path) -> None:
     """Link to at most MAX_PER_CLASS images of each class."""
     classes: dict[str, list[Path]] = {}
-    for path in sorted(folder.glob("[!.]*/**/*")):
-        if path.suffix.lower() in SUFFIXES and not path.name.startswith("."):  # macOS's ._x.jpg
-            classes.setdefault(path.relative_to(folder).parts[0], []).append(path)
+    for name in folders_in(folder):
+        paths = sorted(map(Path, files_below(folder / name)))
+        if images := [path for path in paths if path.suffix.lower() in SUFFIXES]:
+            classes[name] = images
     if not classes:
         raise UserError("has no class folders with images", where=f"DATA={folder}", allowed=ALLOWED)
     most = min(MAX_PER_CLASS, max(10, MAX_IMAGES // len(classes)))
@@ -138,6 +163,8 @@ def main() -> None:
     parser.add_argument("--open", action="store_true", help="show the report in the browser")
     arguments = parser.parse_args()
     folder = None if arguments.data is None else arguments.data.resolve()
+    if folder is not None:
+        folder = folder_of_classes(folder)
     name, start = name_of(folder), time.monotonic()
     if folder is not None:
         link_some(folder, Path(f"runs/{name}/images"))

@@ -17,9 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_prep.duplicates.similar import describe_images
-from data_prep.formats.index_files import folder_of_tars
+from data_prep.formats.index_files import tar_files
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.sources.files import is_image_name
+from data_prep.sources.files import folders_below, is_image_name
 from data_prep.sources.protocol import printable
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, read_manifest, read_shard
@@ -49,13 +49,10 @@ def list_images(folder: Path) -> pa.Table:
         return samples.set_column(0, "name", names)
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
-    files, seen = list[str](), set[str]()
-    for path, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(path)  # links may lead in circles
-        folders[:] = [name for name in folders if name[0] != "." and real not in seen]
+    files = list[str]()
+    for path, names in folders_below(folder):
         shown = (name for name in names if name[0] != "." and is_image_name(name))
-        files += [os.path.join(path, name) for name in shown if real not in seen]
-        seen.add(real)
+        files += [os.path.join(path, name) for name in shown]
     files.sort()
     try:
         hashes = [bytes.fromhex(blake3_of_file(file)) for file in files]
@@ -72,13 +69,13 @@ def list_images(folder: Path) -> pa.Table:
 
 def list_samples(folder: Path) -> pa.Table:
     """List all samples of a shard folder: splits other than `train` first, to keep them."""
-    root = folder_of_tars(folder, read_manifest(folder))
     columns = ["split", "key", "blake3", "shard", "offset", "length"]
     table = pq.read_table(folder / INDEX_NAME, columns=columns)
     in_train = pc.equal(table["split"].cast(pa.string()), TRAIN).to_numpy()
     table = table.take(np.argsort(in_train, kind="stable")).combine_chunks()
     shards = table["shard"].cast(pa.string()).combine_chunks().dictionary_encode()
-    files = pa.array([os.fsencode(root / name) for name in shards.dictionary.to_pylist()])
+    tars = tar_files(folder, read_manifest(folder), shards.dictionary.to_pylist())
+    files = pa.array(map(os.fsencode, tars))
     found = [table[name] for name in ("key", "blake3", "shard", "offset", "length")]
     found[2] = pa.DictionaryArray.from_arrays(shards.indices, files)
     return pa.table(found, schema=IMAGES)

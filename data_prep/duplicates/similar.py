@@ -16,7 +16,6 @@ over integers below 2^53, exact in float64 in any order, so all machines agree.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from functools import cache
 
@@ -25,7 +24,7 @@ import pyarrow as pa
 from PIL import Image
 
 from data_prep.images.check import SUFFIXES
-from vitscale.images.plain import orientation, plain, upright
+from vitscale.images.plain import open_picture, orientation, plain, upright
 
 NUM_FREQUENCIES = 64
 SIDE_PX = 32
@@ -72,7 +71,7 @@ def grey_picture(content: bytes) -> np.ndarray | None:
     # MAX_PIXELS replaces Pillow's own limit.
     Image.MAX_IMAGE_PIXELS = None
     try:
-        with Image.open(io.BytesIO(content), formats=tuple(SUFFIXES)) as image:
+        with open_picture(content, formats=tuple(SUFFIXES)) as image:
             if image.width * image.height > MAX_PIXELS:
                 return None
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly

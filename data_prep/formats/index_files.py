@@ -157,6 +157,16 @@ def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
     return local_folder(location_of_tars(folder, manifest), where=where)
 
 
+def tar_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[Path]:
+    """Return the tars that an index names. Raises UserError for one that the manifest lacks."""
+    root = folder_of_tars(folder, manifest)
+    known = {shard.name for entry in manifest.splits.values() for shard in entry.shards}
+    for name in (name for name in names if name not in known):
+        what = f"names the tar {name!r}, which {MANIFEST_NAME} does not have"
+        raise UserError(what, where=str(folder / INDEX_NAME), next_step="make the shards again")
+    return [root / name for name in names]
+
+
 def local_folder(place: Location | str, *, where: str) -> Path:
     """The place as a path. Raises UserError if it is a URL."""
     place = location_of(place, where=where)

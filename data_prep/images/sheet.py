@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,10 +11,10 @@ from PIL import Image, ImageDraw, ImageOps
 from data_prep.images.check import SUFFIXES
 from vitscale.config.errors import not_written
 from vitscale.distributed.atomic_files import atomic_file, make_folders
+from vitscale.images.plain import PILLOW_ERRORS, open_picture
 
 SIDE, TEXT = 96, 14
-# What Pillow raises on broken images.
-DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
+DAMAGE = (OSError, ValueError, *PILLOW_ERRORS)
 
 
 @contextmanager
@@ -39,7 +36,7 @@ def draw_rows(path: Path, rows: Sequence[tuple[str, Sequence[bytes]]]) -> None:
     for y, (text, images) in enumerate(rows):
         draw.text((2, y * height + 1), text, "black")
         for x, content in enumerate(images):
-            with suppress(*DAMAGE), Image.open(io.BytesIO(content), formats=(*SUFFIXES,)) as image:
+            with suppress(*DAMAGE), open_picture(content, formats=(*SUFFIXES,)) as image:
                 image.draft("RGB", (2 * SIDE, 2 * SIDE))
                 small = ImageOps.contain(image.convert("RGB"), (SIDE - 2, SIDE - 2))
                 sheet.paste(small, (x * SIDE, y * height + TEXT))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
+from vitscale.data.split_names import splits_of_files
 from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
 
@@ -81,6 +82,8 @@ def file_containers(
             like = f" matching {full.name!r}"
             wanted = matching(full.name, names, where=where)
             names, missing = names & wanted, wanted - names
+        if full.is_dir():
+            _refuse_deeper_files(full, is_wanted, kind=kind, where=where)
         if not names:
             what = f"{printable(str(root / folder))!r} contains no {kind}{like}"
             raise UserError(what, where=where)
@@ -88,12 +91,53 @@ def file_containers(
             what = f"has no {min(missing)!r}, which the pattern names"
             advice = "get the missing files, or correct the pattern"
             raise UserError(what, where=where, next_step=advice)
-        paths = sorted((os.path.join(folder, name) for name in names), key=os.fsencode)
-        found += [Container(each, split) for each in paths]
-    if len({box.path for box in found}) != len(found):
-        what = "two splits share files"
-        raise UserError(what, where="source.splits", allowed="separate files")
+        by_name = {}
+        if not settings.splits and full.is_dir():
+            by_name = splits_of_files(names)
+        for name in sorted(names, key=os.fsencode):
+            found.append(Container(os.path.join(folder, name), by_name.get(name, split)))
+    first = dict[str, Container]()
+    for box in found:
+        other = first.setdefault(os.path.realpath(root / box.path), box)
+        if other is not box:
+            two = "two splits share files" if other.split != box.split else "one file has two names"
+            what = f"{two}: {printable(other.path)!r} and {printable(box.path)!r}"
+            raise UserError(what, where="source.path", allowed="separate files")
     return found
+
+
+def _refuse_deeper_files(
+    folder: Path, is_wanted: Callable[[str], bool], *, kind: str, where: str
+) -> None:
+    """Raise UserError for wanted files in sub-folders, which may be splits or other corpora."""
+    for path, names in folders_below(folder):
+        deeper = sorted(filter(is_wanted, names))
+        if deeper and path != str(folder):
+            example = os.path.relpath(os.path.join(path, deeper[0]), folder)
+            raise UserError(
+                f"{printable(str(folder))!r} has {kind} in sub-folders, such as "
+                f"{printable(example)!r}: are these splits, or more of the same?",
+                where=where,
+                allowed=f"{kind} in one folder for each split",
+                next_step="name each split's folder, or a pattern such as '*' for the files of "
+                "this folder alone, in source.splits; or move or link the files into one folder",
+            )
+
+
+def folders_below(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield (path, names of its files) of a folder and of all visible ones below it, once each.
+
+    Links to folders are followed; those that lead in circles end there.
+    """
+    seen = set[str]()
+    for path, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(path)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = [name for name in folders if name[0] != "."]
+        yield path, names
 
 
 def stem_and_suffix(name: str) -> tuple[str, str]:
@@ -126,11 +170,3 @@ def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
     if hidden:
         return "hidden"
     return None if is_image_name(name) else "other_name"
-
-
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return True for a folder or a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:  # a link in a circle, or into a closed folder
-        return False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from data_prep.sources.files import (
-    is_folder,
     is_image_name,
     key_of,
     name_reason,
@@ -22,23 +22,25 @@ from data_prep.sources.protocol import (
     Input,
     Source,
     printable,
-    read_text,
     source_read_error,
 )
 from vitscale.config.errors import UserError
+from vitscale.config.text_files import read_cells
+from vitscale.data.folders import folders_in, is_folder
+from vitscale.data.split_names import splits_of_folders
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
 CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-SPLIT_OF_NAME = {
-    **{"train": "train", "training": "train", "test": "test"},
-    **{"val": "val", "valid": "val", "validation": "val"},
-}
+# Without classes a split is divided into about so many units of listing, where it has the folders.
+UNLABELLED_FOLDERS = 64
+VAL_LABELS = "source.val_labels"
 
 
 class ImageFolder(Source):
     """Containers: the class folders of every split, and per split the files beside them.
 
-    Without classes: the folder of every split, with all files below it.
+    Without classes: the upper folders of every split, and for each that has one of them inside, the
+    files beside it.
     """
 
     has_label_values = False
@@ -46,19 +48,19 @@ class ImageFolder(Source):
     def containers(self) -> list[Container]:
         found: list[Container] = []
         places = split_places(self.settings, kind="folder")
-        if not self.settings.splits and (splits := _found_splits(self.root)):
+        if not self.settings.splits and (splits := splits_of_folders(self.root)):
             named = self.settings.model_copy(update={"splits": splits})
             places = split_places(named, kind="folder")
         for split, path in places.items():
             if self.labels.values == "none":
-                found.append(Container(path or ".", split, NO_CLASS))
+                found += self._unlabelled(path, split)
                 continue
             folder = self.root / path
-            names = _visible(folder, folders=True)
+            names = folders_in(folder)
             if self.settings.val_labels is not None and not names:
                 _listed_classes(self.settings.val_labels, folder)
             elif not names:
-                num = len(_visible(folder))
+                num = len(_images_in(folder))
                 raise UserError(
                     f"{str(folder)!r} has no class folders, but {num} image files",
                     where=key_of(split, self.settings),
@@ -71,53 +73,88 @@ class ImageFolder(Source):
                 found.append(Container(os.path.join(path, name), split, printable(name)))
         return found
 
-    def inputs(self, container: Container) -> Iterator[Input]:
-        listed, classes = self.settings.val_labels, dict[str, str]()
-        folder = self.root / container.path
-        if listed is not None and container.class_name is None:
-            classes = {} if _visible(folder, folders=True) else _listed_classes(listed, folder)
-        top = "" if container.path == "." else container.path
-        for row in self._files(container, top, start=len(top) + 1 if top else 0, hidden=False):
-            if row.reason == "no_class" and row.name in classes:
-                row.class_name, row.reason = classes[row.name], None
-            yield row
+    def _unlabelled(self, top: str, split: str) -> list[Container]:
+        """Divide a split among the processes that list it, from its folder downwards."""
+        divided, folders = list[str](), [top]
+        while folders and len(folders) < UNLABELLED_FOLDERS:
+            divided += folders
+            folders = [
+                os.path.join(folder, name) for folder in folders for name in self._inside(folder)
+            ]
+        base = top or "."
+        found = [
+            Container(each or ".", split, NO_CLASS, base=base, only_files=True) for each in divided
+        ]
+        return found + [Container(each, split, NO_CLASS, base=base) for each in folders]
 
-    def _files(
-        self, container: Container, folder: str, *, start: int, hidden: bool
-    ) -> Iterator[Input]:
+    def _inside(self, folder: str) -> list[str]:
+        """Names of the visible sub-folders that are no links; none of a closed folder."""
+        try:
+            names = folders_in(self.root / folder)
+        except OSError as error:
+            _fault(error, folder)
+            return []
+        return [name for name in names if not (self.root / folder / name).is_symlink()]
+
+    def inputs(self, container: Container) -> Iterator[Input]:
         """Yield all files below a class folder; without a class, those beside the class folders.
 
         Links to files are followed, and the container itself may be a link; a link to a folder
-        below it is one row, so that no walk can go in circles. start: of names in paths.
+        below it is one row, so that no walk can go in circles.
         """
-        split, class_name = container.split, container.class_name
-        try:
-            with os.scandir(self.root / folder) as listed:
-                entries = list(listed)
-        except OSError as error:
-            yield Input(folder, split, class_name, folder[start:], 0, _fault(error, folder))
-            return
-        for entry in entries:
-            path = f"{folder}/{entry.name}" if folder else entry.name
-            is_hidden = hidden or entry.name.startswith(".")
-            if entry.is_dir(follow_symlinks=False):
-                if class_name is not None or is_hidden:
-                    yield from self._files(container, path, start=start, hidden=is_hidden)
-                continue
-            if class_name is None and not is_hidden and is_folder(entry):
-                continue  # a linked class folder
-            name = path[start : len(path) - len(entry.name)] + stem_and_suffix(entry.name)[0]
-            item = Input(path, split, class_name, name, 0)
+        split, class_name, classes = container.split, container.class_name, dict[str, str]()
+        if self.settings.val_labels is not None and class_name is None:
+            top = self.root / container.path
+            if not folders_in(top):
+                classes = _listed_classes(self.settings.val_labels, top)
+
+        # Where the name of an input begins in its path.
+        base = container.base or container.path
+        start = 0 if base == "." else len(base) + 1
+
+        # A list instead of recursion: folders may be nested deeper than calls.
+        only_files = container.only_files or class_name is None
+        folders = [("" if container.path == "." else container.path, False)]
+        while folders:
+            folder, is_hidden = folders.pop()
             try:
-                status = entry.stat()
+                with os.scandir(self.root / folder) as listed:
+                    entries = list(listed)
             except OSError as error:
-                item.reason = _fault(error, path, is_link=entry.is_symlink())
-            else:
-                item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
-                item.reason = name_reason(entry.name, status.st_mode, hidden=is_hidden)
-            if item.reason is None and class_name is None:
-                item.reason = "no_class"
-            yield item
+                yield Input(folder, split, class_name, folder[start:], 0, _fault(error, folder))
+                continue
+            for entry in entries:
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                hidden = is_hidden or entry.name.startswith(".")
+                if entry.is_dir(follow_symlinks=False):
+                    if hidden or not only_files:
+                        folders.append((path, hidden))
+                    continue
+                if class_name is None and not hidden and is_folder(entry):
+                    continue  # a linked class folder
+                item = _input_of(entry, path, container, start=start, hidden=hidden)
+                if item.reason == "no_class" and entry.name in classes:
+                    item.class_name, item.reason = classes[entry.name], None
+                yield item
+
+
+def _input_of(
+    entry: os.DirEntry[str], path: str, container: Container, *, start: int, hidden: bool
+) -> Input:
+    """The input of a file. start: of its name in its path."""
+    name = path[start : len(path) - len(entry.name)] + stem_and_suffix(entry.name)[0]
+    item = Input(path, container.split, container.class_name, name, 0)
+    try:
+        status = entry.stat()
+    except OSError as error:
+        item.reason = _fault(error, path, is_link=entry.is_symlink())
+        return item
+    item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
+    item.inode = status.st_ino or 1
+    item.reason = name_reason(entry.name, status.st_mode, hidden=hidden)
+    if item.reason is None and container.class_name is None:
+        item.reason = "no_class"
+    return item
 
 
 def _fault(error: OSError, path: str, *, is_link: bool = False) -> str:
@@ -129,44 +166,82 @@ def _fault(error: OSError, path: str, *, is_link: bool = False) -> str:
     raise source_read_error(error, path) from None
 
 
-def _visible(folder: Path, *, folders: bool = False) -> list[str]:
-    """Names of the visible sub-folders, or image files, sorted by their bytes."""
-    with os.scandir(folder) as entries:
-        shown = [each for each in entries if each.name[0] != "."]
-    names = [e.name for e in shown if (is_folder(e) if folders else is_image_name(e.name))]
+def _images_in(folder: Path) -> list[str]:
+    """Names of the visible image files, sorted by their bytes."""
+    names = [name for name in os.listdir(folder) if name[0] != "." and is_image_name(name)]
     return sorted(names, key=os.fsencode)
 
 
-def _found_splits(root: Path) -> dict[str, str]:
-    """Split -> sub-folder if all sub-folders are named like splits; else nothing."""
-    names = [printable(name) for name in _visible(root, folders=True)]
-    if len(names) < 2 or not {name.lower() for name in names} <= SPLIT_OF_NAME.keys():
-        return {}
-    splits = {SPLIT_OF_NAME[name.lower()]: name for name in names}
-    if len(splits) < len(names) or "train" not in splits:
-        raise UserError(
-            f"the sub-folders of {str(root)!r} are named like splits ({', '.join(names)})",
-            where="source.path",
-            next_step="say which are which, as in 'source.splits={train: FOLDER, val: FOLDER}'",
-        )
-    return splits
-
-
 def _listed_classes(file: str, folder: Path) -> dict[str, str]:
-    """Name without suffix -> class of the images of a folder, by the list `source.val_labels`."""
-    text = read_text(file, where="source.val_labels")
-    rows = [re.split(r"[,\s]+", line.strip()) for line in text.splitlines() if line.strip()]
-    stems = [stem_and_suffix(name)[0] for name in _visible(folder)]
-    if len(rows) == len(stems) and all(len(row) == 1 for row in rows):
-        return {stem: row[0] for stem, row in zip(stems, rows, strict=True)}
-    listed = {os.path.basename(row[0]): row[1] for row in rows if len(row) > 1}
-    listed = {stem_and_suffix(n)[0] if is_image_name(n) else n: c for n, c in listed.items()}
-    if not listed.keys() & set(stems):
+    """File name -> class of the images of a folder, by the list `source.val_labels`.
+
+    Raises UserError for a list that can be read in several ways, or names no image.
+    """
+    names = _images_in(folder)
+    file_of = {form: name for name in names for form in (name, stem_and_suffix(name)[0])}
+    tables = {separator: read_cells(file, separator, where=VAL_LABELS) for separator in "\t;, "}
+
+    # The separator by which most lines begin with the name of an image.
+    def num_known(separator: str) -> int:
+        rows = tables[separator]
+        return sum(len(row) > 1 and os.path.basename(row[0]) in file_of for _, row in rows)
+
+    separator = max(tables, key=num_known)
+    if not num_known(separator):
+        return _classes_in_order(file, names, known=file_of, folder=folder)
+    rows = tables[separator]
+    if separator == " ":
+        rows = [(number, [row[0], " ".join(row[1:])]) for number, row in rows]
+    width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
+    # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
+    with_boxes = rows[0][1][1:] == ["PredictionString"]
+    classes, lines = dict[str, str](), dict[str, int]()
+    for number, row in rows:
+        problem, name = "", file_of.get(os.path.basename(row[0]))
+        if len(row) != width:
+            problem = (
+                f"{len(row)} values instead of {width}; quote a class that has a {separator!r}"
+            )
+        elif name is not None:
+            class_name = row[1].split(" ")[0] if with_boxes else row[1]
+            if classes.setdefault(name, class_name) != class_name:
+                problem = f"{name!r} has another class than in line {lines[name]}"
+            lines.setdefault(name, number)
+        if problem:
+            raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
+    return classes
+
+
+def _classes_in_order(
+    file: str, names: Sequence[str], *, known: Collection[str], folder: Path
+) -> dict[str, str]:
+    """File name -> class, from lines of classes alone. names: of the images, sorted by bytes."""
+    lines = read_cells(file, "\n", where=VAL_LABELS)
+    allowed = "lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748"
+    for number, (line,) in lines:
+        start = re.split(r"[\s,;|:]", line)[0]
+        if start != line and start in known:
+            what = f"{file}:{number}: {line!r} has another separator than comma, tab or semicolon"
+            raise UserError(what, where=VAL_LABELS, allowed=allowed)
+    if len(lines) != len(names):
         raise UserError(
-            f"{file!r} with {len(rows):,} lines names no image of the {len(stems):,} in "
+            f"{file!r} with {len(lines):,} lines names no image of the {len(names):,} in "
             f"{str(folder)!r}",
-            where="source.val_labels",
-            allowed="lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748; or one class "
-            "per image, in the order of their names",
+            where=VAL_LABELS,
+            allowed=f"{allowed}; or one class per image, in the order of their names",
         )
-    return listed
+    for first, by_number in zip(names, sorted(names, key=_natural), strict=True):
+        if first != by_number:
+            what = (
+                f"{file!r} has classes alone, but the images have no certain order: sorted as text "
+                f"{first!r} is before {by_number!r}, sorted by number it is after it"
+            )
+            raise UserError(what, where=VAL_LABELS, allowed=allowed)
+    return {name: line for name, (_, (line,)) in zip(names, lines, strict=True)}
+
+
+def _natural(name: str) -> list[str | int]:
+    """The name without case and with its numbers as numbers, as file managers sort."""
+    parts: list[str | int] = list(re.split(r"([0-9]+)", name.lower()))
+    parts[1::2] = map(int, parts[1::2])
+    return parts

@@ -1,7 +1,6 @@
 """Define the interface of a source: containers, the inputs in them, and the errors of reading them.
 
-An outage (storage or machine failed) is told from a fault of one file. Also reads the files that
-settings name.
+An outage (storage or machine failed) is told from a fault of one file.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import pyarrow as pa
 
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import DATA_LOSS_ERRNOS
+from vitscale.data.tar_members import CompressedTar, TarDefect
 from vitscale.runs.data_prep import SOURCES, LabelSettings, SourceSettings
 
 MAX_CLASS_LENGTH = 4096
@@ -50,6 +50,10 @@ class Container:
     offset: int = 0
     """First byte inside `file`."""
     num_bytes: int = -1
+    base: str = ""
+    """Folder that the names of its inputs are relative to, if that is not `path`."""
+    only_files: bool = False
+    """Its visible sub-folders are containers of their own."""
 
 
 # Not frozen: freezing takes 3 of the 11 us that listing a file takes.
@@ -71,6 +75,8 @@ class Input:
     offset: int = 0
     modified_ns: int = 0
     """Modification time of the file when it was listed."""
+    inode: int = 0
+    """Of the file, where it is one input: links to it have the same. 0: unknown."""
     spooled: bool = False
     """`file` is in the spool, not in the source."""
     data: bytes | None = None
@@ -123,6 +129,8 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
     try:
         yield from inputs
         return
+    except CompressedTar:
+        raise compressed_tar_error(container.path) from None
     except TarDefect:
         reason = "truncated_tar"
     except (pa.ArrowException, UnicodeDecodeError):
@@ -149,11 +157,14 @@ def class_from_cell(
         if names is not None:
             return names[label] if 0 <= label < len(names) else None
         return str(label) if label >= 0 else None
-    if not isinstance(label, str) or not label.strip() or len(label) > MAX_CLASS_LENGTH:
+    if not isinstance(label, str) or len(label) > MAX_CLASS_LENGTH:
         return None
+
+    # Programs on Windows begin a file with a byte order mark.
+    text = label.removeprefix("\ufeff").strip()
     is_mapped = settings.space is not None or settings.map is not None
-    negative = re.fullmatch(r"-[0-9]+", label.strip()) and not is_mapped
-    return None if negative else label.strip()
+    is_negative = re.fullmatch(r"-[0-9]+", text) is not None
+    return None if not text or (is_negative and not is_mapped) else text
 
 
 def printable(name: str | bytes) -> str:
@@ -161,8 +172,13 @@ def printable(name: str | bytes) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-class TarDefect(ValueError):
-    """A tar is cut or damaged after the members listed so far."""
+def compressed_tar_error(path: str) -> UserError:
+    return UserError(
+        f"{printable(path)!r} is compressed: its images cannot be read one by one",
+        where="source.path",
+        allowed="plain tar files",
+        next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
+    )
 
 
 class ChangedSource(UserError):
@@ -211,26 +227,3 @@ def check_is_mounted(root: Path, path: str, *, work: Path) -> None:
                 next_step="mount it on this machine and run the same command again, which "
                 f"resumes; or remove {work} to start over",
             )
-
-
-def read_named(file: str, *, where: str) -> bytes:
-    """Return the content of the file that the setting `where` names.
-
-    Raises UserError for a path that is wrong, StorageError.
-    """
-    try:
-        return Path(file).expanduser().read_bytes()
-    except OSError as error:
-        what = f"{file!r} cannot be read ({error.strerror or error})"
-        kind = UserError if error.errno in FILE_FAULTS else StorageError
-        raise kind(what, where=where) from None
-
-
-def read_text(file: str, *, where: str) -> str:
-    """Return the content as text; see `read_named`."""
-    try:
-        return read_named(file, where=where).decode()
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file!r} is not UTF-8 (byte {error.start})", where=where, allowed="UTF-8 text"
-        ) from None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -40,7 +42,25 @@ class ParquetImages(Source):
     """Containers: every file with image bytes and labels, as in Hugging Face data sets."""
 
     def containers(self) -> list[Container]:
-        return file_containers(self.settings, _is_parquet, kind=".parquet files")
+        found = file_containers(self.settings, _is_parquet, kind=".parquet files")
+        if self.labels.values == "name":
+            self._check_names(found)
+        return found
+
+    def _check_names(self, containers: Sequence[Container]) -> None:
+        """Raise UserError for files that name the classes of their numbers in different ways."""
+        first: dict[tuple[str, ...] | None, str] = {}
+        for box in containers:
+            with suppress(pa.ArrowException, OSError):  # a damaged table is a row of the ledger
+                schema = pq.read_schema(self.root / box.path)
+                first.setdefault(class_label_names(schema, self.settings.label), box.path)
+        if len(first) > 1:
+            one, other = (f"{printable(path)!r}" for path in list(first.values())[:2])
+            raise UserError(
+                f"{one} and {other} have different lists of class names, or one of them none",
+                where="source.path",
+                next_step="write these files alike; or set labels.values=index and labels.space",
+            )
 
     def inputs(self, container: Container) -> Iterator[Input]:
         number, label, names = count(), self.settings.label, None
@@ -112,11 +132,11 @@ class PathTable(Source):
     def inputs(self, container: Container) -> Iterator[Input]:
         try:
             table = self._read(container.path)
-        except pa.ArrowInvalid as error:
+        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             if _is_parquet(container.path):
                 raise
             what = f"{printable(container.path)!r} cannot be read: {error}"
-            raise UserError(what, where="source.path") from None
+            raise UserError(what, where="source.path", allowed="a table in UTF-8") from None
         number = count()
         with ThreadPoolExecutor(STAT_THREADS) as pool:
             for batch in table.to_batches(max_chunksize=PATH_ROWS):
@@ -133,7 +153,14 @@ class PathTable(Source):
         else:
             # Text, so that 007 stays what it is; bytes, since file names may not be UTF-8.
             types = dict.fromkeys((*columns, SPLIT_COLUMN), pa.binary())
-            parsing = pa.csv.ParseOptions(delimiter=DELIMITERS[_suffix(path)])
+            with open(full, "rb") as file:
+                header = file.readline()
+            if b"\0" in header:
+                raise pa.ArrowInvalid("it is UTF-16, or has NUL bytes")
+            delimiter = DELIMITERS[_suffix(path)]
+            if b";" in header and delimiter.encode() not in header:
+                delimiter = ";"  # as Excel writes .csv where a comma is the decimal point
+            parsing = pa.csv.ParseOptions(delimiter=delimiter)
             parsing.newlines_in_values = True
             converting = pa.csv.ConvertOptions(column_types=types)
             table = pa.csv.read_csv(full, parse_options=parsing, convert_options=converting)
@@ -144,11 +171,17 @@ class PathTable(Source):
         return table.select(list(columns))
 
     def _input(self, container: Container, values: dict[str, Any], row: int) -> Input:
-        cells = {n: os.fsdecode(v) if isinstance(v, bytes) else v for n, v in values.items()}
-        name, path = f"{container.path}/{row}", cells[self.settings.image_column]
+        name = f"{container.path}/{row}"
+        path = values.pop(self.settings.image_column)
+        if isinstance(path, bytes):  # file names need not be UTF-8
+            path = os.fsdecode(path)
+        cells = {column: _text(value, column, row=name) for column, value in values.items()}
         split = container.split
         if SPLIT_COLUMN in cells:
             split = str(cells[SPLIT_COLUMN] or "").strip()
+            # Other spellings of three splits; further names are splits of their own.
+            known = re.fullmatch(r"(train|val|test)(ing|id|idation)?", split.lower())
+            split = known[1] if known else split
         if not can_name_split(split):
             what = f"{printable(name)}: {split!r} cannot name a split"
             raise UserError(what, where="source.path", allowed=SPLIT_NAMES)
@@ -164,10 +197,23 @@ class PathTable(Source):
             raise_if_outage(error, item.path)
             return item
         item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
+        item.inode = status.st_ino or 1
         item.reason = None if stat.S_ISREG(status.st_mode) else "not_a_file"
         if item.reason is None and class_name is None and self.labels.values != "none":
             item.reason = "no_label"
         return item
+
+
+def _text(cell: object, column: str, *, row: str) -> object:
+    """The text of a cell. Raises UserError if it is not UTF-8."""
+    if not isinstance(cell, bytes):
+        return cell
+    try:
+        return cell.decode()
+    except UnicodeDecodeError:
+        what = f"{printable(row)}: column {column!r} is not UTF-8: {printable(cell)!r}"
+        step = 'save the table as UTF-8; in Excel as "CSV UTF-8"'
+        raise UserError(what, where="source.path", next_step=step) from None
 
 
 def _is_parquet(name: str) -> bool:
@@ -195,6 +241,7 @@ def class_label_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
     try:
         feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
         names = tuple(feature["names"]) if feature["_type"] == "ClassLabel" else ()
+        "".join(names).encode()  # fails for other values, and lone surrogates of JSON
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
-    return names if names and all(isinstance(name, str) and name for name in names) else None
+    return names if names and all(names) else None

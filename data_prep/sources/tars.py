@@ -7,18 +7,15 @@ members, such as pickles, never are.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import stat
-import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from data_prep.sources.files import (
     file_containers,
-    is_hidden,
     is_tar_name,
     name_reason,
     split_places,
@@ -29,16 +26,14 @@ from data_prep.sources.protocol import (
     Container,
     Input,
     Source,
-    TarDefect,
     class_from_cell,
+    compressed_tar_error,
     printable,
 )
 from vitscale.config.errors import UserError
+from vitscale.data.tar_members import CompressedTar, Member, TarDefect, members
 from vitscale.data.webdataset import IMAGE_SUFFIXES
 
-BLOCK = tarfile.BLOCKSIZE
-# First bytes of gzip, bzip2, xz, zstd and lz4.
-COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
 # Stands for the suffix of whichever image a sample has; suffixes have no slash.
 IMAGE = "/"
 MAX_JSON_BYTES = 1 << 20
@@ -68,9 +63,14 @@ class ClassTars(Source):
             try:
                 for tar in members(file):
                     name = _normalized(tar.name)
-                    if tar.is_file and is_tar_name(name):
-                        place = (f"{path}/{tar.name}", split, _class_of(name))
-                        found.setdefault(name, Container(*place, path, tar.offset, tar.num_bytes))
+                    if not tar.is_file or not is_tar_name(os.path.basename(name)):
+                        continue
+                    if name in found:
+                        raise TarDefect(f"it has {printable(name)!r} twice")
+                    place = (f"{path}/{tar.name}", split, _class_of(name))
+                    found[name] = Container(*place, path, tar.offset, tar.num_bytes)
+            except CompressedTar:
+                raise compressed_tar_error(path) from None
             except TarDefect as defect:
                 problem = f"cannot be read as a tar file to its end ({defect})"
                 found = {}
@@ -90,7 +90,7 @@ class ClassTars(Source):
                     continue
                 name, full = _normalized(member.name), f"{container.path}/{member.name}"
                 mode = stat.S_IFREG if member.is_file else 0
-                reason = name_reason(name, mode, hidden=is_hidden(name))
+                reason = name_reason(name, mode, hidden=_is_hidden(name))
                 if hash(name) in seen:
                     full += f" (byte {member.offset})"
                     reason = reason or "duplicate_name"
@@ -107,6 +107,14 @@ class ClassTars(Source):
 
 def _class_of(tar: str) -> str:
     return printable(stem_and_suffix(os.path.basename(tar))[0])
+
+
+def _is_hidden(member: str) -> bool:
+    """Return True for hidden files, such as `._a.jpg` of macOS.
+
+    Not for what lies below a hidden folder: that only says where the tar was packed.
+    """
+    return os.path.basename(member).startswith(".")
 
 
 def _normalized(name: str) -> str:
@@ -169,8 +177,8 @@ class WebDataset(Source):
                 if member.is_folder:
                     continue
                 parts = split_member_name(member.name) if member.is_file else None
-                if parts is None or is_hidden(member.name):
-                    reason = "hidden" if is_hidden(member.name) else "other_name"
+                if parts is None or _is_hidden(member.name):
+                    reason = "hidden" if _is_hidden(member.name) else "other_name"
                     yield member, member.name, None, reason if member.is_file else "not_a_file"
                     continue
                 if sample and parts[0] != key:
@@ -228,52 +236,3 @@ def read_label(file: BinaryIO, member: Member, json_field: str) -> str | None:
         return value if isinstance(value, str) and value.encode() else None
     except (ValueError, RecursionError):
         return None
-
-
-class Member(NamedTuple):
-    name: str
-    offset: int
-    """First byte of the content in the file."""
-    num_bytes: int
-    is_file: bool
-    """A regular file without holes."""
-    is_folder: bool
-
-
-def members(file: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterator[Member]:
-    """Yield the members of the tar in bytes `start` to `end` of a file.
-
-    The file may be read elsewhere between two members. Memory does not grow with their number.
-    Raises TarDefect after the last whole member, UserError if it is compressed, and OSError.
-    """
-    end = file.seek(0, io.SEEK_END) if end is None else end
-    file.seek(start)
-    if file.read(6).startswith(COMPRESSED):
-        place = f"{file.name} (byte {start})" if start else file.name
-        raise UserError(
-            f"{place!r} is compressed: its images cannot be read one by one",
-            where="source.path",
-            allowed="plain tar files",
-            next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
-        )
-    file.seek(start)
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (info := tar.next()) is not None:
-                untyped: Any = tar
-                untyped.members = []  # else all of them stay in memory
-                if info.isreg() and info.offset_data + info.size > end or info.offset >= end:
-                    raise TarDefect("ends inside a member")
-                yield Member(
-                    info.name,
-                    info.offset_data,
-                    info.size,
-                    is_file=info.isreg() and info.sparse is None,
-                    is_folder=info.isdir(),
-                )
-            # Python takes a cut tar, and a damaged header, for the end.
-            file.seek(tar.offset)
-            if tar.offset >= end or file.read(2 * BLOCK) != bytes(2 * BLOCK):
-                raise TarDefect("no end mark after its last member: cut or damaged")
-    except (tarfile.TarError, ArithmeticError, EOFError) as error:
-        raise TarDefect(str(error)) from None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +34,19 @@ from data_prep.formats.index_files import (
     write_manifest,
 )
 from data_prep.formats.ledger import Outcomes, write_ledger
-from data_prep.sources.protocol import ChangedSource
+from data_prep.sources.files import stem_and_suffix
+from data_prep.sources.protocol import ChangedSource, printable
+from data_prep.steps.corpus_check import (
+    CLASSES_SHOWN,
+    TRAIN,
+    check_classes,
+    count_images,
+    counts_of,
+    notes_on,
+)
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
-from data_prep.steps.plan_shards import CLASSES_SHOWN, REJECTED, TRAIN, counts_of, read_plan
+from data_prep.steps.plan_shards import REJECTED, read_plan
 from data_prep.steps.tars import facts_of, root_of, split_of, tar_units
 from data_prep.steps.work import WorkFolder, check_settings, content_config, tool_version
 from vitscale.config.errors import StorageError, UserError
@@ -66,8 +75,8 @@ class Tar:
     samples: pa.Table
 
     @classmethod
-    def of(cls, work: WorkFolder, outcomes: str, *, split: str, name: str) -> Tar:
-        facts, table = facts_of(work, outcomes), work.table(outcomes)
+    def of(cls, facts: Mapping[str, str], table: pa.Table, *, split: str, name: str) -> Tar:
+        """table: the outcome of each input. facts: stored with it."""
         samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
         num, num_bytes = len(samples), int(facts["bytes"])
         entry = ShardEntry(name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"])
@@ -83,16 +92,19 @@ class Tar:
 
 def finish_shards(work: WorkFolder, unit: str) -> None:
     plan, tars, numbers = read_plan(work), [], Counter[str]()
-    sums, fingerprint = _write_ledger(work, [*plan.units, REJECTED])
+    sums, fingerprint = _write_ledger(work, map(work.table, [*plan.units, REJECTED]))
     kept, final = Counter[str](), work.path / FINAL
+    has_train = any(split_of(outcomes) == TRAIN for outcomes in plan.units)
     for outcomes in plan.units:
         split = split_of(outcomes)
-        tar = Tar.of(work, outcomes, split=split, name=f"{split}-{numbers[split]:06d}.tar")
+        name = f"{split}-{numbers[split]:06d}.tar"
+        tar = Tar.of(facts_of(work, outcomes), work.table(outcomes), split=split, name=name)
         if not tar.entry.samples:
             continue
         tars.append(tar)
         numbers[split] += 1
-        kept += counts_of(tar.samples["class"])
+        if split == TRAIN or not has_train:
+            kept += counts_of(tar.samples["class"])
         path = final / tar.entry.name
         with suppress(FileNotFoundError):  # of a process that died here
             os.rename((work.path / outcomes).with_suffix(".tar"), path)
@@ -102,11 +114,14 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
                 where=str(work.path),
                 next_step="remove this folder and run the same command again",
             )
+
+    # The plan found images of each class, in train if there is one; are they all rejected?
     lost = [name for name in plan.present if plan.classes and name not in kept]
     if not tars or (lost and load_labels(work.run.labels).space is None):
         shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
+        where = f" in {TRAIN}" if lost and has_train else ""
         raise UserError(
-            f"no usable image is left{shown}\n{sums.describe()}",
+            f"no usable image is left{where}{shown}\n{sums.describe()}",
             where="source.path",
             next_step="fix these files" + (" or remove the classes" if lost else ""),
         )
@@ -115,20 +130,38 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
 
 def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
-    root, tars, found, unknown = root_of(work), [], Counter[str](), Counter[str]()
-    for container, outcomes in zip(read_containers(work), tar_units(work), strict=True):
-        _check_unchanged(root, container.path, facts_of(work, outcomes))
-        table = work.table(outcomes)
+    root, tars, unknown = root_of(work), [], Counter[str]()
+    units = dict(zip(tar_units(work), read_containers(work), strict=True))
+    repeated = _repeated_keys(work, [*units])
+
+    def outcomes_of(unit: str) -> pa.Table:
+        return _with_unique_keys(work.table(unit), repeated, tar=units[unit].path)
+
+    for outcomes, container in units.items():
+        facts, table = facts_of(work, outcomes), outcomes_of(outcomes)
+        _check_unchanged(root, container.path, facts)
         unknown += counts_of(table["class"].filter(pc.equal(table["reason"], "unknown_class")))
-        tar = Tar.of(work, outcomes, split=container.split, name=container.path)
+        tar = Tar.of(facts, table, split=container.split, name=container.path)
         if tar.entry.samples:
             tars.append(tar)
-            found += counts_of(tar.samples["class"])
+
+    def example(name: str) -> str:
+        for table in map(work.table, units):
+            is_one = pc.and_(pc.equal(table["class"], name), pc.is_null(table["reason"]))
+            if (first := pc.index(is_one, True).as_py()) >= 0:
+                return str(table["path"][first])
+        raise AssertionError(name)
+
     labels = load_labels(work.run.labels)
+    columns = [tar.samples.select(["split", "class"]) for tar in tars]
+    counts = count_images(pa.concat_tables(columns)) if tars else {}
+    found = sum(map(Counter, counts.values()), Counter[str]())
     labels.check(unknown, found=found)
-    sums, fingerprint = _write_ledger(work, tar_units(work))
+    sums, fingerprint = _write_ledger(work, map(outcomes_of, units))
     if not found:
         raise UserError("contains no usable samples", where=f"source.path={root}")
+    check_classes(counts, labels=labels.settings, are_values=True, example=example)
+
     tars.sort(key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
     train = [tar.rows(classes)["label"] for tar in tars if tar.split == TRAIN]
@@ -136,6 +169,21 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     check_mixed(labels_of_train, shard_lengths=list(map(len, train)), where="source.path")
     place = root_of_tars(root, output=work.output)
     _commit(work, tars, classes, inputs=sums, source_fingerprint=fingerprint, shards_root=place)
+
+
+def _repeated_keys(work: WorkFolder, units: Sequence[str]) -> pa.Array:
+    """Return the keys that several tars have: writers often begin each with 00000."""
+    keys = [chunk for unit in units for chunk in work.table(unit)["key"].chunks]
+    counts = pa.chunked_array(keys, pa.string()).drop_null().value_counts()
+    return counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+
+
+def _with_unique_keys(rows: pa.Table, repeated: pa.Array, *, tar: str) -> pa.Table:
+    """Put the tar's name before the keys that other tars have, too, since lists go by key."""
+    keys, number = rows["key"], rows.column_names.index("key")
+    longer = pc.binary_join_element_wise(printable(stem_and_suffix(tar)[0]), keys, "/")
+    unique = pc.if_else(pc.is_in(keys, value_set=repeated), longer, keys)
+    return rows.set_column(number, "key", unique)
 
 
 def root_of_tars(tars: Location, *, output: Path) -> str:
@@ -162,7 +210,7 @@ def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> Non
         raise ChangedSource(name)
 
 
-def _write_ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Outcomes, str]:
+def _write_ledger(work: WorkFolder, outcomes: Iterable[pa.Table]) -> tuple[Outcomes, str]:
     """Write the ledger of all inputs; return its sums and the fingerprint of the source.
 
     Raises UserError for too many bad images.
@@ -170,8 +218,7 @@ def _write_ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Outcomes, str
     digest = blake3()
 
     def tables() -> Iterator[pa.Table]:
-        for unit in units:
-            table = work.table(unit)
+        for table in outcomes:
             paths, hashes, reasons = (
                 table[name].to_pylist() for name in ("path", "input_hash", "reason")
             )
@@ -200,12 +247,15 @@ def _commit(
     check_settings(work)  # files that they name may have changed
     final, splits = work.path / FINAL, {}
     tables = [tar.rows(classes) for tar in tars]
+    sorted_classes = () if work.run.labels.space else classes
+    contents = dict[str, pa.Table]()
     write_index(final, tables=tables)
     for split in sorted({tar.split for tar in tars}):
         own = [pair for pair in zip(tars, tables, strict=True) if pair[0].split == split]
         shards = tuple(tar.entry for tar, _ in own)
         lengths = [shard.samples for shard in shards]
         content = (sample_bytes(table) for _, table in own)
+        contents[split] = pa.concat_tables(table.select(["blake3", "label"]) for _, table in own)
         splits[split] = SplitEntry(
             num_samples=sum(lengths),
             num_bytes=sum(shard.bytes for shard in shards),
@@ -231,6 +281,8 @@ def _commit(
             inputs=inputs.as_json(),
             config=content_config(work.run),
             shards_root=shards_root,
+            source_path=work.run.source.place,
+            notes=tuple(notes_on(sorted_classes, contents)),
         ),
     )
     commit_folder(final, work.output)

@@ -6,17 +6,16 @@ Leaves out: the label spaces known by name (`vitscale.data.label_spaces`), count
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from data_prep.sources.protocol import NO_CLASS, read_text
+from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError, nearest
+from vitscale.config.text_files import read_cells, read_text
+from vitscale.data.class_names import look_of, names_by, spelling_of
 from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings
 
@@ -73,9 +72,17 @@ class Labels:
         unknown: source class -> number of images without a class. found: class -> number of images.
         """
         none_match = not any(found.values())
-        if not unknown or (self.settings.unknown == "reject" and not none_match):
+        known = self.space if self.map is None else self.map
+        looks, spellings = names_by(look_of, known or ()), names_by(spelling_of, known or ())
+        # Nobody means to leave out a class that shows like one of the list.
+        hidden = {name: num for name, num in unknown.items() if look_of(name) in looks}
+        is_rejected = self.settings.unknown == "reject" and not none_match and not hidden
+        if not unknown or is_rejected:
             return
-        name, images = min(unknown.items(), key=lambda item: (-item[1], item[0]))
+        shown = hidden or unknown
+        name, images = min(shown.items(), key=lambda item: (-item[1], item[0]))
+        close = looks.get(look_of(name)) or spellings.get(spelling_of(name))
+        like = f"; the list has {ascii(close)}, the source {ascii(name)}" if close else ""
         is_mapped = self.map is None or name in self.map
         value = name if self.map is None else self.map.get(name)
         size = len(self.space or ())
@@ -98,7 +105,7 @@ class Labels:
         raise UserError(
             f"{len(unknown):,} {'class' if len(unknown) == 1 else 'classes'} of the source "
             f"({sum(unknown.values()):,} images) {problem}; {sum(found.values()):,} images "
-            f"match; for example {name!r} ({images:,} images)",
+            f"match; for example {name!r} ({images:,} images){like}",
             where="labels.space" if is_mapped else "labels.map",
             next_step="; or ".join(filter(None, steps)) or "correct the map",
         )
@@ -139,8 +146,7 @@ def load_space(space: str) -> tuple[str, ...]:
     # str.splitlines also splits at characters that class names may contain.
     lines = read_text(space, where=where).removesuffix("\n").split("\n")
     first: dict[str, int] = {}
-    for number, line in enumerate(lines, start=1):
-        name = line.removesuffix("\r")
+    for number, name in enumerate(lines, start=1):
         # Skipping a line would shift all labels after it.
         problem = None if name.strip() else "is empty"
         if first.setdefault(name, number) != number:
@@ -153,26 +159,20 @@ def load_space(space: str) -> tuple[str, ...]:
 
 def read_map(file: str) -> dict[str, str]:
     """Read a CSV or TSV file of two columns without a header. Raises UserError naming the line."""
-    path, where = Path(file).expanduser(), "labels.map"
-    allowed = "two columns without a header: source class, class"
-    delimiter = DELIMITERS.get(path.suffix.lower())
-    if delimiter is None:
+    suffix, where = Path(file).suffix.lower(), "labels.map"
+    if suffix not in DELIMITERS:
         raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
-    lines = io.StringIO(read_text(file, where=where).removeprefix("\ufeff"), newline="")
-    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
     pairs: dict[str, str] = {}
-    try:
-        for row in reader:
-            if row and (len(row) != 2 or not all(row)):
-                raise csv.Error(f"{sum(map(bool, row))} values instead of 2")
-            if row and row[0] in pairs:
-                raise csv.Error(f"{row[0]!r} is there already")
-            if row:
-                pairs[row[0]] = row[1]
-    except csv.Error as error:
-        what = f"{file}:{reader.line_num}: {error}"
-        raise UserError(what, where=where, allowed=allowed) from None
+    for line, row in read_cells(file, DELIMITERS[suffix], where=where, strict=True):
+        problem = ""
+        if len(row) != 2 or not all(row):
+            problem = f"{sum(map(bool, row))} values instead of 2"
+        elif row[0] in pairs:
+            problem = f"{row[0]!r} is there already"
+        if problem:
+            allowed = "two columns without a header: source class, class"
+            raise UserError(f"{file}:{line}: {problem}", where=where, allowed=allowed)
+        pairs[row[0]] = row[1]
     if not pairs:
-        raise UserError(f"{file!r} is empty", where=where, allowed=allowed)
+        raise UserError(f"{file!r} is empty", where=where)
     return pairs

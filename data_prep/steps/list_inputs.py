@@ -71,6 +71,7 @@ ROW_SCHEMA = pa.schema(
         ("offset", pa.int64()),
         ("modified_ns", pa.int64()),
         ("spooled", pa.bool_()),
+        ("inode", pa.uint64()),
     ]
 )
 
@@ -93,6 +94,10 @@ def _of_units(work: WorkFolder) -> list[list[Container]]:
 
 def list_units(work: WorkFolder) -> list[str]:
     return [f"list/{number:06d}.arrow" for number in range(len(_of_units(work)))]
+
+
+def num_listed(work: WorkFolder, unit: str) -> int:
+    return 0 if work.is_finished else work.table(unit).num_rows
 
 
 def list_inputs(work: WorkFolder, unit: str) -> None:
@@ -172,7 +177,7 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
     halves = np.frombuffer(order, ">u8").reshape(-1, 2).astype(np.uint64)
     hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
     holdout = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
-    plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled")
+    plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled", "inode")
     columns: dict[str, object] = {name: [getattr(i, name) for i in inputs] for name in plain}
     columns |= {"order_high": halves[:, 0], "order_low": halves[:, 1], "holdout": holdout}
     columns["path"] = [i.path.encode(*FILE_NAMES) for i in inputs]

@@ -1,8 +1,8 @@
 """Plan which image goes into which shard: one process, all rows in memory.
 
-Owns: classes and labels, hold-out, the stored order, unique keys, the division into shards, the
-space needed.
-Leaves out: columns and hashes of rows (`list_inputs`), writing shards (`write_shard`).
+Owns: labels, hold-out, the stored order, unique keys, the division into shards, the space needed.
+Leaves out: columns and hashes of rows (`list_inputs`), what is wrong with the corpus as a whole
+(`corpus_check`), writing shards (`write_shard`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -22,22 +21,22 @@ from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import SAMPLE_OVERHEAD
 from data_prep.images.check import MAX_FILE_BYTES
 from data_prep.sources.protocol import open_source, printable
-from data_prep.steps.labels import load_labels
-from data_prep.steps.list_inputs import (
-    check_input,
-    hashed_key,
-    left_out,
-    list_units,
-    read_containers,
+from data_prep.steps.corpus_check import (
+    TRAIN,
+    check_classes,
+    check_listed,
+    count_images,
+    counts_of,
+    repeated_files,
 )
+from data_prep.steps.labels import load_labels
+from data_prep.steps.list_inputs import check_input, hashed_key, left_out, list_units
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import NO_LABEL
 from vitscale.runs.data_prep import ShardSettings
 
 ROWS, REJECTED = "rows.arrow", "rejected.arrow"
-TRAIN = "train"
-CLASSES_SHOWN = 10
 # Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
 # What writing a shard needs of its rows.
@@ -85,6 +84,10 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     source = work.run.source
     rows = pa.concat_tables([work.table(name) for name in list_units(work)])
     rows, order = _ordered(rows)
+    again = repeated_files(rows, order, source=work.source)
+    rows = _with_reason(rows, "duplicate_path", positions=again)
+
+    # Classes that are too small leave the corpus.
     is_usable = pc.is_null(rows["reason"])
     found = counts_of(rows["class"].filter(is_usable))
     unknown = counts_of(rows["class"].filter(pc.equal(rows["reason"], "unknown_class")))
@@ -93,12 +96,21 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     is_small = pc.and_(is_usable, pc.invert(is_large))
     rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
     kept = pc.is_null(rows["reason"]).to_numpy()
+
     listed, rejected = Outcomes(), _rejected(work, rows, order[~kept[order]])
     listed.add(rejected)
-    _check_classes(work, found, present, unknown=unknown, listed=listed)
-    classes = load_labels(work.run.labels).label_map(
-        present, keep_numbers=open_source(source, work.run.labels).has_label_values
-    )
+    check_listed(work, found, unknown=unknown, listed=listed, num_left=len(present))
+    are_values = open_source(source, work.run.labels).has_label_values
+
+    def example(name: str) -> str:
+        is_one = pc.and_(pc.equal(rows["class"], name), pa.array(kept))
+        return printable(rows["path"][pc.index(is_one, True).as_py()].as_py())
+
+    counts = count_images(rows.select(["split", "class"]).filter(pa.array(kept)))
+    settings = work.run.labels
+    check_classes(counts, labels=settings, are_values=are_values, example=example)
+    classes = load_labels(settings).label_map(present, keep_numbers=are_values)
+
     taken = np.zeros(len(rows), bool)
     train = np.flatnonzero(kept & pc.equal(rows["split"], TRAIN).to_numpy())
     has_splits = pc.any(pc.not_equal(rows["split"], TRAIN)).as_py()
@@ -140,18 +152,13 @@ def _with(rows: pa.Table, name: str, column: pa.ChunkedArray) -> pa.Table:
     return rows.set_column(rows.column_names.index(name), name, column)
 
 
-def counts_of(classes: pa.ChunkedArray) -> Counter[str]:
-    rows = classes.value_counts().to_pylist()
-    return Counter({row["values"] or "": row["counts"] for row in rows})
-
-
 @lru_cache(maxsize=1)
 def read_plan(work: WorkFolder) -> Plan:
     return Plan(**json.loads(work.table(ROWS).schema.metadata[b"plan"]))
 
 
 def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Return (rows, their stored order): unique keys, and inputs listed twice rejected.
+    """Return (rows, their stored order), with unique keys.
 
     The order is that of the hashes, then of the paths.
     """
@@ -163,22 +170,24 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
     equal = order[np.union1d(same, same + 1)]
     if not len(equal):
         return rows, order
-    found = rows.take(equal).select(["path", "split", "key", "reason"]).to_pylist()
+    found = rows.take(equal).select(["path", "split", "key"]).to_pylist()
     names = [f"{row['split']}-{row['key'].lower()}" for row in found]
-    counts, before = Counter(names), None
-    for row, name in zip(found, names, strict=True):
-        if row["path"] == before:
-            row["reason"] = row["reason"] or "duplicate_path"
-        if counts[name] > 1:
-            row["key"] = hashed_key(row["key"], row["path"])
-        before = row["path"]
-    mask, found = np.zeros(len(rows), bool), [found[i] for i in np.argsort(equal)]
+    counts = Counter(names)
+    keys = [
+        hashed_key(row["key"], row["path"]) if counts[name] > 1 else row["key"]
+        for row, name in zip(found, names, strict=True)
+    ]
+    column = rows["key"].combine_chunks()
+    mask = np.zeros(len(rows), bool)
     mask[equal] = True
-    for name in ("key", "reason"):
-        column = rows[name].combine_chunks()
-        new = pa.array([row[name] for row in found], column.type)
-        rows = _with(rows, name, pc.replace_with_mask(column, mask, new))
-    return rows, order
+    new = pa.array([keys[i] for i in np.argsort(equal)], column.type)
+    return _with(rows, "key", pc.replace_with_mask(column, mask, new)), order
+
+
+def _with_reason(rows: pa.Table, reason: str, *, positions: np.ndarray) -> pa.Table:
+    mask = np.zeros(len(rows), bool)
+    mask[positions] = True
+    return _with(rows, "reason", pc.if_else(pa.array(mask), reason, rows["reason"]))
 
 
 def _rejected(work: WorkFolder, rows: pa.Table, positions: np.ndarray) -> pa.Table:
@@ -190,42 +199,6 @@ def _rejected(work: WorkFolder, rows: pa.Table, positions: np.ndarray) -> pa.Tab
     detail = pc.if_else(pc.equal(chosen["reason"], "left_out"), copies, None)
     chosen = _with(_with(chosen, "path", pa.array(paths, pa.string())), "detail", detail)
     return pa.concat_tables([OUTCOMES.empty_table(), chosen], promote_options="default")
-
-
-def _check_classes(
-    work: WorkFolder,
-    found: Mapping[str, int],
-    present: Mapping[str, int],
-    *,
-    unknown: Mapping[str, int],
-    listed: Outcomes,
-) -> None:
-    """Raise UserError for unknown classes, classes without images, and no images at all."""
-    run, labels = work.run, load_labels(work.run.labels)
-    if run.labels.unknown == "refuse":
-        labels.check(unknown, found=found)
-    named = {box.class_name for box in read_containers(work)} - {None}
-    empty = sorted(map(str, named - found.keys()))
-    ignored = run.labels.values == "none" or labels.map or labels.space
-    where, what, advice = "source.path", "", ""
-    if empty and not ignored and (found or not listed.reasons):
-        shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
-        what = f"{len(empty)} of {len(named)} classes hold no images: {shown}"
-        advice = "remove these classes, or add their images"  # or labels would shift
-    elif not found and not listed.reasons:
-        what, advice = "is empty", "check the source"
-    elif not found:
-        num = sum(listed.reasons.values())
-        what = f"no images were found: all {num:,} inputs are rejected\n{listed.describe()}"
-        advice = "fix these names, paths, labels or files, or choose another source"
-    elif left_out(run.source.leave_out) and not listed.reasons["left_out"]:
-        where, what = "source.leave_out", f"{run.source.leave_out!r} names no image of the source"
-        advice = "take what `vitscale prepare duplicates` wrote for shards of this source"
-    elif not present:
-        where, what = "source.min_images_per_class", "no class is left"
-        advice = "check the source, or lower source.min_images_per_class"
-    if what:
-        raise UserError(what, where=where, next_step=advice)
 
 
 def held_out(

@@ -21,11 +21,10 @@ import socket
 import threading
 import time
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from blake3 import blake3
 
 from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
-from data_prep.sources.protocol import ChangedSource, check_is_mounted, read_named, source_root
+from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
 from vitscale.config.changes import changed_settings
@@ -46,11 +45,12 @@ from vitscale.config.errors import (
     UserError,
     WorkerError,
 )
+from vitscale.config.text_files import read_named
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
-from vitscale.distributed.processes import is_alive, num_cores, num_gpus
+from vitscale.distributed.processes import environment_number, num_cores, num_gpus
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.journal import item_progress
 
@@ -59,10 +59,14 @@ EXECUTION = dict.fromkeys(("output", "launch", "num_workers", "script"), True)
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
 FOLDERS = ("claims", "list", "spool", "tars", "tmp")
 HEARTBEAT_NAME, HEARTBEAT_S = "alive", 5.0
-# A process of another machine is dead when its heartbeat is this old by the file system's clock.
+# A process is dead when its heartbeat is this old by the file system's clock. Nothing else tells:
+# a container that starts again has the host, the process ids and often the namespace of the last.
 DEAD_AFTER_S = 60.0
 # Between two looks at units that others are doing.
 WAIT_S = 0.2
+# Between two lines about what is waited for.
+SAY_WAIT_S = 30.0
+OWNERS_SHOWN = 4
 # What workers need; pyarrow imports pandas at first use: 0.3 s and 45 MiB in each of them.
 IMPORTS = ("data_prep.steps.finish", "pandas", "pyarrow.parquet", "PIL.JpegImagePlugin")
 
@@ -70,17 +74,19 @@ IMPORTS = ("data_prep.steps.finish", "pandas", "pyarrow.parquet", "PIL.JpegImage
 class WorkFolder:
     """The folder of a run's unfinished work, as one process uses it."""
 
-    def __init__(self, run: DataPrepRun) -> None:
+    def __init__(self, run: DataPrepRun, task: str = "") -> None:
+        """task: of the process that this one works for; empty: it is the task itself."""
         self.run = run
+        self.task = task or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
         output = Path(run.output).expanduser()
         # The finished folder gets its name by a rename, which cannot replace a link.
         self.output = output.resolve() if output.is_symlink() else output
         self.path = self.output.with_name(f".{self.output.name}.preparing")
-        self.scratch = self.path / "tmp" / this_process()
+        self.scratch = self.path / "tmp" / f"{self.task}.{os.getpid()}"
         """Unfinished files of this process; renamed to their place when whole."""
 
-    def __reduce__(self) -> tuple[type[WorkFolder], tuple[DataPrepRun]]:
-        return WorkFolder, (self.run,)
+    def __reduce__(self) -> tuple[type[WorkFolder], tuple[DataPrepRun, str]]:
+        return WorkFolder, (self.run, self.task)
 
     @cached_property
     def source(self) -> Path:
@@ -91,20 +97,26 @@ class WorkFolder:
         return (self.output / MANIFEST_NAME).exists()
 
     def open(self) -> None:
-        """Create the folders, start the heartbeat, and remove what dead processes left.
+        """Create the folders and start the heartbeat.
 
         Raises FileNotFoundError if the work folder is gone: another process finished the work.
         """
-        # Warnings about broken EXIF and the like; faults that matter are in the ledger.
-        warnings.filterwarnings("ignore", module="PIL")
         for name in FOLDERS:
             (self.path / name).mkdir(exist_ok=True)
-        for left in (self.path / "tmp").glob(f"{machine()}.*"):
-            if self.is_dead(left.name):
-                shutil.rmtree(left, ignore_errors=True)
         self.scratch.mkdir(exist_ok=True)
         (self.scratch / HEARTBEAT_NAME).touch()
         threading.Thread(target=_beat, args=(self.scratch / HEARTBEAT_NAME,), daemon=True).start()
+
+    def clean(self) -> None:
+        """Remove the unfinished files of dead processes of this host."""
+        for left in (self.path / "tmp").glob(f"{socket.gethostname()}-*"):
+            if self.is_dead(left.name):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def leave(self) -> None:
+        """Remove the heartbeats of this task, so that its claims are free at once."""
+        for own in (self.path / "tmp").glob(f"{self.task}.*"):
+            (own / HEARTBEAT_NAME).unlink(missing_ok=True)
 
     def temporary(self, name: str) -> Path:
         """A new name for an unfinished file or folder."""
@@ -146,10 +158,7 @@ class WorkFolder:
         return False
 
     def is_dead(self, owner: str) -> bool:
-        """Return True if a process has ended: on other machines, if its heartbeat has stopped."""
-        where, _, pid = owner.rpartition(".")
-        if where == machine():
-            return not is_alive(int(pid))
+        """Return True if the heartbeat of a process has stopped."""
         try:
             # Opened: network file systems then ask the server for its time of change.
             with open(self.path / "tmp" / owner / HEARTBEAT_NAME) as file:
@@ -159,6 +168,18 @@ class WorkFolder:
         own = self.scratch / HEARTBEAT_NAME
         os.utime(own)
         return own.stat().st_mtime - beat > DEAD_AFTER_S
+
+    def owners(self, units: Iterable[str]) -> list[str]:
+        """Return who is doing these units, as `HOST (process PID)`."""
+        found = set()
+        for unit in units:
+            with suppress(OSError):  # the claim was given up
+                task, _, pid = os.readlink(self.claim(unit)).rpartition(".")
+                found.add(f"{task.rpartition('-')[0]} (process {pid})")
+        return sorted(found)
+
+    def claim(self, unit: str) -> Path:
+        return self.path / "claims" / unit.replace("/", "-")
 
     def failure(self) -> dict[str, Any] | None:
         """Read the error that ended the work for all tasks, and the job that it ended."""
@@ -172,18 +193,6 @@ class WorkFolder:
         failure = self.failure()
         if failure is not None:
             raise UserError(failure["text"])
-
-
-@cache
-def machine() -> str:
-    """Name of the machine and its process id namespace: containers may share their host's name."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
-    return f"{socket.gethostname()}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def this_process() -> str:
-    """A name unique among the running processes of all machines."""
-    return f"{machine()}.{os.getpid()}"
 
 
 def _beat(path: Path) -> None:
@@ -204,6 +213,8 @@ class Step:
     """Make one of them, with the same bytes in any process."""
     images: Callable[[WorkFolder], Sequence[int]] | None = None
     """Images in each unit, which progress counts instead of units."""
+    inside: Callable[[WorkFolder, str], int] | None = None
+    """Files in a finished unit, where their total is not known before."""
     check: Callable[[WorkFolder, str], None] | None = None
     """Called for each finished unit; raises UserError if the work can no longer succeed."""
 
@@ -214,13 +225,18 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
     num_workers: 1 works in this process. Raises StorageError or WorkerError where a rerun resumes,
     UserError for a corpus that cannot be used.
     """
-    task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
+    names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
+    task = environment_number(names[0], least=0) if names else 0
     with _storage_errors(work):
         work.open()
-        with Workers(partial(attempt, work), num=num_workers, imports=IMPORTS) as workers:
-            for step in steps:
-                if not work.is_finished:
-                    _share(work, step, workers, start=task * num_workers)
+        work.clean()
+        try:
+            with Workers(partial(attempt, work), num=num_workers, imports=IMPORTS) as workers:
+                for step in steps:
+                    if not work.is_finished:
+                        _share(work, step, workers, start=task * num_workers)
+        finally:
+            work.leave()
 
 
 _stopped = threading.Event()
@@ -245,6 +261,7 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
     first = start % len(units)
     waiting = [*units[first:], *units[:first]]
     counted = "images" if step.images else "units"
+    progressed = said = time.monotonic()
     with item_progress(step.title, total=sum(sizes.values()), unit=counted) as advance:
         while waiting:
             busy = []
@@ -255,9 +272,15 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
                 if not is_done:
                     busy.append(unit)
                     continue
-                advance(sizes[unit])
+                advance(sizes[unit], step.inside(work, unit) if step.inside else 0)
                 if step.check:
                     step.check(work, unit)
+            now = time.monotonic()
+            if len(busy) < len(waiting):
+                progressed = said = now
+            elif now - said >= SAY_WAIT_S:
+                said = now
+                _say_wait(work, step, busy, waited_s=now - progressed)
             if len(busy) == len(waiting):
                 if not work.path.exists() and not work.is_finished:
                     raise FileNotFoundError(errno.ENOENT, "it was removed", str(work.path))
@@ -265,12 +288,22 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
             waiting = busy
 
 
+def _say_wait(work: WorkFolder, step: Step, units: Sequence[str], *, waited_s: float) -> None:
+    owners = work.owners(units)
+    shown = ", ".join(owners[:OWNERS_SHOWN]) + (", ..." if len(owners) > OWNERS_SHOWN else "")
+    print(
+        f"{step.title}: waited {waited_s:.0f} s for {len(units):,} units of {shown or 'others'}; "
+        f"a process that is silent for {DEAD_AFTER_S:.0f} s is replaced",
+        flush=True,
+    )
+
+
 def attempt(work: WorkFolder, task: tuple[Callable[[WorkFolder, str], None], str]) -> bool:
     """Do a unit, unless it is done. False: another process is doing it."""
     do, unit = task
     # The default allocator keeps what is freed: a quarter of a worker's memory.
     pa.set_memory_pool(pa.system_memory_pool())
-    claim = work.path / "claims" / unit.replace("/", "-")
+    claim = work.claim(unit)
     try:
         if work.is_done(unit):
             return True
@@ -342,7 +375,13 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     # Left by a process that was killed after its commit, or made again by a task that began late.
     shutil.rmtree(work.path, ignore_errors=True)
     if made is not None:
-        print(f"{work.output}: already there, made with the same settings")
+        date = time.strftime(
+            "%Y-%m-%d", time.localtime((work.output / MANIFEST_NAME).stat().st_mtime)
+        )
+        print(
+            f"{work.output}: already there, made with the same settings on {date}; "
+            f"{run.source.path} was not looked at again"
+        )
         return
     # Compare settings again: another command may have finished it in the meantime.
     manifest = find_existing(work)
@@ -351,6 +390,8 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     for split, entry in manifest.splits.items():
         mib = f"{entry.num_bytes / 2**20:,.1f} MiB"
         print(f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, {mib}")
+    for note in manifest.notes:
+        print(f"  note: {note}")
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
     print(f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input")
     print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
@@ -377,6 +418,9 @@ def find_existing(work: WorkFolder) -> Manifest | None:
     changed = changed_settings(manifest.config, content_config(work.run), purpose="output")
     if changed:
         what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
+        raise UserError(what, where="output", next_step=advice)
+    if difference := work.run.source.other_place(manifest.source_path):
+        what = f"{str(output)!r} exists already, {difference}"
         raise UserError(what, where="output", next_step=advice)
     return manifest
 
@@ -425,7 +469,7 @@ def open_work_folder(work: WorkFolder) -> None:
     Raises UserError if another task of this array has failed, or the settings are others.
     """
     settings = _settings(work.run)
-    aside = work.path.with_name(f"{work.path.name}-{this_process()}")
+    aside = work.path.with_name(f"{work.path.name}-{work.scratch.name}")
     with _storage_errors(work):
         if (failure := work.failure()) is not None:
             if failure["job"] is not None and failure["job"] == _array_job():

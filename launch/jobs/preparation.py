@@ -49,10 +49,14 @@ SUBMITTED_FILES = ("config-*.yaml", "code-*", "*.pkl", ".submission_file_*")
 
 
 def run_name(run: LaunchableRun) -> str:
-    """Name of the job. Data preparation is named after its output folder."""
-    if isinstance(run, DataPrepRun):
-        return f"data_prep-{Path(run.output).name}"
-    return run.name
+    """Name of the job. Data preparation is named after its output folder, and the path of it."""
+    if not isinstance(run, DataPrepRun):
+        return run.name
+    # Jobs are in a folder of this name below the current one, so paths in it can be relative.
+    output = Path(os.path.abspath(Path(run.output).expanduser()))
+    output = output.relative_to(Path.cwd()) if output.is_relative_to(Path.cwd()) else output
+    path = hashlib.sha256(os.fsencode(output)).hexdigest()[:8]
+    return f"data_prep-{output.name}" + (f"-{path}" if len(output.parts) > 1 else "")
 
 
 def job_folder(run: LaunchableRun, *, cluster: str) -> Path:

@@ -33,7 +33,7 @@ from vitscale.data.order import check_mixed
 from vitscale.data.remote import location_of
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set, open_val_split
-from vitscale.data.webdataset import tars_of_split
+from vitscale.data.webdataset import check_shares, tars_of_split
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
@@ -429,6 +429,7 @@ def _training_checks(run: PretrainRun | FinetuneRun, known: KnownFacts | None) -
     check_data(run, facts)
     yield _training_data(run, facts)
     yield from _loader(run, facts)
+    yield from _micro_batches(run, facts)
     yield from caught("disk", _disk(run, facts))
 
 
@@ -437,6 +438,9 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
     data = run.data
     if data.is_streamed:
         tars = tars_of_split(Path(data.path), data.train_split, where="data.train_split")
+        for nodes in usable_nodes(run):
+            num_ranks = nodes * run.launch.tasks_per_node
+            check_shares(len(tars), num_ranks=num_ranks, num_workers=data.num_workers)
         found = f"{data.train_split}: {len(tars):,} tars; no index: inexact resume"
         return Check("data", "ok", found)
     if facts.num_shards is None:
@@ -482,6 +486,18 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
         yield Check("cores", "warning", f"{cpus} core(s) per task {text}", next_step)
     else:
         yield Check("cores", "ok", f"{cpus} per task {text}")
+
+
+def _micro_batches(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
+    """Numbers of nodes on which each rank's share has to be divided into small micro-batches."""
+    plans = {nodes: known_plan(run, facts, nodes=nodes) for nodes in usable_nodes(run)}
+    advice = {nodes: plan.advice for nodes, plan in plans.items() if plan and plan.advice}
+    if not advice:
+        return
+    nodes, *others = advice
+    more = f" (it is small on {', '.join(map(str, others))} nodes, too)" if others else ""
+    next_step = "change data.global_batch, or the number of ranks"
+    yield Check("micro-batch", "warning", f"{advice[nodes]}{more}", next_step)
 
 
 def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:

@@ -217,16 +217,19 @@ def newest_checkpoint(folder: Path, **ranks: Any) -> tuple[Checkpoint | None, li
     return None, []
 
 
-def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[str]]:
+def resolve_weights(path: str, *, key: str = "init", **ranks: Any) -> tuple[Checkpoint, list[str]]:
     """The checkpoint that a setting means: one folder, or the newest valid one of a run folder.
 
-    key: the setting, for errors.
+    key: the setting, for errors. ranks: as for `read_checkpoint`; each verifies its share of the
+    files.
     Returns it and a sentence for each newer one that is damaged. Raises UserError if there is none.
     """
-    folder = Path(path)
-    if (folder / MANIFEST).is_file() and STEP_FOLDER.fullmatch(folder.name):
-        return read_checkpoint(folder), []
-    checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
+    folder, gather = Path(path), ranks.get("gather", only_this_rank)
+    is_one = STEP_FOLDER.fullmatch(folder.name) and (folder / MANIFEST).is_file()
+    # As rank 0 sees it, so that all verify the same.
+    if gather(bool(is_one))[0]:
+        return read_checkpoint(folder, **ranks), []
+    checkpoint, complaints = newest_checkpoint(folder / "checkpoints", **ranks)
     if checkpoint is not None:
         return checkpoint, complaints
     what = "holds no checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
@@ -249,6 +252,8 @@ class Save:
     keep: int
     progress: Mapping[str, Any]
     description: Mapping[str, Any]
+    before_commit: Callable[[], None] | None = None
+    """Called on rank 0 when all is written: flushes what the step is to come after."""
 
     @property
     def temporary(self) -> Path:
@@ -266,7 +271,7 @@ class Commit:
     folder: Path
     step: int
     warnings: tuple[str, ...]
-    """Problems after the commit: old folders that could not be removed."""
+    """Problems that did not prevent it: old folders that could not be removed, say."""
 
 
 def commit_save(
@@ -340,10 +345,21 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
     check_sizes(save.temporary, files)
     values = {"progress": save.progress, "description": save.description}
     _write(save, MANIFEST, [manifest_text(step=save.step, files=files, **values).encode()])
+    warnings = _flush_before(save)
     # A step that exists is damaged: the run has resumed from an older one.
     _set_aside(save.final)
     commit_folder(save.temporary, save.final)
-    return _prune(save)
+    return warnings + _prune(save)
+
+
+def _flush_before(save: Save) -> list[str]:
+    """Call `before_commit`. A sentence if storage refuses: a step is worth more than its log."""
+    try:
+        if save.before_commit is not None:
+            save.before_commit()
+    except OSError as error:
+        return [f"warning: {error.filename}: not flushed before a commit ({error.strerror})"]
+    return []
 
 
 def _set_aside(folder: Path) -> None:

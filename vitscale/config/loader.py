@@ -65,6 +65,18 @@ KIND_WORDS: dict[type, str] = {
 }
 
 
+class Place(str):
+    """Where a value was written, and, for one without quotes, its text: 007 was read as 7."""
+
+    text: str | None = None
+
+    @classmethod
+    def of(cls, place: str, text: str | None) -> Place:
+        found = cls(place)
+        found.text = text
+        return found
+
+
 class Source(NamedTuple):
     """Plain values, and the place of every key and list item: "file:line" or "command line"."""
 
@@ -143,7 +155,8 @@ def read_yaml(text: str, *, name: str) -> Source:
                 what = f"key {key!r} is given twice; first at {places[inner]}"
                 where, step = f"{place}: {'.'.join(inner)}", "keep one of the two"
                 raise UserError(what, where=where, next_step=step)
-            places[inner] = place
+            text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
+            places[inner] = Place.of(place, text)
             found[key] = value_of(value_node, inner)
         return found if is_group else list(found.values())
 
@@ -239,10 +252,14 @@ def read_override(text: str) -> Source:
     found = Source(resolve_scalar(value), {})
     if value[0] in "[{'\"":
         found = read_yaml(value, name=where)
-    places = {(*path, *inner): COMMAND_LINE for inner in found.places}
+    places: dict[KeyPath, str] = {
+        (*path, *inner): Place.of(COMMAND_LINE, getattr(place, "text", None))
+        for inner, place in found.places.items()
+    }
     values = found.values
     for depth in range(len(path), 0, -1):
         values, places[path[:depth]] = {path[depth - 1]: values}, COMMAND_LINE
+    places[path] = Place.of(COMMAND_LINE, value)
     return Source(values, places)
 
 
@@ -459,7 +476,8 @@ def explain(error: ValidationError, run_type: type[Run], source: Source) -> list
         elif isinstance(value, list):
             what = f"{show_value(value)} is a list of {len(value)}"
         elif kind.startswith("string") and value is not None and not isinstance(value, dict):
-            step = f'put it in quotes: "{show_value(value)}"'
+            written = getattr(source.places.get(path), "text", None)
+            step = f'put it in quotes: "{written or show_value(value)}"'
         new = UserError(what, where=_where(path, source), allowed=allowed, next_step=step)
         found.setdefault(path, new)
     return list(found.values())

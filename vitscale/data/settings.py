@@ -70,8 +70,8 @@ class DataSettings(Section):
     train_split: str = "train"
     """Split that training reads."""
     first_percent: float = Field(default=100.0, gt=0, le=100)
-    """Only the first stored samples, rounded up: of shards, which are shuffled, a random subset;
-    indexed tars keep their own order."""
+    """Only this share of the samples, rounded up, a random subset: the first ones of shards, which
+    are shuffled; of indexed tars, which may be sorted, ones drawn from all."""
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
     """Only samples of these classes; labels do not change. Empty: all classes."""
     only_keys: str | None = None
@@ -93,9 +93,10 @@ class DataSettings(Section):
     """Split evaluated during and after training; null: none."""
     dev_percent: float = Field(default=0.0, ge=0, lt=100)
     """Evaluate the last part of the training samples instead of `val_split`, and do not train on
-    it: for choosing hyper-parameters. A share of what `first_percent` and `only_classes` leave of
-    `path`, rounded to whole samples; of a mixture, `path` alone is cut. ViT paper: 1 % of ImageNet,
-    2 % of CIFAR, 10 % of Pets and Flowers. 0: no cut."""
+    it: for choosing hyper-parameters. Of indexed tars, which may be sorted, a part drawn from all.
+    A share of what `first_percent` and `only_classes` leave of `path`, rounded to whole samples; of
+    a mixture, `path` alone is cut. ViT paper: 1 % of ImageNet, 2 % of CIFAR, 10 % of Pets and
+    Flowers. 0: no cut."""
     global_batch: int = Field(gt=0)
     """Images per optimiser step over all ranks; determines micro-batch and accumulation."""
     planned_num_samples: int | None = Field(default=None, gt=0)
@@ -165,7 +166,7 @@ class DataSettings(Section):
     def evaluated(self) -> str | None:
         """Name of the evaluated samples for people; None: nothing is evaluated."""
         if self.dev_percent:
-            return f"the last {self.dev_percent:g} % of {self.train_split!r}"
+            return f"{self.dev_percent:g} % of {self.train_split!r} held out"
         return None if self.val_split is None else repr(self.val_split)
 
 

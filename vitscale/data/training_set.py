@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from vitscale.config.errors import UserError, did_you_mean
+from vitscale.config.errors import UserError
+from vitscale.data.class_names import closest
 from vitscale.data.index import MANIFEST_NAME, SplitIndex, choose_by_key, read_manifest, read_split
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.remote import RemoteFile
 from vitscale.data.settings import DataSettings, RemoteSettings
 from vitscale.data.webdataset import tars_of_split
+from vitscale.distributed.random_numbers import permutation, stream_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +63,10 @@ def open_training_set(
     first, dev = _selected(read(settings.path), settings), None
     if num_dev := settings.num_dev(first.num_samples):
         # The tail is held out, as the ViT paper's code cuts it.
-        rows = np.arange(first.num_samples)
-        dev = first.subset(rows[-num_dev:], name=f"last {num_dev}")
-        first = first.subset(rows[:-num_dev], name=f"without the last {num_dev}")
+        name = f"last {num_dev}" if first.is_shuffled else f"{num_dev} drawn for evaluation"
+        rows = _in_random_order(first)
+        dev = first.subset(np.sort(rows[-num_dev:]), name=name)
+        first = first.subset(np.sort(rows[:-num_dev]), name=f"without the {name}")
     parts = (first, *(read(mixed_in.path) for mixed_in in settings.mixture))
     for number, part in enumerate(parts[1:]):
         if part.label_map_sha256 != first.label_map_sha256:
@@ -135,15 +138,17 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
     """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split."""
     if settings.first_percent < 100:
         num = settings.num_first(index.num_samples)
-        index = index.subset(np.arange(num), name=f"first {num}")
+        name = f"first {num}" if index.is_shuffled else f"{num} drawn"
+        index = index.subset(np.sort(_in_random_order(index)[:num]), name=name)
     if settings.only_classes:
         unknown = [name for name in settings.only_classes if name not in index.classes]
         if unknown:
+            close = closest(unknown[0], index.classes)
             raise UserError(
                 f"no class {unknown[0]!r}",
                 where="data.only_classes",
                 allowed=f"class names in {index.folder / MANIFEST_NAME}",
-                next_step=did_you_mean(unknown[0], index.classes),
+                next_step=f"did you mean {close}?" if close else None,
             )
         labels = [index.classes.index(name) for name in settings.only_classes]
         rows = np.flatnonzero(np.isin(index.label, labels))
@@ -152,6 +157,13 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
             raise UserError(what, where="data.only_classes", next_step="choose other classes")
         index = index.subset(rows, name=f"labels {sorted(set(labels))}")
     return choose_by_key(index, settings.only_keys) if settings.only_keys else index
+
+
+def _in_random_order(index: SplitIndex) -> np.ndarray:
+    """Return the samples so that each part is a random subset: external tars may be sorted."""
+    if index.is_shuffled:
+        return np.arange(index.num_samples)
+    return permutation(index.num_samples, key=stream_key("subset", index.fingerprint))
 
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:

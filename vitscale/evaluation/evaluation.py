@@ -147,8 +147,9 @@ class Subject:
 
         if self.folder is None:
             return
-        with errors_on_all_ranks("cannot be written", self.folder / name):
-            if self.model.world.is_first:
+        is_first = self.model.world.is_first
+        with errors_on_all_ranks("cannot be written", self.folder / name, tried=is_first):
+            if is_first:
                 make_folders(self.folder)
                 write(self.folder / name)
 

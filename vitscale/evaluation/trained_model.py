@@ -171,7 +171,7 @@ def open_model(
         )
         init = gather_objects(pinned)[0]  # a branch may move in between
         disable_progress_bars()  # the next fetch finds all in the cache
-    found, run = read_source(init, weights=weights, model=model, key=key)
+    found, run = read_source(init, weights=weights, model=model, key=key, world=world)
     if run is None:
         settings, num_classes = inferred_model(found, chosen=model)
         arch = settings.resolved(num_classes=num_classes)
@@ -202,7 +202,12 @@ def open_model(
 
 
 def read_source(
-    init: str, *, weights: str = "auto", model: ModelSettings | None = None, key: str = "init"
+    init: str,
+    *,
+    weights: str = "auto",
+    model: ModelSettings | None = None,
+    key: str = "init",
+    world: World | None = None,
 ) -> tuple[Weights, SourceRun | None]:
     """Read the weights that `init` names, and our run that trained them. Arguments: `open_model`.
 
@@ -220,7 +225,11 @@ def read_source(
         elif files := sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES):
             next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
         raise UserError(what, where=f"{key}={init}", allowed=ALLOWED_MODELS, next_step=next_step)
-    checkpoint, warnings = resolve_weights(init, key=key)
+    # A checkpoint has more than the model, and all of it is verified: the ranks share that.
+    ranks: dict[str, Any] = {}
+    if world is not None and world.world_size > 1:
+        ranks = {"rank": world.rank, "world_size": world.world_size, "gather": gather_objects}
+    checkpoint, warnings = resolve_weights(init, key=key, **ranks)
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
     averaged, classes = takes_average(checkpoint, weights), folder / CLASSES_NAME

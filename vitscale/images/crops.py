@@ -22,7 +22,7 @@ from PIL import Image
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import CounterRandom
-from vitscale.images.plain import PILLOW_ERRORS
+from vitscale.images.plain import PILLOW_ERRORS, open_picture
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
@@ -75,7 +75,7 @@ class CropRequest:
 def open_image(data: bytes) -> Iterator[Image.Image]:
     """Open an image and read its header. Raises OSError if unreadable, ValueError if too large."""
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with open_picture(data, formats=FORMATS) as image:
             # Pillow's own limit is a global variable, which other code may have changed.
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels; at most {MAX_PIXELS}")

@@ -5,11 +5,16 @@ The rules of data preparation (docs/images.md), which unprepared images follow t
 
 from __future__ import annotations
 
+import io
 import struct
+import warnings
 import zlib
+from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 # EXIF 2.32, tag 274.
 TAG, UPRIGHT = 274, 1
@@ -23,6 +28,8 @@ TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 GREY = ("1", "L", "LA", "La")
+# Bits per sample of a PNG without a palette or an alpha channel, by Pillow's name of its rows.
+PNG_DEPTHS = {"1": 1, "L;2": 2, "L;4": 4, "L": 8, "RGB": 8, "I;16B": 16, "RGB;16B": 16}
 # Errors of Pillow on broken bytes, besides OSError and ValueError.
 PILLOW_ERRORS = (
     *(AssertionError, EOFError, LookupError, OverflowError, SyntaxError, TypeError),
@@ -44,25 +51,94 @@ def upright(image: Image.Image, orientation: int) -> Image.Image:
     return image.transpose(TURNS[orientation]) if orientation in TURNS else image
 
 
+def open_picture(data: bytes, *, formats: Sequence[str]) -> Image.Image:
+    """Open an image of one of Pillow's formats without decoding it. Raises what Pillow raises."""
+    _quiet_pillow()
+    return Image.open(io.BytesIO(data), formats=formats)
+
+
+@cache
+def _quiet_pillow() -> None:
+    """Hide Pillow's warnings, of broken EXIF and the like: one per image would fill a log."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
 def has_opacity(image: Image.Image) -> bool:
     """Whether pixels may be transparent: by an alpha channel, a palette entry or a colour."""
     return image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
 
 
 def plain(image: Image.Image) -> Image.Image:
-    """Return 8-bit L or RGB: 16-bit grey v as round(v / 257), transparent pixels over white."""
-    if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip to white
-        values = np.asarray(image)
-        values = np.where(values == image.info.get("transparency", -1), 65535, values)
-        levels = (values.astype(np.float64) / 257).round().clip(0, 255)
-        return Image.fromarray(levels.astype(np.uint8))
-    mode = "L" if image.mode in GREY else "RGB"
+    """Return 8-bit L or RGB: 16-bit grey v as round(v / 257), transparent pixels over white.
+
+    image: not loaded yet if it comes from a file, so that its samples can still be read as stored.
+    """
+    keyed = _keyed_pixels(image)
+    if keyed is not None:
+        pixels = np.array(_opaque(image))
+        pixels[keyed] = 255
+        return Image.fromarray(pixels)
     if not has_opacity(image):
-        return image if image.mode == mode else image.convert(mode)
+        return _opaque(image)
+
+    mode = _plain_mode(image)
     over = image.convert("LA" if mode == "L" else "RGBA")
     white = Image.new(mode, image.size, "white")
     white.paste(over.convert(mode), mask=over.getchannel("A"))
     return white
+
+
+def _plain_mode(image: Image.Image) -> str:
+    return "L" if image.mode in GREY else "RGB"
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    """Return 8-bit L or RGB, whatever is transparent."""
+    if image.mode.startswith("I"):  # 16-bit grey, which Pillow would clip to white
+        levels = (np.asarray(image).astype(np.float64) / 257).round().clip(0, 255)
+        return Image.fromarray(levels.astype(np.uint8))
+    mode = _plain_mode(image)
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _keyed_pixels(image: Image.Image) -> np.ndarray | None:
+    """Mark the pixels of the one colour that a PNG calls transparent, bool [H, W].
+
+    None if it names no such colour. Samples are compared with it as stored, as libpng does; Pillow
+    compares scaled grey, and the high bytes of 16-bit colours with the low bytes of the key.
+    """
+    key = image.info.get("transparency")
+    tiles = getattr(image, "tile", None)
+    depth = PNG_DEPTHS.get(tiles[0][3]) if tiles and isinstance(image, PngImageFile) else None
+    if depth is None or not isinstance(key, int | tuple):
+        return None
+
+    if depth == 16 and image.mode == "RGB":
+        low = _low_bytes(image)
+        samples = np.asarray(image).astype(np.uint16) << 8 | low
+    elif depth < 8:
+        scale = 255 // ((1 << depth) - 1) if image.mode == "L" else 1
+        samples = np.asarray(image).astype(np.uint8) // scale
+    else:
+        samples = np.asarray(image)
+    # Bits above the depth of the picture do not count.
+    stored_key = np.array(key) & ((1 << depth) - 1)
+    same: np.ndarray = samples == stored_key
+    return same.all(axis=2) if same.ndim == 3 else same
+
+
+def _low_bytes(image: PngImageFile) -> np.ndarray:
+    """Return the low bytes of the samples of a 16-bit RGB PNG, uint8 [H, W, 3]."""
+    position = image.fp.tell()
+    image.fp.seek(0)
+    with Image.open(image.fp, formats=("PNG",)) as again:
+        assert isinstance(again, PngImageFile)
+        codec, extents, offset, _ = again.tile[0]
+        # Read as if the low byte came first, Pillow keeps the one that is stored last.
+        again.tile = [(codec, extents, offset, "RGB;16L")]
+        low = np.array(again)
+    image.fp.seek(position)
+    return low
 
 
 def rgb_pixels(image: Image.Image) -> np.ndarray:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from vitscale.config.section import Run, Section
+from vitscale.data.remote import location_of
 from vitscale.runs.launching import LaunchSettings, launch_problems
 
 # Module and class in data_prep/sources/, which only data_prep imports.
@@ -68,6 +70,18 @@ class SourceSettings(Section):
     leave_out: str | None = None
     """duplicates.parquet of `vitscale prepare duplicates` over shards of this source: the images
     that it does not keep leave the corpus."""
+
+    @property
+    def place(self) -> str:
+        """`path` as an absolute path without links, or the URL: equal for the same place."""
+        place = location_of(self.path, where="source.path")
+        return str(place.expanduser().resolve()) if isinstance(place, Path) else str(place)
+
+    def other_place(self, made_from: str) -> str | None:
+        """Describe the difference to the source that a manifest names; None: it is the same."""
+        if made_from in ("", self.place):
+            return None
+        return f"made from {made_from}; source.path is {self.place}"
 
 
 class LabelSettings(Section):

@@ -13,12 +13,12 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitscale.distributed.atomic_files import open_log, write_bytes
+from vitscale.distributed.atomic_files import fsync_folder, open_log, write_bytes
 
 JOURNAL_NAME = "journal.jsonl"
 LOG_NAME = "logs/rank0.log"
@@ -94,6 +94,8 @@ class Journal:
             if len(kept) < len(lines):
                 write_bytes(self.path, b"".join(kept))  # atomically: a kill leaves the old file
         self._file = open(self.path, "ab", buffering=0)
+        # Its name must survive power loss, too.
+        fsync_folder(self.path.parent)
         # Lines, or the rest of one, that a full or failing disk has refused.
         self._unwritten = bytearray()
 
@@ -111,6 +113,14 @@ class Journal:
                 del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             self.refused = error
+
+    def flush(self) -> None:
+        """Let the written lines survive power loss. Any thread may call it. Raises OSError."""
+        with suppress(ValueError):  # closed, and flushed by that
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Write what is left. Raises OSError when that cannot be. A second call does nothing."""
@@ -155,22 +165,26 @@ def training_log(folder: str | Path, *, is_writer: bool) -> Iterator[Callable[[s
 
 
 @contextmanager
-def item_progress(
-    title: str, *, total: int, unit: str = "images"
-) -> Iterator[Callable[[int], None]]:
+def item_progress(title: str, *, total: int, unit: str = "images") -> Iterator[Callable[..., None]]:
     """Yield a function that adds to the number of items done; print rate and time left.
 
+    Its second argument: images or files in these items, where only the items have a known total.
     A line every ITEM_INTERVAL_S and at the end; none for shorter work.
     """
     start = last = time.monotonic()
-    done = 0
+    done = num_inside = 0
 
-    def advance(num: int) -> None:
-        nonlocal done, last
+    def advance(num: int, inside: int = 0) -> None:
+        nonlocal done, num_inside, last
         done, now = min(done + num, total), time.monotonic()
+        num_inside += inside
         if now - last >= ITEM_INTERVAL_S or (done == total and last > start):
             last, rate = now, max(done, 1) / max(now - start, 1e-9)
-            left = f"{(total - done) / rate:,.0f} s left"
-            print(f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}", flush=True)
+            hours, seconds = divmod(round((total - done) / rate), 3600)
+            left = f"{hours:,} h {seconds // 60} min left" if hours else f"{seconds:,} s left"
+            files = f" with {num_inside:,} files" if num_inside else ""
+            print(
+                f"{title}: {done:,} of {total:,}{files}, {rate:,.0f} {unit}/s, {left}", flush=True
+            )
 
     yield advance

@@ -146,6 +146,12 @@ class Tracker:
                 "goes on, and metrics are kept until there is space"
             )
 
+    def flush(self) -> None:
+        """Let all that was logged survive power loss. Any thread may call it. Raises OSError."""
+        journal = self._journal
+        if journal is not None:
+            journal.flush()
+
     def close(self, *, status: mlflow_sync.Status) -> None:
         """Flush within a bounded time and record the final status. A second call does nothing."""
         if self._journal is None:

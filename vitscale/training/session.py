@@ -34,6 +34,7 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, mix_batch, training_batches
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
+from vitscale.data.webdataset import check_shares
 from vitscale.distributed.atomic_files import or_warn, write_json, write_text
 from vitscale.distributed.events import EVENTS_NAME, record_start
 from vitscale.distributed.node_files import once_per_node
@@ -115,13 +116,17 @@ class TrainingSession:
         self.world = world = watchdog.world
         self.folder = Path(run.folder)
         self.data, self.val_index = once_per_node(
-            lambda: _read_index(run, check_files=world.is_first),
+            lambda: _read_index(run),
             is_maker=world.local_rank == 0,
             gather=gather_objects,
         )
         check_objective(objective, run, num_classes=len(self.data.classes))
         num_samples = self.data.num_samples
         self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
+        if run.data.is_streamed:
+            check_shares(
+                len(self.data.tars), num_ranks=world.world_size, num_workers=run.data.num_workers
+            )
         num_classes = len(self.data.classes) if objective.trains_classifier else 0
         self.arch = run.model.resolved(num_classes=num_classes)
         agreed = objective.prepare(num_classes=num_classes, world=world, engine=run.engine)
@@ -131,10 +136,12 @@ class TrainingSession:
         )
         checkpoint, messages = self.store.newest()
         self._description = compatibility_key(run, self.arch, self.data, agreed)
-        self.start_step = 0
+        self.start_step = self._num_unreadable = 0
         if checkpoint is not None:
             check_resumable(checkpoint, self._description, self.plan)
             self.start_step = checkpoint.step
+            # Checkpoints of earlier versions do not count them.
+            self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
         model = build_model(run, objective, self.arch)
         self._source = run.starts_from()
@@ -175,8 +182,11 @@ class TrainingSession:
                 "tars without an index: a resume is not exact, it shuffles anew; "
                 "vitscale prepare index makes an index, which resumes exactly"
             )
+        if self.plan.advice is not None:
+            messages.append(self.plan.advice)
         facts = self._facts()
-        self.log = self._open_log(stack, facts)
+        with errors_on_all_ranks("cannot be written", self.folder, tried=world.is_first):
+            self.log = self._open_log(stack, facts)
         for line in [*messages, f"{run.name}: {facts}"]:
             self.log.say(line)
         self.preemption = stack.enter_context(PreemptionFlag())
@@ -244,6 +254,7 @@ class TrainingSession:
             self.data,
             self.engine,
             start_step=start,
+            num_unreadable=self._num_unreadable,
             flops_per_image=self.objective.train_flops_per_image(self.arch),
             tracker=stack.enter_context(tracker),
             say=say,
@@ -335,12 +346,14 @@ class TrainingSession:
             self._report(self.store.take_committed())
             self.log.write(done, lr=self.lr)
         if self.evaluations.due(done, is_last=is_last):
-            self._evaluate(done, is_last=is_last)
+            with self.log.not_counting():
+                self._evaluate(done, is_last=is_last)
         if is_last:
             self.objective.draw(self)
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
-            self._save(done)
+            with self.log.not_counting():
+                self._save(done)
         if preempted:
             self._report(self.store.wait())
             self.log.say(f"stopped by a signal at step {done}; rerun to resume")
@@ -364,10 +377,12 @@ class TrainingSession:
             step=done,
             progress={
                 "samples_seen": done * self.plan.global_batch,
+                "unreadable": self.log.num_unreadable,
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "engine": self.engine.export_counters(),
             },
             description=self._description,
+            before_commit=self.log.tracker.flush,
         )
 
     def _report(self, commit: Commit | None) -> None:
@@ -377,10 +392,10 @@ class TrainingSession:
             self.log.say(f"step {commit.step}: checkpoint {commit.folder}")
 
 
-def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:
-    """Training and evaluated samples."""
-    training_set = open_training_set(run.data, seed=run.seed, check_files=check_files)
-    return training_set, training_set.dev or open_val_split(run.data, check_files=check_files)
+def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
+    """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
+    training_set = open_training_set(run.data, seed=run.seed)
+    return training_set, training_set.dev or open_val_split(run.data)
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
@@ -425,7 +440,7 @@ def start_from(
 
     Returns what `load` does. Raises UserError, on all ranks, when `load` does.
     """
-    with errors_on_all_ranks("cannot be read", "init"):
+    with errors_on_all_ranks("cannot be read", "init", tried=world.is_first):
         found = load(model, arch) if world.is_first else (None, [])
     for tensor in model.state_dict().values():
         broadcast_tensor(tensor, source=0)

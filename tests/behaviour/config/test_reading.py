@@ -281,6 +281,7 @@ def test_resolved_run_is_read_back_unchanged(here: Path) -> None:
     awkward = {"a b": "x: y # z", "on": "on", "1": "1e5", "q": 'é"\\\n\u2028\U0001f600', "e": ""}
     raw = {"fp16": {"y": [1, 2.0, {"z": None}], "empty": {}, "none": []}, "dump_state": True}
     overrides = [f"tracking.tags={yaml_flow(awkward)}", f"deepspeed={yaml_flow(raw)}"]
+    overrides += ["engine.precision=fp16"]
     loaded = load_run(PretrainRun, "a.yaml", overrides=overrides)
     run = loaded.run
     assert run.tracking.tags == awkward and run.deepspeed == raw

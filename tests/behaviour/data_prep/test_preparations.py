@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.formats.ledger import BAD, Outcomes
+from data_prep.formats.ledger import Outcomes
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Input
 from data_prep.steps import tars, work
@@ -340,13 +340,6 @@ def test_order_is_that_of_sha256_written_out() -> None:
     assert [path for path, _ in rows] == [f"{i}.jpg".encode() for i in expected]
     other = ordered(inputs, batch=7, seed=6)
     assert other != rows and sorted(other) == sorted(rows)
-
-
-def test_a_repeated_path_is_one_sample() -> None:
-    listed = rows_table([make_input("a.jpg"), make_input("b.jpg"), make_input("a.jpg")], seed=0)
-    rows, _ = _ordered(listed)
-    assert rows["reason"].to_pylist() == [None, None, "duplicate_path"]
-    assert "duplicate_path" in BAD, "images.max_bad_fraction counts it"
 
 
 def test_plain_names_stay_readable_and_others_get_a_hash() -> None:

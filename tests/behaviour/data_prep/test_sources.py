@@ -87,7 +87,17 @@ REFUSED: list[tuple[str, dict[str, bytes], str, dict[str, Any], str]] = [
     ("class_tars", {"a.tar": PACKED}, "a.tar", {}, "a.tar' is compressed"),
     ("class_tars", {"a.tar": b"text" * 300}, "a.tar", {}, "cannot be read as a tar file"),
     ("class_tars", {"a.tar": IMAGE}, "a.tar", {}, "contains no tar files"),
-    ("class_tars", {"a/c.tar": IMAGE}, "", {}, "contains no tar files"),
+    ("class_tars", {"a/b.txt": IMAGE}, "", {}, "contains no tar files"),
+    ("class_tars", {"a/c.tar": IMAGE}, "", {}, "in sub-folders, such as 'a/c.tar'"),
+    ("webdataset", {"1.tar": IMAGE, "a/b/2.tar": IMAGE}, "", {}, "such as 'a/b/2.tar'"),
+    (
+        "webdataset",
+        {"x/1.tar": IMAGE, "x/a/2.tar": IMAGE},
+        "",
+        {"splits": {"val": "x"}},
+        "splits.val",
+    ),
+    ("parquet", {"a.parquet": ROW, "a/b.parquet": ROW}, "", {}, "such as 'a/b.parquet'"),
     ("webdataset", {"a.tar": IMAGE}, "", {"label": "json:"}, "source.label.*json:FIELD"),
     ("webdataset", {"a.tar": IMAGE}, "", {"label": "txt"}, "source.label.*json:FIELD"),
     ("parquet", {"a.parquet": ROW}, "", {"image_column": "gone"}, "image_column.*no column 'gone'"),
@@ -201,7 +211,8 @@ def test_sub_folders_named_like_splits_are_splits(tmp_path: Path) -> None:
     unlabelled = inputs("image_folder", tmp_path, UNLABELLED)
     assert {row.split for row in unlabelled} == {"train", "val"}
     touch(tmp_path, "dog/4.jpg")
-    assert {row.split for row in inputs("image_folder", tmp_path)} == {"train"}
+    with pytest.raises(UserError, match="named like splits.*'Train', 'valid', 'dog'"):
+        opened("image_folder", tmp_path).containers()
 
 
 KAGGLE = "ImageId,PredictionString\nv_2,dog 85 1 499 272\nv_1,cat 1 1 4 4 dog 1 2 3 4\n"
@@ -255,7 +266,7 @@ def test_a_tar_of_tars_is_read_in_place(tmp_path: Path) -> None:
         "whole/n01.tar": inner,
         "whole/README": b"?",
         "whole/n02.tar": tar_bytes({"1.jpg": b"other"}),
-        "./whole/n02.tar": b"again",
+        ".cache/n03.tar": tar_bytes({"3.jpg": b"third"}),
         ".hidden.tar": inner,
     }
     write_tars(tmp_path, {"all.tar": members})
@@ -265,6 +276,7 @@ def test_a_tar_of_tars_is_read_in_place(tmp_path: Path) -> None:
         "all.tar/whole/n01.tar/1.jpg": None,
         "all.tar/whole/n01.tar/2.jpg": None,
         "all.tar/whole/n02.tar/1.jpg": None,
+        "all.tar/.cache/n03.tar/3.jpg": None,
     }
     second = rows["all.tar/whole/n01.tar/2.jpg"]
     assert (second.class_name, second.file, content(source, second)) == (
@@ -275,6 +287,9 @@ def test_a_tar_of_tars_is_read_in_place(tmp_path: Path) -> None:
     assert content(source, rows["all.tar/whole/n02.tar/1.jpg"]) == b"other"
     os.truncate(tmp_path / "all.tar", second.offset)
     with pytest.raises(UserError, match="'all.tar' cannot be read as a tar file to its end"):
+        source.containers()
+    write_tars(tmp_path, {"all.tar": [*members.items(), ("./whole/n02.tar", inner)]})
+    with pytest.raises(UserError, match="'whole/n02.tar' twice"):
         source.containers()
 
 
@@ -309,7 +324,7 @@ def test_types_and_names_of_members_determine_the_reason(kind: str, tmp_path: Pa
         "/abs.jpg": None,
         "../../up.jpg": None,
         "notes.txt": "other_name" if kind == "class_tars" else "no_image",
-        ".h/1.jpg": "hidden",
+        ".h/1.jpg": None,
         "ok.webp": None,
     }
 

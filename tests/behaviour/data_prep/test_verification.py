@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,14 +12,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.formats.index_files import INDEX_SCHEMA, write_manifest
-from data_prep.verification import check_folder, check_tar, tar_tasks
+from data_prep.duplicates.reading import list_samples
+from data_prep.formats.index_files import INDEX_SCHEMA, write_index, write_manifest
+from data_prep.verification import (
+    _batches,
+    _check_index,
+    _check_ledger,
+    check_folder,
+    check_tar,
+    draw_sheet,
+    tar_tasks,
+)
 from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.errors import UserError
-from vitscale.data.index import INDEX_NAME, read_manifest
+from vitscale.data.index import INDEX_NAME, ShardEntry, SplitEntry, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
 
 TRAIN = "train-000000.tar"
+# Kept as long as the process: what Arrow frees later goes back to them.
+POOLS: list[pa.MemoryPool] = []
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +52,7 @@ def findings(folder: Path) -> list[str]:
 
 def check_of_first(folder: Path) -> Callable[[], list[str]]:
     """A function that checks the first tar of `train`."""
-    tasks = tar_tasks(pq.read_table(folder / INDEX_NAME), read_manifest(folder))
+    tasks = tar_tasks([pq.read_table(folder / INDEX_NAME)], read_manifest(folder))
     task = next(task for task in tasks if task[0].name == TRAIN)
     return partial(check_tar, task, folder=folder, root=folder, ours=True)
 
@@ -145,6 +157,122 @@ def test_other_index_columns_are_refused(shards: Path) -> None:
     found = findings(shards)
     assert any("has other columns" in text for text in found)
     assert not any(text.startswith("train") for text in found), "the tars are sound"
+
+
+@pytest.mark.parametrize(
+    "change, is_found",
+    [
+        (lambda rows: rows[1].update(key="other"), True),
+        (lambda rows: rows[1].update(split="val"), True),
+        (lambda rows: rows[1].update(status="rejected"), True),
+        (lambda rows: rows[1].update(status="repaired"), False),
+        (lambda rows: rows.reverse(), True),
+        (lambda rows: rows[0].update(key=None), True),
+        (lambda rows: rows.append(rows[0]), True),
+    ],
+)
+@pytest.mark.parametrize("batch_rows", [1, 2, 1000])
+def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
+    shards: Path, change: Any, is_found: bool, batch_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.verification.BATCH_ROWS", batch_rows)
+    assert findings(shards) == []
+    rows = pq.read_table(shards / "ledger.parquet").to_pylist()
+    change(rows)
+    table = pa.Table.from_pylist(rows, schema=pq.read_schema(shards / "ledger.parquet"))
+    pq.write_table(table, shards / "ledger.parquet", row_group_size=3)
+    what = "ledger.parquet: the inputs kept or repaired are not the samples of the index"
+    assert (what in findings(shards)) == is_found
+
+
+def test_memory_does_not_grow_with_the_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 60 bytes a row: Arrow's peak and Python's, over all that sees every row."""
+    monkeypatch.setattr("data_prep.verification.BATCH_ROWS", 1_000)
+    num, per_tar = 100_000, 2_000
+    folder = tmp_path / "shards"
+    make_shard_folder(folder)
+    schema = pq.read_schema(folder / "ledger.parquet")
+    names = [f"train-n01440764-n01440764_{number}" for number in range(num)]
+    tars = [f"train-{number // per_tar:06d}.tar" for number in range(num)]
+    columns = {"key": names, "split": ["train"] * num, "shard": tars}
+    columns |= {name: [1] * num for name in ("offset", "length", "label", "width", "height")}
+    columns |= {"format": ["jpg"] * num, "blake3": [bytes(32)] * num}
+    write_index(folder, tables=[pa.table(columns, schema=INDEX_SCHEMA)])
+    ledger = {name: [None] * num for name in schema.names}
+    ledger |= {"split": columns["split"], "key": names, "status": ["kept"] * num}
+    pq.write_table(pa.table(ledger, schema=schema), folder / "ledger.parquet", row_group_size=8_192)
+    entries = tuple(
+        ShardEntry(name=name, samples=per_tar, bytes=0, blake3="") for name in dict.fromkeys(tars)
+    )
+    split = SplitEntry(num_samples=num, num_bytes=0, fingerprint="", shards=entries)
+    old = read_manifest(folder)
+    manifest = replace(old, splits={"train": split}, inputs={"num_rows": num}, classes=("a", "b"))
+    del names, tars, columns, ledger
+    usual = pa.default_memory_pool()
+    tracked = pa.proxy_memory_pool(usual)
+    POOLS.append(tracked)
+    pa.set_memory_pool(tracked)
+    tracemalloc.start()
+    try:
+        found = [*_check_index(folder, manifest, is_index=True)]
+        found += _check_ledger(folder, manifest, has_index=True)
+        pieces = _batches(folder / INDEX_NAME)
+        seen = [len(rows) for _, rows in tar_tasks(pieces, manifest)]
+        _, python = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(usual)
+    assert seen == [per_tar] * (num // per_tar)
+    assert all("fingerprint" in text or "BLAKE3" in text for text in found), found
+    assert 0 < tracked.max_memory() + python < 60 * num
+
+
+@pytest.mark.parametrize("name", ["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
+def test_a_manifest_that_names_files_outside_is_refused(shards: Path, name: str) -> None:
+    manifest = read_manifest(shards)
+    first = manifest.splits["train"].shards[0]
+    split = replace(manifest.splits["train"], shards=(replace(first, name=name),))
+    write_manifest(shards, manifest=replace(manifest, splits={"train": split}))
+    with pytest.raises(UserError, match="which may lie outside its folder"):
+        read_manifest(shards)
+    with pytest.raises(UserError, match="which may lie outside its folder"):
+        list_samples(shards)
+
+
+def test_an_index_that_names_other_tars_is_not_followed(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x" * 10_000)
+    rewritten(shards, lambda rows: rows[0].update(shard="../secret"))
+    with pytest.raises(UserError, match="names the tar '../secret', which manifest.json does not"):
+        list_samples(shards)
+    with pytest.raises(UserError, match="names the tar '../secret', which manifest.json does not"):
+        draw_sheet(tmp_path / "sheet.png", shards, read_manifest(shards))
+
+
+@pytest.mark.parametrize("link", ["entry_points", "entry_points/deep"])
+def test_entry_points_are_not_written_through_links(
+    shards: Path, tmp_path: Path, link: str
+) -> None:
+    (tmp_path / "victim").mkdir()
+    name = f"deep/{TRAIN}" if "/" in link else TRAIN
+    (shards / name).parent.mkdir(exist_ok=True)
+    (shards / TRAIN).rename(shards / name)
+    (shards / link).parent.mkdir(exist_ok=True)
+    (shards / link).symlink_to(tmp_path / "victim")
+    rewritten(
+        shards, lambda rows: [row.update(shard=name) for row in rows if row["shard"] == TRAIN]
+    )
+    manifest = read_manifest(shards)
+    tars = tuple(
+        replace(shard, name=name) if shard.name == TRAIN else shard
+        for shard in manifest.splits["train"].shards
+    )
+    split = replace(manifest.splits["train"], shards=tars)
+    manifest = replace(manifest, splits=manifest.splits | {"train": split})
+    found = check_folder(shards, manifest=manifest, num_workers=1, write_entry_points=True)
+    assert any("a link leads out of" in text for text in found)
+    assert not list((tmp_path / "victim").iterdir())
 
 
 def test_a_ledger_of_other_sums_is_found(shards: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import pickle
+import re
+import socket
 import threading
 import time
 from functools import partial
@@ -13,12 +14,15 @@ from pathlib import Path
 import pytest
 
 from data_prep.steps import work as sharing
-from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder, machine
+from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder
 from data_prep.worker_processes import Workers
 from tests.support.corpora.image_corpus import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import FailureKind, WorkerError
 from vitscale.distributed.processes import descendants
+
+# Above the largest that Linux gives.
+NO_PID = 1 << 23
 
 
 @pytest.fixture
@@ -58,22 +62,19 @@ def test_every_unit_is_done_once_from_the_given_start(work: WorkFolder) -> None:
 
 
 @pytest.mark.parametrize("skew_s", [0.0, -3600.0, 3600.0])
-def test_claims_of_dead_processes_are_taken_over(
+def test_claims_of_silent_processes_are_taken_over(
     work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the file system's clock; process ids say nothing about another container."""
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    prefix, _, space = machine().rpartition("-")
-    assert prefix and space == str(os.stat("/proc/self/ns/pid").st_ino)
-    old = DEAD_AFTER_S + 5
+    """By the file system's clock. In a new container the ids of a dead one live again."""
+    here, old = socket.gethostname(), DEAD_AFTER_S + 5
     names = {
-        process(work, machine(), ended.pid): True,
-        process(work, machine(), os.getppid(), age_s=old): False,
-        process(work, "elsewhere", 1): False,
-        process(work, "elsewhere", 2, age_s=old): True,
-        process(work, f"{prefix}-{int(space) + 1}", ended.pid): False,
-        "gone.1": True,
+        process(work, f"{here}-1", os.getpid(), age_s=old): True,
+        process(work, f"{here}-2", os.getpid()): False,
+        process(work, f"{here}-3", NO_PID): False,
+        process(work, f"{here}-4", NO_PID, age_s=old): True,
+        process(work, "elsewhere-1", 1): False,
+        process(work, "elsewhere-2", 1, age_s=old): True,
+        "gone-1.1": True,
     }
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + skew_s)
@@ -82,9 +83,49 @@ def test_claims_of_dead_processes_are_taken_over(
         claim.symlink_to(name)
         # The first attempt removes the claim.
         assert not work.take(claim) and work.take(claim) == is_dead, name
-    work.open()
+    work.clean()
     kept = {name for name in names if (work.path / "tmp" / name).exists()}
-    assert kept == names.keys() - {f"{machine()}.{ended.pid}", "gone.1"}
+    assert kept == {name for name in names if name[:4] != "gone"} - {
+        f"{here}-1.{os.getpid()}",
+        f"{here}-4.{NO_PID}",
+    }
+
+
+def test_a_task_that_starts_again_has_another_name(work: WorkFolder) -> None:
+    """Though its host and its process id are the same; workers are named after their task."""
+    again = WorkFolder(work.run)
+    assert again.scratch.name != work.scratch.name
+    assert pickle.loads(pickle.dumps(work)).scratch.name == work.scratch.name
+
+
+def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder) -> None:
+    claim = work.claim("a")
+    claim.symlink_to(process(work, work.task, NO_PID))
+    other = work.claim("b")
+    other.symlink_to(process(work, "elsewhere-1", 1))
+    work.leave()
+    assert not work.take(claim) and work.take(claim)
+    assert not work.take(other) and not work.take(other)
+
+
+def test_a_wait_says_for_whom_and_how_long(
+    work: WorkFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sharing, "SAY_WAIT_S", 0.05)
+    work.claim("a").symlink_to(process(work, "node-7-1234abcd", 55))
+    thread = threading.Thread(target=lambda: run(work, ["a"]), daemon=True)
+    thread.start()
+    said: list[str] = []
+
+    def lines() -> list[str]:
+        said.extend(capsys.readouterr().out.splitlines())
+        return said
+
+    wait_until(lambda: len(lines()) >= 2)
+    (work.path / "a").touch()
+    thread.join(PATIENCE_S)
+    expected = r"do: waited \d+ s for 1 units of node-7 \(process 55\); a process that is silent"
+    assert all(re.match(expected, line) for line in said)
 
 
 def test_units_of_living_processes_are_waited_for(work: WorkFolder) -> None:

@@ -5,12 +5,15 @@ On two ranks, in half precision, compiled: test_golden_curves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
@@ -19,21 +22,26 @@ from pretrain.run import PretrainRun
 from tests.support.engine.zero_checks import (
     ADAMW,
     BF16,
+    CLOSE,
     FAR_HEAD,
     MODEL,
+    STAGES,
     data,
     engine_config,
     keeps_the_head_in_fp32,
     moved,
     new_engine,
     new_model,
+    train,
+    train_plain,
     trains_as_plain_torch,
     whole_state,
 )
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
+from vitscale.engine.deepspeed_parts import PartitionedLayout
 from vitscale.engine.engine import check_nan_is_skipped
-from vitscale.engine.layouts import FlatLayout, PartitionedLayout, PlainLayout
+from vitscale.engine.layouts import FlatLayout, PlainLayout
 from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
 
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
@@ -167,3 +175,25 @@ def test_autocast_ends_with_its_engine(world: World) -> None:
     assert torch_autocast.is_autocast_initialized()
     new_engine(world, stage=1)
     assert not torch_autocast.is_autocast_initialized()
+
+
+@pytest.fixture
+def seen_gpu() -> Iterator[None]:
+    """DeepSpeed believes that this machine has a GPU, which nothing can use."""
+    before = get_accelerator()
+    set_accelerator(CUDA_Accelerator())
+    yield
+    set_accelerator(before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_cpu_is_used_beside_gpus(
+    world: World, seen_gpu: None, stage: int, dtype: torch.dtype
+) -> None:
+    assert get_accelerator().device_name() == "cuda"
+    engine = new_engine(world, stage=stage, dtype=dtype)
+    rel = CLOSE if dtype == torch.float32 else 2e-2
+    assert train(engine, 0, 2) == pytest.approx(train_plain(ADAMW).losses[:2], rel=rel)
+    assert {part.device.type for part in engine.export_state().values()} == {"cpu"}
+    engine.close()

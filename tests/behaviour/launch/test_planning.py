@@ -97,7 +97,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     planned = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1_281_167}
     rows = plan(data=planned | {"dev_percent": 1.0, "val_split": None})
     assert rows["data"].startswith("1,268,355 training images without 12,812 held out, from ")
-    assert rows["evaluation"].endswith("on the last 1 % of 'train' (12,812 images)")
+    assert rows["evaluation"].endswith("on 1 % of 'train' held out (12,812 images)")
     rows = plan(data=planned | {"first_percent": 10.0})
     assert rows["data"].startswith("128,117 training images, from ")
 
@@ -118,6 +118,50 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     run = PretrainRun.model_validate(SECTIONS | {"data": data})
     with pytest.raises(UserError, match=r"data.mixture\[0\].path: no shards in .*elsewhere"):
         check_data(run, data_facts(run))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "workers", "refused"),
+    [
+        (1, 1, 4, None),
+        (1, 1, 0, None),
+        (4, 1, 1, None),
+        (1, 1, 5, "fewer tars (4) than loader processes (5 = "),
+        (2, 1, 3, "fewer tars (4) than loader processes (6 = "),
+        (8, 1, 0, "fewer tars (4) than loader processes (8 = "),
+        (1, "1-8", 2, "fewer tars (4) than loader processes (16 = "),
+    ],
+)
+def test_tars_without_an_index_are_enough_for_the_loader_processes(
+    tasks: int, nodes: Any, workers: int, refused: str | None
+) -> None:
+    """On the largest number of nodes that a job may get."""
+    data: dict[str, Any] = {"reader": "webdataset", "num_workers": workers, "global_batch": 8}
+    data["webdataset"] = {"num_samples": 16, "num_classes": 2}
+    launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 9}
+    row = checked(data=data, launch=launch)["data"]
+    assert row.result == ("ok" if refused is None else "error")
+    assert refused is None or refused in row.detail
+
+
+@pytest.mark.parametrize(
+    ("batch", "tasks", "nodes", "parts"),
+    [
+        (4020, 60, 1, ["only 1 of the 64 images", "3960 (33 images) or 4080 (34 images)"]),
+        (4288, 32, 1, ["only 2 of the 64 images", "4224 (44 images) or 4320 (45 images)"]),
+        (4288, 1, "1-32", ["the 134 images of each of 32 ranks", "small on 16, 8, 4 nodes"]),
+        (4096, 64, 1, []),
+        (4020, 67, 1, []),
+    ],
+)
+def test_a_share_that_cannot_be_divided_well_is_a_warning(
+    batch: int, tasks: int, nodes: Any, parts: list[str]
+) -> None:
+    launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 3}
+    engine = {"max_micro_batch": 64}
+    row = checked(data={"global_batch": batch}, launch=launch, engine=engine).get("micro-batch")
+    assert (row is None) == (parts == [])
+    assert row is None or (row.result == "warning" and all(part in row.detail for part in parts))
 
 
 def test_an_evaluation_can_be_submitted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -85,11 +86,49 @@ def test_all_is_on_the_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     path, flushed = tmp_path / "journal.jsonl", list[int]()
     monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_size))
     journal = Journal(path, resume_step=0)
+    flushed.clear()
     journal.append({"train/loss": 1.0}, step=5)
     journal.append({"val/top1": 0.5}, step=5)
     journal.close()
     journal.close()
     assert steps_in(path) == [5, 5] and flushed == [path.stat().st_size]
+
+
+def test_lines_survive_power_loss_from_a_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the file's name from the start: the folder's fsync."""
+    path, flushed = tmp_path / "run/journal.jsonl", list[tuple[str, int]]()
+    fsync = os.fsync
+
+    def record(fd: int) -> None:
+        flushed.append((os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    journal = Journal(path, resume_step=0)
+    assert [name for name, _ in flushed] == [str(path.parent)]
+    journal.append({"train/loss": 1.0}, step=5)
+    journal.flush()
+    assert flushed[1:] == [(str(path), path.stat().st_size)] and steps_in(path) == [5]
+    journal.append({"train/loss": 0.5}, step=6)
+    journal.close()
+    journal.flush()
+    assert flushed[2:] == [(str(path), path.stat().st_size)]
+
+
+def test_a_flush_that_storage_refuses_names_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError) as caught:
+        journal.flush()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(journal.path))
 
 
 def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:

@@ -140,7 +140,7 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
 
     def counts(**data: Any) -> tuple[int, int | None]:
         run: Any = SimpleNamespace(data=DataSettings.model_validate(whole | data), seed=0)
-        training_set, evaluated = session._read_index(run, check_files=True)
+        training_set, evaluated = session._read_index(run)
         return training_set.num_samples, evaluated and evaluated.num_samples
 
     assert counts() == (20, None) and counts(val_split="train") == (20, 20)

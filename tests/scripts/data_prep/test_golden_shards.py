@@ -79,9 +79,10 @@ def parquet(root: Path) -> None:
 
 
 def path_table(root: Path) -> None:
-    shutil.copytree(IMAGES, root)
+    """A file for each row: one that is in two splits is refused."""
     for split in ("train", "test"):
-        lines = [f"{path},{path.parent}" for path in images(split)]
+        shutil.copytree(IMAGES, root / split)
+        lines = [f"{split}/{path},{path.parent}" for path in images(split)]
         (root / f"{split}.csv").write_text("\n".join(["image,label", *lines]) + "\n")
 
 

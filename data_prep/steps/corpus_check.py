@@ -1,0 +1,248 @@
+"""Check the corpus as a whole, before the first shard is written, and once more when all are.
+
+Owns: what no single image shows: classes that training never sees, that look alike, or that are
+numbers in part; files named twice; equal bytes in two splits.
+Leaves out: names of splits (`sources`), classes outside a label space (`labels`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_prep.formats.ledger import Outcomes
+from data_prep.steps.labels import load_labels
+from data_prep.steps.list_inputs import left_out, read_containers
+from data_prep.steps.work import WorkFolder
+from vitscale.config.errors import UserError
+from vitscale.data.class_names import closest, look_of, names_by
+from vitscale.runs.data_prep import LabelSettings
+
+TRAIN = "train"
+CLASSES_SHOWN = 10
+WHOLE = re.compile(r"0|[1-9][0-9]*")
+NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+# What a number can be written with: blanks, commas and brackets of lists, marks of Windows, NUL.
+AROUND_NUMBERS = re.compile(r"[\s,;()\[\]\0\ufeff]+")
+Counts = Mapping[str, Mapping[str, int]]
+"""Split -> class -> number of images."""
+
+
+def counts_of(classes: pa.ChunkedArray) -> Counter[str]:
+    rows = classes.value_counts().to_pylist()
+    return Counter({row["values"] or "": row["counts"] for row in rows})
+
+
+def count_images(rows: pa.Table) -> Counts:
+    """Count usable rows: `split` and `class`."""
+    found: dict[str, Counter[str]] = {}
+    table = rows.group_by(["split", "class"]).aggregate([([], "count_all")])
+    for row in table.to_pylist():
+        found.setdefault(row["split"], Counter())[row["class"] or ""] += row["count_all"]
+    return found
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.ndarray:
+    """Return the positions of usable rows to reject: their file is another row's, by any path.
+
+    Of equal classes the first row is kept, and one outside `train` before those of it, so that
+    nothing that is evaluated is trained on. Of different classes none is right.
+    """
+    inode = rows["inode"].to_numpy()[order]
+    usable = pc.is_null(rows["reason"]).to_numpy()[order] & (inode != 0)
+    numbers = np.sort(inode[usable])
+    again = numbers[1:][numbers[1:] == numbers[:-1]]
+    # Few. Hard links have equal numbers, too, but paths of their own.
+    chosen = order[usable & np.isin(inode, again)]
+    columns = ["path", "split", "class"]
+    groups: dict[bytes, list[tuple[int, str, str]]] = {}
+    for position, row in zip(
+        chosen.tolist(), rows.take(chosen).select(columns).to_pylist(), strict=True
+    ):
+        real = os.path.realpath(os.path.join(os.fsencode(source), row["path"]))
+        groups.setdefault(real, []).append((position, row["split"], row["class"]))
+    rejected = list[int]()
+    for group in groups.values():
+        kept = min(group, key=lambda row: row[1] == TRAIN)
+        is_one_class = len({class_name for _, _, class_name in group}) == 1
+        rejected += [row[0] for row in group if row != kept or not is_one_class]
+    return np.array(rejected, np.int64)
+
+
+# ---- classes -------------------------------------------------------------------------------------
+
+
+def check_listed(
+    work: WorkFolder,
+    found: Mapping[str, int],
+    *,
+    unknown: Mapping[str, int],
+    listed: Outcomes,
+    num_left: int,
+) -> None:
+    """Raise UserError for unknown classes, classes without images, and no images at all.
+
+    found: class -> usable images. listed: inputs that are rejected already.
+    num_left: classes that `min_images_per_class` leaves.
+    """
+    run, labels = work.run, load_labels(work.run.labels)
+    if run.labels.unknown == "refuse" or found:
+        labels.check(unknown, found=found)
+    named = {box.class_name for box in read_containers(work)} - {None}
+    empty = sorted(map(str, named - found.keys()))
+    ignored = run.labels.values == "none" or labels.map or labels.space
+    where, what, advice = "source.path", "", ""
+    if empty and not ignored and (found or not listed.reasons):
+        shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
+        what = f"{len(empty)} of {len(named)} classes hold no images: {shown}"
+        advice = "remove these classes, or add their images"  # or labels would shift
+    elif not found and not listed.reasons:
+        what, advice = "is empty", "check the source"
+    elif not found:
+        num = sum(listed.reasons.values())
+        what = f"no images were found: all {num:,} inputs are rejected\n{listed.describe()}"
+        advice = "fix these names, paths, labels or files, or choose another source"
+    elif left_out(run.source.leave_out) and not listed.reasons["left_out"]:
+        where, what = "source.leave_out", f"{run.source.leave_out!r} names no image of the source"
+        advice = "take what `vitscale prepare duplicates` wrote for shards of this source"
+    elif not num_left:
+        where, what = "source.min_images_per_class", "no class is left"
+        advice = "check the source, or lower source.min_images_per_class"
+    if what:
+        raise UserError(what, where=where, next_step=advice)
+
+
+def check_classes(
+    counts: Counts, *, labels: LabelSettings, are_values: bool, example: Callable[[str], str]
+) -> None:
+    """Raise UserError for classes that cannot be what the corpus means.
+
+    A label space says what the classes are, so that nothing is left to check. are_values: the
+    source has labels, not names of folders. example: the path of an image of a class.
+    """
+    if labels.values == "none" or labels.space is not None:
+        return
+    images = sum(map(Counter, counts.values()), Counter[str]())
+    if labels.map is None:
+        _check_numbers(images, are_values=are_values, example=example)
+    _check_looks(images, example=example)
+    _check_training(counts, example=example)
+
+
+def _check_numbers(
+    images: Mapping[str, int], *, are_values: bool, example: Callable[[str], str]
+) -> None:
+    """Refuse numbers of which some are written in another way; they would all be sorted as text."""
+    numbers = {name for name in images if _is_number(name)}
+    whole = {name for name in numbers if WHOLE.fullmatch(name)}
+    are_padded = len(set(map(len, numbers))) == 1 and all(map(str.isdecimal, numbers))
+    num_images = sum(images[name] for name in numbers)
+    if are_padded or 2 * num_images <= sum(images.values()):
+        return
+
+    # Folders may well be 0 to 9 and `none`: they are always sorted as text.
+    odd = (images.keys() if are_values else numbers) - whole
+    if odd:
+        name = max(sorted(odd), key=lambda name: -images[name])
+        raise UserError(
+            f"{num_images:,} of {sum(images.values()):,} images have numbers as labels, but "
+            f"{len(odd):,} labels are no plain whole numbers, such as {ascii(name)} of "
+            f"{example(name)!r} ({images[name]:,} images)",
+            where="source.path",
+            allowed="whole numbers without leading zeros for all images, or names",
+            next_step="correct these labels; or take all as names: list them in their order in a "
+            "file, and set labels.space to it",
+        )
+
+
+def _is_number(name: str) -> bool:
+    words = [word for word in AROUND_NUMBERS.split(name) if word]
+    return bool(words) and all(map(NUMBER.fullmatch, words))
+
+
+def _check_looks(images: Mapping[str, int], *, example: Callable[[str], str]) -> None:
+    """Refuse names that nobody can tell apart, or that hide characters."""
+    looks = names_by(look_of, images)
+    for name in sorted(images):
+        other = looks[look_of(name)]
+        problem = f"look like {ascii(other)} ({example(other)!r})" if other != name else ""
+        if not problem and {"\0", "\ufeff"}.intersection(name):
+            problem = "have characters that cannot be seen"
+        if problem:
+            raise UserError(
+                f"the {images[name]:,} images of class {ascii(name)} ({example(name)!r}) {problem}",
+                where="source.path",
+                next_step="give one class one name; labels.map can replace names",
+            )
+
+
+def _check_training(counts: Counts, *, example: Callable[[str], str]) -> None:
+    """Refuse classes without an image in `train`, if there is such a split."""
+    train = counts.get(TRAIN)
+    if not train:
+        return
+    lost = Counter[str]()
+    for classes in counts.values():
+        lost += Counter({name: num for name, num in classes.items() if name not in train})
+    if not lost:
+        return
+    name, num = min(lost.items(), key=lambda item: (-item[1], item[0]))
+    splits = " and ".join(sorted(split for split, classes in counts.items() if name in classes))
+    close = closest(name, sorted(train))
+    hint = f"; train has {ascii(close)}" if close else ""
+    if _is_number(name) and not any(map(_is_number, train)):
+        hint = f"; train has names, such as {min(train)!r}"
+    raise UserError(
+        f"{len(lost):,} classes have no image in train ({sum(lost.values()):,} images): "
+        f"{ascii(name)} has {num:,} in {splits}, such as {example(name)!r}{hint}",
+        where="source.path",
+        next_step="correct their names or leave these images out; if the folder holds images of "
+        "many classes, set source.splits and source.val_labels; if a model is to have classes that "
+        "it is not trained on, list all classes in a file and set labels.space to it",
+    )
+
+
+# ---- what is said --------------------------------------------------------------------------------
+
+
+def notes_on(classes: Sequence[str], tables: Mapping[str, pa.Table]) -> list[str]:
+    """Return a sentence for each thing about the corpus that people may not expect.
+
+    tables: split -> `blake3` and `label` of its samples.
+    """
+    notes = []
+    numbers = [name for name in classes if WHOLE.fullmatch(name)]
+    for first, second in zip(numbers, numbers[1:], strict=False):
+        if int(first) > int(second):
+            notes.append(
+                f"classes are sorted as text: {first!r} has label {classes.index(first)}, and "
+                f"{second!r} {classes.index(second)}; to sort numbers, set labels.space to a list"
+            )
+            break
+    if len(classes) == 1:
+        notes.append(f"all images have the class {classes[0]!r}")
+    hashes = {name: _hash_prefixes(table) for name, table in tables.items()}
+    for one, other in combinations(sorted(hashes, key=lambda name: (name == TRAIN, name)), 2):
+        if num := int(np.isin(hashes[one], hashes[other]).sum()):
+            notes.append(f"{num:,} images of {one} have the bytes of images of {other}")
+    return notes
+
+
+def _hash_prefixes(table: pa.Table) -> np.ndarray:
+    """uint64 [samples]: the first 8 bytes of each BLAKE3."""
+    chunks = [
+        np.frombuffer(chunk.buffers()[1], "<u8")[4 * chunk.offset :][: 4 * len(chunk)]
+        for chunk in table["blake3"].chunks
+    ]
+    return np.concatenate([np.zeros(0, "<u8"), *chunks])[::4].copy()

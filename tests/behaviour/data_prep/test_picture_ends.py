@@ -1,0 +1,176 @@
+"""Where a picture ends, which colour of a PNG is transparent, and what Pillow says of both."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.images.check import check_image
+from tests.support.corpora.image_samples import (
+    adam7,
+    chunk,
+    decoded,
+    encoded,
+    pixels,
+    pixels_as_cmyk,
+    png,
+    smooth,
+    unfiltered,
+)
+from vitscale.images.plain import rgb_pixels
+from vitscale.runs.data_prep import ImageSettings
+
+RGB = Image.fromarray(pixels(3))
+MOVIE = b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom" + np.random.default_rng(0).bytes(300_000)
+OTHER = encoded(smooth(), "JPEG")
+
+
+def segment(marker: int, content: bytes) -> bytes:
+    return bytes([0xFF, marker]) + struct.pack(">H", len(content) + 2) + content
+
+
+def with_segment(jpeg: bytes, marker: int, content: bytes) -> bytes:
+    return jpeg[:2] + segment(marker, content) + jpeg[2:]
+
+
+def two_scans(jpeg: bytes, marker: int, content: bytes) -> bytes:
+    """A progressive JPEG with a segment before its last scan."""
+    at = jpeg.rindex(b"\xff\xda")
+    return jpeg[:at] + segment(marker, content) + jpeg[at:]
+
+
+PROGRESSIVE = encoded(RGB, "JPEG", progressive=True)
+JPEGS = {
+    "baseline": encoded(RGB, "JPEG"),
+    "4:4:4": encoded(RGB, "JPEG", subsampling=0),
+    "grey": encoded(RGB.convert("L"), "JPEG"),
+    "CMYK": encoded(pixels_as_cmyk(), "JPEG"),
+    "progressive": PROGRESSIVE,
+    "restart markers": encoded(RGB, "JPEG", restart_marker_blocks=1),
+    "thumbnail in EXIF": with_segment(encoded(RGB, "JPEG"), 0xE1, b"Exif\0\0" + OTHER),
+    "thumbnail in a progressive one": with_segment(PROGRESSIVE, 0xE1, b"Exif\0\0" + OTHER),
+    "end marker in a comment": with_segment(encoded(RGB, "JPEG"), 0xFE, b"\xff\xda\xff\xd9"),
+    "picture between two scans": two_scans(PROGRESSIVE, 0xFE, OTHER),
+    "fill bytes": encoded(RGB, "JPEG").replace(b"\xff\xda", b"\xff\xff\xff\xda", 1),
+    "MPO": encoded(RGB, "MPO", save_all=True, append_images=[Image.fromarray(smooth())]),
+}
+TAILS = {
+    "nothing": b"",
+    "zeros": bytes(4096),
+    "text": b"\r\n<html>SEFT</html>",
+    "movie": MOVIE,
+    "movie, then an end": MOVIE + b"\xff\xd9",
+    "movie, then a start": MOVIE + b"\xff\xda\x12\x34",
+    "whole picture": OTHER,
+    "cut picture": OTHER[:-40],
+    "header of a picture": OTHER[:200],
+    "archive": gzip.compress(b"x" * 1000) + b"\xff\xd8\xff",
+    "one byte": b"\xff",
+}
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kind", JPEGS)
+@pytest.mark.parametrize("check", ["header", "decode", "strict"])
+def test_anything_may_follow_a_picture(kind: str, tail: str, check: str) -> None:
+    data = JPEGS[kind] + TAILS[tail]
+    found = check_image(data, settings=ImageSettings(check=check))
+    assert found.reason is None
+    # Pillow decodes the same pixels with and without the tail.
+    assert np.array_equal(decoded(data, "RGB"), decoded(JPEGS[kind], "RGB"))
+    if kind != "CMYK":
+        assert found.content == data and found.changes is None
+
+
+@pytest.mark.parametrize("tail", [b"", MOVIE, OTHER, b"\xff\xd9"[:1], bytes(100)])
+@pytest.mark.parametrize("kind", [kind for kind in JPEGS if kind != "MPO"])
+def test_a_cut_picture_is_not_whole_whatever_follows(kind: str, tail: bytes) -> None:
+    data = JPEGS[kind]
+    for end in (data.rindex(b"\xff\xda") + 20, len(data) - 30, len(data) - 2):
+        found = check_image(data[:end] + tail, settings=ImageSettings(check="header"))
+        # Noise behind a cut may go on as pixels do, up to an end marker of its own.
+        assert found.reason == "bad_pixels" or tail in (MOVIE, OTHER), end
+
+
+def keyed_png(samples: np.ndarray, key: tuple[int, ...], *, interlaced: bool) -> bytes:
+    """A 16-bit PNG, grey or RGB, with a transparent colour."""
+    height, width, channels = samples.shape
+    rows = adam7(samples) if interlaced else unfiltered(samples)
+    return png(
+        width,
+        height,
+        depth=16,
+        colour={1: 0, 3: 2}[channels],
+        rows=rows,
+        before=chunk(b"tRNS", struct.pack(f">{channels}H", *key)),
+        interlace=int(interlaced),
+    )
+
+
+KEYS = [(0x12, 0x34), (0x40, 0x40), (0x00, 0x00), (0xFF, 0xFF), (0x80, 0x00), (0x00, 0x80)]
+
+
+@pytest.mark.parametrize("interlaced", [False, True])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("high, low", KEYS)
+def test_16_bit_colours_are_compared_in_16_bits(
+    high: int, low: int, channels: int, interlaced: bool
+) -> None:
+    """The PNG specification, 11.3.2.1: all 16 bits count."""
+    near = [high << 8 | low, low << 8 | high, high << 8 | low ^ 1, (high ^ 1) << 8 | low, low, high]
+    samples = np.array([near, near[::-1]], np.uint16)[..., None].repeat(channels, axis=2)
+    if channels == 3:
+        samples[1, 0, 1] ^= 0x0100  # all but one sample of the colour
+    data = keyed_png(samples, (near[0],) * channels, interlaced=interlaced)
+    is_key = (samples == near[0]).all(axis=2)
+    levels = np.rint(samples / 257) if channels == 1 else samples >> 8
+    expected = np.where(is_key[..., None], 255, levels).astype(np.uint8)
+    found = check_image(data, settings=ImageSettings())
+    assert found.changes == "16_bit,transparency"
+    assert np.array_equal(decoded(found.content).reshape(expected.shape), expected)
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(rgb_pixels(image), np.broadcast_to(expected, (*is_key.shape, 3)))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_grey_of_few_bits_is_compared_as_stored(depth: int) -> None:
+    """Also where an image was not prepared; bits above the depth do not count."""
+    width = 8
+    values = np.arange(width) % (1 << depth)
+    key = int(values[1])
+    bits = "".join(f"{value:0{depth}b}" for value in values)
+    trns = chunk(b"tRNS", struct.pack(">H", key | 0x100))
+    row = b"\0" + int(bits, 2).to_bytes(depth)
+    data = png(width, 1, depth=depth, colour=0, rows=row, before=trns)
+    expected = np.where(values == key, 255, values * 255 // ((1 << depth) - 1))
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(rgb_pixels(image)[0, :, 1], expected)
+
+
+def test_pillow_warns_of_nothing_in_a_log() -> None:
+    """Palettes with many opacities warn once a process, broken EXIF once an image."""
+    palette = encoded(RGB.quantize(16), "PNG", transparency=bytes(range(16)))
+    broken = b"Exif\0\0II*\0\x08\0\0\0\x05\0\x12\x01\x03\0\xff\xff\xff\x7f\x06\0\0\0"
+    exif = with_segment(JPEGS["baseline"], 0xE1, broken)
+    program = (
+        "import sys, zlib; from vitscale.images.crops import decode, open_image\n"
+        "from vitscale.images.plain import orientation\n"
+        f"for data in ({palette!r}, {exif!r}):\n"
+        "    decode(data)\n"
+        "    with open_image(data) as image: orientation(image)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", program],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,45 @@
+"""Look into folders of images, however deep they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def files_below(root: Path | str, *, follow_links: bool = False) -> Iterator[str]:
+    """Yield the paths of the visible files below a folder; no file or folder begins with a dot.
+
+    follow_links: to folders, too; one that was seen by another path is not seen again.
+    Raises OSError. A list instead of recursion: folders may be nested deeper than calls.
+    """
+    folders, seen = [os.fspath(root)], set[str]()
+    while folders:
+        folder = folders.pop()
+        if follow_links:
+            real = os.path.realpath(folder)
+            if real in seen:
+                continue
+            seen.add(real)
+        with os.scandir(folder) as entries:
+            shown = [entry for entry in entries if not entry.name.startswith(".")]
+        for entry in shown:
+            if not is_folder(entry):
+                yield entry.path
+            elif follow_links or not entry.is_symlink():
+                folders.append(entry.path)
+
+
+def folders_in(root: Path) -> list[str]:
+    """Names of the visible sub-folders, and links to folders, sorted by their bytes."""
+    with os.scandir(root) as entries:
+        names = [entry.name for entry in entries if entry.name[0] != "." and is_folder(entry)]
+    return sorted(names, key=os.fsencode)
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return True for a folder or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle, or into a closed folder
+        return False
