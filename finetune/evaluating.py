@@ -10,17 +10,17 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.settings import EvaluateRun
+from finetune.settings import CHOOSING, EvaluateRun
 from vitscale.checkpoint.store import run_folder_lock
 from vitscale.config.changes import changed_settings
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml, shorten
-from vitscale.data.index import SplitIndex, read_split
+from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set, open_val_split
 from vitscale.distributed.atomic_files import json_text, write_json, write_text
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
@@ -95,17 +95,21 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
         folder=folder / FILES,
     )
     evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
-    for each in evaluations:
-        each.check(subject)
+    said = {each.check(subject) for each in evaluations} - {""}
     description = describe(run, model, val)
     if run.output is None and (folder / RESULTS).exists():
         check_results(folder / RESULTS, description)
     say(f"evaluating {model.source}")
+    for how in sorted(said):
+        say(f"the classes of model and shards: {how}")
+    if train:
+        say(f"probes learn from {subject.num_train:,} images of {run.data.train_split!r}")
     with run_folder_lock(folder, world=world), open_tracker(run, model, world) as tracker:
         if world.is_first:
             shutil.rmtree(folder / FILES, ignore_errors=True)
         names = ", ".join(each.name for each in run.evaluate)
-        say(f"{subject.image_size} px: {val.num_samples} images; {names}")
+        images = f"{val.num_samples} images of {run.data.evaluated}"
+        say(f"{subject.image_size} px: {images}; {names}")
         rows, start = list[Row](), time.perf_counter()
         for settings, metrics in zip(run.evaluate, results(evaluations, subject), strict=True):
             rows += as_rows(settings.name, metrics, image_size=subject.image_size)
@@ -125,16 +129,20 @@ def splits(run: EvaluateRun) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
 
     Raises UserError.
     """
-    data = run.data
-    read = partial(read_split, data.path, remote_settings=data.remote)
-    val = read(split=data.val_split, key="data.val_split")
-    if all(EVALUATIONS[each.name].needs == "logits" for each in run.evaluate):
+    data = DataSettings(global_batch=run.compute.batch, **run.data.model_dump())
+    has_probe = any(EVALUATIONS[each.name].needs != "logits" for each in run.evaluate)
+    if not has_probe and (val := open_val_split(data)):
         return (), val
-    return (read(split=data.train_split, key="data.train_split"),), val
+    # As a training opens them; the seed decides the order alone.
+    opened = open_training_set(data, seed=0)
+    val = opened.dev if data.val_split is None else open_val_split(data)
+    assert val is not None
+    return opened.parts if has_probe else (), val
 
 
 def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str, Any]:
     """Describe the evaluated model and data, as JSON values."""
+    chosen = run.data.model_dump(mode="json", include=set(CHOOSING))
     return {
         "name": run.name,
         "model": {
@@ -147,10 +155,11 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
         },
         "data": {
             "path": str(val.folder),
-            "split": val.split,
+            "split": run.data.val_split or run.data.evaluated,
             "images": val.num_samples,
             "fingerprint": val.fingerprint,
             "classes": len(val.classes),
+            **{key: value for key, value in chosen.items() if value not in (None, [], 0, 100)},
         },
         "evaluate": [
             each.model_dump(mode="json", exclude={"every_steps"}) for each in run.evaluate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from finetune.images import Images, find_files, shard_folder
 from finetune.settings import PredictRun
 from vitscale.config.errors import UserError, not_written
 from vitscale.data.index import read_split
+from vitscale.data.label_spaces import column_of_each_class
 from vitscale.data.loader import open_batches
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import atomic_file, make_folders
@@ -68,7 +69,8 @@ def predict_images(
             next_step="fine-tune it with vitscale finetune, and give that run",
         )
     top = min(run.top, model.num_classes)
-    chunks = predictions(run, model, images, world, top=top)
+    names, no_accuracy = output_names(model, images)
+    chunks = predictions(run, model, images, world, top=top, names=names)
     if run.output is None:
         rows = _on_all_ranks(run, lambda: [row for chunk in chunks for row in chunk])
         for row in (row for part in gather_objects(rows) for row in part):
@@ -97,7 +99,9 @@ def predict_images(
         if world.is_first:
             shutil.rmtree(parts, ignore_errors=True)
     if counts is not None:
-        yield from _report(run.output, *counts, left_out=images.num_left_out)
+        yield from _report(
+            run.output, *counts, left_out=images.num_left_out, no_accuracy=no_accuracy
+        )
 
 
 def _on_all_ranks(run: PredictRun, work: Callable[[], Any], *, tried: bool = True) -> Any:
@@ -112,8 +116,35 @@ def _on_all_ranks(run: PredictRun, work: Callable[[], Any], *, tried: bool = Tru
             raise not_written(caught, f"output={run.output}") from None
 
 
+def output_names(model: TrainedModel, images: Images) -> tuple[Sequence[str], str]:
+    """Name of each output, and why predictions cannot be compared with labels; empty: they can.
+
+    Outputs that are classes of the shards have the names that the labels have.
+    """
+    names = list(model.class_names)
+    classes = () if images.index is None else images.index.classes
+    if not classes:
+        return names, ""
+    try:
+        found = column_of_each_class(model.classes, classes, num_outputs=model.num_classes)
+    except UserError as error:
+        return names, error.what
+    if lacking := found.lacking(classes):
+        what = f"{len(lacking):,} of {len(classes):,} classes of the shards are none of the model's"
+        return names, f"{what}, such as {lacking[0]!r}"
+    for name, column in zip(classes, found.columns, strict=True):
+        names[column] = name
+    return names, ""
+
+
 def predictions(
-    run: PredictRun, model: TrainedModel, images: Images, world: World, *, top: int
+    run: PredictRun,
+    model: TrainedModel,
+    images: Images,
+    world: World,
+    *,
+    top: int,
+    names: Sequence[str],
 ) -> Iterator[list[Row]]:
     """Yield the predictions for this rank's images, in order, CHUNK_ROWS at a time."""
     start, stop = (images.total * rank // world.world_size for rank in (world.rank, world.rank + 1))
@@ -129,17 +160,20 @@ def predictions(
     samples = images.samples(settings, image_size=model.preprocessing.image_size)
     pinned = world.device.type == "cuda"
     network = model.for_inference(world, precision=run.compute.precision, num_images=images.total)
-    names = model.class_names
-    config = {} if model.run is None else model.run.config
-    # Trained with a sigmoid of each class, whose probabilities need not sum to 1.
-    is_sigmoid = (config.get("objective") or {}).get("loss") == "sigmoid"
     pending: list[Row] = []
     with open_batches(
         samples, positions, batch=size, settings=settings, pin_memory=pinned
     ) as batches:
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = network.logits(cpu_batch.to(world.device).images)
-            shares_BC = logits_BC.sigmoid() if is_sigmoid else logits_BC.softmax(dim=1)
+            if not logits_BC.isfinite().all():
+                raise UserError(
+                    "the model's outputs are not finite (NaN or infinity)",
+                    where=model.source,
+                    next_step="give an earlier checkpoint, or other weights",
+                )
+            # Shares of their own need not sum to 1.
+            shares_BC = logits_BC.sigmoid() if model.independent else logits_BC.softmax(dim=1)
             shares_BK, ranked_BK = (part.tolist() for part in shares_BC.topk(top, dim=1))
             errors = {each.sample: each.error for each in cpu_batch.unreadable}
             labels = map(images.label_name, cpu_batch.labels.tolist())
@@ -189,9 +223,13 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     return counts, errors
 
 
-def _report(output: str, count: Counter[str], errors: list[str], *, left_out: int) -> Iterator[str]:
+def _report(
+    output: str, count: Counter[str], errors: list[str], *, left_out: int, no_accuracy: str
+) -> Iterator[str]:
     yield f"{output}: {count['images']:,} images, {count['unread']:,} of them unreadable"
-    if labelled := count["labelled"]:
+    if no_accuracy:
+        yield f"no accuracy: {no_accuracy}"
+    elif labelled := count["labelled"]:
         yield f"top-1 {count['right'] / labelled:.2%} of {labelled:,} images with a label"
     if left_out:
         yield f"left out {left_out:,} files that are no images by their name"

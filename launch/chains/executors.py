@@ -104,19 +104,20 @@ def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     manifest = folder / MANIFEST_NAME
     if not manifest.exists():
         return StepState(text="missing")
-    made = read_manifest(folder)
+    manifest_read = read_manifest(folder)
+    made = manifest_read.config
     settings = run.model_dump(mode="json")
-    now = flatten({key: settings[key] for key in made.config.keys() & settings.keys()})
+    now = flatten({key: settings[key] for key in made.keys() & settings.keys()})
 
     # A manifest also has the hash of each file that a setting names, as KEY_blake3.
-    for key in [key for key in flatten(made.config) if key.endswith(HASH_OF_FILE)]:
+    for key in [key for key in flatten(made) if key.endswith(HASH_OF_FILE)]:
         file = Path(now.get(key.removesuffix(HASH_OF_FILE), "")).expanduser()
         # Only the nodes may see the file.
-        now[key] = blake3_of_file(file) if file.is_file() else flatten(made.config)[key]
+        now[key] = blake3_of_file(file) if file.is_file() else flatten(made)[key]
 
-    if changes := _changes(made.config, now):
+    if changes := _changes(made, now):
         return _changed("exists already, made with other settings", changes, folder)
-    if difference := run.source.other_place(made.source_path):
+    if difference := run.source.other_place(manifest_read.source_path):
         return _changed("exists already, from another source", [difference], folder)
     return StepState(text="done", finished=manifest.stat().st_mtime)
 

@@ -420,8 +420,10 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
 
 def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
     data = run.data
-    index = read_split(data.path, split=data.val_split, remote_settings=data.remote)
-    yield Check("data", "ok", f"{data.val_split}: {index.num_samples:,} samples")
+    # The part of `dev_percent` is cut from the training split.
+    split = data.val_split or data.train_split
+    index = read_split(data.path, split=split, remote_settings=data.remote)
+    yield Check("data", "ok", f"{split}: {index.num_samples:,} samples")
 
 
 def _training_checks(run: PretrainRun | FinetuneRun, known: KnownFacts | None) -> Iterator[Check]:

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from braceexpand import braceexpand
 
@@ -126,7 +126,7 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
     key = None
     try:
         with io.BufferedReader(_StoredTar(tar), READ_BYTES) as file:
-            for sample in group_by_keys(_wanted_members(file, tar)):
+            for sample in group_by_keys(_wanted_members(cast(BinaryIO, file), tar)):
                 key, label = sample["__key__"], NO_LABEL
                 images = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
                 if num_classes:
@@ -150,7 +150,7 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
         ) from None
 
 
-def _wanted_members(file: io.BufferedReader, tar: Path) -> Iterator[dict[str, Any]]:
+def _wanted_members(file: BinaryIO, tar: Path) -> Iterator[dict[str, Any]]:
     """Yield images and labels as `group_by_keys` takes them. Raises TarDefect."""
     for member in members(file):
         if member.is_file and member.name.lower().endswith(WANTED):

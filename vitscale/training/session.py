@@ -55,7 +55,7 @@ from vitscale.engine.engine import (
     is_compiled,
     resolve_precision,
 )
-from vitscale.evaluation.evaluation import FILES, Subject
+from vitscale.evaluation.evaluation import FILES, NonFiniteOutputs, Subject
 from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
@@ -72,6 +72,12 @@ from vitscale.training.objective import Objective, check_objective
 
 # Loads weights into a fresh model; returns their source, and what to say about them.
 InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
+# Settings that act on the first weights alone.
+START_ONLY = (
+    *("init", "init_weights", "keep_head", "position_embedding", "init_patch"),
+    *("model.weight_init", "model.position_init", "model.head_std", "model.head_bias"),
+    "model.layer_scale",
+)
 # `What: ...` at the start of a line of a run card.
 CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
@@ -129,12 +135,13 @@ class TrainingSession:
             )
         num_classes = len(self.data.classes) if objective.trains_classifier else 0
         self.arch = run.model.resolved(num_classes=num_classes)
-        agreed = objective.prepare(num_classes=num_classes, world=world, engine=run.engine)
+        agreed = objective.prepare(classes=self.data.classes, world=world, engine=run.engine)
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
         )
         checkpoint, messages = self.store.newest()
+        messages += objective.messages
         self._description = compatibility_key(run, self.arch, self.data, agreed)
         self.start_step = self._num_unreadable = 0
         if checkpoint is not None:
@@ -143,6 +150,7 @@ class TrainingSession:
             # Checkpoints of earlier versions do not count them.
             self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
+            refuse_other_start(self.folder, run)
         model = build_model(run, objective, self.arch)
         self._source = run.starts_from()
         if checkpoint is None and initial_weights is not None:
@@ -363,10 +371,14 @@ class TrainingSession:
         self.watchdog.mark("evaluating")
         assert self.val_index is not None
         images = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
-        for metrics in self.evaluations.run(done, is_last=is_last):
-            self.log.tracker.log(metrics, step=done)
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            self.log.say(f"step {done}: {shown} on {images}")
+        try:
+            for metrics in self.evaluations.run(done, is_last=is_last):
+                self.log.tracker.log(metrics, step=done)
+                shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                self.log.say(f"step {done}: {shown} on {images}")
+        except NonFiniteOutputs as error:
+            # A long training survives it: fp16 may overflow once. Broken weights end it elsewhere.
+            self.log.say(f"step {done}: not evaluated: {error.what}")
 
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
@@ -537,6 +549,38 @@ def changes_since_start(folder: Path, run: TrainingRun) -> list[str]:
         for key, (before, now) in changes.items()
     ]
     return ["changed since the last start:", *rows] if rows else []
+
+
+def refuse_other_start(folder: Path, run: TrainingRun) -> None:
+    """Raise UserError where settings that only a start reads are not those of the start.
+
+    A resume takes the run's own weights, so they would have no effect, and config.yaml would name
+    an origin that the weights do not have.
+    """
+    try:
+        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
+    rows = [
+        f"\n    {key}: started with {before}, now {now}"
+        for key, (before, now) in changes.items()
+        if key in START_ONLY and before is not None and now is not None
+        if not _same_start(key, before, now)
+    ]
+    if rows:
+        raise UserError(
+            f"the run has started, and resumes from its own weights{''.join(rows)}",
+            where=str(folder),
+            next_step="undo the change, or choose another name (name=...) to start anew",
+        )
+
+
+def _same_start(key: str, before: str, now: str) -> bool:
+    """One path may be written in several ways, and `auto` stands for a value."""
+    if key == "init" and not now.startswith("hf://"):
+        before, now = (str(Path(each).expanduser().resolve()) for each in (before, now))
+    return before == now or "auto" in (before, now)
 
 
 def check_resumable(
