@@ -18,11 +18,11 @@ from finetune.settings import PredictRun
 from vitscale.config.errors import UserError, not_written
 from vitscale.config.outside import csv_cell, visible
 from vitscale.data.index import read_split
-from vitscale.data.label_spaces import column_of_each_class
 from vitscale.data.loader import open_batches
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import atomic_file, make_folders
 from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
+from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import TrainedModel
 
 # The prediction of one image, with the columns of `schema`.

@@ -38,7 +38,7 @@ from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
 from data_prep.worker_processes import Workers
-from vitscale.config.changes import changed_settings
+from vitscale.config.changes import changed_settings, keys_without_effect
 from vitscale.config.errors import (
     EXIT_STOPPED_RESUMABLE,
     FailureKind,
@@ -55,8 +55,6 @@ from vitscale.distributed.processes import environment_number, num_cores, num_gp
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.journal import item_progress
 
-# Settings that do not change the bytes of the result, besides the path of the source.
-EXECUTION = dict.fromkeys(("output", "launch", "num_workers", "script"), True)
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
 FOLDERS = ("claims", "list", "spool", "tars", "tmp")
 HEARTBEAT_NAME, HEARTBEAT_S = "alive", 5.0
@@ -443,7 +441,7 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     Paths of source and output and settings of the execution are left out. Raises UserError for a
     file that cannot be read.
     """
-    config = run.model_dump(mode="json", exclude={**EXECUTION, "source": {"path"}})
+    config = run.model_dump(mode="json", exclude=keys_without_effect("output"))
     load_labels(run.labels)  # its errors say more than one of a missing file
     for name in ("labels.map", "labels.space", "source.leave_out", "source.val_labels"):
         section, key = name.split(".")

@@ -18,30 +18,31 @@ owe their result to, so that others are repetitions. table: the parameters that 
 Changes = dict[str, tuple[str | None, str | None]]
 """Dotted key -> text before and now, without secrets; None where one side lacks the key."""
 
+OF_RUNS: tuple[Purpose, ...] = ("chain", "result")
 # A key, or a group of keys -> the purposes for which it has no effect. For `resume` all count.
 WITHOUT_EFFECT: dict[str, tuple[Purpose, ...]] = {
     # The name of a run, where it is, and what is told about it.
-    "name": ("chain", "result", "table"),
-    "output": ("output", "chain", "result", "table"),
-    "tracking": ("chain", "result"),
+    "name": (*OF_RUNS, "table"),
+    "output": (*OF_RUNS, "output", "table"),
+    "tracking": OF_RUNS,
     "tracking.tags": ("table",),
     # Where and how fast a run is made.
-    "launch": ("output", "chain", "result"),
-    "checkpoint": ("chain", "result"),
-    "compute.batch": ("chain", "result"),
-    "compute.num_threads": ("chain", "result"),
-    "compute.timeout_min": ("chain", "result"),
-    "data.num_workers": ("chain", "result"),
-    "data.planned_num_samples": ("chain", "result"),
-    "data.remote": ("chain", "result"),
-    "engine.max_micro_batch": ("chain", "result"),
-    "engine.num_threads": ("chain", "result"),
-    "engine.profile_steps": ("chain", "result"),
-    "engine.timeout_min": ("chain", "result"),
+    "launch": (*OF_RUNS, "output"),
+    "checkpoint": OF_RUNS,
+    "compute.batch": OF_RUNS,
+    "compute.num_threads": OF_RUNS,
+    "compute.timeout_min": OF_RUNS,
+    "data.num_workers": OF_RUNS,
+    "data.planned_num_samples": OF_RUNS,
+    "data.remote": OF_RUNS,
+    "engine.max_micro_batch": OF_RUNS,
+    "engine.num_threads": OF_RUNS,
+    "engine.profile_steps": OF_RUNS,
+    "engine.timeout_min": OF_RUNS,
     # Of a data preparation. The manifest names its source elsewhere.
-    "num_workers": ("output", "chain", "result"),
+    "num_workers": (*OF_RUNS, "output"),
     "script": ("output",),
-    "source.path": ("output", "chain", "result"),
+    "source.path": (*OF_RUNS, "output"),
     # Of an evaluation: what it has found.
     "results": ("evaluation",),
 }
@@ -52,6 +53,16 @@ def has_effect(key: str, purpose: Purpose) -> bool:
     parts = key.split(".")
     groups = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return not any(purpose in WITHOUT_EFFECT.get(group, ()) for group in groups)
+
+
+def keys_without_effect(purpose: Purpose) -> dict[str, Any]:
+    """The keys that do not count, as pydantic's `exclude` takes them: {output: True}."""
+    found: dict[str, Any] = {}
+    for key, purposes in WITHOUT_EFFECT.items():
+        group, _, name = key.rpartition(".")
+        if purpose in purposes:
+            (found.setdefault(group, {}) if group else found)[name] = True
+    return found
 
 
 def with_effect(settings: Mapping[str, Any], purpose: Purpose) -> dict[str, str]:

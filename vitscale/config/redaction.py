@@ -22,7 +22,7 @@ _WORDS = (
     r"(?:api|access|account|auth|encryption|master|private|secret|shared|signing|ssh|storage)"
     r"[_-]?key",
     r"credentials?(?![\"']?\]?\s*[=:,]\s*[\"']?[/~.])",
-    r"(?<![a-z])(?:pwd|pat|auth|authorization)|(?<=_)pass",
+    r"(?<![a-z])(?:pwd|pat|auth|authorization)|(?<=_)(?<!forward_)(?<!backward_)pass",
 )
 _WORD = f"(?:{'|'.join(_WORDS)})"
 _NAME = rf"\b\w*{_WORD}"

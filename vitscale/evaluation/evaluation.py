@@ -21,9 +21,9 @@ from pydantic import Field
 from vitscale.config.errors import UserError
 from vitscale.config.outside import csv_cell
 from vitscale.config.section import NamedSection
-from vitscale.data.label_spaces import ClassMap, column_of_each_class
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import make_folders, write_text
+from vitscale.evaluation.classes import ClassMap, column_of_each_class
 
 if TYPE_CHECKING:
     import torch

@@ -491,3 +491,18 @@ def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="(?s)cannot copy .*same command again"):
         sync([str(folder), "--uri", "http://127.0.0.1:1"])
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_names_that_mlflow_refuses_are_one_error_before_any_write(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "run")
+    rows = ({"what?": 1.0}, {"a/../b": 2.0, "fine": 1.0}, {"x" * 251: 1.0})
+    lines = [json.dumps({"step": i, "time": 1.0, **row}) for i, row in enumerate(rows, 1)]
+    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    uri = f"sqlite:///{tmp_path}/store.db"
+    with pytest.raises(
+        UserError, match=r"takes no metric or tag named 'a/../b', 'what\?'"
+    ) as caught:
+        sync([str(folder), "--uri", uri])
+    assert "allowed: 1 to 250 letters" in caught.value.text()
+    assert not (tmp_path / "store.db").exists()
+    sync([str(folder), "--to", "tensorboard"])  # takes any name

@@ -71,6 +71,23 @@ def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path: Path) -> 
     assert "-width = 1\n+width = 2\n" in record["patch"]
 
 
+def test_what_is_no_code_is_not_copied(root: Path, tmp_path: Path) -> None:
+    """A pipe would never end, a link may lead nowhere, and weights would take the memory."""
+    os.mkfifo(root / "vitscale/pipe.py")
+    (root / "vitscale/lost.py").symlink_to("nowhere")
+    (root / "vitscale/itself.py").symlink_to("itself.py")
+    (root / "vitscale/up").symlink_to(root)
+    names = {
+        str(path.relative_to(copy_of(root, tmp_path)))
+        for path in copy_of(root, tmp_path).rglob("*.py")
+    }
+    assert names == {"vitscale/model.py", "vitscale/old.py"}
+    with open(root / "vitscale/weights.npz", "wb") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(UserError, match="weights.npz: has 4,398,046,511,104 bytes"):
+        copy_of(root, tmp_path)
+
+
 def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path: Path) -> None:
     # A run folder is often inside the checkout, whose commit may have moved on.
     (root / "runs").mkdir()

@@ -14,6 +14,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import (
+    MAX_ENTITY_KEY_LENGTH,
+    _validate_metric_name,
+    _validate_tag_name,
+)
 
 from tests.contract.tree import ROOT
 from vitscale.config.errors import UserError, UserErrors
@@ -28,7 +34,15 @@ from vitscale.tracking.journal import (
     read_rows,
     training_log,
 )
-from vitscale.tracking.settings import DEFAULT_URI, absolute_uri, default_uri, sqlite_path
+from vitscale.tracking.settings import (
+    DEFAULT_URI,
+    TrackingSettings,
+    absolute_uri,
+    default_uri,
+    is_store_name,
+    sqlite_path,
+    tracking_problems,
+)
 
 
 def steps_in(path: Path) -> list[int]:
@@ -226,3 +240,51 @@ def test_progress_of_items_has_a_rate(
         "verify: 30 of 90, 3 tars/s, 20 s left",
         "verify: 90 of 90, 8 tars/s, 0 s left",
     ]
+
+
+def mlflow_takes(name: str) -> bool:
+    """What MLflow itself says."""
+    try:
+        _validate_tag_name(name)
+        _validate_metric_name(name)
+    except MlflowException:
+        return False
+    return len(name) <= MAX_ENTITY_KEY_LENGTH
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["team", "a/b", "a.b", "a b", "a:b", "a-b_c", "train/loss", "café", "x" * 250, "chain.a.seed",
+     "what?", "a/../b", "../b", "./b", "a//b", "a/", "/a", ".", "..", "", "x" * 251, "a\tb", "a%b",
+     "a=b", "a,b", "a#b", "a\x00b", "日本"],
+)  # fmt: skip
+def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(name: str) -> None:
+    tracking = TrackingSettings(tags={name: "x"})
+    problems = dict(tracking_problems(tracking))
+    assert is_store_name(name) == (not problems) == mlflow_takes(name)
+    if problems:
+        assert (
+            repr(name)[:50] in problems["tracking.tags"] and "allowed" in problems["tracking.tags"]
+        )
+
+
+def test_a_name_with_a_line_break_is_refused() -> None:
+    """MLflow's own rule lets one at the end pass."""
+    assert (
+        not is_store_name("a\n") and not is_store_name("a\nb") and not is_store_name(".hidden/..")
+    )
+
+
+def test_all_that_mlflow_would_refuse_is_one_report() -> None:
+    values = {
+        "uri": "htp://h",
+        "experiment": "",
+        "tags": {"what?": "", "vitscale.tracking_id": "x"},
+    }
+    found = list(tracking_problems(TrackingSettings.model_validate(values)))
+    assert [key for key, _ in found] == [
+        "tracking.uri", "tracking.experiment", "tracking.tags", "tracking.tags"
+    ]  # fmt: skip
+    long = TrackingSettings(experiment="x" * 501)
+    assert [key for key, _ in tracking_problems(long)] == ["tracking.experiment"]
+    assert not list(tracking_problems(TrackingSettings(experiment="x" * 500)))

@@ -23,6 +23,7 @@ from launch.comparison.page import render
 from launch.comparison.runs import load_runs
 from launch.comparison.sync import sync
 from vitscale.config.errors import UserError
+from vitscale.config.redaction import short_reason
 from vitscale.tracking.journal import MAX_LINE_BYTES, read_rows
 from vitscale.tracking.mlflow_sync import MlflowRun, upload
 from vitscale.tracking.run_files import MIB, check_records
@@ -311,6 +312,7 @@ def test_what_a_server_says_is_printed_as_text(
         sync([str(run), "--uri", uri])
     out = "".join(capsys.readouterr())
     assert "\x1b" not in out and "\x07" not in out
+    assert short_reason(ConnectionError(f"{evil}\nmore")) == "?]0;owned?"
 
 
 def test_sizes_of_files_have_a_limit(run: Path) -> None:
