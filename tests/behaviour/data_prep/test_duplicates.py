@@ -120,7 +120,7 @@ def test_surfaces_that_differ_in_small_defects_are_no_copies() -> None:
     contents = [encoded(surface(seed), "PNG") for seed in range(40)]
     likely = first_similar(described(*contents))
     pairs = [(i, int(first)) for i, first in enumerate(likely) if first != i]
-    assert len(pairs) >= 20, "the descriptors alone take these for copies"
+    assert len(pairs) >= 8, "the descriptors alone take these for copies"
     looks = [look_at(content) for content in contents]
     assert sum(nearly_equal(looks[a], looks[b]) for a, b in pairs) <= 0.05 * len(contents)
 
