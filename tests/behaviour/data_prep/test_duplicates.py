@@ -112,7 +112,9 @@ def surface(seed: int, *, num_defects: int = 1) -> Image.Image:
     grey = 128 - 60 * (x**2 + y**2) + (40 + tilt[0]) * x + tilt[1] * y
     image = Image.fromarray((grey + chance.normal(0, 4, grey.shape)).clip(0, 255).astype(np.uint8))
     for left, top in chance.uniform(20, 180, (num_defects, 2)):
-        ImageDraw.Draw(image).line((left, top, left + 12, top + 7), fill=50, width=3)
+        angle = chance.uniform(0, 2 * np.pi)
+        end = left + 9 * np.cos(angle), top + 9 * np.sin(angle)
+        ImageDraw.Draw(image).line((left, top, *end), fill=50, width=2)
     return image
 
 
