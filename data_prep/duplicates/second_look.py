@@ -31,11 +31,11 @@ BLOCK_PX = 8
 BLUR_PX = 5
 # Largest difference of a block, as a share of its own detail plus NOISE grey values, about what
 # JPEG of quality 30 changes in smooth parts.
-MAX_BLOCK_DIFFERENCE = 1.1
+MAX_BLOCK_DIFFERENCE = 1.2
 NOISE = 2.5
 # A block with at least STRONG_DETAIL grey values of detail has this share of it in a copy too.
 # Details finer than 2 x 2 pixels do not count: resizing removes them.
-STRONG_DETAIL = 5.0
+STRONG_DETAIL = 4.0
 MIN_DETAIL_SHARE = 0.4
 GAINS = (0.5, 2.0)
 
@@ -155,11 +155,8 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _blocks(values: np.ndarray) -> np.ndarray:
-    """Means over blocks of BLOCK_PX; rows and columns beyond the last whole block are left out."""
-    num = len(values) // BLOCK_PX
-    cut = values[: num * BLOCK_PX, : num * BLOCK_PX]
-    means: np.ndarray = cut.reshape(num, BLOCK_PX, num, BLOCK_PX).mean(axis=(1, 3))
-    return means
+    """Means over blocks of BLOCK_PX, which overlap: a scratch is whole in one of them."""
+    return _box_means(values, BLOCK_PX)[::2, ::2]
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
@@ -171,9 +168,13 @@ def _smoothed(values: np.ndarray) -> np.ndarray:
 
 
 def _blurred(values: np.ndarray) -> np.ndarray:
-    """Means over BLUR_PX x BLUR_PX pixels; the border is repeated."""
-    half = BLUR_PX // 2
-    sums = np.pad(values, ((half + 1, half),) * 2, mode="edge").cumsum(axis=0).cumsum(axis=1)
-    n = BLUR_PX
+    return _box_means(values, BLUR_PX)
+
+
+def _box_means(values: np.ndarray, n: int) -> np.ndarray:
+    """Means over n x n pixels around each; the border is repeated."""
+    half = n // 2
+    padded = np.pad(values, ((half + 1, n - 1 - half),) * 2, mode="edge")
+    sums = padded.cumsum(axis=0).cumsum(axis=1)
     whole: np.ndarray = sums[n:, n:] - sums[:-n, n:] - sums[n:, :-n] + sums[:-n, :-n]
-    return whole / n**2
+    return np.maximum(whole, 0) / n**2 if (values >= 0).all() else whole / n**2
