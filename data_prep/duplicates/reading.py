@@ -19,9 +19,10 @@ import pyarrow.parquet as pq
 from data_prep.duplicates.similar import describe_images
 from data_prep.formats.index_files import tar_files
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.sources.files import folders_below, is_image_name
+from data_prep.sources.files import is_image_name
 from data_prep.sources.protocol import printable
 from vitscale.config.errors import UserError
+from vitscale.data.folders import files_below
 from vitscale.data.index import INDEX_NAME, read_manifest, read_shard
 from vitscale.distributed.atomic_files import blake3_of_file
 
@@ -49,11 +50,8 @@ def list_images(folder: Path) -> pa.Table:
         return samples.set_column(0, "name", names)
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
-    files = list[str]()
-    for path, names in folders_below(folder):
-        shown = (name for name in names if name[0] != "." and is_image_name(name))
-        files += [os.path.join(path, name) for name in shown]
-    files.sort()
+    below = files_below(folder, follow_links=True)
+    files = sorted(path for path in below if is_image_name(os.path.basename(path)))
     try:
         hashes = [bytes.fromhex(blake3_of_file(file)) for file in files]
         sizes = [os.path.getsize(file) for file in files]

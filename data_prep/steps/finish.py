@@ -25,7 +25,6 @@ from blake3 import blake3
 from data_prep.formats.index_files import (
     INDEX_SCHEMA,
     folder_fingerprint,
-    label_map_sha256,
     sample_bytes,
     split_fingerprint,
     write_card,
@@ -57,6 +56,7 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    label_map_sha256,
 )
 from vitscale.data.order import check_mixed
 from vitscale.data.remote import Location, Url
