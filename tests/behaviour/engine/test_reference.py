@@ -95,6 +95,15 @@ def start(starter: WarmStarter, cases: list[str], folder: Path) -> Iterator[Trai
         assert [rank.wait(timeout_s=PATIENCE_S) for rank in ranks] == [0] * len(ranks)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from several, which wait for each other beside the ranks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def asked_for(request: pytest.FixtureRequest, fixture: str) -> list[str]:
     """The cases of the tests that run, which may be few of the file's."""
     cases: dict[str, None] = {}
