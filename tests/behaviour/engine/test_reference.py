@@ -157,7 +157,9 @@ def check(name: str, ours: Result, right: Result, *, exact: bool) -> None:
     initial = {key: value.detach() for key, value in model.named_parameters()}
 
     assert ours.losses == pytest.approx(right.losses, rel=close, nan_ok=True)
-    assert ours.norms == pytest.approx(right.norms, rel=close, nan_ok=True)
+    # DeepSpeed's norm of an update that is skipped is infinite.
+    norms = [norm if math.isfinite(norm) else math.nan for norm in ours.norms]
+    assert norms == pytest.approx(right.norms, rel=close, nan_ok=True)
     assert distance(ours.weights, right.weights, initial) < close
     if right.average and TASKS[task].recipe.average is not None:
         assert distance(ours.average, right.average, initial) < close
