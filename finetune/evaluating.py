@@ -18,6 +18,7 @@ from vitscale.checkpoint.store import run_folder_lock
 from vitscale.config.changes import changed_settings
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml, shorten
+from vitscale.config.outside import csv_cell
 from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set, open_val_split
@@ -219,7 +220,7 @@ def write_results(folder: Path, rows: Sequence[Row], *, description: Mapping[str
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: csv_cell(cell) for key, cell in row.items()} for row in rows)
     write_text(folder / "results.csv", file.getvalue())
     write_text(folder / "results.md", table(rows) + "\n")
 

@@ -16,12 +16,13 @@ import pyarrow.parquet as pq
 from finetune.images import Images, find_files, shard_folder
 from finetune.settings import PredictRun
 from vitscale.config.errors import UserError, not_written
+from vitscale.config.outside import csv_cell, visible
 from vitscale.data.index import read_split
-from vitscale.data.label_spaces import column_of_each_class
 from vitscale.data.loader import open_batches
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import atomic_file, make_folders
 from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
+from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import TrainedModel
 
 # The prediction of one image, with the columns of `schema`.
@@ -76,9 +77,9 @@ def predict_images(
         for row in (row for part in gather_objects(rows) for row in part):
             label = f" ({row['label']})" if row["label"] is not None else ""
             reason = f": cannot be read: {row['error']}" if row["error"] is not None else ""
-            yield f"{row['image']}{label}{reason}"
+            yield visible(f"{row['image']}{label}{reason}")
             for rank in range(1, top + 1) if not reason else ():
-                yield f"  {row[f'p_{rank}']:7.2%}  {row[f'class_{rank}']}"
+                yield visible(f"  {row[f'p_{rank}']:7.2%}  {row[f'class_{rank}']}")
         return
     output = Path(run.output).absolute()
     # Each rank writes a Parquet file; the first joins them in the order of the images.
@@ -212,15 +213,20 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     counts, errors = Counter[str](), list[str]()
     with atomic_file(output) as file, kind(file, files[0].schema_arrow) as writer:
         for batch in (batch for each in files for batch in each.iter_batches()):
-            writer.write_batch(batch)
+            writer.write_batch(batch if output.suffix == ".parquet" else _csv_cells(batch))
             columns = (batch[name].to_pylist() for name in ("image", "label", "class_1", "error"))
             for image, label, guess, error in zip(*columns, strict=True):
                 labelled = error is None and label is not None
                 counts.update(images=1, unread=error is not None, labelled=labelled)
                 counts.update(right=labelled and guess == label)
                 if error is not None and len(errors) < SHOWN_ERRORS:
-                    errors.append(f"unreadable: {image}: {error}")
+                    errors.append(visible(f"unreadable: {image}: {error}"))
     return counts, errors
+
+
+def _csv_cells(batch: pa.RecordBatch) -> pa.RecordBatch:
+    columns = [pa.array(map(csv_cell, column.to_pylist()), column.type) for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
 def _report(

@@ -12,8 +12,8 @@ from torch import nn
 
 from finetune.run import FinetuneRun
 from vitscale.config.errors import UserError
-from vitscale.data.label_spaces import column_of_each_class
 from vitscale.data.training_set import class_names
+from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import read_source
 from vitscale.models.settings import Architecture
 from vitscale.models.weights.files import Weights

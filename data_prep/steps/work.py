@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -65,8 +66,7 @@ WAIT_S = 0.2
 # Between two lines about what is waited for.
 SAY_WAIT_S = 30.0
 OWNERS_SHOWN = 4
-# What workers need; pyarrow imports pandas at first use: 0.3 s and 45 MiB in each of them.
-IMPORTS = ("data_prep.steps.finish", "pandas", "pyarrow.parquet", "PIL.JpegImagePlugin")
+IMPORTS = ("data_prep.steps.finish", "pyarrow.parquet", "PIL.JpegImagePlugin")
 
 
 class WorkFolder:
@@ -217,6 +217,14 @@ class Step:
     """Called for each finished unit; raises UserError if the work can no longer succeed."""
 
 
+class _NoPandas:
+    """Hides pandas, which pyarrow would import at first use: 0.3 s and 45 MiB in each process."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("pandas is not needed here", name=name)
+
+
 def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> None:
     """Work through the steps; return when any tasks have finished them.
 
@@ -226,10 +234,12 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
     names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
     task = environment_number(names[0], least=0) if names else 0
     with _storage_errors(work):
-        work.open()
-        work.clean()
         try:
+            # Workers come first: their server is a fork of this process only while that has no
+            # thread, such as the heartbeat's, and else takes half a second to import everything.
             with Workers(partial(attempt, work), num=num_workers, imports=IMPORTS) as workers:
+                work.open()
+                work.clean()
                 for step in steps:
                     if not work.is_finished:
                         _share(work, step, workers, start=task * num_workers)
@@ -359,6 +369,8 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     start = time.monotonic()
     for number in SIGNALS:
         signal.signal(number, _stop)
+    finders: list[Any] = sys.meta_path
+    finders.insert(0, _NoPandas())
     work = WorkFolder(run)
     made = find_existing(work)
     if made is None:

@@ -21,9 +21,11 @@ starts in a tenth of a second.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -254,6 +256,8 @@ class Save:
     description: Mapping[str, Any]
     before_commit: Callable[[], None] | None = None
     """Called on rank 0 when all is written: flushes what the step is to come after."""
+    overdue_at: float = math.inf
+    """Until when storage may refuse saves, by `time.monotonic` of this rank; rank 0's counts."""
 
     @property
     def temporary(self) -> Path:
@@ -262,6 +266,10 @@ class Save:
     @property
     def final(self) -> Path:
         return self.checkpoints / f"step-{self.step:08d}"
+
+
+class OverdueError(StorageError):
+    """Storage has refused saves for too long, the same on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +296,9 @@ def commit_save(
         warnings = _result_of(save, lambda: _finish(save, shares))
         if isinstance(warnings, UserError):
             shutil.rmtree(save.temporary, ignore_errors=True)
+        # Here, since the clocks of ranks differ: one alone would leave.
+        if isinstance(warnings, StorageError) and time.monotonic() > save.overdue_at:
+            warnings = OverdueError(warnings.text())
     warnings = gather(warnings)[0]
     if isinstance(warnings, UserError):
         raise warnings

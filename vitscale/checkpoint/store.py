@@ -28,7 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vitscale.checkpoint.folders import Checkpoint, Commit, Save, commit_save, newest_checkpoint
+from vitscale.checkpoint.folders import (
+    Checkpoint,
+    Commit,
+    OverdueError,
+    Save,
+    commit_save,
+    newest_checkpoint,
+)
 from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
 from vitscale.distributed.atomic_files import fsync_folder, retried
 from vitscale.distributed.processes import node_name
@@ -113,6 +120,7 @@ class CheckpointStore:
             progress=json.loads(json.dumps(progress)),  # the loop may change it later
             description=description,
             before_commit=before_commit,
+            overdue_at=self._committed_at + LONGEST_WITHOUT_S,
         )
         self._save = Future()
         # A daemon: a process that must end does not wait for a disk that hangs.
@@ -169,7 +177,7 @@ class CheckpointStore:
             what = "a checkpoint was not written in an hour: its storage hangs"
             raise StorageError(what, where=str(self.folder)) from None
         except StorageError as error:
-            if say is None or self._is_overdue():
+            if say is None or isinstance(error, OverdueError):
                 raise
             say(
                 f"warning: {str(error).splitlines()[0]}; training goes on, and ends after an hour "
@@ -178,10 +186,6 @@ class CheckpointStore:
             return None
         self._committed_at = time.monotonic()
         return commit
-
-    def _is_overdue(self) -> bool:
-        """Whether saves have failed for too long, by the clock of rank 0: others may differ."""
-        return gather_objects(time.monotonic() - self._committed_at > LONGEST_WITHOUT_S)[0]
 
     def take_committed(self) -> Commit | None:
         """The last save, once, if it is committed by now. Never waits; not collective."""

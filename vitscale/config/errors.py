@@ -209,6 +209,9 @@ def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
     is_rank: whether it is one of the ranks of a job. No process leaves without its error, but ranks
     other than the first wait before they print one that all may have.
     """
+    from vitscale.config.outside import guard_terminal
+
+    guard_terminal()
     try:
         main()
     except UserError as error:

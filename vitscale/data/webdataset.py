@@ -100,7 +100,10 @@ class _StoredTar(io.RawIOBase):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
-        self._num_bytes = retried_read(lambda: path.stat().st_size, name=path)
+        try:
+            self._num_bytes = retried_read(path.stat, name=path).st_size
+        except OSError as error:
+            raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
 
     def readable(self) -> bool:
         return True

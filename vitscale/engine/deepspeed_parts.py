@@ -35,6 +35,9 @@ finally:
     if _hidden:
         del sys.modules["mlflow"]
 
+# Its private parts change between releases; see the contract test of their names. Before this one a
+# NaN in one group of gradients gave a finite norm, and all weights became NaN without a word.
+DEEPSPEED = "0.19.8"
 # The state of DeepSpeed's dynamic loss scale.
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -46,7 +49,18 @@ def initialize_deepspeed(
     config: dict[str, Any],
     device: torch.device,
 ) -> Any:
-    """The DeepSpeed engine, which neither clips nor checks gradients; the guard does both."""
+    """The DeepSpeed engine, which neither clips nor checks gradients; the guard does both.
+
+    Raises UserError for another release.
+    """
+    if deepspeed.__version__ != DEEPSPEED:
+        raise UserError(
+            f"DeepSpeed {deepspeed.__version__} is installed, whose inner parts may differ",
+            where="engine",
+            allowed=f"deepspeed=={DEEPSPEED}",
+            next_step=f"pip install deepspeed=={DEEPSPEED}",
+        )
+
     if device.type == "cpu":
         _compute_on_cpu()
 

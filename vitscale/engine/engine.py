@@ -6,11 +6,9 @@ owns, named after the whole tensor, and restores its own parts from wherever the
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import nn
 
 from vitscale.checkpoint.store import slice_name
 from vitscale.config.errors import UserError
-from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks, gather_objects
+from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks
 from vitscale.engine.deepspeed_parts import (
     PartitionedLayout,
     SlicedLayout,
@@ -34,8 +32,6 @@ from vitscale.engine.settings import BUCKET_ELEMENTS, MAX_RANKS_IN_HALF, EngineS
 from vitscale.optim.settings import OPTIMIZERS, EmaSettings
 
 AVERAGE = "ema"
-# The private parts of DeepSpeed change between releases; see the contract test of their names.
-DEEPSPEED = "0.19.8"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Takes a name, a first element and a number of elements of the flattened tensor. May raise OSError.
@@ -398,53 +394,6 @@ def _cast_fixed_tables(model: nn.Module) -> None:
             table = module._buffers[name]
             if dtype is not None and table is not None and table.is_floating_point():
                 module._buffers[name] = table.to(dtype)
-
-
-def check_nan_is_skipped(config: dict[str, Any], *, world: World, dtype: torch.dtype) -> None:
-    """Train a tiny model with a NaN in the gradient of one of two groups, on the last rank only.
-
-    The guard trusts the norm that DeepSpeed measures. Before 0.19.8 a NaN in one group gave a
-    finite norm, and all weights became NaN without a word.
-
-    config: DeepSpeed's, of the engine to come. Collective; takes 0.1 s, at ZeRO 3 a second.
-    Raises UserError on all ranks if the weights change.
-    """
-    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
-    groups = [{"params": list(layer.parameters())} for layer in (first, second)]
-    micro_batch = config["train_micro_batch_size_per_gpu"]
-    small = {
-        "train_batch_size": micro_batch * world.world_size,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": config["zero_optimization"] | {"reduce_bucket_size": 100},
-    }
-    engine = Engine(
-        nn.Sequential(nn.Flatten(), first, second).to(world.device),
-        optimizer=torch.optim.AdamW(groups, lr=1.0, fused=True),
-        optimizer_name="adamw",
-        config=config | small,
-        world=world,
-        dtype=dtype,
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-    )
-    if world.rank == world.world_size - 1:
-        first.bias.register_hook(lambda gradient: gradient * torch.nan)
-    before = {name: part.clone() for name, part in engine.export_state().items()}
-    images = torch.zeros(micro_batch, 3, 1, 1, dtype=torch.uint8, device=world.device)
-    # DeepSpeed would report the skipped update; the engine to come sets the level again.
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    engine.backward(engine.logits(images).float().sum())
-    engine.step()
-    after = engine.export_state()
-    is_same = all(torch.equal(part, after[name]) for name, part in before.items())
-    engine.close()
-    if not all(gather_objects(is_same)):
-        raise UserError(
-            f"DeepSpeed {version('deepspeed')} updates weights although a gradient is NaN",
-            where="engine",
-            allowed=f"deepspeed=={DEEPSPEED}",
-            next_step=f"pip install deepspeed=={DEEPSPEED}",
-        )
 
 
 # ---- DeepSpeed's configuration -------------------------------------------------------------------

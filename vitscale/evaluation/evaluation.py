@@ -19,10 +19,11 @@ import numpy as np
 from pydantic import Field
 
 from vitscale.config.errors import UserError
+from vitscale.config.outside import csv_cell
 from vitscale.config.section import NamedSection
-from vitscale.data.label_spaces import ClassMap, column_of_each_class
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import make_folders, write_text
+from vitscale.evaluation.classes import ClassMap, column_of_each_class
 
 if TYPE_CHECKING:
     import torch
@@ -166,7 +167,7 @@ class Subject:
     def write_table(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
         """Write a CSV file, as `write`. Collective."""
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
+        csv.writer(text, lineterminator="\n").writerows(map(csv_cell, row) for row in rows)
         self.write(name, lambda path: write_text(path, text.getvalue()))
 
     def outputs(

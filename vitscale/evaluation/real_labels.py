@@ -15,7 +15,8 @@ import numpy as np
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, sample_keys
-from vitscale.data.label_spaces import ClassMap, column_of_each_class, known_space, timm_file
+from vitscale.data.label_spaces import known_space, timm_file
+from vitscale.evaluation.classes import ClassMap, column_of_each_class
 from vitscale.evaluation.evaluation import (
     Outputs,
     PassEvaluation,

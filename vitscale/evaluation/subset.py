@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from vitscale.config.errors import UserError
-from vitscale.data.label_spaces import LACKING, ClassMap, column_of_each_class, known_space
+from vitscale.data.label_spaces import known_space
+from vitscale.evaluation.classes import LACKING, ClassMap, column_of_each_class
 from vitscale.evaluation.evaluation import (
     Outputs,
     PassEvaluation,

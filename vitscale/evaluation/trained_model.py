@@ -21,6 +21,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import read_yaml
 from vitscale.config.section import Section
 from vitscale.data.settings import DataSettings
+from vitscale.distributed.events import read_start
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, gather_objects
 from vitscale.engine.device_batches import Normalization
@@ -237,6 +238,9 @@ def read_source(
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
     averaged, classes = takes_average(checkpoint, weights), folder / CLASSES_NAME
+    start = read_start(folder)
+    is_unfinished = start is not None and checkpoint.step < start.total_steps
+    total = f" of {start.total_steps}, not finished" if start and is_unfinished else ""
     average = ", the average of the weights (val/ema_...)" if averaged else ""
     rows, columns = checkpoint.description["grid"]
     data, loss = sections.data, (config.get("objective") or {}).get("loss")
@@ -245,7 +249,7 @@ def read_source(
     found = Weights(
         tensors=read_tensors(checkpoint.files, prefix="ema." if averaged else "model."),
         grid=(rows, columns),
-        format=f"{checkpoint.folder}, step {checkpoint.step}{average}",
+        format=f"{checkpoint.folder}, step {checkpoint.step}{total}{average}",
         known=_known(arch),
         preprocessing=pixels,
         assumed=(),

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 
 from vitscale.checkpoint.folders import MANIFEST
 from vitscale.config.errors import UserError
-from vitscale.data.label_spaces import column_of_each_class
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.world import World
 from vitscale.engine.engine import is_compiled, resolve_precision
 from vitscale.engine.settings import EngineSettings
+from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import InferenceModel, open_model
 from vitscale.models import timm_model
 from vitscale.models.registry import MODELS

@@ -50,7 +50,6 @@ from vitscale.distributed.world import (
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import (
     Engine,
-    check_nan_is_skipped,
     deepspeed_config,
     is_compiled,
     resolve_precision,
@@ -488,7 +487,6 @@ def build_engine(
         raw=run.deepspeed,
     )
     try:
-        check_nan_is_skipped(config, world=world, dtype=dtype)
         return Engine(
             model,
             optimizer=build_optimizer(groups, settings=run.optim),

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support.light_checkpoints import flip
+from tests.support.ranks.thread_ranks import run_ranks
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
@@ -116,34 +117,34 @@ def test_storage_may_refuse_saves_for_an_hour(
     assert len(said) == 5 and "training goes on" in said[0]
 
 
-@pytest.mark.parametrize("first_is_over", [False, True])
 @pytest.mark.parametrize("own_is_over", [False, True])
+@pytest.mark.parametrize("first_is_over", [False, True])
 def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
-    tmp_path: Path,
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    first_is_over: bool,
-    own_is_over: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_is_over: bool, own_is_over: bool
 ) -> None:
     """Ranks whose clocks are on both sides of it would part."""
     monkeypatch.setattr(folders, "write_new_file", refuse)
-    monkeypatch.setattr(atomic_files, "PAUSES_S", (0.0,))
-    with contextlib.suppress(StorageError), CheckpointStore(tmp_path, keep=3, world=world) as ours:
-        ours.save({"model.a": torch.zeros(3)}, step=1, progress={}, description={})
-        asked: list[bool] = []
+    monkeypatch.setattr(atomic_files, "PAUSES_S", ())
+    now = time.monotonic()
 
-        def gather(own: bool) -> list[bool]:
-            asked.append(own)
-            return [first_is_over, own]
+    def save_on(rank: int, gather: folders.Gather) -> type[UserError]:
+        is_over = own_is_over if rank else first_is_over
+        ours = folders.Save(
+            checkpoints=tmp_path,
+            step=1,
+            attempt="a",
+            rank=rank,
+            keep=1,
+            progress={},
+            description={},
+            overdue_at=now + (-5.0 if is_over else 3600.0),
+        )
+        with pytest.raises(StorageError, match="cannot be written") as caught:
+            folders.commit_save(ours, [b"x"], gather=gather)
+        return type(caught.value)
 
-        monkeypatch.setattr(store, "gather_objects", gather)
-        ours._committed_at -= 3600 + (5 if own_is_over else -5)
-        if first_is_over:
-            with pytest.raises(StorageError, match="cannot be written"):
-                ours.wait(say=print)
-        else:
-            assert ours.wait(say=print) is None
-        assert asked == [own_is_over]
+    kind = folders.OverdueError if first_is_over else StorageError
+    assert run_ranks(2, save_on) == [kind, kind]
 
 
 @pytest.mark.parametrize("error", [None, OSError(errno.EIO, "I/O error", "journal.jsonl")])

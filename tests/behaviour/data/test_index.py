@@ -34,7 +34,7 @@ from vitscale.data.index import (
 )
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
-from vitscale.data.webdataset import tars_of_split
+from vitscale.data.webdataset import tar_samples, tars_of_split
 from vitscale.distributed import atomic_files
 
 
@@ -218,6 +218,21 @@ def test_tars_are_listed_again_where_storage_fails_for_a_moment(copy: Path, flak
     flaky(copy.name, errno.ESTALE, 10**6)
     with pytest.raises(StorageError, match=f"{copy.name}: cannot be read"):
         tars_of_split(copy, "train", where="data.train_split")
+
+
+def test_a_streamed_tar_is_opened_again_where_storage_fails_for_a_moment(
+    copy: Path, flaky: Any
+) -> None:
+    def first_key() -> str:
+        tars = [copy / "train-000001.tar"]
+        how: dict[str, int] = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
+        return next(tar_samples(tars, num_processes=1, **how))[1]
+
+    expected, failed = first_key(), flaky("train-000001.tar", errno.ESTALE, 2)
+    assert first_key() == expected and len(failed) == 2
+    flaky("train-000001.tar", errno.ESTALE, 10**6)
+    with pytest.raises(StorageError, match="train-000001.tar: cannot be read"):
+        first_key()
 
 
 def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:

@@ -58,6 +58,7 @@ from vitscale.evaluation.linear_heads import (
 from vitscale.evaluation.real_labels import RealLabels, RealLabelsSettings, _label_table
 from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.subset import Subset, SubsetSettings
+from vitscale.training.session import TrainingSession
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -182,6 +183,30 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch: pytest.M
     found = [evaluations.run(4, is_last=False), evaluations.run(9, is_last=True)]
     a, b, of_average = {"val/a_value": 1.0}, {"val/b_value": 1.0}, {"val/ema_a_value": 2.0}
     assert list(map(list, found)) == [[a, of_average], [a, b, of_average, {"val/ema_b_value": 2.0}]]
+    assert engine.training
+
+
+def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers() -> None:
+    """And says so; in `vitscale evaluate` it is an error."""
+    logits = torch.zeros(4, 2)
+    logits[2, 1] = math.nan
+    engine: Any = FakeEngine()
+    engine.world, engine.known_outputs = WORLD, ("logits",)
+    subject = replace(given_outputs(logits, [0, 1, 0, 1]), model=engine)
+    chosen = [ClassificationSettings(every_steps=4)]
+    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=False)
+    said: list[str] = []
+    fake: Any = SimpleNamespace(
+        watchdog=SimpleNamespace(mark=lambda _: None),
+        val_index=subject.val,
+        run=SimpleNamespace(data=SimpleNamespace(evaluated="'val'")),
+        evaluations=evaluations,
+        log=SimpleNamespace(say=said.append),
+    )
+    TrainingSession._evaluate(fake, 4, is_last=False)
+    (line,) = said
+    assert line.startswith("step 4: not evaluated: outputs of the model are not finite")
+    assert line.endswith(": 1 of 4 images")
     assert engine.training
 
 

@@ -20,6 +20,7 @@ from vitscale.checkpoint.folders import Save, commit_save, only_this_rank
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.label_spaces import known_space
+from vitscale.distributed.events import record_start
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 from vitscale.models.weights.files import Weights
@@ -152,6 +153,14 @@ def test_another_number_of_heads_is_refused_where_it_is_known(
         started(shards, init, model={"num_heads": 6})
     with pytest.raises(UserError, match="tensors do not fit"):
         started(shards, init, model={"num_heads": 6, "width": 384})
+
+
+def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", shards, classes=("cat", "dog"))
+    for total, said in ((1, "step 1"), (40, "step 1 of 40, not finished")):
+        record_start(tmp_path / "run", first_step=0, total_steps=total)
+        lines, _ = started(shards, tmp_path / "run")
+        assert lines[0].endswith(said)
 
 
 def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class Task:
     """Start of the names of parameters that are not trained."""
     spoiled: bool = False
     """Whether some losses are NaN."""
+    skips: bool = False
+    """Whether every second micro-batch, so some ranks at a time, leaves out a block."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
 
 
@@ -80,6 +82,34 @@ class FixedTeacher:
     def logits(self, images: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.network((images.float() / 255 - 0.5) / 0.5)
         return logits
+
+
+class Skippable(nn.Module):
+    """A block that the losses of some micro-batches do not use."""
+
+    is_skipped = False
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, tokens_BLD: torch.Tensor) -> torch.Tensor:
+        through: torch.Tensor = tokens_BLD if Skippable.is_skipped else self.block(tokens_BLD)
+        return through
+
+    @staticmethod
+    def choose(positions: np.ndarray) -> None:
+        Skippable.is_skipped = bool(positions[0] // len(positions) % 2)
+
+
+def supervised_with_skips() -> Loss:
+    loss = losses.supervised()
+
+    def loss_of(run: Any, pixels: torch.Tensor, sample: Any) -> torch.Tensor:
+        Skippable.choose(sample.positions)
+        return loss(run, pixels, sample)
+
+    return loss_of
 
 
 def share_of(pair: int) -> float:
@@ -190,6 +220,7 @@ TASKS = {
         sections={"optim": ADAMW | {"ema": {"decay": 0.6}}},
         frozen="blocks.0.",
     ),
+    "skipped block": Task(recipe=adamw(), loss=supervised_with_skips, skips=True, stages=(0, 1)),
     "drop path": Task(recipe=adamw(), sections={"model": {"drop_path": 0.3, "dropout": 0.1}}),
     "skipped": Task(
         recipe=adamw(average=0.6, clip=0.3),
@@ -239,6 +270,7 @@ ALL = {
 def pairwise() -> tuple[str, ...]:
     """Few cases in which every pair of a task and of what a machine has occurs. Greedy."""
 
+    @cache
     def pairs(name: str) -> set[tuple[Any, ...]]:
         task, machine = ALL[name]
         facts = [
@@ -253,10 +285,16 @@ def pairwise() -> tuple[str, ...]:
     missing = set().union(*map(pairs, ALL))
     chosen = []
     while missing:
-        best = max(ALL, key=lambda name: len(pairs(name) & missing))
+        best = max(ALL, key=lambda name: len(pairs(name) & missing) / cost(ALL[name][1]))
         chosen.append(best)
         missing -= pairs(best)
     return tuple(chosen)
+
+
+def cost(machine: Machine) -> float:
+    """About the seconds of a case: the start, and its micro-batches."""
+    of_micro_batch = 0.02 if machine.stage == 3 else 0.005
+    return 1.0 + STEPS * machine.accumulation * machine.ranks * of_micro_batch
 
 
 # ---- both trainings ------------------------------------------------------------------------------
@@ -308,6 +346,8 @@ def new_model(task: str, run: PretrainRun) -> Any:
     model = build_model(arch, seed=0)
     torch.manual_seed(0)
     objective.extend_model(model, arch)
+    if TASKS[task].skips:
+        model.blocks[1] = Skippable(model.blocks[1])
     randomized(model)
     for name, parameter in model.named_parameters():
         if TASKS[task].frozen is not None and name.startswith(TASKS[task].frozen):
@@ -321,7 +361,15 @@ def spoil(step: int, micro: int, rank: int) -> float:
 
 
 def train_reference(name: str) -> Result:
+    """In fp32 the truth is the training of one rank and one micro-batch, where that is the same."""
     task, machine = ALL[name]
+    by_micro_batch = TASKS[task].spoiled or TASKS[task].skips or task == "drop path"
+    by_micro_batch |= machine.in_bf16
+    return _train_reference(task, machine if by_micro_batch else Machine())
+
+
+@cache
+def _train_reference(task: str, machine: Machine) -> Result:
     run = make_run(task, machine)
     return train(
         new_model(task, run),
@@ -388,6 +436,8 @@ def train_engine(name: str, world: World) -> Result:
     for step in session.steps():
         sums.zero_()
         for micro, batch in enumerate(session.micro_batches(step)):
+            if TASKS[task].skips:
+                Skippable.choose(batch.positions)
             loss = objective.loss(engine, batch)
             if TASKS[task].spoiled:
                 loss = loss * spoil(step, micro, world.rank)

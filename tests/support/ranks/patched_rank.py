@@ -136,24 +136,6 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
 }
 
 
-# Not empty while the engine is checked at the start, on a model of its own.
-checks_at_start: list[bool] = []
-
-
-def leave_out_the_check() -> None:
-    """Count no call of the check that precedes a training."""
-    check = session.check_nan_is_skipped
-
-    def uncounted(*args: Any, **kwargs: Any) -> None:
-        checks_at_start.append(True)
-        try:
-            check(*args, **kwargs)
-        finally:
-            checks_at_start.clear()
-
-    session.check_nan_is_skipped = uncounted
-
-
 def plant(fault: dict[str, Any]) -> None:
     """`nth`: a number, or "every" for all calls."""
     module_name, path = PLACES[fault["place"]]
@@ -170,8 +152,6 @@ def plant(fault: dict[str, Any]) -> None:
         def call() -> Any:
             return own(*args, **kwargs)
 
-        if checks_at_start:
-            return call()
         calls += 1
         if fault["nth"] not in (calls, "every"):
             return call()
@@ -243,7 +223,6 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    leave_out_the_check()
     for fault in json.loads(os.environ.get("VITSCALE_FAULTS", "[]")):
         plant(fault)
     mutant = os.environ.get("VITSCALE_MUTANT")

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch.serialization import safe_globals
 
 from vitscale.config.errors import UserError
+from vitscale.config.outside import check_expansion
 
 SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".tar")
 CONFIG = "config.json"
@@ -114,6 +115,7 @@ def read_tensors(
                     for name in file.keys()
                 }
         if path.suffix == ".npz":
+            _refuse_bomb(path)
             with np.load(path, allow_pickle=False) as arrays:
                 prefix = prefix_of(arrays.files)
                 names = [name for name in arrays.files if name.startswith(prefix)]
@@ -139,11 +141,20 @@ def read_torch_file(path: Path, *, weights: str = "model") -> TorchFile:
     weights: model; ema: their average over training; auto: the average if there is one.
     """
     try:
+        _refuse_bomb(path)
         with safe_globals(EXTRA_TYPES):
             found = torch.load(path, map_location="cpu", weights_only=True)
         return _taken(found, path, weights=weights)
     except DAMAGE as error:
         raise _refused(error, path) from None
+
+
+def _refuse_bomb(path: Path) -> None:
+    """Raise UserError for a zip whose members unpack to far more than the file."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            content_bytes = sum(member.file_size for member in file.infolist())
+        check_expansion(content_bytes, file_bytes=path.stat().st_size, where=str(path))
 
 
 def _taken(content: Any, path: Path, *, weights: str) -> TorchFile:
@@ -161,6 +172,9 @@ def _taken(content: Any, path: Path, *, weights: str) -> TorchFile:
     if odd:
         allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
         raise UserError(f"{odd[0]!r} is not a tensor", where=str(path), allowed=allowed)
+    # A view may repeat a few stored bytes without end.
+    num_bytes = sum(value.numel() * value.element_size() for value in found.values())
+    check_expansion(num_bytes, file_bytes=path.stat().st_size, where=str(path))
     tensors = {
         str(name).replace(COMPILED, ""): value.detach().float() for name, value in found.items()
     }

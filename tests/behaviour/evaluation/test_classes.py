@@ -11,7 +11,8 @@ from timm.data import ImageNetInfo
 from torchvision.models._meta import _IMAGENET_CATEGORIES as TORCHVISION
 
 from vitscale.config.errors import UserError
-from vitscale.data.label_spaces import column_of_each_class, known_space
+from vitscale.data.label_spaces import known_space
+from vitscale.evaluation.classes import column_of_each_class
 
 # timm's own reader of the same files.
 INFO = ImageNetInfo("imagenet-1k")
