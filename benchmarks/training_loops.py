@@ -101,7 +101,8 @@ class EngineLoop:
         self.run = task.run.model_copy(update={"engine": engine})
         self.task = task
         self.objective = self.run.make_objective()
-        self.objective.prepare(num_classes=task.arch.num_classes, world=world, engine=engine)
+        classes = [str(label) for label in range(task.arch.num_classes)]
+        self.objective.prepare(classes=classes, world=world, engine=engine)
         model = task.initial()
         torch.manual_seed(self.run.seed)
         self.objective.extend_model(model, task.arch)
@@ -134,7 +135,7 @@ class BareLoop:
         if compiled:
             compile_blocks(model, backend="inductor")
         model.to(task.device)
-        named = [(name, p.detach().clone()) for name, p in model.named_parameters()]
+        named = [(name, nn.Parameter(p.detach().clone())) for name, p in model.named_parameters()]
         if precision == "master":
             model.to(torch.bfloat16)
             self.masters = [copy for _, copy in named]

@@ -14,20 +14,29 @@ import argparse
 import sys
 
 try:
+    from itertools import islice
     from pathlib import Path
+    from shlex import quote
 
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from data_prep.duplicates.reading import (
+        copied_image,
         describe,
         image_of,
         list_images,
         list_samples,
         source_paths,
     )
-    from data_prep.duplicates.similar import NUM_FREQUENCIES, first_equal, first_similar, similarity
+    from data_prep.duplicates.similar import (
+        NUM_FREQUENCIES,
+        first_equal,
+        first_similar,
+        nearest_before,
+        similarity,
+    )
     from data_prep.formats.index_files import local_folder
     from data_prep.images.sheet import draw_rows, writing
     from vitscale.config.errors import run_script
@@ -80,7 +89,13 @@ def main() -> None:
     alike = np.where(exact, 1.0, np.nan)
     if arguments.similar:
         descriptors = describe_all(images, num_workers=arguments.num_workers)
-        first = np.where(exact, first, first_similar(descriptors))
+        likely = np.where(exact, positions, first_similar(descriptors))
+        rows = np.flatnonzero(likely != positions)
+        num, imports = arguments.num_workers or num_cores(), [copied_image.__module__]
+        with Workers(copied_image, num=num, imports=imports) as workers:
+            look_again(workers, images, rows, likely[rows, None], first)
+            rest = rows[first[rows] == rows]
+            look_again(workers, images, rest, nearest_before(descriptors, rest), first)
         similar = np.flatnonzero(~exact & (first != positions))
         for start in range(0, len(similar), BATCH_ROWS):
             rows = similar[start : start + BATCH_ROWS]
@@ -117,10 +132,34 @@ def main() -> None:
         f"equal bytes, {num_copies - num_exact:,} similar{of_others}"
     )
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
+    keys, table = (quote(str(output / name)) for name in (KEYS_NAME, TABLE_NAME))
     print(
-        f"next: train with data.only_keys={output / KEYS_NAME}, or make the shards again "
-        f"without the copies: source.leave_out={output / TABLE_NAME}"
+        f"next: train with data.only_keys={keys}, or make the shards again without the copies: "
+        f"source.leave_out={table}"
     )
+
+
+def look_again(
+    workers: Workers,
+    images: pa.Table,
+    rows: np.ndarray,
+    originals: np.ndarray,
+    first: np.ndarray,
+) -> None:
+    """Note in `first` which of its likely originals each image copies, if any.
+
+    rows: positions, int64 [N]. originals: positions, [N, M], -1 for none.
+    """
+    for start in range(0, len(rows), DESCRIBED_ROWS):
+        some = slice(start, start + DESCRIBED_ROWS)
+        chosen = [
+            np.append(row, others[others >= 0])
+            for row, others in zip(rows[some], originals[some], strict=True)
+        ]
+        found = iter(images.take(np.concatenate(chosen)).to_pylist())
+        tasks = [list(islice(found, len(each))) for each in chosen]
+        for number, _, copied in workers.results(tasks):
+            first[chosen[number][0]] = chosen[number][copied]
 
 
 def describe_all(images: pa.Table, *, num_workers: int | None) -> np.ndarray:

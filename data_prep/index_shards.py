@@ -10,7 +10,11 @@ an array, it shares the tars among them. Formats: docs/data_format.md.
 
 from __future__ import annotations
 
+import os
 import sys
+
+# NumPy would start threads, and a process that has some cannot fork its workers.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 try:
     from data_prep.steps import finish, list_inputs, tars

@@ -25,6 +25,7 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from shlex import quote
 
 try:
     import matplotlib
@@ -88,7 +89,7 @@ def main() -> None:
     )
     print(
         f"next: vitscale prepare shards data/{arguments.corpus} "
-        f"source.path={output} output={output.with_name('shards')}"
+        f"source.path={quote(str(output))} output={quote(str(output.with_name('shards')))}"
     )
 
 

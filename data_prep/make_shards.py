@@ -9,7 +9,11 @@ share the output's folder, divide the work. Formats: docs/data_format.md.
 
 from __future__ import annotations
 
+import os
 import sys
+
+# NumPy would start threads, and a process that has some cannot fork its workers.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 try:
     from pathlib import Path

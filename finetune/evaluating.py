@@ -10,20 +10,21 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.settings import EvaluateRun
+from finetune.settings import CHOOSING, EvaluateRun
 from vitscale.checkpoint.store import run_folder_lock
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml, shorten
-from vitscale.config.redaction import flatten_params
-from vitscale.data.index import SplitIndex, read_split
+from vitscale.config.outside import csv_cell
+from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set, open_val_split
 from vitscale.distributed.atomic_files import json_text, write_json, write_text
 from vitscale.distributed.node_files import once_per_node
-from vitscale.distributed.world import World, gather_objects
+from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
 from vitscale.evaluation.evaluation import FILES, Share, Subject, results
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.trained_model import TrainedModel, open_model
@@ -48,16 +49,15 @@ def check_folder(folder: Path) -> None:
 
 def check_results(path: Path, description: Mapping[str, Any]) -> None:
     """Raise UserError if the results at `path` have another description."""
-    texts = path.read_text(), json_text(description)
-    before, now = (flatten_params(json.loads(text)) for text in texts)
-    changes = [
-        f"\n    {key}: there {shorten(before.get(key, 'unknown'))}, now {shorten(value)}"
-        for key, value in now.items()
-        if value != before.get(key)
-    ]
+    there, now = json.loads(path.read_text()), json.loads(json_text(description))
+    changes = changed_settings(there, now, purpose="evaluation")
     if changes:
+        rows = (
+            f"\n    {key}: there {shorten(old or 'unknown')}, now {shorten(new or 'nothing')}"
+            for key, (old, new) in changes.items()
+        )
         raise UserError(
-            f"has the results of another evaluation{''.join(changes)}",
+            f"has the results of another evaluation{''.join(rows)}",
             where=str(path.parent),
             next_step="choose a name for this one (name=...)",
         )
@@ -72,7 +72,7 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     say: Callable[[str], None] = print if world.is_first else lambda _: None
     model = open_model(**run.source(), world=world)
     train, val = once_per_node(
-        lambda: splits(run, check_files=world.is_first),
+        lambda: splits(run),
         is_maker=world.local_rank == 0,
         gather=gather_objects,
     )
@@ -96,17 +96,21 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
         folder=folder / FILES,
     )
     evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
-    for each in evaluations:
-        each.check(subject)
+    said = {each.check(subject) for each in evaluations} - {""}
     description = describe(run, model, val)
     if run.output is None and (folder / RESULTS).exists():
         check_results(folder / RESULTS, description)
     say(f"evaluating {model.source}")
+    for how in sorted(said):
+        say(f"the classes of model and shards: {how}")
+    if train:
+        say(f"probes learn from {subject.num_train:,} images of {run.data.train_split!r}")
     with run_folder_lock(folder, world=world), open_tracker(run, model, world) as tracker:
         if world.is_first:
             shutil.rmtree(folder / FILES, ignore_errors=True)
         names = ", ".join(each.name for each in run.evaluate)
-        say(f"{subject.image_size} px: {val.num_samples} images; {names}")
+        images = f"{val.num_samples} images of {run.data.evaluated}"
+        say(f"{subject.image_size} px: {images}; {names}")
         rows, start = list[Row](), time.perf_counter()
         for settings, metrics in zip(run.evaluate, results(evaluations, subject), strict=True):
             rows += as_rows(settings.name, metrics, image_size=subject.image_size)
@@ -121,21 +125,25 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     say(f"\n{table(rows)}\n\nresults: {folder / RESULTS}, .csv, .md")
 
 
-def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
+def splits(run: EvaluateRun) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
     """Open the splits that probes learn from (none without a probe) and the evaluated split.
 
-    check_files: False where another rank checks that the shards are there. Raises UserError.
+    Raises UserError.
     """
-    data = run.data
-    read = partial(read_split, data.path, remote_settings=data.remote, check_files=check_files)
-    val = read(split=data.val_split, key="data.val_split")
-    if all(EVALUATIONS[each.name].needs == "logits" for each in run.evaluate):
+    data = DataSettings(global_batch=run.compute.batch, **run.data.model_dump())
+    has_probe = any(EVALUATIONS[each.name].needs != "logits" for each in run.evaluate)
+    if not has_probe and (val := open_val_split(data)):
         return (), val
-    return (read(split=data.train_split, key="data.train_split"),), val
+    # As a training opens them; the seed decides the order alone.
+    opened = open_training_set(data, seed=0)
+    val = opened.dev if data.val_split is None else open_val_split(data)
+    assert val is not None
+    return opened.parts if has_probe else (), val
 
 
 def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str, Any]:
     """Describe the evaluated model and data, as JSON values."""
+    chosen = run.data.model_dump(mode="json", include=set(CHOOSING))
     return {
         "name": run.name,
         "model": {
@@ -148,10 +156,11 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
         },
         "data": {
             "path": str(val.folder),
-            "split": val.split,
+            "split": run.data.val_split or run.data.evaluated,
             "images": val.num_samples,
             "fingerprint": val.fingerprint,
             "classes": len(val.classes),
+            **{key: value for key, value in chosen.items() if value not in (None, [], 0, 100)},
         },
         "evaluate": [
             each.model_dump(mode="json", exclude={"every_steps"}) for each in run.evaluate
@@ -160,19 +169,23 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
 
 
 def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker:
-    """Open the MLflow run of an evaluation: a child of the training, in the same store."""
-    if world.is_first:
-        write_text(Path(run.folder) / "config.yaml", run_to_yaml(run))
-    return Tracker(
-        run.folder,
-        settings=run.tracking,
-        name=run.name,
-        stage=run.stage,
-        tags={"vitscale.evaluated": model.source},
-        resume_step=-1,
-        is_writer=world.is_first,
-        origin=None if model.run is None else str(model.run.folder),
-    )
+    """Open the MLflow run of an evaluation, a child of the training in the same store.
+
+    Collective.
+    """
+    with errors_on_all_ranks("cannot be written", run.folder, tried=world.is_first):
+        if world.is_first:
+            write_text(Path(run.folder) / "config.yaml", run_to_yaml(run))
+        return Tracker(
+            run.folder,
+            settings=run.tracking,
+            name=run.name,
+            stage=run.stage,
+            tags={"vitscale.evaluated": model.source},
+            resume_step=-1,
+            is_writer=world.is_first,
+            origin=None if model.run is None else str(model.run.folder),
+        )
 
 
 # ---- the table -----------------------------------------------------------------------------------
@@ -207,7 +220,7 @@ def write_results(folder: Path, rows: Sequence[Row], *, description: Mapping[str
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({key: csv_cell(cell) for key, cell in row.items()} for row in rows)
     write_text(folder / "results.csv", file.getvalue())
     write_text(folder / "results.md", table(rows) + "\n")
 

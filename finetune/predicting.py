@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ import pyarrow.parquet as pq
 from finetune.images import Images, find_files, shard_folder
 from finetune.settings import PredictRun
 from vitscale.config.errors import UserError, not_written
+from vitscale.config.outside import csv_cell, visible
 from vitscale.data.index import read_split
 from vitscale.data.loader import open_batches
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import atomic_file, make_folders
 from vitscale.distributed.world import World, errors_on_all_ranks, gather_objects
+from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import TrainedModel
 
 # The prediction of one image, with the columns of `schema`.
@@ -68,15 +70,16 @@ def predict_images(
             next_step="fine-tune it with vitscale finetune, and give that run",
         )
     top = min(run.top, model.num_classes)
-    chunks = predictions(run, model, images, world, top=top)
+    names, no_accuracy = output_names(model, images)
+    chunks = predictions(run, model, images, world, top=top, names=names)
     if run.output is None:
         rows = _on_all_ranks(run, lambda: [row for chunk in chunks for row in chunk])
         for row in (row for part in gather_objects(rows) for row in part):
             label = f" ({row['label']})" if row["label"] is not None else ""
             reason = f": cannot be read: {row['error']}" if row["error"] is not None else ""
-            yield f"{row['image']}{label}{reason}"
+            yield visible(f"{row['image']}{label}{reason}")
             for rank in range(1, top + 1) if not reason else ():
-                yield f"  {row[f'p_{rank}']:7.2%}  {row[f'class_{rank}']}"
+                yield visible(f"  {row[f'p_{rank}']:7.2%}  {row[f'class_{rank}']}")
         return
     output = Path(run.output).absolute()
     # Each rank writes a Parquet file; the first joins them in the order of the images.
@@ -90,25 +93,59 @@ def predict_images(
 
     try:
         _on_all_ranks(run, write_part)
-        counts = _on_all_ranks(run, lambda: _join(parts, output) if world.is_first else None)
+        counts = _on_all_ranks(
+            run, lambda: _join(parts, output) if world.is_first else None, tried=world.is_first
+        )
     finally:
         if world.is_first:
             shutil.rmtree(parts, ignore_errors=True)
     if counts is not None:
-        yield from _report(run.output, *counts, left_out=images.num_left_out)
+        yield from _report(
+            run.output, *counts, left_out=images.num_left_out, no_accuracy=no_accuracy
+        )
 
 
-def _on_all_ranks(run: PredictRun, work: Callable[[], Any]) -> Any:
-    """Call `work`. Raises UserError on every rank if one of them fails. Collective."""
-    with errors_on_all_ranks("cannot be written", str(run.output)):
+def _on_all_ranks(run: PredictRun, work: Callable[[], Any], *, tried: bool = True) -> Any:
+    """Call `work`. Raises UserError on every rank if one of them fails. Collective.
+
+    tried: whether it does anything on this rank.
+    """
+    with errors_on_all_ranks("cannot be written", str(run.output), tried=tried):
         try:
             return work()
         except OSError as caught:
             raise not_written(caught, f"output={run.output}") from None
 
 
+def output_names(model: TrainedModel, images: Images) -> tuple[Sequence[str], str]:
+    """Name of each output, and why predictions cannot be compared with labels; empty: they can.
+
+    Outputs that are classes of the shards have the names that the labels have.
+    """
+    names = list(model.class_names)
+    classes = () if images.index is None else images.index.classes
+    if not classes:
+        return names, ""
+    try:
+        found = column_of_each_class(model.classes, classes, num_outputs=model.num_classes)
+    except UserError as error:
+        return names, error.what
+    if lacking := found.lacking(classes):
+        what = f"{len(lacking):,} of {len(classes):,} classes of the shards are none of the model's"
+        return names, f"{what}, such as {lacking[0]!r}"
+    for name, column in zip(classes, found.columns, strict=True):
+        names[column] = name
+    return names, ""
+
+
 def predictions(
-    run: PredictRun, model: TrainedModel, images: Images, world: World, *, top: int
+    run: PredictRun,
+    model: TrainedModel,
+    images: Images,
+    world: World,
+    *,
+    top: int,
+    names: Sequence[str],
 ) -> Iterator[list[Row]]:
     """Yield the predictions for this rank's images, in order, CHUNK_ROWS at a time."""
     start, stop = (images.total * rank // world.world_size for rank in (world.rank, world.rank + 1))
@@ -124,17 +161,20 @@ def predictions(
     samples = images.samples(settings, image_size=model.preprocessing.image_size)
     pinned = world.device.type == "cuda"
     network = model.for_inference(world, precision=run.compute.precision, num_images=images.total)
-    names = model.class_names
-    config = {} if model.run is None else model.run.config
-    # Trained with a sigmoid of each class, whose probabilities need not sum to 1.
-    is_sigmoid = (config.get("objective") or {}).get("loss") == "sigmoid"
     pending: list[Row] = []
     with open_batches(
         samples, positions, batch=size, settings=settings, pin_memory=pinned
     ) as batches:
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = network.logits(cpu_batch.to(world.device).images)
-            shares_BC = logits_BC.sigmoid() if is_sigmoid else logits_BC.softmax(dim=1)
+            if not logits_BC.isfinite().all():
+                raise UserError(
+                    "the model's outputs are not finite (NaN or infinity)",
+                    where=model.source,
+                    next_step="give an earlier checkpoint, or other weights",
+                )
+            # Shares of their own need not sum to 1.
+            shares_BC = logits_BC.sigmoid() if model.independent else logits_BC.softmax(dim=1)
             shares_BK, ranked_BK = (part.tolist() for part in shares_BC.topk(top, dim=1))
             errors = {each.sample: each.error for each in cpu_batch.unreadable}
             labels = map(images.label_name, cpu_batch.labels.tolist())
@@ -173,20 +213,29 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     counts, errors = Counter[str](), list[str]()
     with atomic_file(output) as file, kind(file, files[0].schema_arrow) as writer:
         for batch in (batch for each in files for batch in each.iter_batches()):
-            writer.write_batch(batch)
+            writer.write_batch(batch if output.suffix == ".parquet" else _csv_cells(batch))
             columns = (batch[name].to_pylist() for name in ("image", "label", "class_1", "error"))
             for image, label, guess, error in zip(*columns, strict=True):
                 labelled = error is None and label is not None
                 counts.update(images=1, unread=error is not None, labelled=labelled)
                 counts.update(right=labelled and guess == label)
                 if error is not None and len(errors) < SHOWN_ERRORS:
-                    errors.append(f"unreadable: {image}: {error}")
+                    errors.append(visible(f"unreadable: {image}: {error}"))
     return counts, errors
 
 
-def _report(output: str, count: Counter[str], errors: list[str], *, left_out: int) -> Iterator[str]:
+def _csv_cells(batch: pa.RecordBatch) -> pa.RecordBatch:
+    columns = [pa.array(map(csv_cell, column.to_pylist()), column.type) for column in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+
+
+def _report(
+    output: str, count: Counter[str], errors: list[str], *, left_out: int, no_accuracy: str
+) -> Iterator[str]:
     yield f"{output}: {count['images']:,} images, {count['unread']:,} of them unreadable"
-    if labelled := count["labelled"]:
+    if no_accuracy:
+        yield f"no accuracy: {no_accuracy}"
+    elif labelled := count["labelled"]:
         yield f"top-1 {count['right'] / labelled:.2%} of {labelled:,} images with a label"
     if left_out:
         yield f"left out {left_out:,} files that are no images by their name"

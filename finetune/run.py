@@ -24,10 +24,11 @@ class FinetuneRun(TrainingRun):
     """Start from the weights themselves (model) or their average (ema). auto: the average where
     the checkpoint has one."""
     keep_head: bool | Literal["slice"] = False
-    """true: keep the head of `init` too, for the same classes in the same order (DeiT at 384 px).
-    slice: keep its rows of the shards' classes, matched by name (EVA's 21k head for 1k labels)."""
-    position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
-    """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
+    """true: keep the head of `init` too, for the same classes, matched by name (DeiT at 384 px).
+    slice: keep its rows of the shards' classes (EVA's 21k head for 1k labels)."""
+    position_embedding: Literal["auto", "google", "timm", "deit", "dinov2"] = "auto"
+    """How learned position embeddings are resampled to the new grid; see docs/recipes.md. auto: as
+    the library does that the weights come from."""
     init_patch: Literal["same", "resize"] = "same"
     """resize: `init` may have another patch size; its patch embedding is resized to the model's.
     Beyer et al. 2023 (FlexiViT)."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,13 +13,15 @@ from pydantic import Field, PositiveInt, field_serializer
 from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.loader import read_yaml
 from vitscale.config.section import Run, Section
-from vitscale.data.settings import RemoteSettings
+from vitscale.data.settings import MixedInShards, RemoteSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.settings import TrackingSettings, tracking_problems
 
 TABLES = (".csv", ".parquet")
+# Keys of `data` that choose samples.
+CHOOSING = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent")
 # Needs images, or the weights alone.
 PICTURES = {
     "patch_filters": False,
@@ -54,10 +57,13 @@ class PreprocessingSettings(Section):
     """Subtracted from red, green and blue, each in [0, 1]."""
     std: tuple[float, float, float] | None = Field(default=None, strict=False)
     """Red, green and blue are divided by it."""
-    eval_resize: Literal["squash", "center_crop"] | None = None
+    eval_resize: (
+        Literal["squash", "center_crop", "squash_crop", "center_crop_down", "squash_crop_down"]
+        | None
+    ) = None
     """Same as `data.eval_resize` of a training."""
     eval_crop_fraction: float | None = Field(default=None, gt=0, le=1)
-    """center_crop only: image size / resized short side."""
+    """Not of squash: image size / resized side."""
     eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
     """Filter of the resize."""
     eval_antialias: bool | None = None
@@ -81,8 +87,9 @@ class ModelRun(Run):
     image_size: PositiveInt | None = None
     """Apply the model at another image size, in pixels a side, its position embeddings resized;
     null: its own."""
-    position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
-    """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
+    position_embedding: Literal["auto", "google", "timm", "deit", "dinov2"] = "auto"
+    """How learned position embeddings are resampled to the new grid; see docs/recipes.md. auto: as
+    the library does that the weights come from."""
     compute: DeviceSettings = DeviceSettings()
     """Device, precision and batch."""
 
@@ -110,11 +117,28 @@ class EvaluationData(Section):
     """Shard folder or its URL, as `data.path` of a training."""
     train_split: str = "train"
     """Split that kNN, few-shot and linear probes learn from; not read without them."""
-    val_split: str = "test"
-    """Split that the metrics are of."""
+    first_percent: float = Field(default=100.0, gt=0, le=100)
+    """Probes learn from the first stored samples only, as `data.first_percent` of a training."""
+    only_classes: tuple[str, ...] = Field(default=(), strict=False)
+    """Evaluate and learn from only samples of these classes. Empty: all."""
+    only_keys: str | None = None
+    """Probes learn only from the samples whose keys this text file lists. null: all."""
+    mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
+    """Further sets of shards that probes learn from."""
+    dev_percent: float = Field(default=0.0, ge=0, lt=100)
+    """Probes do not learn from the last part of the training samples, as of a training."""
+    val_split: str | None = "test"
+    """Split that the metrics are of; null: the part of `dev_percent`."""
     num_workers: int = Field(default=2, ge=0)
     """Loader processes per rank."""
     remote: RemoteSettings = RemoteSettings()
+
+    @property
+    def evaluated(self) -> str:
+        """Name of the evaluated samples for people."""
+        if self.val_split is None:
+            return f"the last {self.dev_percent:g} % of {self.train_split!r}"
+        return repr(self.val_split)
 
 
 class EvaluateRun(ModelRun):
@@ -139,24 +163,28 @@ class EvaluateRun(ModelRun):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
+        if self.data.val_split is None and not self.data.dev_percent:
+            yield ("data.val_split", "null evaluates the part of dev_percent; set one of the two")
         names = [each.name for each in self.evaluate]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
         for each in self.evaluate:
             if each.every_steps is not None:
                 yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")
+        yield from tracking_problems(self.tracking)
         yield from launch_problems(self.launch)
 
 
 def settings_of_run(argv: Sequence[str]) -> list[str]:
     """Overrides that evaluate the run of `init=` on its own data, as it evaluates itself.
 
-    Of weights outside a run folder: a name, and classification. None where a configuration is
-    given. Raises UserError if nothing is there.
+    Other shards are evaluated whole. Of weights outside a run folder: a name, and classification.
+    None where a configuration is given. Raises UserError if nothing is there.
     """
     init = next((word[5:] for word in reversed(argv) if word.startswith("init=")), None)
     if init is None or any(word.partition("=")[0] == "--config" for word in argv):
         return []
+    init = os.path.expanduser(init)
     if not init.startswith("hf://") and not Path(init).exists():
         resolve_weights(init)
     files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]
@@ -167,10 +195,25 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
         for each in config.get("evaluate") or [{"name": "classification"}]
     ]
     name = f"{config.get('name', Path(init).stem)}-evaluation"
-    data = {key: config.get("data", {}).get(key) for key in ("path", "train_split", "val_split")}
-    values = {"name": name, "evaluate": evaluations}
-    values |= {f"data.{key}": value for key, value in data.items() if value is not None}
+    values = {"name": name, "evaluate": evaluations, **_samples_of_run(config, argv)}
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _samples_of_run(config: Mapping[str, Any], argv: Sequence[str]) -> dict[str, Any]:
+    """The settings of the run's own images, and its precision."""
+    used: dict[str, Any] = config.get("data") or {}
+    cache = (used.get("remote") or {}).get("cache_path")
+    precision = (config.get("engine") or {}).get("precision", "auto")
+
+    found = {f"data.{key}": used.get(key) for key in ("path", "train_split", "val_split")}
+    chosen = {f"data.{key}": used.get(key) for key in CHOOSING if used.get(key)}
+    # The dev part was evaluated instead of the split.
+    chosen |= {"data.val_split": None} if used.get("dev_percent") else {}
+    found = {key: value for key, value in found.items() if value is not None}
+    is_own = not any(word.startswith("data.path=") for word in argv)
+    found |= chosen if is_own else {}
+    found |= {} if cache is None else {"data.remote.cache_path": cache}
+    return found | ({"compute.precision": precision} if precision in ("bf16", "fp32") else {})
 
 
 # ---- predictions, exports, pictures --------------------------------------------------------------

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.run import FinetuneRun
 from vitscale.config.errors import UserError
-from vitscale.data.label_spaces import known_space, space_of_length
 from vitscale.data.training_set import class_names
+from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import read_source
 from vitscale.models.settings import Architecture
 from vitscale.models.weights.files import Weights
-from vitscale.models.weights.transfer import inferred_model, transfer_weights
+from vitscale.models.weights.transfer import head_layers, inferred_model, transfer_weights
 
 # Fewer matches than this share are a mistake, not a few missing classes.
 MIN_SHARE = 0.5
+QKV = "blocks.0.attn.qkv.weight"
 
 
 def load_initial_weights(
@@ -33,15 +35,10 @@ def load_initial_weights(
         return None, []
     found, source = read_source(run.init, weights=run.init_weights, model=run.model)
     messages = [f"starting from {found.format}"]
-    if run.keep_head == "slice":
-        wanted = class_names(run.data)
-        tensors, missing = sliced_head(
-            found.tensors, source=found.classes, target=wanted, where=found.where
-        )
-        found = replace(found, tensors=tensors)
-        kept = f"{len(wanted) - len(missing):,} of {len(wanted):,}"
-        zero = f"; zero weights for {_first(missing)}" if missing else ""
-        messages.append(f"kept {kept} classes of the head, by name{zero}")
+    refuse_other_heads(found, model, arch)
+    if run.keep_head:
+        found, said = with_head(found, class_names(run.data), keep=run.keep_head)
+        messages += said
     try:
         left_out = transfer_weights(
             model,
@@ -60,9 +57,10 @@ def load_initial_weights(
     if left_out := [*left_out, *found.left_out]:
         what = f"{len(left_out)} tensors that this model does not have: {_first(left_out)}"
         messages.append(f"left out {what}")
+    messages += _differences(found, run, arch)
     if source is not None:
         return run.init, [*source.warnings, *messages]
-    return found.where, [*messages, *_differences(found, run, arch)]
+    return found.where, messages
 
 
 def _first(names: Sequence[str]) -> str:
@@ -87,66 +85,98 @@ def _keys_that_fit(found: Weights, mine: Architecture) -> str | None:
     return f"these weights need {' '.join(changes)}" if changes else None
 
 
+def refuse_other_heads(found: Weights, model: nn.Module, arch: Architecture) -> None:
+    """Raise UserError where the same tensors would be cut into another number of heads."""
+    expected, mine = found.known.get("num_heads"), getattr(arch, "num_heads", None)
+    own, given = model.state_dict().get(QKV), found.tensors.get(QKV)
+    if None in (expected, mine) or expected == mine or own is None or given is None:
+        return
+    if own.shape == given.shape:
+        raise UserError(
+            f"these weights have {expected} attention heads, and this run {mine}: the tensors fit, "
+            "but would compute something else",
+            where="model.num_heads",
+            next_step=f"set model.num_heads={expected}",
+        )
+
+
 def _differences(found: Weights, run: FinetuneRun, arch: Architecture) -> Iterator[str]:
     """Yield settings in which the run differs from the weights without a difference in shapes."""
-    known = {} if found.known.get("name") == "timm" else found.known
-    expected = {f"model.{key}": value for key, value in known.items() if key != "pool"}
+    # A new head may well see another pool.
+    left_out = () if run.keep_head else ("pool",)
+    left_out = (*left_out, "name", "image_size")
+    expected = {f"model.{key}": found.known[key] for key in found.known if key not in left_out}
     expected |= {f"data.{key}": found.preprocessing[key] for key in ("mean", "std")}
     for key, value in expected.items():
         section, _, name = key.partition(".")
         mine = getattr(arch if section == "model" else run.data, name, value)
-        if mine != value:
+        if _in_evaluation(mine) != _in_evaluation(value):
             shown, own = (list(x) if isinstance(x, tuple) else x for x in (value, mine))
             said = "probably expect" if found.assumes(name) else "expect"
             yield f"these weights {said} {key}={shown}; this run has {own}"
 
 
+def _in_evaluation(value: Any) -> Any:
+    """Arguments of timm without those of dropout and drop path, which act in training alone."""
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if "drop" not in name}
+
+
 # ---- rows of a head -----------------------------------------------------------------------------
 
 
-def sliced_head(
-    weights: Mapping[str, torch.Tensor],
-    *,
-    source: Sequence[str] | None,
-    target: Sequence[str],
-    where: str,
-) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the weights with the rows of their classifiers that `target` names, in its order, and
-    the classes that they lack: 21k classes -> 1k, as EVA does (Fang et al. 2022).
+def with_head(
+    found: Weights, target: Sequence[str], *, keep: bool | str
+) -> tuple[Weights, list[str]]:
+    """Return the weights with the rows of their classifiers for `target`, in its order, and a
+    message about them.
 
-    source: name of each row; None, or names that do not match: the WordNet ids of ImageNet's heads
-    of this size. A class that is missing gets zero weights and the lowest bias of the others, so
-    that it never wins by itself.
-    Raises UserError without a head, and where fewer than half of the classes are found.
+    keep: slice, or true: then the classes are the same ones. A class that is missing gets zero
+    weights and the lowest bias of the others, so that it never wins by itself: 21k classes -> 1k,
+    as EVA does (Fang et al. 2022).
+    Raises UserError without a head, where classes are not found, and with `slice` where fewer than
+    half of them are.
     """
-    # `head`, with a representation layer `head.2`, and the distillation token's.
-    candidates = ("head.2" if "head.2.weight" in weights else "head", "head_dist")
-    heads = [name for name in candidates if f"{name}.weight" in weights]
+    weights, where = found.tensors, found.where
+    heads = head_layers(weights, timm_name=found.known.get("model"))
     if not heads:
+        if keep != "slice":
+            return found, []  # the table of misfits says so
         raise UserError(
             "contains no classifier to slice", where=where, next_step="set keep_head=false"
         )
     num_rows = len(weights[f"{heads[0]}.weight"])
-    space, wanted = space_of_length(num_rows), set(target)
-    known = () if space is None else known_space(space)
-    names = max((source or (), known), key=lambda each: len(wanted.intersection(each)))
-    rows = {name: row for row, name in enumerate(names)}
-    missing = [name for name in target if name not in rows]
-    if len(names) != num_rows or len(target) - len(missing) < MIN_SHARE * len(target):
-        raise UserError(
-            f"its {num_rows:,} classes ({', '.join(names[:2]) or 'unknown'}, ...) include "
-            f"{len(wanted.intersection(names)):,} of the {len(target):,} that are wanted "
-            f"({', '.join(target[:2])}, ...)",
-            where=where,
-            allowed="at least half, matched by name: WordNet ids for ImageNet's heads, "
-            "classes.json of our runs",
-            next_step="name the classes of the shards alike, or set keep_head=false",
+    names = found.classes if found.classes and len(found.classes) == num_rows else None
+    try:
+        matched = column_of_each_class(names, target, num_outputs=num_rows)
+    except UserError:
+        if keep == "slice" or num_rows != len(target):
+            raise
+        said = (
+            f"kept the head, whose {num_rows:,} classes have no names: taken in the shards' order"
         )
-    chosen = torch.tensor([rows.get(name, -1) for name in target])
-    found = dict(weights)
+        return found, [said]
+    missing = matched.lacking(target)
+    num_found = len(target) - len(missing)
+    is_too_few = num_found < MIN_SHARE * len(target)
+    if is_too_few or (keep != "slice" and (missing or num_rows != len(target))):
+        raise UserError(
+            f"its {num_rows:,} classes ({', '.join((names or ())[:2]) or 'unknown'}, ...) include "
+            f"{num_found:,} of the {len(target):,} that are wanted ({', '.join(target[:2])}, ...)",
+            where=where,
+            allowed="the same classes with keep_head=true; with keep_head=slice at least half of "
+            "them, matched by name",
+            next_step="name the classes of the shards alike, or set keep_head=slice or false",
+        )
+    columns = torch.tensor(matched.columns)
+    tensors = dict(weights)
     for head in heads:
-        kernel, bias = weights[f"{head}.weight"][chosen], weights[f"{head}.bias"][chosen]
-        kernel[chosen < 0] = 0
-        bias[chosen < 0] = bias[chosen >= 0].min()
-        found |= {f"{head}.weight": kernel, f"{head}.bias": bias}
-    return found, missing
+        kernel, bias = weights[f"{head}.weight"][columns], weights[f"{head}.bias"][columns]
+        kernel[columns < 0] = 0
+        bias[columns < 0] = bias[columns >= 0].min()
+        tensors |= {f"{head}.weight": kernel, f"{head}.bias": bias}
+    kept = f"kept {num_found:,} of {len(target):,} classes of the head"
+    how = f", {matched.how}" if matched.how else ""
+    zero = f"; zero weights for {_first(missing)}" if missing else ""
+    return replace(found, tensors=tensors), [f"{kept}{how}{zero}"]

@@ -8,6 +8,7 @@ python launch/compare.py sync runs/a runs/b [--to tensorboard]
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -42,6 +43,9 @@ def parse_arguments() -> argparse.Namespace:
     text = "MLflow store, searched first; default: that of the site file, or runs/mlflow.db"
     parser.add_argument("--uri", help=text)
     arguments = parser.parse_args()
+    for name in ("output", "csv", "json"):
+        given = getattr(arguments, name)
+        setattr(arguments, name, given and os.path.expanduser(given))
     if bool(arguments.runs) == (arguments.filter is not None):
         raise UserError(
             "both runs and --filter given" if arguments.runs else "no run given",

@@ -9,6 +9,7 @@ A chain, and a sweep such as optim.lr=[0.003,0.03], is one job for each of its r
 from __future__ import annotations
 
 import sys
+from shlex import quote
 
 try:
     from launch.chains.load import launch_command, load_chain
@@ -99,7 +100,8 @@ def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     else:
         kind, pause = "job", "checkpoint, then requeue"
         log = str(submission.log(0))
-    status = f"vitscale status {shown_folder(job_folder(run, cluster='slurm').parent)}"
+    folder = shown_folder(job_folder(run, cluster="slurm").parent)
+    status = f"vitscale status {quote(folder)}"
     follow = "" if submission.is_array else f"  watch    {status} --follow\n"
     print(
         f"submitted {kind} {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"

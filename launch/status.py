@@ -15,8 +15,7 @@ import time
 from dataclasses import asdict
 
 try:
-    from launch.jobs.queue import known_jobs
-    from launch.jobs.states import as_text, find_runs, follow_run, read_state
+    from launch.jobs.states import as_text, find_runs, follow_run, jobs_for, read_state
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -34,7 +33,7 @@ def main() -> None:
                 next_step="name one run",
             )
         raise SystemExit(follow_run(folders[0]))
-    jobs = known_jobs()
+    jobs = jobs_for(folders)
     runs = [read_state(folder, jobs) for folder in folders]
     if arguments.json:
         values = [{"name": run.folder.name, **asdict(run)} for run in runs]

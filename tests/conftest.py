@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from hypothesis import settings
 
+from tests.support.clean_environment import clean_environment
 from tests.support.golden import Golden
 from tests.support.levels import skip_or_fail
 from tests.support.ranks.fault_runs import (
@@ -33,9 +34,7 @@ from vitscale.tracking.mlflow_sync import open_client
 # a shared machine may stall.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
-# The developer's own site file has no effect on the tests.
-os.environ["VITSCALE_SITE"] = ""
-os.environ["WANDB_MODE"] = "offline"
+clean_environment()
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

@@ -7,6 +7,7 @@ everything else, as `python SCRIPT` would.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -130,7 +131,7 @@ def _check_stage(name: str, words: Sequence[str]) -> None:
     config = words[0] if words else ""
     if config and (stage := read_values(config).get("stage", name)) != name:
         other = {"chain": "launch --local", "data_prep": "prepare shards"}.get(stage, stage)
-        step = f"vitscale {other} {config}"
+        step = f"vitscale {other} {shlex.quote(config)}"
         raise UserError(f"is a configuration of stage {stage}", where=config, next_step=step)
 
 

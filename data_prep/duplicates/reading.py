@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from data_prep.duplicates.second_look import look_at, nearly_equal
 from data_prep.duplicates.similar import describe_images
 from data_prep.formats.index_files import tar_files
 from data_prep.formats.ledger import LEDGER_NAME
@@ -89,6 +90,16 @@ def source_paths(folder: Path, keys: pa.ChunkedArray) -> pa.ChunkedArray:
 def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
     """Return the descriptors of some images, and how many could not be decoded."""
     return describe_images([image_of(row) for row in images])
+
+
+def copied_image(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Return the position in `rows` of the first image that the first one copies; 0: none."""
+    looks = [look_at(image_of(rows[0]))]
+    for number, row in enumerate(rows[1:], 1):
+        looks.append(look_at(image_of(row)))
+        if nearly_equal(looks[0], looks[number]):
+            return number
+    return 0
 
 
 def image_of(row: Mapping[str, Any]) -> bytes:

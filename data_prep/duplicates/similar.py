@@ -53,18 +53,21 @@ BATCH_ROWS = 1 << 14
 # Candidates per batch. What one batch settles, the next ones do not compare again, so in a large
 # family of copies few pairs are compared.
 MAX_PAIRS = 1 << 14
+# Of an image that is no copy of the first one that it looks like, so many others are looked at.
+NUM_NEAREST = 4
+NEAREST_ROWS = 1 << 8
 
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     """Return descriptors of encoded images, blank if undecodable, and how many are that."""
-    pictures = [grey_picture(content) for content in contents]
+    pictures = [grey_picture(content, side=SIDE_PX) for content in contents]
     blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
-    found = [blank if picture is None else picture for picture in pictures]
+    found = [blank if picture is None else picture[0] for picture in pictures]
     return picture_descriptors(np.array(found)), sum(picture is None for picture in pictures)
 
 
-def grey_picture(content: bytes) -> np.ndarray | None:
-    """SIDE_PX x SIDE_PX grey values, upright, transparent pixels white.
+def grey_picture(content: bytes, *, side: int) -> tuple[np.ndarray, int] | None:
+    """Return side x side grey values, upright, transparent pixels white, and the short side.
 
     None if the image cannot be decoded or has more than MAX_PIXELS.
     """
@@ -74,13 +77,14 @@ def grey_picture(content: bytes) -> np.ndarray | None:
         with open_picture(content, formats=tuple(SUFFIXES)) as image:
             if image.width * image.height > MAX_PIXELS:
                 return None
+            short_side = min(image.size)
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
             # filled, hence the box, which is the true extent of the picture.
-            drafted = image.draft("L", (2 * SIDE_PX, 2 * SIDE_PX))
+            drafted = image.draft("L", (2 * side, 2 * side))
             turn = orientation(image)
             grey = plain(image).convert("L")
             small = grey.resize(
-                (SIDE_PX, SIDE_PX),
+                (side, side),
                 Image.Resampling.BILINEAR,
                 box=drafted[1] if drafted else None,
                 reducing_gap=3.0,
@@ -90,7 +94,7 @@ def grey_picture(content: bytes) -> np.ndarray | None:
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
         return None
-    return np.asarray(upright(small, turn))
+    return np.asarray(upright(small, turn)), short_side
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
@@ -188,6 +192,33 @@ def first_similar(descriptors: np.ndarray) -> np.ndarray:
     found[blank] = own[blank]
     distinct = np.flatnonzero((found == own) & ~blank)
     found[distinct] = distinct[_first_matches(descriptors[distinct])]
+    return found
+
+
+def nearest_before(descriptors: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """int64 [len(rows), NUM_NEAREST]: the earlier images that correlate most, best first; -1: none.
+
+    rows: positions. Keys do not matter here.
+    """
+    _, _, signs = _frequencies()
+    found = np.full((len(rows), NUM_NEAREST), -1)
+    for start in range(0, len(rows), NEAREST_ROWS):
+        some = rows[start : start + NEAREST_ROWS]
+        own = descriptors[some].astype(np.float64)
+        best = np.full((len(some), NUM_NEAREST), -1.0)
+        places = found[start : start + NEAREST_ROWS]
+        for first in range(0, int(some.max()), BATCH_ROWS):
+            block = descriptors[first : first + BATCH_ROWS].astype(np.float64)
+            norms = np.outer((own**2).sum(axis=1), (block**2).sum(axis=1))
+            alike = np.maximum(own @ block.T, (own * signs) @ block.T)
+            alike /= np.sqrt(np.maximum(norms, 1))
+            numbers = np.broadcast_to(first + np.arange(len(block)), alike.shape)
+            is_likely = (numbers < some[:, None]) & (alike >= MIN_CORRELATION)
+            both = np.hstack([best, np.where(is_likely, alike, -1)])
+            order = np.argsort(-both, axis=1, kind="stable")[:, :NUM_NEAREST]
+            best = np.take_along_axis(both, order, axis=1)
+            both_places = np.hstack([places, np.where(is_likely, numbers, -1)])
+            places[:] = np.take_along_axis(both_places, order, axis=1)
     return found
 
 

@@ -18,6 +18,7 @@ from typing import ClassVar
 import pyarrow as pa
 
 from vitscale.config.errors import StorageError, UserError
+from vitscale.config.outside import visible
 from vitscale.data.index import DATA_LOSS_ERRNOS
 from vitscale.data.tar_members import CompressedTar, TarDefect
 from vitscale.runs.data_prep import SOURCES, LabelSettings, SourceSettings
@@ -29,7 +30,7 @@ NO_CLASS = ""
 # that does not answer, no memory, no file handles, an expired key.
 FILE_FAULTS = frozenset(
     {
-        *DATA_LOSS_ERRNOS,
+        *(errno.EIO, *DATA_LOSS_ERRNOS),
         *(errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
         *(errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.EOVERFLOW, errno.EPERM, errno.ESPIPE),
     }
@@ -168,8 +169,8 @@ def class_from_cell(
 
 
 def printable(name: str | bytes) -> str:
-    """Return a file name as valid UTF-8; other bytes become \\xNN."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
+    """Return a file name as valid UTF-8; other bytes and control characters become \\xNN."""
+    return visible(os.fsencode(name).decode("utf-8", "backslashreplace"))
 
 
 def compressed_tar_error(path: str) -> UserError:

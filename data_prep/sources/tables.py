@@ -28,10 +28,13 @@ from data_prep.sources.protocol import (
     raise_if_outage,
 )
 from vitscale.config.errors import UserError
+from vitscale.config.outside import MAX_EXPANSION, check_expansion
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
-# Rows with images that are decoded at a time, and rows with paths.
-IMAGE_ROWS, PATH_ROWS = 64, 4096
+# Rows that are read at a time: so many, or fewer, so that they cannot exceed so many bytes.
+PATH_ROWS, CELL_BYTES = 4096, 256 << 20
+# Paths and labels repeat, and are packed much better than images.
+TEXT_EXPANSION = 1000
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 SPLIT_COLUMN = "split"
 # Network file systems answer many requests at a time.
@@ -68,7 +71,7 @@ class ParquetImages(Source):
             columns = self._columns(table.schema_arrow, container.path)
             if self.labels.values != "index":
                 names = class_label_names(table.schema_arrow, label)
-            for batch in table.iter_batches(IMAGE_ROWS, columns=columns, use_threads=False):
+            for batch in _batches(table, columns, path=self.root / container.path):
                 for row in batch.to_pylist():
                     image = row[self.settings.image_column]
                     image = image if isinstance(image, dict) else {"bytes": image}
@@ -149,7 +152,12 @@ class PathTable(Source):
             keys["source.label"] = self.settings.label
         columns = dict.fromkeys(keys.values())
         if _is_parquet(path):
-            table = pq.read_table(full)
+            with pq.ParquetFile(full) as file:
+                schema = file.schema_arrow
+                wanted = [name for name in (*columns, SPLIT_COLUMN) if name in schema.names]
+                batches = _batches(file, wanted, path=full, times=TEXT_EXPANSION)
+                types = pa.schema([schema.field(name) for name in wanted])
+                table = pa.Table.from_batches(batches, types)
         else:
             # Text, so that 007 stays what it is; bytes, since file names may not be UTF-8.
             types = dict.fromkeys((*columns, SPLIT_COLUMN), pa.binary())
@@ -202,6 +210,37 @@ class PathTable(Source):
         if item.reason is None and class_name is None and self.labels.values != "none":
             item.reason = "no_label"
         return item
+
+
+def _batches(
+    table: pq.ParquetFile, columns: Sequence[str], *, path: Path, times: int = MAX_EXPANSION
+) -> Iterator[pa.RecordBatch]:
+    """Yield rows, at most about CELL_BYTES of them at a time.
+
+    Raises UserError if the columns unpack to far more than the file: by what it says of them, and
+    as they are read, since a dictionary can repeat a cell without end.
+    """
+    where = repr(printable(str(path)))
+    check = partial(check_expansion, file_bytes=path.stat().st_size, where=where)
+    sizes = [0]
+    for number in range(table.num_row_groups):
+        group = table.metadata.row_group(number)
+        parts = [group.column(column) for column in range(group.num_columns)]
+        # Columns of a struct are named IMAGE.bytes.
+        wanted = [
+            part.total_uncompressed_size
+            for part in parts
+            if {part.path_in_schema, part.path_in_schema.partition(".")[0]} & set(columns)
+        ]
+        sizes.append(sum(wanted))
+    check(sum(sizes), times=times)
+
+    num_rows = min(PATH_ROWS, max(1, CELL_BYTES // max(1, *sizes)))
+    num_bytes = 0
+    for batch in table.iter_batches(num_rows, columns=columns, use_threads=False):
+        num_bytes += batch.nbytes
+        check(num_bytes, times=times)
+        yield batch
 
 
 def _text(cell: object, column: str, *, row: str) -> object:

@@ -18,10 +18,11 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,6 +37,7 @@ from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
+from vitscale.config.changes import changed_settings, keys_without_effect
 from vitscale.config.errors import (
     EXIT_STOPPED_RESUMABLE,
     FailureKind,
@@ -43,19 +45,16 @@ from vitscale.config.errors import (
     UserError,
     WorkerError,
 )
-from vitscale.config.redaction import flatten_params
 from vitscale.config.text_files import read_named
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
-from vitscale.distributed.processes import num_cores, num_gpus
+from vitscale.distributed.processes import environment_number, num_cores, num_gpus
 from vitscale.distributed.worker_processes import Workers
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.journal import item_progress
 
-# Settings that do not change the bytes of the result, besides the path of the source.
-EXECUTION = dict.fromkeys(("output", "launch", "num_workers", "script"), True)
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
 FOLDERS = ("claims", "list", "spool", "tars", "tmp")
 HEARTBEAT_NAME, HEARTBEAT_S = "alive", 5.0
@@ -67,8 +66,7 @@ WAIT_S = 0.2
 # Between two lines about what is waited for.
 SAY_WAIT_S = 30.0
 OWNERS_SHOWN = 4
-# What workers need; pyarrow imports pandas at first use: 0.3 s and 45 MiB in each of them.
-IMPORTS = ("data_prep.steps.finish", "pandas", "pyarrow.parquet", "PIL.JpegImagePlugin")
+IMPORTS = ("data_prep.steps.finish", "pyarrow.parquet", "PIL.JpegImagePlugin")
 
 
 class WorkFolder:
@@ -219,18 +217,29 @@ class Step:
     """Called for each finished unit; raises UserError if the work can no longer succeed."""
 
 
+class _NoPandas:
+    """Hides pandas, which pyarrow would import at first use: 0.3 s and 45 MiB in each process."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("pandas is not needed here", name=name)
+
+
 def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> None:
     """Work through the steps; return when any tasks have finished them.
 
     num_workers: 1 works in this process. Raises StorageError or WorkerError where a rerun resumes,
     UserError for a corpus that cannot be used.
     """
-    task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
+    names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
+    task = environment_number(names[0], least=0) if names else 0
     with _storage_errors(work):
-        work.open()
-        work.clean()
         try:
+            # Workers come first: their server is a fork of this process only while that has no
+            # thread, such as the heartbeat's, and else takes half a second to import everything.
             with Workers(partial(attempt, work), num=num_workers, imports=IMPORTS) as workers:
+                work.open()
+                work.clean()
                 for step in steps:
                     if not work.is_finished:
                         _share(work, step, workers, start=task * num_workers)
@@ -360,6 +369,8 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     start = time.monotonic()
     for number in SIGNALS:
         signal.signal(number, _stop)
+    finders: list[Any] = sys.meta_path
+    finders.insert(0, _NoPandas())
     work = WorkFolder(run)
     made = find_existing(work)
     if made is None:
@@ -414,7 +425,8 @@ def find_existing(work: WorkFolder) -> Manifest | None:
     except UserError as error:
         what = f"exists already and was not made by this script\n{error.text()}"
         raise UserError(what, where="output", next_step=advice) from None
-    if changed := changed_settings(manifest.config, content_config(work.run)):
+    changed = changed_settings(manifest.config, content_config(work.run), purpose="output")
+    if changed:
         what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
         raise UserError(what, where="output", next_step=advice)
     if difference := work.run.source.other_place(manifest.source_path):
@@ -429,7 +441,7 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     Paths of source and output and settings of the execution are left out. Raises UserError for a
     file that cannot be read.
     """
-    config = run.model_dump(mode="json", exclude={**EXECUTION, "source": {"path"}})
+    config = run.model_dump(mode="json", exclude=keys_without_effect("output"))
     load_labels(run.labels)  # its errors say more than one of a missing file
     for name in ("labels.map", "labels.space", "source.leave_out", "source.val_labels"):
         section, key = name.split(".")
@@ -439,16 +451,10 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     return config
 
 
-def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Keys with different values, such as seed and labels.map_blake3."""
-    before, after = flatten_params(old), flatten_params(new)
-    return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-
-
 def check_settings(work: WorkFolder) -> None:
     """Raise UserError unless the work was begun with these settings, source and version."""
     begun = json.loads((work.path / SETTINGS_NAME).read_text())
-    if changed := changed_settings(begun, _settings(work.run)):
+    if changed := changed_settings(begun, _settings(work.run), purpose="output"):
         raise UserError(
             f"was begun with other settings: {', '.join(changed)}",
             where=str(work.path),

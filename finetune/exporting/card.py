@@ -54,8 +54,7 @@ def _facts(model: TrainedModel) -> Iterator[str]:
             f"{arch.patch_size} px, {sizes}"
         )
     yield f"- model: {arch.title}, {number:,} parameters: {sizes}"
-    averaged = model.run is not None and model.run.averaged
-    yield f"- weights from: {model.source}{', their average over training' if averaged else ''}"
+    yield f"- weights from: {model.source}"
     names = model.classes or ()
     shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
     yield f"- classes: {model.num_classes or 'no head'}{f' ({shown})' if shown else ''}"
@@ -67,8 +66,11 @@ def _images(model: TrainedModel) -> Iterator[str]:
     if how.eval_resize == "squash":
         yield f"- the whole image is resized to {size} ({kind})"
     else:
-        larger = floor(how.image_size / how.eval_crop_fraction)
-        yield f"- the short side is resized to {larger} px ({kind}), and the centre {size} cut out"
+        larger = f"{floor(how.image_size / how.eval_crop_fraction)} px"
+        side = f"the short side is resized to {larger}"
+        if how.eval_resize.startswith("squash_crop"):
+            side = f"the whole image is resized to a square of {larger}"
+        yield f"- {side} ({kind}), and the centre {size} cut out"
     yield f"- RGB, (x / 255 - mean) / std with mean {list(how.mean)} and std {list(how.std)}"
     if not how.eval_antialias and how.eval_interpolation != "area":
         yield (

@@ -74,5 +74,6 @@ def write_description(model: TrainedModel, folder: Path) -> None:
         "grid": model.arch.grid,
         "preprocessing": asdict(model.preprocessing),
         "classes": model.classes,
+        "independent": model.independent,
     }
     write_json(folder / DESCRIPTION, description)

@@ -172,6 +172,7 @@ def _config(model: TrainedModel) -> dict[str, Any]:
         "attention_probs_dropout_prob": 0.0,
         "id2label": {str(label): name for label, name in enumerate(model.class_names)},
         "label2id": {name: label for label, name in enumerate(model.class_names)},
+        **({"problem_type": "multi_label_classification"} if model.independent else {}),
     }
     if not kind.startswith("dinov2"):
         return config | {"intermediate_size": arch.mlp_width}
@@ -180,14 +181,20 @@ def _config(model: TrainedModel) -> dict[str, Any]:
 
 
 def _preprocessor(how: Preprocessing) -> dict[str, Any]:
-    """ViTImageProcessor squashes; BitImageProcessor resizes the short side and crops."""
+    """ViTImageProcessor squashes; BitImageProcessor resizes the short side, DeiTImageProcessor the
+    whole image, and both crop."""
     square = {"height": how.image_size, "width": how.image_size}
-    size: dict[str, Any] = {"image_processor_type": "ViTImageProcessor", "size": square}
-    if how.eval_resize != "squash":
-        short = math.floor(how.image_size / how.eval_crop_fraction)
-        size = {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": short}}
-        size |= {"do_center_crop": True, "crop_size": square}
-    return size | {
+    larger = math.floor(how.image_size / how.eval_crop_fraction)
+    kind, size = {
+        "squash": ("ViT", square),
+        "center_crop": ("Bit", {"shortest_edge": larger}),
+        "squash_crop": ("DeiT", {"height": larger, "width": larger}),
+    }[how.eval_resize.removesuffix("_down")]
+    crop = {} if kind == "ViT" else {"do_center_crop": True, "crop_size": square}
+    return {
+        "image_processor_type": f"{kind}ImageProcessor",
+        "size": size,
+        **crop,
         "do_resize": True,
         "resample": FILTERS[how.eval_interpolation],
         "do_rescale": True,

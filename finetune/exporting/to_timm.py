@@ -97,14 +97,15 @@ def _config(model: TrainedModel) -> dict[str, Any]:
 
 def _preprocessing(how: Preprocessing) -> dict[str, Any]:
     """Return the preprocessing in the form of timm's `pretrained_cfg`."""
-    squash = how.eval_resize == "squash"
+    is_whole = how.eval_resize == "squash"
+    is_center = how.eval_resize.startswith("center_crop")
     return {
         "input_size": [3, how.image_size, how.image_size],
         "mean": list(how.mean),
         "std": list(how.std),
         "interpolation": INTERPOLATIONS[how.eval_interpolation],
-        "crop_pct": 1.0 if squash else how.eval_crop_fraction,
-        "crop_mode": "squash" if squash else "center",
+        "crop_pct": 1.0 if is_whole else how.eval_crop_fraction,
+        "crop_mode": "center" if is_center else "squash",
     }
 
 

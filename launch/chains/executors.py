@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from launch.chains.load import Chain, ChainStep
-from launch.comparison.differences import has_effect
 from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.preparation import RUN_TYPES, job_folder, prepare_job, submit_run
 from launch.jobs.processes import EXIT_INTERRUPTED, StopFlag, run_here
@@ -25,6 +25,7 @@ from launch.jobs.states import RESULTS_NAME
 from launch.jobs.submission import require_slurm
 from launch.planning.dry_run import (
     Check,
+    KnownFacts,
     as_table,
     batch_script,
     refuse_or_warn,
@@ -32,15 +33,18 @@ from launch.planning.dry_run import (
     slurm_check,
 )
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.config.loader import load_run_file
-from vitscale.config.redaction import flatten_params
+from vitscale.config.redaction import flatten
 from vitscale.config.section import Run
 from vitscale.data.index import MANIFEST_NAME, read_manifest
+from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.events import read_start
 from vitscale.runs.data_prep import DataPrepRun
 
 say = partial(print, flush=True)
+HASH_OF_FILE = "_blake3"
 
 
 # ---- what is done -----------------------------------------------------------------------------
@@ -96,15 +100,24 @@ def step_state(step: ChainStep, states: States) -> StepState:
 
 
 def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
-    folder = step.folder.expanduser()
+    folder = step.folder
     manifest = folder / MANIFEST_NAME
     if not manifest.exists():
         return StepState(text="missing")
-    made, now = read_manifest(folder), run.model_dump(mode="json")
-    before = made.config
-    if changes := _changes(before, {key: now[key] for key in before.keys() & now.keys()}):
+    manifest_read = read_manifest(folder)
+    made = manifest_read.config
+    settings = run.model_dump(mode="json")
+    now = flatten({key: settings[key] for key in made.keys() & settings.keys()})
+
+    # A manifest also has the hash of each file that a setting names, as KEY_blake3.
+    for key in [key for key in flatten(made) if key.endswith(HASH_OF_FILE)]:
+        file = Path(now.get(key.removesuffix(HASH_OF_FILE), "")).expanduser()
+        # Only the nodes may see the file.
+        now[key] = blake3_of_file(file) if file.is_file() else flatten(made)[key]
+
+    if changes := _changes(made, now):
         return _changed("exists already, made with other settings", changes, folder)
-    if difference := run.source.other_place(made.source_path):
+    if difference := run.source.other_place(manifest_read.source_path):
         return _changed("exists already, from another source", [difference], folder)
     return StepState(text="done", finished=manifest.stat().st_mtime)
 
@@ -147,12 +160,10 @@ def _changes_since(run: Run, path: Path) -> list[str]:
 
 def _changes(made: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Settings with an effect that differ."""
-    before, after = flatten_params(made), flatten_params(now)
+    changes = changed_settings(made, now, purpose="chain")
     return [
-        f"{key}: made with {before.get(key, 'nothing')}, now {after.get(key, 'nothing')}"
-        for key in sorted(before.keys() | after.keys())
-        # A manifest also has the hashes of the files that settings name.
-        if has_effect(key) and not key.endswith("_blake3") and before.get(key) != after.get(key)
+        f"{key}: made with {before or 'nothing'}, now {after or 'nothing'}"
+        for key, (before, after) in changes.items()
     ]
 
 
@@ -186,6 +197,7 @@ def _start(chain: Chain, *, num_procs: int | None) -> dict[str, StepState]:
 def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
     """Check all unfinished runs; equal rows appear once."""
     kinds, rows = {step.name: step.kind for step in chain.steps}, []
+    known: KnownFacts = {}
     for step in chain.steps:
         missing = [kinds[name] for name in step.needs if not states[name].is_done]
         # Shards that the chain is still to make cannot be checked.
@@ -194,14 +206,14 @@ def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
             if num_procs is not None:
                 launch = run.launch.model_copy(update={"nodes": 1, "tasks_per_node": num_procs})
                 run = run.model_copy(update={"launch": launch})
-            rows += run_checks(run)
+            rows += run_checks(run, known=known)
     if num_procs is None:
         rows += [row for script in _scripts(chain, states).values() for row in slurm_check(script)]
     return list({(row.name, row.detail): row for row in rows}.values())
 
 
 def _compare_line(chain: Chain) -> str:
-    return f"  compare  vitscale compare {chain.folder}"
+    return f"  compare  vitscale compare {quote(str(chain.folder))}"
 
 
 def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
@@ -227,7 +239,7 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
                 say("stopped; the same command resumes the chain")
                 return code
             if code:
-                alone = f"vitscale launch --local --config {os.path.relpath(job.config)}"
+                alone = f"vitscale launch --local --config {quote(os.path.relpath(job.config))}"
                 failures.append(f"{step.name}: ended with code {code}\n    alone: {alone}")
             states[step.name] = step_state(step, states)
     if failures:
@@ -291,7 +303,7 @@ def submit_chain(chain: Chain) -> None:
         after = f", after {' and '.join(needed)}" if needed else ""
         say(f"submitted {step.name}: job {submission.job_id}{after}")
     if new:
-        say(f"  state    vitscale status {chain.folder}")
+        say(f"  state    vitscale status {quote(str(chain.folder))}")
         say(f"  cancel   scancel {' '.join(new)}")
     say(_compare_line(chain))
     say("When the jobs have ended, the same command submits what is not done.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.comparison.runs import AXES, ComparedRun
+from vitscale.config.changes import changed_settings, with_effect
 from vitscale.config.errors import UserError
 
 # Which direction is better, by the suffix of a metric's name.
@@ -27,18 +28,9 @@ BETTER = {
 # The metric that decides: the first of these that the most runs have, then any of val, then loss.
 PREFERRED = ("val/top1", "val/knn_top1", "val/linear_top1", "val/class_mean_top1", "val/loss")
 LAST_RESORT = "train/loss"
-# Parameters that differ because the runs do: where a run is, what it is called, what it is part of.
-NAMES, TAGS = ("name", "output"), "tracking.tags"
-# Settings that change where and how fast a run is made, not its result.
-WITHOUT_EFFECT = (
-    *(*NAMES, "tracking", "launch", "checkpoint"),
-    *("data.num_workers", "data.remote", "data.planned_num_samples"),
-    *("engine.num_threads", "engine.timeout_min", "engine.max_micro_batch", "engine.profile_steps"),
-    # Of a data preparation.
-    *("num_workers", "source.path"),
-)
-# The place of a run in a chain: its stage, and the keys of its sweeps and of its inputs' sweeps.
-CHAIN_TAGS = "tracking.tags.chain."
+# The place of a run in a chain: the chain's name, the stage, and the keys of its sweeps and of its
+# inputs' sweeps.
+CHAIN_TAG = "tracking.tags.chain"
 # Of a path such as runs/pretrain_seed0, in which repetitions differ, too.
 SEED = re.compile(r"seed[-_=]?\d+")
 BUDGET = re.compile(rf"({'|'.join(AXES)})(?:=((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?))?", re.IGNORECASE)
@@ -140,21 +132,19 @@ def compare(
     have reached; evaluations, which spend nothing, are left out. Without an axis, runs of different
     lengths are compared at equal steps. Raises UserError if that is not possible.
     """
+    trainings = [run for run in runs if not run.is_evaluation]
     if axis is not None:
-        runs = [run for run in runs if not run.is_evaluation] or runs
-    elif len({run.steps[-1] for run in runs}) > 1:
+        runs = trainings or runs
+    elif len({run.steps[-1] for run in trainings}) > 1:
         axis = "steps"
     budget = None if axis is None else _equal_budget(runs, axis, total)
-    keys = sorted({key for run in runs for key in run.params})
-    differing = [key for key in keys if len(runs) == 1 or _differs(key, runs)]
+
+    keys = sorted({key for run in runs for key in with_effect(run.params, "table")})
+    differing = keys if len(runs) == 1 else sorted(_differing(runs))
     metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
     return Comparison(
         runs=tuple(runs),
-        params=tuple(
-            (key, tuple(run.params.get(key) for run in runs))
-            for key in differing
-            if len(runs) == 1 or (key not in NAMES and not key.startswith(TAGS))
-        ),
+        params=tuple((key, tuple(run.params.get(key) for run in runs)) for key in differing),
         num_equal_params=len(keys) - len(differing),
         metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
         budget=budget,
@@ -162,10 +152,17 @@ def compare(
     )
 
 
-def _differs(key: str, runs: Sequence[ComparedRun]) -> bool:
-    """Whether runs differ in a setting; evaluations and trainings lack settings of each other."""
-    kinds = {run.is_evaluation for run in runs if key in run.params}
-    return len({run.params.get(key) for run in runs if run.is_evaluation in kinds}) > 1
+def _differing(runs: Sequence[ComparedRun]) -> set[str]:
+    """Settings that runs differ in; evaluations and trainings lack settings of each other."""
+    differing: set[str] = set()
+    first_of_kind: dict[bool, ComparedRun] = {}
+    for run in runs:
+        first = first_of_kind.setdefault(run.is_evaluation, run)
+        differing |= changed_settings(first.params, run.params, purpose="table").keys()
+
+    trained, evaluated = (first_of_kind.get(kind, runs[0]).params for kind in (False, True))
+    changed = changed_settings(trained, evaluated, purpose="table")
+    return differing | (changed.keys() & trained.keys() & evaluated.keys())
 
 
 def parse_budget(text: str) -> tuple[str, float | None]:
@@ -191,7 +188,8 @@ def _equal_budget(runs: Sequence[ComparedRun], axis: str, total: float | None) -
                 allowed="samples need data.global_batch; FLOPs need the run folder",
                 next_step="compare at another budget, for example --at steps",
             )
-    shortest = min(run.totals[axis][-1] for run in runs)
+    trainings = [run for run in runs if not run.is_evaluation] or runs
+    shortest = min(run.totals[axis][-1] for run in trainings)
     if total is not None and total > shortest * (1 + SAME):
         raise UserError(
             f"not all runs have reached {total:,.5g} {axis}",
@@ -200,8 +198,13 @@ def _equal_budget(runs: Sequence[ComparedRun], axis: str, total: float | None) -
         )
     chosen = shortest if total is None else total
     # A total that went through division may end a little below.
-    steps = (_last(run.steps, run.totals[axis], chosen * (1 + 1e-9)) for run in runs)
-    return Budget(axis=axis, total=chosen, steps=tuple(steps))
+    limit = chosen * (1 + 1e-9)
+    steps = tuple(
+        # An evaluation spends nothing: its results count at any budget.
+        run.steps[-1] if run.is_evaluation else _last(run.steps, run.totals[axis], limit)
+        for run in runs
+    )
+    return Budget(axis=axis, total=chosen, steps=steps)
 
 
 def _last(values: Sequence[Any], places: Sequence[float], limit: float) -> Any:
@@ -238,36 +241,67 @@ def _finite(values: Iterable[float | None]) -> list[float]:
 # ---- seeds and varied numbers -----------------------------------------------------------------
 
 
-def settings_of(run: ComparedRun) -> dict[str, str]:
-    """Settings of a run without its seed: its place in a chain, else its parameters."""
-    chain = {
-        key.removeprefix(CHAIN_TAGS): value
-        for key, value in run.params.items()
-        if key.startswith(CHAIN_TAGS)
-    }
-    settings = chain or {k: v for k, v in run.params.items() if has_effect(k)}
+def varied_settings(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
+    """What each run may owe its result to, apart from its seed.
+
+    Of a run in a chain its place in it, and the settings in which runs at this place differ: all
+    others follow from the place.
+    """
+    places = [_place_in_chain(run) for run in runs]
+    settings = [
+        {
+            key: SEED.sub("seed", text)
+            for key, text in with_effect(run.params, "result").items()
+            if not _is_seed(key)
+        }
+        for run in runs
+    ]
+
+    # Texts of each setting at each place.
+    known: dict[tuple[Any, str], set[str | None]] = {}
+    keys = {key for each in settings for key in each}
+    for place, each in zip(places, settings, strict=True):
+        for key in keys:
+            known.setdefault((tuple(place.items()), key), set()).add(each.get(key))
+
+    return [
+        place | {k: v for k, v in each.items() if len(known[tuple(place.items()), k]) > 1}
+        for place, each in zip(places, settings, strict=True)
+    ]
+
+
+def _place_in_chain(run: ComparedRun) -> dict[str, str]:
+    """The name of the chain, the stage, and the values of the sweeps; empty without a chain."""
     return {
-        key: SEED.sub("seed", value)
-        for key, value in settings.items()
-        if key.rpartition(".")[2] != "seed"
+        key.removeprefix(CHAIN_TAG).removeprefix(".") or "chain": text
+        for key, text in sorted(run.params.items())
+        if f"{key}.".startswith(f"{CHAIN_TAG}.") and not _is_seed(key)
     }
 
 
-def has_effect(key: str) -> bool:
-    """Return True if a parameter can change a result."""
-    return not any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
+def _is_seed(key: str) -> bool:
+    return key.rpartition(".")[2] == "seed"
+
+
+def _seeds_of(run: ComparedRun) -> tuple[tuple[str, str], ...]:
+    """The seeds of a run and, in a chain, of the runs before it."""
+    return tuple(
+        (key, text)
+        for key, text in sorted(run.params.items())
+        if key == "seed" or (key.startswith(f"{CHAIN_TAG}.") and _is_seed(key))
+    )
 
 
 def seed_groups(runs: Sequence[ComparedRun]) -> dict[str, tuple[int, ...]]:
     """Group runs that differ in the seed alone, in the order of their first run."""
-    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for i, run in enumerate(runs):
-        if "seed" in run.params:
-            groups.setdefault(tuple(sorted(settings_of(run).items())), []).append(i)
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, (run, settings) in enumerate(zip(runs, varied_settings(runs), strict=True)):
+        if _seeds_of(run):
+            groups.setdefault(tuple(sorted(settings.items())), []).append(i)
     return {
         f"{runs[members[0]].label} and {len(members) - 1} more": tuple(members)
         for members in groups.values()
-        if len({runs[i].params["seed"] for i in members}) > 1
+        if len({_seeds_of(runs[i]) for i in members}) > 1
     }
 
 
@@ -285,7 +319,7 @@ def dependences(comparison: Comparison) -> list[Dependence]:
     line = comparison.deciding
     if line is None:
         return []
-    settings = [settings_of(run) for run in comparison.runs]
+    settings = varied_settings(comparison.runs)
     keys = sorted({key for each in settings for key in each})
     keys = [key for key in keys if len({each.get(key) for each in settings}) > 1]
     found = []

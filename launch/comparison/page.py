@@ -7,10 +7,12 @@ are JSON in attributes, and the page's security policy admits two scripts, by th
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import html
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +21,26 @@ import numpy as np
 from launch.comparison.differences import (
     Comparison,
     Dependence,
+    MetricLine,
     Spread,
     dependences,
-    has_effect,
     spread,
 )
-from launch.comparison.report import format_spread, metric_place, printable, tables
+from launch.comparison.report import (
+    Table,
+    format_spread,
+    format_value,
+    metric_place,
+    tables,
+)
 from launch.comparison.runs import ComparedRun
+from vitscale.config.changes import changed_settings
+from vitscale.config.redaction import printable
+from vitscale.tracking.run_files import safe_files
 
 MAX_REASONS = 8
+Side = tuple[str, ComparedRun, Spread]
+"""A run, or a group of seeds: its label, its first run, and its metric."""
 # Of a longer curve, the lowest and the highest point of each of half as many intervals are drawn.
 MAX_POINTS = 1000
 # On paper two charts are side by side, whatever the width of the screen.
@@ -42,11 +55,19 @@ const resize = (change) => () => charts.forEach((chart) => Plotly.relayout(chart
 addEventListener("beforeprint", resize({width: 330, height: 260}));
 addEventListener("afterprint", resize({autosize: true, height: 330}));
 """
+# Of objectives and `finetune/visualize.py`; of evaluations.
+PICTURES = ("pictures/*.png", "evaluation/*.png")
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MAX_PICTURE_BYTES = 2 << 20
 MAX_PICTURES = 100
+PER_CLASS = "evaluation/per_class.csv"
+MAX_TABLE_BYTES = 16 << 20
+MAX_CLASSES = 30
+Say = Callable[[str], None]
 
 
-def render(comparison: Comparison) -> str:
+def render(comparison: Comparison, *, say: Say = print) -> str:
+    """The page as HTML. say: what is told of files that are left out."""
     import jinja2
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
@@ -78,8 +99,8 @@ def render(comparison: Comparison) -> str:
             (f"{each.metric} over {each.key}", _dependence(each))
             for each in dependences(comparison)
         ],
-        tables=other_tables,
-        pictures=_pictures(comparison.runs),
+        tables=[*other_tables, *_per_class(comparison.runs, say=say)],
+        pictures=_pictures(comparison.runs, say=say),
     )
 
 
@@ -92,29 +113,39 @@ def _script_hash(script: str) -> str:
 
 
 def _verdict(comparison: Comparison) -> Iterator[str]:
-    """Yield sentences: the best run, its metric, and its differences to the second."""
+    """Yield sentences: the best run, its metric, its differences to the second, and what speaks
+    against this order."""
     line, ranked = comparison.deciding, _ranked(comparison)
     if line is None or not ranked:
         yield "No metric says which run is better."
         return
-    at = "" if comparison.budget is None else f" {comparison.budget.title}"
+
     (label, run, best), *others = ranked
-    if not others:
-        yield f"{label} has {line.key} {format_spread(best)}{at}."
-        return
-    second, other, next_best = others[0]
+    at = "" if comparison.budget is None else f" {comparison.budget.title}"
     value = f"{line.key} {format_spread(best)}{at}"
+    if not others:
+        yield f"{label} has {value}."
+    else:
+        yield from _against_second(comparison, value, ranked)
+    yield from _unranked(comparison, line)
+
+
+def _against_second(comparison: Comparison, value: str, ranked: Sequence[Side]) -> Iterator[str]:
+    (label, run, best), (second, other, next_best), *_ = ranked
     if best.mean == next_best.mean:
         yield f"{label} and {second} are equal: {value}."
     else:
         yield f"{label} is best: {value}; next is {second}, {format_spread(next_best)}."
-    keys = sorted(filter(has_effect, run.params.keys() | other.params.keys()))
-    reasons = [key for key in keys if run.params.get(key) != other.params.get(key)]
-    if best.deviation is not None and "seed" in reasons:
+
+    reasons = [*changed_settings(run.params, other.params, purpose="result")]
+    if "seed" in reasons and (best.deviation is not None or next_best.deviation is not None):
         reasons.remove("seed")
     if reasons:
-        more = f" and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
-        yield f"They differ in {', '.join(reasons[:MAX_REASONS])}{more}."
+        yield f"They differ in {_few(reasons)}."
+
+    single = [name for name, _, over in ranked[:2] if over.deviation is None]
+    if comparison.seeds and single:
+        yield f"Of {' and '.join(single)} there is one seed, whose spread is not known."
     largest = max(over.deviation or 0.0 for _, _, over in ranked)
     if abs(best.mean - next_best.mean) < largest:
         yield f"The difference is within the spread of the seeds ({largest:.2g})."
@@ -123,20 +154,49 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
         yield "They have not seen equally many samples: compare them with --at samples."
 
 
-def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
-    """Rank trainings, else evaluations, from best to worst: means over seeds if several groups."""
+def _unranked(comparison: Comparison, line: MetricLine) -> Iterator[str]:
+    """Yield a sentence for each run without a finite value at the budget."""
+    at = "" if comparison.budget is None else f" {comparison.budget.title}"
+    sentences = []
+    for run, value, last in zip(comparison.runs, line.equal, line.final, strict=True):
+        if not _is_ranked(run, comparison) or (value is not None and math.isfinite(value)):
+            continue
+        step = next(iter(run.series(line.key)[0][-1:]), None)
+        text = f"{run.label} has no {line.key}{at}"
+        if value is not None:
+            text = f"{run.label} has {line.key} {format_value(value)}{at}"
+        if step is not None and format_value(last) != format_value(value):
+            text += f"; its last value is {format_value(last)}, at step {step:,}"
+        sentences.append(f"{text}.")
+    yield from sentences[:MAX_REASONS]
+    if len(sentences) > MAX_REASONS:
+        yield f"So it is with {len(sentences) - MAX_REASONS} more runs."
+
+
+def _few(words: Sequence[str]) -> str:
+    """The first of these words, and how many more there are."""
+    more = f" and {len(words) - MAX_REASONS} more" if len(words) > MAX_REASONS else ""
+    return f"{', '.join(words[:MAX_REASONS])}{more}"
+
+
+def _is_ranked(run: ComparedRun, comparison: Comparison) -> bool:
+    """Return True for trainings; without any, for evaluations."""
+    return not run.is_evaluation or all(each.is_evaluation for each in comparison.runs)
+
+
+def _ranked(comparison: Comparison) -> list[Side]:
+    """Rank groups of seeds by their means, and all other runs, from best to worst."""
     line, runs = comparison.deciding, comparison.runs
     if line is None:
         return []
-    groups = comparison.seeds
-    if len(groups) < 2:
-        groups = {run.label: (i,) for i, run in enumerate(runs)}
+    grouped = {i for members in comparison.seeds.values() for i in members}
+    alone = {run.label: (i,) for i, run in enumerate(runs) if i not in grouped}
     sides = [
         (label, runs[members[0]], over)
-        for label, members in groups.items()
+        for label, members in (comparison.seeds | alone).items()
+        if _is_ranked(runs[members[0]], comparison)
         if (over := spread(line.equal[i] for i in members))
     ]
-    sides = [side for side in sides if not side[1].is_evaluation] or sides
     return sorted(sides, key=lambda side: side[2].mean, reverse=line.better == "higher")
 
 
@@ -218,24 +278,82 @@ def _rounded(values: Any) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-# ---- pictures ---------------------------------------------------------------------------------
+# ---- files of the runs ------------------------------------------------------------------------
 
 
-def _pictures(runs: Sequence[ComparedRun]) -> dict[str, list[tuple[str, str]]]:
+def _pictures(runs: Sequence[ComparedRun], *, say: Say) -> dict[str, list[tuple[str, str]]]:
     """Name -> (label of the run, base64), those that most runs have first.
 
-    Objectives write pictures at the end of a training; so do evaluations and
-    `finetune/visualize.py`.
+    Objectives draw pictures at the end of a training, evaluations and `finetune/visualize.py`
+    whenever they run.
     """
-    paths = [
-        (run.label, path)
-        for run in runs
-        if run.folder is not None
-        for path in sorted((run.folder / "pictures").glob("*.png"))
-        if path.is_file() and path.stat().st_size <= MAX_PICTURE_BYTES
-    ]
     found: dict[str, list[tuple[str, str]]] = {}
-    for label, path in paths[:MAX_PICTURES]:
-        data = base64.b64encode(path.read_bytes()).decode()
-        found.setdefault(path.stem.replace("_", " "), []).append((label, data))
+    num_pictures = 0
+    for run in runs:
+        for path in _files(run, PICTURES, max_bytes=MAX_PICTURE_BYTES, say=say):
+            data = path.read_bytes()
+            if not data.startswith(PNG_SIGNATURE):
+                say(f"left out: {path}: is no PNG")
+                continue
+            num_pictures += 1
+            if num_pictures > MAX_PICTURES:
+                say(f"left out: {path} and all further pictures: the page has {MAX_PICTURES}")
+                return _most_first(found)
+            encoded = base64.b64encode(data).decode()
+            found.setdefault(path.stem.replace("_", " "), []).append((run.label, encoded))
+    return _most_first(found)
+
+
+def _most_first(found: dict[str, list[tuple[str, str]]]) -> dict[str, list[tuple[str, str]]]:
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
+
+
+def _per_class(runs: Sequence[ComparedRun], *, say: Say) -> list[Table]:
+    """The top-1 of each class in each run that was evaluated; of many classes, those that differ
+    most between runs, of one run the worst."""
+    shares: dict[str, dict[str, float]] = {}
+    labels: list[str] = []
+    for run in runs:
+        for path in _files(run, [PER_CLASS], max_bytes=MAX_TABLE_BYTES, say=say):
+            try:
+                read = _read_shares(path)
+            except (ValueError, KeyError, csv.Error) as error:
+                say(f"left out: {path}: is no table of classes ({error})")
+                continue
+            labels.append(run.label)
+            for name, share in read.items():
+                shares.setdefault(name, {})[run.label] = share
+    if not shares:
+        return []
+
+    def place(name: str) -> tuple[float, float, str]:
+        known = shares[name].values()
+        return min(known) - max(known), min(known), name
+
+    chosen = sorted(shares, key=place)[:MAX_CLASSES]
+    rows = tuple(
+        (name, *(format_value(shares[name].get(label)) for label in labels)) for name in chosen
+    )
+    title = "Top-1 of each class"
+    if len(chosen) < len(shares):
+        which = "differ most" if len(labels) > 1 else "are worst"
+        title += f": the {len(chosen)} of {len(shares):,} that {which}"
+    return [Table(title=title, header=("class", *labels), rows=rows)]
+
+
+def _read_shares(path: Path) -> dict[str, float]:
+    """Class -> share of its images that are right. Raises ValueError, KeyError or csv.Error."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    shares = {str(row["class"]): float(row["top1"]) for row in rows if row["top1"]}
+    if not all(map(math.isfinite, shares.values())):
+        raise ValueError("a share is not finite")
+    return shares
+
+
+def _files(
+    run: ComparedRun, patterns: Sequence[str], *, max_bytes: int, say: Say
+) -> Iterator[Path]:
+    """The files of a run folder; none of a run that MLflow has."""
+    if run.folder is not None:
+        yield from safe_files(run.folder, patterns, max_bytes=max_bytes, say=say)

@@ -13,6 +13,8 @@ from textwrap import wrap
 
 from launch.comparison.differences import Comparison, Spread, spread
 from vitscale.config.errors import not_written
+from vitscale.config.outside import csv_cell
+from vitscale.config.redaction import printable
 from vitscale.distributed.atomic_files import write_text
 
 ABSENT = "-"
@@ -131,10 +133,6 @@ def plain_text(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 # ---- files ------------------------------------------------------------------------------------
 
 
@@ -146,7 +144,7 @@ def write_csv(comparison: Comparison, path: Path) -> None:
     for i, run in enumerate(comparison.runs):
         for line in comparison.metrics:
             values = (line.final[i], line.equal[i], line.best[i])
-            writer.writerow((run.label, line.key, line.better, *values))
+            writer.writerow(map(csv_cell, (run.label, line.key, line.better, *values)))
     write_file(path, text.getvalue())
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from finetune.run import FinetuneRun
 from launch.jobs.attempts import read_attempts
 from launch.jobs.preparation import RUN_TYPES
-from launch.jobs.queue import QueuedJob, known_jobs
-from launch.jobs.states import RUNS_FOLDER, find_runs, read_state
+from launch.jobs.states import RUNS_FOLDER, find_runs, jobs_for, read_state
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, read_values
 from vitscale.config.redaction import flatten_params, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_sync import CONFIG_NAME, origin_line, read_record, stored_runs
+from vitscale.tracking.run_files import check_records
 from vitscale.tracking.settings import absolute_uri, default_uri, sqlite_path
 
 MAX_FILTERED = 50
@@ -116,15 +116,25 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
     """
     runs: list[ComparedRun] = []
     errors: list[UserError] = []
-    jobs = known_jobs()
     for name in names:
         try:
-            runs += _load(name, uri=uri, jobs=jobs)
+            runs += _load(name, uri=uri)
         except UserError as error:
             errors.append(error)
     if errors:
         raise errors[0] if len(errors) == 1 else UserErrors(errors)
-    return _with_distinct_labels(runs)
+    return _with_distinct_labels(_with_states(runs))
+
+
+def _with_states(runs: list[ComparedRun]) -> list[ComparedRun]:
+    """Add what runs read from folders are doing: SLURM is asked once for all."""
+    jobs = jobs_for([run.folder for run in runs if run.folder is not None])
+    return [
+        run
+        if run.folder is None
+        else replace(run, status=str(read_state(run.folder.resolve(), jobs).state))
+        for run in runs
+    ]
 
 
 def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
@@ -136,19 +146,26 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
 
 
 def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
-    """Make labels unique: prefix the parent folder, then append a number."""
-    shared, seen = Counter(run.label for run in runs), Counter[str]()
+    """Make labels unique: the folders from where they part, then append a number."""
+    folders: dict[str, list[Path]] = {}
+    for run in runs:
+        if run.folder is not None:
+            folders.setdefault(run.label, []).append(run.folder.resolve())
+
+    seen = Counter[str]()
     for place, run in enumerate(runs):
         label = run.label
-        if shared[label] > 1 and run.folder is not None:
-            label = f"{run.folder.resolve().parent.name}/{label}"
+        shared = set(folders.get(label, ()))
+        if len(shared) > 1 and run.folder is not None:
+            label = os.path.relpath(run.folder.resolve(), os.path.commonpath(shared))
         seen[label] += 1
         number = f" ({seen[label]})" if seen[label] > 1 else ""
         runs[place] = replace(run, label=label + number)
     return runs
 
 
-def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[ComparedRun]:
+def _load(name: str, *, uri: str | None) -> list[ComparedRun]:
+    name = os.path.expanduser(name)
     is_here = Path(name).is_dir() or (RUNS_FOLDER / name).is_dir()
     if uri is not None or not is_here:
         for attribute in ("run_name", "run_id"):
@@ -160,14 +177,15 @@ def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[C
     folders = find_runs([name])
     # Runs of a chain that have not started are left out.
     begun = [folder for folder in folders if (folder / JOURNAL_NAME).is_file()]
-    found = [_read_folder(folder, jobs) for folder in begun or folders]
+    found = [_read_folder(folder) for folder in begun or folders]
     if len(found) > 1:  # STAGE/RUN
         top = os.path.commonpath([run.source for run in found])
         found = [replace(run, label=os.path.relpath(run.source, top)) for run in found]
     return found
 
 
-def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
+def _read_folder(folder: Path) -> ComparedRun:
+    check_records(folder)
     journal = folder / JOURNAL_NAME
     rows = tuple(row for row, _ in read_rows(journal)) if journal.is_file() else ()
     if not rows:
@@ -182,7 +200,6 @@ def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
         label=folder.resolve().name,
         source=str(folder),
         folder=folder,
-        status=str(read_state(folder.resolve(), jobs).state),
         params=flatten_params(read_values(config)) if config.is_file() else {},
         rows=rows,
         origin=origin_line(record.tags, time_s=rows[0].time) if record else "",

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from launch.jobs.queue import known_jobs
-from launch.jobs.states import RunState, RunStatus, find_runs, read_state
+from launch.jobs.states import RunState, RunStatus, find_runs, jobs_for, read_state
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import read_values
-from vitscale.config.redaction import redact, short_reason
+from vitscale.config.loader import read_values, shorten
+from vitscale.config.redaction import printable, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 from vitscale.tracking.mlflow_sync import CONFIG_NAME, MlflowRun, RunRecord, Status, read_record
-from vitscale.tracking.settings import absolute_uri, default_uri
+from vitscale.tracking.run_files import check_records
+from vitscale.tracking.settings import STORE_NAMES, absolute_uri, default_uri, is_store_name
 from vitscale.tracking.tracker import Opener, reader_of
 
 STATUS: dict[RunState, Status] = {
@@ -57,11 +57,13 @@ def sync(arguments: Sequence[str]) -> None:
     for folder in find_runs(given.runs):
         try:
             starts.append((_start(folder), folder))
+            if given.to == "mlflow":
+                _check_names(folder)
         except UserError as error:
             errors.append(error)
     if errors:
         raise UserErrors(errors)
-    jobs = known_jobs()
+    jobs = jobs_for([folder for _, folder in starts])
     # A parent starts before its children, which name it.
     for start, folder in sorted(starts):
         state, record = read_state(folder, jobs), read_record(folder)
@@ -79,13 +81,14 @@ def sync(arguments: Sequence[str]) -> None:
             ) from None
         print(
             f"{folder}: sent {done.num_points} points, {done.num_files} files; "
-            f"{status.lower()}; run {done.run_id}"
+            f"{status.lower()}; run {printable(done.run_id)}"
         )
     print(f"{given.to}: {done.page}")
 
 
 def _start(folder: Path) -> float:
     """Time of the first line of the journal. Raises UserError if the folder is not a run."""
+    check_records(folder)
     journal, config = folder / JOURNAL_NAME, folder / CONFIG_NAME
     first = next(read_rows(journal), None) if journal.is_file() else None
     if first is None:
@@ -93,6 +96,22 @@ def _start(folder: Path) -> float:
     if not config.is_file() or not read_values(config):
         raise UserError("is not the configuration of a run", where=str(config))
     return first[0].time
+
+
+def _check_names(folder: Path) -> None:
+    """Raise UserError for names of metrics and tags that MLflow would refuse, all at once."""
+    journal, record = folder / JOURNAL_NAME, read_record(folder)
+    names = {key for row, _ in read_rows(journal) for key in row.metrics}
+    names |= record.tags.keys() if record is not None else set()
+    refused = [shorten(repr(name)) for name in sorted(names) if not is_store_name(name)]
+    if refused:
+        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+        raise UserError(
+            f"MLflow takes no metric or tag named {', '.join(refused[:5])}{more}",
+            where=str(journal),
+            allowed=STORE_NAMES,
+            next_step="rename it in the journal, or sync to tensorboard",
+        )
 
 
 def final_status(state: RunStatus, record: RunRecord | None) -> Status:

@@ -132,7 +132,10 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     if why is not None:
         say(f"not requeued: {why}")
     elif fields and (node := blamed_node(attempts)):
-        say(exclude(job_id, node, job=fields, fewest_nodes=options.fewest_nodes))
+        why = "its last two attempts failed there"
+        if ended.kind is FailureKind.NODE:
+            why = "it lacks what the run needs"
+        say(exclude(job_id, node, why=why, job=fields, fewest_nodes=options.fewest_nodes))
     return outcome.exit_code
 
 
@@ -278,7 +281,13 @@ def fruitless_row(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def blamed_node(attempts: Sequence[Attempt]) -> str | None:
-    """Return the node on which both of the job's last two attempts failed, or None."""
+    """Return the node that the next attempt should not get, or None.
+
+    It lacks what the others have, or both of the job's last two attempts failed there.
+    """
+    last = attempts[-1]
+    if last.kind is FailureKind.NODE and last.failed_node is not None:
+        return last.failed_node
     places = {(each.job_id, each.ending, each.failed_node) for each in attempts[-2:]}
     (_, ending, node), *others = places
     return node if len(attempts) > 1 and not others and ending is Ending.FAILED else None

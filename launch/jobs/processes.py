@@ -32,7 +32,12 @@ from launch.jobs.submission import StageJob
 from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, FailureKind, UserError
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
-from vitscale.distributed.processes import descendants, free_port, node_name
+from vitscale.distributed.processes import (
+    descendants,
+    free_port,
+    launcher_variables,
+    node_name,
+)
 
 POLL_SECONDS = 0.1
 # After one rank failed or was killed, the others have this long to end by themselves.
@@ -106,8 +111,15 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
     outcome = Outcome(ending=Ending.FAILED, reason="the launcher ended", exit_code=EXIT_FAILED)
     try:
         print(f"running {num_procs} process(es); logs in {folder}", flush=True)
+        dropped = launcher_variables()
+        if dropped:
+            print(
+                f"{', '.join(dropped)} of the environment not used: all ranks are here", flush=True
+            )
         environment = {
-            each: value for each, value in os.environ.items() if not each.startswith(SLURM_PREFIXES)
+            each: value
+            for each, value in os.environ.items()
+            if not each.startswith(SLURM_PREFIXES) and each not in dropped
         }
         environment |= {
             "MASTER_ADDR": "127.0.0.1",

@@ -214,10 +214,11 @@ def requeue(job_id: str) -> str | None:
 
 
 def exclude(
-    job_id: str, node: str, *, job: Mapping[str, str], fewest_nodes: int | None = None
+    job_id: str, node: str, *, why: str, job: Mapping[str, str], fewest_nodes: int | None = None
 ) -> str:
     """Exclude a node from a job that was just requeued. Returns a sentence for the log.
 
+    why: the reason in that sentence.
     job: its fields before: while it ends, SLURM counts only the nodes that have not ended yet.
     fewest_nodes: on which it can start; None: as many as it had.
     Not if too few others are up: the job would wait for ever. SLURM changes this of waiting jobs
@@ -238,7 +239,7 @@ def exclude(
     refused = _insist("scontrol", "update", *change, seconds=EXCLUDE_SECONDS)
     if refused is not None:
         return f"{node} is not excluded: {refused}"
-    return f"{node} is excluded from job {job_id}: its last two attempts failed there"
+    return f"{node} is excluded from job {job_id}: {why}"
 
 
 def _insist(

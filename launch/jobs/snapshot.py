@@ -28,6 +28,7 @@ from vitscale.config.packaged import (
 from vitscale.distributed.atomic_files import commit_folder, json_text
 from vitscale.runs.launching import LaunchSettings
 
+MAX_FILE_BYTES = 64 << 20
 Code = dict[str, bytes]
 """Path below the root -> content, with the record of the version."""
 
@@ -66,12 +67,15 @@ def kept_code(launch: LaunchSettings, folder: Path, *, root: Path = PROJECT_ROOT
 
 
 def read_code(root: Path = PROJECT_ROOT) -> Code:
-    """Read the code that jobs run, a wheel's as it lies in a checkout."""
+    """Read the code that jobs run, a wheel's as it lies in a checkout.
+
+    Raises UserError for a file that is too large for code, such as weights among configurations.
+    """
     folders = {name: root / name for name in CODE_FOLDERS}
     if root == INSIDE:
         folders["vitscale"] = PACKAGE
     code = {
-        str(name / path.relative_to(folder)): path.read_bytes()
+        str(name / path.relative_to(folder)): _read(path)
         for name, folder in folders.items()
         for path in folder.rglob("*")
         if path.is_file() and path.parent.name != "__pycache__"
@@ -81,6 +85,18 @@ def read_code(root: Path = PROJECT_ROOT) -> Code:
     # Without a version an empty record: git may know another project around the job folder.
     record = {} if version is None else asdict(version)
     return code | {RECORD_NAME: json_text(record).encode()}
+
+
+def _read(path: Path) -> bytes:
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise UserError(
+            f"has {size:,} bytes, too many for a copy of the code",
+            where=str(path),
+            allowed=f"at most {MAX_FILE_BYTES:,} bytes",
+            next_step="move it out of the code, or set launch.snapshot=false",
+        )
+    return path.read_bytes()
 
 
 def folder_name(code: Code) -> str:

@@ -6,6 +6,7 @@ that names mean, and follows one run to its end. Changes nothing and takes no lo
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
+from shlex import quote
 
 import yaml
 
@@ -179,6 +181,25 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     )
 
 
+def jobs_for(folders: Sequence[Path]) -> list[QueuedJob] | None:
+    """The user's jobs, if one of these runs may have one; None if SLURM does not answer.
+
+    A controller that hangs takes a minute, which runs that have ended do not need.
+    """
+    return known_jobs() if any(map(_may_have_job, folders)) else []
+
+
+def _may_have_job(folder: Path) -> bool:
+    """Whether a script was submitted, and no attempt has reached the end since."""
+    scripts = (folder / "slurm").glob("*submission_file_*")
+    submitted = max((path.lstat().st_mtime for path in scripts), default=None)
+    if submitted is None:
+        return False
+    attempts = read_attempts(folder) or _attempts_of_tasks(folder)
+    ended = attempts[-1].ended if attempts and attempts[-1].ending is Ending.DONE else None
+    return ended is None or submitted > ended
+
+
 def _attempts_of_tasks(folder: Path) -> list[Attempt]:
     """Return the newest attempt of a data preparation, whose tasks record their own.
 
@@ -284,11 +305,15 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     """
     folders: list[Path] = []
     errors = []
-    for name in names or [str(RUNS_FOLDER)]:
+    for name in map(os.path.expanduser, names or [str(RUNS_FOLDER)]):
         # A run may have the name of a folder of the code, such as "pretrain".
         places = [path for path in (Path(name), RUNS_FOLDER / name) if path.is_dir()]
         below = (list(_below(path, depth=MAX_DEPTH)) for path in places)
-        found = next(filter(None, below), [])
+        try:
+            found = next(filter(None, below), [])
+        except PermissionError as error:
+            errors.append(_not_readable(error))
+            continue
         folders += found
         if not found:
             known = [str(p.relative_to(RUNS_FOLDER)) for p in _below(RUNS_FOLDER, depth=MAX_DEPTH)]
@@ -305,6 +330,16 @@ def find_runs(names: Sequence[str]) -> list[Path]:
     if errors:
         raise UserErrors(errors)
     return list(dict.fromkeys(folders))
+
+
+def _not_readable(error: PermissionError) -> UserError:
+    """The error for a run of somebody else."""
+    path = Path(str(error.filename))
+    return UserError(
+        "cannot be read: a run folder is for its owner alone, unless the owner shares it",
+        where=str(path),
+        next_step=f"ask its owner for: chmod -R g+rX {quote(str(path.parent))}",
+    )
 
 
 def _below(folder: Path, *, depth: int) -> Iterator[Path]:
@@ -431,7 +466,7 @@ def follow_run(folder: Path) -> int:
         raise UserError(
             f"{shown_folder(folder)} has a job of several tasks, each with its own log",
             where="--follow",
-            next_step=f"vitscale status {shown_folder(folder)}",
+            next_step=f"vitscale status {quote(shown_folder(folder))}",
         )
     try:
         while True:
@@ -454,7 +489,7 @@ def follow_run(folder: Path) -> int:
     except KeyboardInterrupt:
         job = run.job
         what = f"job {job.job_id} continues; scancel {job.job_id} ends it" if job else "it goes on"
-        again = f"vitscale status {shown_folder(folder)} --follow"
+        again = f"vitscale status {quote(shown_folder(folder))} --follow"
         print(f"\n{what}\nfollow it again: {again}")
         return EXIT_INTERRUPTED
     if run.failure is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,29 @@ from vitscale.distributed.events import ATTEMPT_VARIABLE
 from vitscale.distributed.processes import skip_teardown
 from vitscale.runs.launching import LaunchSettings
 
-# Kept when submitting from inside another job: they name the cluster, not the job.
+# Kept from the shell that submits: they name the cluster, not a job.
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
+# For sbatch, variables of the shell outrank the lines of the batch script (man sbatch). Those of
+# the site are kept where the script has no such option; all others are left out.
+SITE_VARIABLES = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_CLUSTERS": "clusters",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_EXPORT": "export",
+    "SBATCH_GET_USER_ENV": "get-user-env",
+    "SBATCH_MEM_PER_CPU": "mem",
+    "SBATCH_MEM_PER_GPU": "mem",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+}
+# Of a launcher of ranks; one that is left over would name another job's ranks.
+RANK_VARIABLES = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "GROUP_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+)
+OPTION_LINE = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
 
 # Restarts in a row that may fail without a newer checkpoint.
 MAX_FRUITLESS_RESTARTS = 3
@@ -51,7 +74,12 @@ MAX_FRUITLESS_RESTARTS = 3
 
 # Before anything: the script outlives its tasks, to record how they ended and to requeue the job.
 # The tasks get its variables, also where SBATCH_EXPORT=NONE keeps out those of the submission.
-FIRST = ("trap '' USR2 TERM", "unset SLURM_EXPORT_ENV")
+FIRST = (
+    "trap '' USR2 TERM",
+    "unset SLURM_EXPORT_ENV",
+    # Of the shell or the profile; a line of `launch.setup` may choose the port.
+    f"unset {' '.join(RANK_VARIABLES)}",
+)
 # A module or an option of the site's lines must not end the script at the first code that is not 0.
 # The port is below those that systems give to connections, and nobody listens on it.
 BEFORE = """\
@@ -115,6 +143,10 @@ def sbatch_text(
     if launch.num_tasks > 1:
         # submitit adds this when it submits an array.
         executor.parameters["map_count"] = launch.num_tasks
+    return _script_of(executor)
+
+
+def _script_of(executor: SlurmExecutor) -> str:
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
 
@@ -257,7 +289,7 @@ def submit_to_slurm(
     executor = _executor(launch, name, folder, job.run_folder, code)
     try:
         # submitit prints sbatch's message, which the error contains as well.
-        with outside_any_job(), redirect_stderr(io.StringIO()):
+        with submission_environment(_script_of(executor)), redirect_stderr(io.StringIO()):
             # An array of one is submitted as a plain job.
             submitted = executor.submit_array([job] * launch.num_tasks)
     except (FailedJobError, FailedSubmissionError) as error:
@@ -277,15 +309,36 @@ def submit_to_slurm(
 
 
 @contextmanager
-def outside_any_job() -> Iterator[None]:
-    """Hide the variables of the surrounding job: sbatch would inherit its size and GPUs."""
-    if "SLURM_JOB_ID" not in os.environ:
-        yield
-        return
-    kept = {name: os.environ[name] for name in CLUSTER_VARIABLES if name in os.environ}
-    with helpers.clean_env():
+def submission_environment(script: str) -> Iterator[None]:
+    """Hide the variables that would override what a batch script says, and say which.
+
+    These are the options of the shell or of a module (SBATCH_*), the size and GPUs of a job around
+    this shell (SLURM_*), and the ranks of another launcher.
+    """
+    options = OPTION_LINE.findall(script)
+    of_site = {
+        name: f"the run leaves {option} to it"
+        for name, option in SITE_VARIABLES.items()
+        if name in os.environ and option not in options
+    }
+    kept = {name: os.environ[name] for name in (*CLUSTER_VARIABLES, *of_site) if name in os.environ}
+
+    prefixes = ("SBATCH_",) if "SLURM_JOB_ID" in os.environ else ("SBATCH_", "SLURM_", "SRUN_")
+    left_out = [name for name in RANK_VARIABLES if name in os.environ]
+    left_out += [name for name in os.environ if name.startswith(prefixes) and name not in kept]
+    if left_out:
+        _say_once(f"left out of the job, so that the run decides: {', '.join(sorted(left_out))}")
+    for name, why in of_site.items():
+        _say_once(f"{name}={os.environ[name]} of this shell counts: {why}")
+
+    with helpers.clean_env(RANK_VARIABLES):
         os.environ.update(kept)
         yield
+
+
+@cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 # ---- in a task of the job ---------------------------------------------------------------------

@@ -22,7 +22,7 @@ from finetune.settings import EvaluateRun
 from launch.jobs.preparation import LaunchableRun, job_folder, resources, run_name, usable_nodes
 from launch.jobs.queue import NoAnswerError, ask_slurm
 from launch.jobs.snapshot import folder_name, read_code
-from launch.jobs.submission import outside_any_job, sbatch_text
+from launch.jobs.submission import sbatch_text, submission_environment
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError, UserErrors
@@ -31,8 +31,9 @@ from vitscale.config.redaction import redact
 from vitscale.data.index import MANIFEST_NAME, read_split
 from vitscale.data.order import check_mixed
 from vitscale.data.remote import location_of
-from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
-from vitscale.data.webdataset import tars_of_split
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set, open_val_split
+from vitscale.data.webdataset import check_shares, tars_of_split
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
@@ -42,6 +43,20 @@ from vitscale.training.objective import check_objective
 
 Rows = Iterator[tuple[str, str]]
 GIB = 2**30
+# Settings of `data` that choose no samples: how batches are made of them.
+OF_PIXELS = (
+    *(
+        "views",
+        "num_workers",
+        "decoder",
+        "max_unreadable_fraction",
+        "augment",
+        "mixing",
+        "horizontal_flip",
+    ),
+    *("crop", "crop_area", "crop_aspect", "crop_share", "interpolation", "antialias"),
+    *("eval_resize", "eval_interpolation", "eval_antialias", "eval_crop_fraction", "mean", "std"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +68,30 @@ class DataFacts:
     num_classes: int | None = None
     num_dev: int = 0
     """Samples that `data.dev_percent` holds out of the training set."""
-    opened: TrainingSet | None = None
+    num_shards: int | None = None
     """None if this machine does not see the shards."""
+    num_val: int | None = None
+    """Samples of `data.val_split`; None where it is not evaluated."""
 
 
-def data_facts(run: TrainingRun, *, check_files: bool = False) -> DataFacts:
+KnownFacts = dict[DataSettings, DataFacts]
+"""What was counted before, for runs that take the same samples: an index may have a billion."""
+
+
+def data_facts(
+    run: TrainingRun, *, check_files: bool = False, known: KnownFacts | None = None
+) -> DataFacts:
     """Counted as the training does if this machine sees the shards, else by
     `data.planned_num_samples`. Raises UserError for damaged shards."""
-    data = run.data
+    known = {} if known is None else known
+    defaults = {key: DataSettings.model_fields[key].default for key in OF_PIXELS}
+    samples = run.data.model_copy(update=defaults | {"global_batch": 1})
+    if samples not in known:
+        known[samples] = _count(samples, check_files=check_files)
+    return known[samples]
+
+
+def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
     if data.is_streamed:
         return DataFacts(
             num_samples=data.webdataset.num_samples,
@@ -68,18 +99,24 @@ def data_facts(run: TrainingRun, *, check_files: bool = False) -> DataFacts:
             source="data.webdataset; tars without an index, no exact resume",
         )
     share = "" if data.first_percent == 100 else f"data.first_percent={data.first_percent:g} of "
-    planned, missing = data.planned_num_samples, _missing_part(run)
+    planned, missing = data.planned_num_samples, _missing_part(data)
     if missing is None:
         location = location_of(data.path)
         try:
             opened = open_training_set(data, seed=0, check_files=check_files)
+            evaluated = None
+            if check_files:
+                for part in opened.parts:
+                    check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
+                evaluated = None if data.dev_percent else open_val_split(data)
             return DataFacts(
                 num_samples=opened.num_samples,
                 num_classes=len(opened.classes),
                 source=f"{share}{location / MANIFEST_NAME}"
                 + " and data.mixture" * bool(data.mixture),
                 num_dev=0 if opened.dev is None else opened.dev.num_samples,
-                opened=opened,
+                num_shards=sum(len(part.shard_lengths) for part in opened.parts),
+                num_val=None if evaluated is None else evaluated.num_samples,
             )
         except UserError:
             # Only the nodes may see a URL.
@@ -99,10 +136,10 @@ def data_facts(run: TrainingRun, *, check_files: bool = False) -> DataFacts:
     )
 
 
-def _missing_part(run: TrainingRun) -> tuple[str, str] | None:
+def _missing_part(data: DataSettings) -> tuple[str, str] | None:
     """(key, path) of the first folder without shards here."""
-    parts = {"data.path": run.data.path}
-    parts |= {f"data.mixture[{i}].path": part.path for i, part in enumerate(run.data.mixture)}
+    parts = {"data.path": data.path}
+    parts |= {f"data.mixture[{i}].path": part.path for i, part in enumerate(data.mixture)}
     for key, path in parts.items():
         folder = location_of(path)
         if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
@@ -113,7 +150,7 @@ def _missing_part(run: TrainingRun) -> tuple[str, str] | None:
 def check_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> None:
     """Raise UserError for a job whose training images are unknown or lack what it needs."""
     if facts.num_samples is None:
-        where, path = _missing_part(run) or ("data.path", run.data.path)
+        where, path = _missing_part(run.data) or ("data.path", run.data.path)
         raise UserError(
             f"no shards in {path}",
             where=where,
@@ -350,7 +387,7 @@ def slurm_check(script: str) -> list[Check]:
     if shutil.which("sbatch") is None:
         return []
     try:
-        with outside_any_job():
+        with submission_environment(script):
             ask_slurm("sbatch", "--test-only", stdin=script)
     except NoAnswerError as error:
         next_step = "compare the launch section with what sinfo shows"
@@ -358,8 +395,11 @@ def slurm_check(script: str) -> list[Check]:
     return [Check("SLURM", "ok", "sbatch --test-only accepts the job")]
 
 
-def run_checks(run: LaunchableRun) -> list[Check]:
-    """Rows about the data, weights, loader and files of a valid run, none of them heavy."""
+def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[Check]:
+    """Rows about the data, weights, loader and files of a valid run, none of them heavy.
+
+    known: what the checks of other runs have counted, and this one adds to.
+    """
     launch = run.launch
     if isinstance(run, DataPrepRun):
         rows = [Check("configuration", "ok", f"{run.stage}, {launch.num_tasks} task(s)")]
@@ -375,20 +415,23 @@ def run_checks(run: LaunchableRun) -> list[Check]:
     if teacher := getattr(run.objective, "teacher", None):
         files["objective.teacher.weights"] = teacher.weights
     rows += [_weights(key, file) for key, file in files.items() if file]
-    return rows + caught("data", _training_checks(run))
+    return rows + caught("data", _training_checks(run, known))
 
 
 def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
     data = run.data
-    index = read_split(data.path, split=data.val_split, remote_settings=data.remote)
-    yield Check("data", "ok", f"{data.val_split}: {index.num_samples:,} samples")
+    # The part of `dev_percent` is cut from the training split.
+    split = data.val_split or data.train_split
+    index = read_split(data.path, split=split, remote_settings=data.remote)
+    yield Check("data", "ok", f"{split}: {index.num_samples:,} samples")
 
 
-def _training_checks(run: PretrainRun | FinetuneRun) -> Iterator[Check]:
-    facts = data_facts(run, check_files=True)
+def _training_checks(run: PretrainRun | FinetuneRun, known: KnownFacts | None) -> Iterator[Check]:
+    facts = data_facts(run, check_files=True, known=known)
     check_data(run, facts)
     yield _training_data(run, facts)
     yield from _loader(run, facts)
+    yield from _micro_batches(run, facts)
     yield from caught("disk", _disk(run, facts))
 
 
@@ -397,24 +440,19 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
     data = run.data
     if data.is_streamed:
         tars = tars_of_split(Path(data.path), data.train_split, where="data.train_split")
+        for nodes in usable_nodes(run):
+            num_ranks = nodes * run.launch.tasks_per_node
+            check_shares(len(tars), num_ranks=num_ranks, num_workers=data.num_workers)
         found = f"{data.train_split}: {len(tars):,} tars; no index: inexact resume"
         return Check("data", "ok", found)
-    if facts.opened is None:
+    if facts.num_shards is None:
         found = f"no {MANIFEST_NAME} in {data.path} here; assumed: {facts.num_samples:,} samples"
         next_step = "none if only the nodes see the folder: the job checks it"
         return Check("data", "warning", found, next_step)
-    for part in facts.opened.parts:
-        check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
-    num_shards = _num_shards(facts.opened)
-    found = f"{data.train_split}: {facts.num_samples:,} samples in {num_shards:,} shards"
-    evaluated = None if data.dev_percent else open_val_split(data)
-    if evaluated is not None:
-        found += f"; {data.val_split}: {evaluated.num_samples:,} samples"
+    found = f"{data.train_split}: {facts.num_samples:,} samples in {facts.num_shards:,} shards"
+    if facts.num_val is not None:
+        found += f"; {data.val_split}: {facts.num_val:,} samples"
     return Check("data", "ok", f"{found}; as in the manifest")
-
-
-def _num_shards(opened: TrainingSet) -> int:
-    return sum(len(part.shard_lengths) for part in opened.parts)
 
 
 def _weights(key: str, file: str) -> Check:
@@ -430,7 +468,7 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
     num_ranks = run.launch.num_ranks
     processes = num_ranks * max(1, workers)
     each = f"{num_ranks} rank(s) x {max(1, workers)} loader process(es)"
-    num_shards = None if facts.opened is None else _num_shards(facts.opened)
+    num_shards = facts.num_shards
     if samples < run.data.global_batch:
         text = f"{samples:,} samples are less than one batch of {run.data.global_batch:,}"
         next_step = "lower data.global_batch, or use more samples"
@@ -450,6 +488,18 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
         yield Check("cores", "warning", f"{cpus} core(s) per task {text}", next_step)
     else:
         yield Check("cores", "ok", f"{cpus} per task {text}")
+
+
+def _micro_batches(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
+    """Numbers of nodes on which each rank's share has to be divided into small micro-batches."""
+    plans = {nodes: known_plan(run, facts, nodes=nodes) for nodes in usable_nodes(run)}
+    advice = {nodes: plan.advice for nodes, plan in plans.items() if plan and plan.advice}
+    if not advice:
+        return
+    nodes, *others = advice
+    more = f" (it is small on {', '.join(map(str, others))} nodes, too)" if others else ""
+    next_step = "change data.global_batch, or the number of ranks"
+    yield Check("micro-batch", "warning", f"{advice[nodes]}{more}", next_step)
 
 
 def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:

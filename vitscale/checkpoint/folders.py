@@ -21,9 +21,11 @@ starts in a tenth of a second.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -217,16 +219,19 @@ def newest_checkpoint(folder: Path, **ranks: Any) -> tuple[Checkpoint | None, li
     return None, []
 
 
-def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[str]]:
+def resolve_weights(path: str, *, key: str = "init", **ranks: Any) -> tuple[Checkpoint, list[str]]:
     """The checkpoint that a setting means: one folder, or the newest valid one of a run folder.
 
-    key: the setting, for errors.
+    key: the setting, for errors. ranks: as for `read_checkpoint`; each verifies its share of the
+    files.
     Returns it and a sentence for each newer one that is damaged. Raises UserError if there is none.
     """
-    folder = Path(path)
-    if (folder / MANIFEST).is_file() and STEP_FOLDER.fullmatch(folder.name):
-        return read_checkpoint(folder), []
-    checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
+    folder, gather = Path(path), ranks.get("gather", only_this_rank)
+    is_one = STEP_FOLDER.fullmatch(folder.name) and (folder / MANIFEST).is_file()
+    # As rank 0 sees it, so that all verify the same.
+    if gather(bool(is_one))[0]:
+        return read_checkpoint(folder, **ranks), []
+    checkpoint, complaints = newest_checkpoint(folder / "checkpoints", **ranks)
     if checkpoint is not None:
         return checkpoint, complaints
     what = "holds no checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
@@ -249,6 +254,10 @@ class Save:
     keep: int
     progress: Mapping[str, Any]
     description: Mapping[str, Any]
+    before_commit: Callable[[], None] | None = None
+    """Called on rank 0 when all is written: flushes what the step is to come after."""
+    overdue_at: float = math.inf
+    """Until when storage may refuse saves, by `time.monotonic` of this rank; rank 0's counts."""
 
     @property
     def temporary(self) -> Path:
@@ -259,6 +268,10 @@ class Save:
         return self.checkpoints / f"step-{self.step:08d}"
 
 
+class OverdueError(StorageError):
+    """Storage has refused saves for too long, the same on all ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Commit:
     """A durable step: it survives power loss."""
@@ -266,7 +279,7 @@ class Commit:
     folder: Path
     step: int
     warnings: tuple[str, ...]
-    """Problems after the commit: old folders that could not be removed."""
+    """Problems that did not prevent it: old folders that could not be removed, say."""
 
 
 def commit_save(
@@ -283,6 +296,9 @@ def commit_save(
         warnings = _result_of(save, lambda: _finish(save, shares))
         if isinstance(warnings, UserError):
             shutil.rmtree(save.temporary, ignore_errors=True)
+        # Here, since the clocks of ranks differ: one alone would leave.
+        if isinstance(warnings, StorageError) and time.monotonic() > save.overdue_at:
+            warnings = OverdueError(warnings.text())
     warnings = gather(warnings)[0]
     if isinstance(warnings, UserError):
         raise warnings
@@ -340,10 +356,21 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
     check_sizes(save.temporary, files)
     values = {"progress": save.progress, "description": save.description}
     _write(save, MANIFEST, [manifest_text(step=save.step, files=files, **values).encode()])
+    warnings = _flush_before(save)
     # A step that exists is damaged: the run has resumed from an older one.
     _set_aside(save.final)
     commit_folder(save.temporary, save.final)
-    return _prune(save)
+    return warnings + _prune(save)
+
+
+def _flush_before(save: Save) -> list[str]:
+    """Call `before_commit`. A sentence if storage refuses: a step is worth more than its log."""
+    try:
+        if save.before_commit is not None:
+            save.before_commit()
+    except OSError as error:
+        return [f"warning: {error.filename}: not flushed before a commit ({error.strerror})"]
+    return []
 
 
 def _set_aside(folder: Path) -> None:

@@ -28,9 +28,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vitscale.checkpoint.folders import Checkpoint, Commit, Save, commit_save, newest_checkpoint
+from vitscale.checkpoint.folders import (
+    Checkpoint,
+    Commit,
+    OverdueError,
+    Save,
+    commit_save,
+    newest_checkpoint,
+)
 from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
-from vitscale.distributed.atomic_files import retried
+from vitscale.distributed.atomic_files import fsync_folder, retried
 from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import (
     SAVES,
@@ -54,6 +61,9 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 # After SILENT_S without a touch a holder on another node is gone. Under SLURM a start waits for
 # WAIT_S: the holder may be an attempt that is ending. The other ranks wait too, so not for longer.
 BEAT_S, SILENT_S, WAIT_S = 5.0, 20.0, 30.0
+# How long after a start has written its name another one's may still appear.
+SETTLE_S = 1.0
+HOLDER_BYTES = 256
 # Longest that a save may take, and one rank's disk beyond another's.
 LONGEST_SAVE_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed: the process ends
@@ -91,9 +101,11 @@ class CheckpointStore:
         step: int,
         progress: dict[str, Any],
         description: dict[str, Any],
+        before_commit: Callable[[], None] | None = None,
     ) -> None:
         """Start saving this rank's tensors, which must not change before `wait_for_host_copy`.
 
+        before_commit: called on rank 0, in the background.
         Waits for the save before it, see `wait`.
         """
         self.wait()
@@ -107,6 +119,8 @@ class CheckpointStore:
             keep=self.keep,
             progress=json.loads(json.dumps(progress)),  # the loop may change it later
             description=description,
+            before_commit=before_commit,
+            overdue_at=self._committed_at + LONGEST_WITHOUT_S,
         )
         self._save = Future()
         # A daemon: a process that must end does not wait for a disk that hangs.
@@ -163,7 +177,7 @@ class CheckpointStore:
             what = "a checkpoint was not written in an hour: its storage hangs"
             raise StorageError(what, where=str(self.folder)) from None
         except StorageError as error:
-            if say is None or time.monotonic() - self._committed_at > LONGEST_WITHOUT_S:
+            if say is None or isinstance(error, OverdueError):
                 raise
             say(
                 f"warning: {str(error).splitlines()[0]}; training goes on, and ends after an hour "
@@ -215,9 +229,11 @@ def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
     that of a node that died.
     """
     with ExitStack() as stack:
-        with errors_on_all_ranks("cannot be used as run folder", folder):
+        with errors_on_all_ranks("cannot be used as run folder", folder, tried=world.is_first):
             if world.is_first:
                 folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+                # Or power loss would take the name, and every checkpoint with it.
+                fsync_folder(folder.parent)
                 stack.enter_context(_held(folder / ".lock"))
         yield
 
@@ -231,26 +247,24 @@ def _held(path: Path) -> Iterator[None]:
             with suppress(OSError):
                 os.utime(path)
 
-    with open(path, "a+") as file:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with open(descriptor, "rb+", buffering=0) as file:
         # Or loader workers, which outlive a killed rank by seconds, would hold the lock.
         os.register_at_fork(after_in_child=file.close)
-        _acquire(path, file.fileno())
-        job = os.environ.get("SLURM_JOB_ID")
-        file.truncate(0)
-        file.write(f"{f'job {job}' if job else f'process {os.getpid()}'} on {node_name()}")
-        file.flush()
-        os.fsync(file.fileno())
+        _acquire(path, descriptor)
         threading.Thread(target=touch, name="run-folder-lock", daemon=True).start()
         try:
             yield
         finally:
             ending.set()
             with suppress(OSError):
-                file.truncate(0)
+                os.truncate(descriptor, 0)
 
 
 def _acquire(path: Path, descriptor: int) -> None:
-    """Return when nobody else holds the lock. Raises UserError when somebody does."""
+    """Return when this process is the holder. Raises UserError when somebody else is."""
+    job = os.environ.get("SLURM_JOB_ID")
+    own = f"{f'job {job}' if job else f'process {os.getpid()}'} on {node_name()}"
     start = touched = time.monotonic()
     first = last = path.stat().st_mtime_ns
     while True:
@@ -261,20 +275,45 @@ def _acquire(path: Path, descriptor: int) -> None:
             locked = False
         except OSError:  # not on this file system
             locked = None
-        now, holder = time.monotonic(), path.read_text()
+        now = time.monotonic()
+        holder = read_holder(path)
         if (beat := path.stat().st_mtime_ns) != last:
             last, touched = beat, now
         is_gone = not holder or now - touched > SILENT_S
         # On one node flock is right, even just after a kill.
-        if (locked and holder.endswith(f" on {node_name()}")) or (locked is not False and is_gone):
-            return
+        is_here = bool(locked) and holder.endswith(f" on {node_name()}")
+        if is_here or (locked is not False and is_gone):
+            _write_holder(descriptor, own)
+            if locked and not job:
+                return
+            # Another node may have found the folder free, too: the later one has it.
+            took_s = time.monotonic() - now
+            time.sleep(max(SETTLE_S, 2 * took_s))
+            holder = read_holder(path)
+            if holder == own:
+                return
+            last, touched = path.stat().st_mtime_ns, time.monotonic()
         what = "another job is training in this run folder" + (f": {holder}" if holder else "")
         next_step = "wait for it or stop it, or choose another name"
-        if "SLURM_JOB_ID" not in os.environ and (locked is False or last != first):
+        if not job and (locked is False or last != first):
             raise UserError(what, where=str(path.parent), next_step=next_step)
-        if now - start > WAIT_S:
+        if time.monotonic() - start > WAIT_S:
             raise FolderTakenError(what, where=str(path.parent), next_step=next_step)
         time.sleep(0.5)
+
+
+def _write_holder(descriptor: int, holder: str) -> None:
+    """Write a name over another one of any length.
+
+    In one write: of two at the same moment the later one remains, and no mixture.
+    """
+    os.pwrite(descriptor, holder.encode().ljust(HOLDER_BYTES), 0)
+    os.fsync(descriptor)
+
+
+def read_holder(path: Path) -> str:
+    """The job and node that a lock file names, as another node sees it; empty for none."""
+    return path.read_text(errors="replace").strip()
 
 
 # ---- tensors as safetensors files ---------------------------------------------------------------

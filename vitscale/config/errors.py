@@ -18,10 +18,16 @@ EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 # "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
 EXIT_STOPPED_RESUMABLE = 75
-# From an error that all ranks have until the first one has closed what is open, and printed it.
+# How long the other ranks leave it to the first one to print an error, which all may have: a
+# launcher then ends them.
 FIRST_RANK_S = 5.0
-# Errors of storage that often pass.
-PASSING = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ETIMEDOUT, errno.EAGAIN)
+# Errors of storage that often pass. The last ones are of a server that is out of reach; Lustre says
+# ESHUTDOWN to a client that it has evicted.
+PASSING = (
+    *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
+    *(errno.ENOSPC, errno.EDQUOT),
+    *(errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+)
 
 
 class FailureKind(StrEnum):
@@ -31,6 +37,8 @@ class FailureKind(StrEnum):
     DIVERGED = "diverged"
     STORAGE = "storage"
     DEVICE = "device"
+    NODE = "node"
+    """A rank lacks what the others have: its GPU, a file, a compiler, a folder of its node."""
     WORKER = "worker"
     PEER_LOST = "peer lost"
     HANG = "hang"
@@ -48,13 +56,16 @@ EXIT_CODES = {
     FailureKind.DIVERGED: 76,
     # "Input/output error" (sysexits.h): checkpoints or shards could not be written or read.
     FailureKind.STORAGE: 74,
+    # "Service unavailable" (sysexits.h): another node may have what this one lacks.
+    FailureKind.NODE: 69,
 }
 
 
 class UserError(ValueError):
     """Invalid input: what is wrong, where, what is allowed, what to do next.
 
-    Subclasses are failures of another kind. All ranks raise it at the same point.
+    Subclasses are failures of another kind. It is bad input only if all ranks raise it at the same
+    point; the watchdog finds out whether they do, and makes it a `NodeError` if they do not.
     """
 
     kind: ClassVar[FailureKind] = FailureKind.BAD_INPUT
@@ -100,6 +111,25 @@ class RankError(UserError):
     kind = FailureKind.OTHER
 
 
+class NodeError(RankError):
+    """A rank lacks what the others have: a fault of its node, and no bad input.
+
+    rank, node: of the rank that lacks it; all ranks may raise the error.
+    """
+
+    kind = FailureKind.NODE
+
+    def __init__(self, what: str, *, rank: int | None = None, node: str | None = None) -> None:
+        super().__init__(what)
+        self.rank, self.node = rank, node
+
+
+class RankStorageError(RankError):
+    """Storage failed on this rank for longer than a retry helps."""
+
+    kind = FailureKind.STORAGE
+
+
 class WorkerError(RankError):
     """A loader worker died or hangs."""
 
@@ -130,6 +160,38 @@ def not_written(error: OSError, where: str) -> UserError:
     return kind(what, where=where, next_step=f"{step} with free space")
 
 
+def on_node(error: UserError, *, rank: int, node: str) -> NodeError:
+    """The error of one rank, as a fault of its node."""
+    if isinstance(error, NodeError):
+        return error
+    return NodeError(f"rank {rank} on {node}: {error.text()}", rank=rank, node=node)
+
+
+def raise_alike(
+    errors: Sequence[UserError | None], *, nodes: Sequence[str], num_tried: int
+) -> None:
+    """Raise the first error of all ranks, if there is one; to be called alike on all of them.
+
+    errors, nodes: of each rank. num_tried: how many ranks did the work. Bad input is what all of
+    them find; what only some of them find is a fault of their node.
+    """
+    failed = [(rank, error) for rank, error in enumerate(errors) if error is not None]
+    if not failed:
+        return
+    rank, error = failed[0]
+    if len(failed) == num_tried:
+        raise error
+    if error.kind is FailureKind.BAD_INPUT:
+        raise on_node(error, rank=rank, node=nodes[rank])
+    raise type(error)(f"rank {rank} on {nodes[rank]}: {error}")
+
+
+def not_read(error: OSError, where: str, *, next_step: str) -> UserError:
+    """The error for a path that cannot be read."""
+    kind = StorageError if error.errno in PASSING else UserError
+    return kind(f"cannot be read ({error.strerror or error})", where=where, next_step=next_step)
+
+
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
     return next(iter(get_close_matches(name, known, n=1)), None)
@@ -141,26 +203,23 @@ def did_you_mean(name: str, known: Sequence[str], otherwise: str | None = None) 
     return f"did you mean {best}?" if best else otherwise
 
 
-def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; print a `UserError` (once per job, from rank 0) and exit.
+def run_script(main: Callable[[], None], *, is_rank: bool = False) -> None:
+    """Run a script's `main`; print a `UserError` and exit with the code of its kind.
 
-    The exit code is that of the error's kind.
+    is_rank: whether it is one of the ranks of a job. No process leaves without its error, but ranks
+    other than the first wait before they print one that all may have.
     """
+    from vitscale.config.outside import guard_terminal
+
+    guard_terminal()
     try:
         main()
     except UserError as error:
-        if isinstance(error, RankError):
-            rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-            notes = getattr(error, "__notes__", ())
-            text = "\n  ".join([f"error: {rank}{error.text()}", *notes])
-            print(text, file=sys.stderr, flush=True)
-        elif os.environ.get("RANK", "0") == "0":
-            num = len(error.errors) if isinstance(error, UserErrors) else 1
-            heading = "error" if num == 1 else f"{num} errors"
-            print(f"{heading}:\n{error.text()}", file=sys.stderr, flush=True)
-        else:
-            # A launcher kills the rank that prints it once another one has ended.
+        rank = os.environ.get("RANK", "0") if is_rank else "0"
+        # A launcher kills the other ranks once the first one has ended.
+        if rank != "0" and not isinstance(error, RankError):
             time.sleep(FIRST_RANK_S)
+        print(_report(error, rank=rank), file=sys.stderr, flush=True)
         raise SystemExit(error.kind.exit_code) from None
     except BrokenPipeError:
         try:
@@ -170,3 +229,15 @@ def run_script(main: Callable[[], None]) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
         raise
+
+
+def _report(error: UserError, *, rank: str) -> str:
+    """An error as it is printed. Its rank is named where others may have none, or another one."""
+    if isinstance(error, RankError):
+        is_named = isinstance(error, NodeError) or rank == "0"
+        heading = "error: " if is_named else f"error: rank {rank}: "
+        return "\n  ".join([heading + error.text(), *getattr(error, "__notes__", ())])
+    num = len(error.errors) if isinstance(error, UserErrors) else 1
+    heading = "error" if num == 1 else f"{num} errors"
+    of_rank = "" if rank == "0" else f" of rank {rank}"
+    return f"{heading}{of_rank}:\n{error.text()}"

@@ -193,6 +193,7 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
     found: list[Source] = []
     files: list[str] = []
     while path:
+        path = os.path.expanduser(path)
         if os.path.realpath(path) in map(os.path.realpath, files):
             shown = " -> ".join(map(shown_path, [*files, path]))
             raise UserError(f"circular base: {shown}", where=where)
@@ -204,7 +205,7 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
             what = f"{show_value(base)} is {kind_of(base)}"
             allowed = "the path of one YAML file, relative to this file"
             raise UserError(what, where=where, allowed=allowed)
-        path = base and os.path.join(os.path.dirname(path), base)
+        path = base and os.path.join(os.path.dirname(path), os.path.expanduser(base))
     return found
 
 
@@ -260,6 +261,29 @@ def read_override(text: str) -> Source:
         values, places[path[:depth]] = {path[depth - 1]: values}, COMMAND_LINE
     places[path] = Place.of(COMMAND_LINE, value)
     return Source(values, places)
+
+
+# Keys whose texts are paths, N for a position in a list. In a file, and behind `=` on a command
+# line, no shell has expanded `~`.
+PATH_KEYS = frozenset(
+    (
+        *("output", "init", "images", "images.N"),
+        *("data.path", "data.mixture.N.path", "data.only_keys", "data.remote.cache_path"),
+        *("remote.cache_path", "objective.teacher.weights", "stages.N.config"),
+        *("source.path", "source.val_labels", "source.leave_out", "labels.space", "labels.map"),
+    )
+)
+
+
+def _with_home(value: Any, key: str = "") -> Any:
+    """The values with `~` and `~USER` expanded in paths. key: of the value, dotted."""
+    if isinstance(value, dict):
+        prefix = f"{key}." if key else ""
+        return {name: _with_home(each, f"{prefix}{name}") for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_home(each, f"{key}.N") for each in value]
+    is_path = isinstance(value, str) and key in PATH_KEYS
+    return os.path.expanduser(value) if is_path else value
 
 
 # ---- merging ----------------------------------------------------------------------------------
@@ -336,6 +360,7 @@ def load_run(
         known = {k: v for k, v in site.values.items() if k in run_type.model_fields}
         layers = [Source(known, site.places), *files, given]
         merged = reduce(partial(merge, group=tree_of(run_type)), layers)
+        merged = Source(_with_home(merged.values), merged.places)
         run = run_type.model_validate({"# card": _card(path)} | merged.values)
         if not found:
             conflicts = run.problems()
@@ -369,7 +394,7 @@ def read_site(*, errors: list[UserError]) -> Source:
     The file is $VITSCALE_SITE, none if that is empty, else SITE_FILE if it exists.
     """
     named = os.environ.get(SITE_VARIABLE)
-    path = os.path.expanduser(SITE_FILE) if named is None else named
+    path = os.path.expanduser(SITE_FILE if named is None else named)
     if not path or (named is None and not os.path.lexists(path)):
         return Source({}, {})
     try:

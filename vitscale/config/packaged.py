@@ -40,6 +40,7 @@ def config_names() -> tuple[str, ...]:
 def find_config(path: str) -> str:
     """The file of a path, or else of a name: `cifar10/vit_tiny`, or `vit_tiny`, as it is alone; a
     copy in configs/ here comes first. Returns the path where nothing is found."""
+    path = os.path.expanduser(path)
     if os.path.exists(path):
         return path
     name = path.removeprefix("configs/").removesuffix(".yaml")

@@ -3,24 +3,105 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
 
-_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#'\"]*@")
+# ---- what a secret looks like -----------------------------------------------------------------
+
+# Words before `_token` that make it one of a model.
+_OF_MODELS = ("cls", "reg", "class", "dist", "mask", "distillation", "register")
+# The end of a name that holds a secret: DB_PASSWORD, hf_token, api-key, GH_PAT. The path of a file
+# of credentials is none.
+_WORDS = (
+    r"password|passwd|passphrase|pgpass|secret|cookie|connection_?string|(?<=login\()key",
+    "".join(rf"(?<!{each}_)" for each in _OF_MODELS) + "token",
+    r"(?:api|access|account|auth|encryption|master|private|secret|shared|signing|ssh|storage)"
+    r"[_-]?key",
+    r"credentials?(?![\"']?\]?\s*[=:,]\s*[\"']?[/~.])",
+    r"(?<![a-z])(?:pwd|pat|auth|authorization)|(?<=_)(?<!forward_)(?<!backward_)pass",
+)
+_WORD = f"(?:{'|'.join(_WORDS)})"
+_NAME = rf"\b\w*{_WORD}"
+_MANY = r"(?:(?<!token)s)?"
+_SECRET_KEY = re.compile(rf"{_NAME}{_MANY}$", re.IGNORECASE)
+# Text in quotes, of Python, JSON, YAML or a shell, with one character or more.
+_LONG = r"(?:\"\"\"(?:.|\n)+?\"\"\"|'''(?:.|\n)+?''')"
+_QUOTED = rf"[rbfu]{{0,2}}(?:{_LONG}|\"[^\"\n]+\"|'[^'\n]+')"
+# The next line of a patch has a sign first.
+_GAP = r"[ \t]*(?:\n[+ -]?[ \t]*)?"
+_START = r"^[+-]?[ \t]*"
+
+# The bounds keep the time linear, whatever the text is.
+_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,40}://)[^/\s?#'\"]*@")
 # Signed URLs carry secrets under any name.
 _QUERY = re.compile(r"\?[^\s'\"=?]+=[^\s'\"]+")
-# Tokens of a model are no secrets.
-_NAME = r"\b\w*(?:password|passwd|secret|(?<!class_)(?<!distillation_)token|api_?key|access_?key)"
-_SECRET_KEY = re.compile(rf"{_NAME}$", re.IGNORECASE)
-# In YAML, with the sign of a line in a patch.
-_SECRET_LINE = re.compile(rf"^(?P<key>[+-]?\s*[\w-]*{_NAME}: +)\S.*$", re.I | re.M)
-# NAME=VALUE in shell, such as HF_TOKEN=abc; not HF_TOKEN=$(cat FILE), HF_TOKEN_PATH=FILE.
-SECRET_ASSIGNMENT = re.compile(
-    rf"(?P<name>{_NAME})=(?![\"']?(?:[\s$]|$))(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)", re.IGNORECASE
+# NAME = "text", "NAME": "text", x["NAME"] = "text", NAME: str = "text", NAME == "text": all texts
+# of the line, and of the next ones up to the bracket that closes.
+_SECRET_TEXT = re.compile(
+    rf"(?P<key>{_WORD}{_MANY}[\"']?\]?[ \t]*(?:=>|:=|[=!]?=|:))"
+    rf"(?P<rest>[ \t]*{_LONG}|[^\n]*[(\[{{][ \t]*(?:\n[^\n)\]}}]*)+|[^\n]*)",
+    re.IGNORECASE,
 )
+# f("NAME", "text"), f("NAME", default="text").
+_SECRET_ARGUMENT = re.compile(
+    rf"(?P<key>{_WORD}[\"'],{_GAP}(?:default[ \t]*=[ \t]*)?){_QUOTED}(?![ \t]*:)",
+    re.IGNORECASE,
+)
+# NAME=VALUE in shell, such as HF_TOKEN=abc; not HF_TOKEN=$(cat FILE), HF_TOKEN_PATH=FILE, f(x).
+_NO_SECRET = r"[\"']?(?:[\s$]|$)|\*\*\*|[\w.]*[(\[{]|(?:true|false|none|null)\b"
+SECRET_ASSIGNMENT = re.compile(
+    rf"(?P<name>{_NAME})=(?!{_NO_SECRET})(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)",
+    re.IGNORECASE,
+)
+# In YAML, with the sign of a line in a patch, also as an item of a list, or on the next line.
+_SECRET_LINE = re.compile(
+    rf"(?P<key>{_START}(?:-[ \t]+)?[\"']?[\w-]*{_NAME}{_MANY}[\"']?:[ \t]+)"
+    r"(?:[|>][+-]?[ \t]*\n.*|(?![(\[{][ \t]*$)\S.*)$",
+    re.IGNORECASE | re.MULTILINE,
+)
+# Within braces: {user: me, password: abc}.
+_SECRET_ITEM = re.compile(
+    rf"(?P<key>[{{,][ \t]*[\"']?{_NAME}[\"']?:[ \t]+)(?![\"'({{\[])[^\s,}}]+",
+    re.IGNORECASE,
+)
+# NAME = text without quotes, of letters and digits, as in INI files; no call, no attribute.
+_SECRET_BARE = re.compile(
+    rf"(?P<key>{_WORD}[ \t]+=[ \t]+)(?=\S*\d)(?=\S*[a-z])[\w+/-]{{8,}}=*(?![\w(.\[])",
+    re.IGNORECASE,
+)
+# Of commands, of .netrc and of XML: the next word.
+_BEFORE_SECRET = (
+    rf"(?<![\w-])--(?=\w)[\w-]{{0,60}}?{_WORD}[ \t]+",  # --token abc
+    r"(?<![\w-])(?:-u|--user)[ \t=]+[\w.@-]+:",  # curl -u me:abc
+    rf"\bsetenv[ \t]+{_NAME}[ \t]+",
+    r"\bsshpass[ \t]+-p[ \t]*",
+    r"\blogin[ \t]+\S+[ \t]+password[ \t]+",
+    rf"{_START}password[ \t]+(?=\S+$)",
+    rf"<{_NAME}>",
+)
+_SECRET_WORD = re.compile(
+    rf"(?P<key>{'|'.join(_BEFORE_SECRET)})(?![-$\"',)\]])[^\s\"'<]+",
+    re.IGNORECASE | re.MULTILINE,
+)
+# Secrets by their form, whatever their name is: HTTP's, keys of providers, JSON web tokens.
+_SECRET_FORM = re.compile(
+    r"(?P<key>\b(?i:bearer)[ \t]+(?![{$<])(?=[\w.~+/=-]{6})"
+    r"|\b(?i:basic)[ \t]+(?=[A-Za-z+/]*[0-9=])(?=[A-Za-z0-9+/=]{8}))[\w.~+/=-]+"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{6,}|\bAIza[\w-]{30,}|\bhf_[A-Za-z0-9]{20,}"
+    r"|\b(?:gh[oprsu]|github_pat|glpat|npm|pypi|xox[abprs]|sk|rk)[_-][\w-]{16,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{4,}\.[\w-]*"
+)
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN (?P<kind>[A-Z ]*PRIVATE KEY)-----"
+    r"(?:(?:(?!-----)(?:.|\n))*?-----END (?P=kind)-----|(?:[\s+\\n\"'-]*[A-Za-z0-9+/=]{20,})*)"
+)
+
+# ---- what others may see ----------------------------------------------------------------------
+
 # Settings of `launch` that others may see: the rest (setup, python, accounts) is the site's own.
 _SIZES = ("nodes", "tasks_per_node", "num_tasks", "gpus_per_node", "cpus_per_task", "mem_gb")
 # MLflow's limits of a parameter's name.
@@ -28,26 +109,45 @@ _ODD_KEY_CHARS, _MAX_KEY_CHARS = re.compile(r"[^\w\-. :/]"), 250
 
 
 def redact(text: str) -> str:
-    """Remove user:password and queries from URLs, and values of names that sound secret."""
+    """Remove user:password and queries from URLs, values of names that sound secret, and what is
+    a secret by its form: keys of providers, private keys, HTTP's credentials."""
+    text = _PRIVATE_KEY.sub("*** private key ***", text)
     text = _QUERY.sub("?***", _USERINFO.sub(r"\g<scheme>", text))
+    text = _SECRET_TEXT.sub(_without_texts, text)
+    text = _SECRET_ARGUMENT.sub(r"\g<key>'***'", text)
     text = SECRET_ASSIGNMENT.sub(r"\g<name>=***", text)
-    return _SECRET_LINE.sub(r"\g<key>'***'", text)
+
+    for pattern in (_SECRET_LINE, _SECRET_ITEM):
+        text = pattern.sub(r"\g<key>'***'", text)
+
+    for pattern in (_SECRET_BARE, _SECRET_WORD):
+        text = pattern.sub(r"\g<key>***", text)
+    return _SECRET_FORM.sub(lambda found: f"{found['key'] or ''}***", text)
+
+
+def _without_texts(found: re.Match[str]) -> str:
+    return found["key"] + re.sub(_QUOTED, "'***'", found["rest"])
 
 
 def short_reason(error: BaseException) -> str:
     """The first line of an error's text, `redact`ed and cut; the type if there is no text."""
     lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    return printable(lines[0][:200])
+
+
+def printable(text: str) -> str:
+    """The text without characters that control a terminal."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _shared(value: Any, key: str) -> Any:
+    if value is not None and _SECRET_KEY.search(key):
+        return "***"
     if isinstance(value, Mapping):
         shown = value.keys() & _SIZES if key == "launch" else value
         return {name: _shared(each, str(name)) for name, each in value.items() if name in shown}
     if isinstance(value, list | tuple):
         return [_shared(each, key) for each in value]
-    if value is not None and _SECRET_KEY.search(key):
-        return "***"
     return redact(value) if isinstance(value, str) else value
 
 
@@ -56,15 +156,29 @@ def shared_yaml(config: Mapping[str, Any]) -> str:
     return yaml.safe_dump(_shared(config, ""), sort_keys=False)
 
 
-def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
-    """The same as {dotted key: text as in YAML}."""
+def shown_setting(key: str, text: str | None) -> str | None:
+    """The text of one setting without secrets. key: dotted."""
+    return None if text is None else str(_shared(text, key.rpartition(".")[2]))
+
+
+def flatten(config: Mapping[str, Any]) -> dict[str, str]:
+    """{dotted key: text as in YAML}, secrets included. A flat configuration stays as it is."""
 
     def leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Mapping) and (value or not key):
             for name, inner in value.items():
                 yield from leaves(inner, f"{key}.{name}" if key else str(name))
         else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str)
-            yield _ODD_KEY_CHARS.sub("_", key)[:_MAX_KEY_CHARS], text
+            yield key, value if isinstance(value, str) else json.dumps(value, default=str)
 
-    return dict(leaves(_shared(config, ""), ""))
+    return dict(leaves(config, ""))
+
+
+def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
+    """{dotted key: text} as others may see it, with keys that MLflow allows."""
+    texts = flatten(_shared(config, "")).items()
+    return {
+        # MLflow takes no `a//b` and `a/../b`.
+        posixpath.normpath(_ODD_KEY_CHARS.sub("_", key)[:_MAX_KEY_CHARS]): text
+        for key, text in texts
+    }

@@ -9,9 +9,10 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import FileIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import PASSING, UserError, not_read
 from vitscale.config.text_files import read_text
 from vitscale.data.remote import (
     Location,
@@ -32,6 +33,7 @@ from vitscale.data.remote import (
     read_chunks,
 )
 from vitscale.data.settings import RemoteSettings
+from vitscale.distributed.atomic_files import retried_read
 from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file, read_entry_points
 
 if TYPE_CHECKING:
@@ -41,11 +43,15 @@ MAX_SHOWN = 10
 FORMAT_VERSION: Literal[2] = 2
 INDEX_NAME = "index.parquet"
 MANIFEST_NAME = "manifest.json"
+CHECK_STORAGE = "check the storage, then run the same command again"
 NO_LABEL = -1
 MAX_OPEN_SHARDS = 64
-# Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
-# errors (stale handle, no memory, too many open files, ...) are transient.
-DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+# Row groups whose keys are searched at once: a million keys.
+GROUPS_AT_ONCE = 128
+# Bytes are damaged: a checksum or structure that the file system finds broken. Other errors come
+# from the storage or the machine: those of PASSING are retried, and for none another sample is
+# taken.
+DATA_LOSS_ERRNOS = (errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 # Arrays of `SplitIndex` with one entry per sample.
 ARRAYS = ("shard_of", "offset", "length", "label", "hash_prefix")
 
@@ -178,20 +184,47 @@ class SplitIndex:
 
 
 def read_shard(path: Path, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes of one range. Raises OSError if they are lost, UserError if the file cannot be read."""
+    """Bytes of one range. Raises what `read_range` does, and OSError if the file ends before."""
+    data = read_range(path, offset=offset, num_bytes=num_bytes)
+    if len(data) < num_bytes:
+        raise OSError(f"ends after {offset + len(data)} bytes")
+    return data
+
+
+def read_range(path: Path, *, offset: int, num_bytes: int) -> bytes:
+    """Bytes of one range; fewer at the end of the file. Repeated while storage fails.
+
+    Raises OSError if they are lost, StorageError if storage fails for longer, and UserError if the
+    file cannot be read for another reason.
+    """
     try:
-        data = os.pread(_opened(path).fileno(), num_bytes, offset)
+        return retried_read(lambda: _read_once(path, offset, num_bytes), name=path)
     except OSError as error:
         if error.errno in DATA_LOSS_ERRNOS:
             raise
-        raise UserError(
-            f"cannot be read ({error.strerror})",
-            where=str(path),
+        raise not_read(
+            error,
+            str(path),
             next_step="check the storage and the limits of this machine (ulimit -n, memory), then "
-            "run the same command again",
+            "run the same command again; if this file alone fails, copy it again",
         ) from None
-    if len(data) < num_bytes:
-        raise OSError(f"ends after {offset + len(data)} bytes")
+
+
+def _read_once(path: Path, offset: int, num_bytes: int) -> bytes:
+    try:
+        # Kept by this name, so that no other thread closes it during the read.
+        file = _opened(path)
+        data = os.pread(file.fileno(), num_bytes, offset)
+        # A read that fails half-way returns its first half; the next one tells the error.
+        while len(data) < num_bytes:
+            more = os.pread(file.fileno(), num_bytes - len(data), offset + len(data))
+            if not more:
+                break  # the file ends
+            data += more
+    except OSError:
+        # A stale handle stays stale: the next attempt opens the file again.
+        _opened.cache_clear()
+        raise
     return data
 
 
@@ -205,9 +238,15 @@ def read_manifest(folder: Location | str) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
     path = location_of(folder) / MANIFEST_NAME
     try:
-        text = path.read_bytes() if isinstance(path, Path) else b"".join(read_chunks(path))
+        text = (
+            retried_read(path.read_bytes, name=path)
+            if isinstance(path, Path)
+            else b"".join(read_chunks(path))
+        )
         manifest = TypeAdapter(Manifest).validate_json(text)
     except OSError as error:
+        if error.errno in PASSING:
+            raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
         folder, what = Path(path).parent, "no such folder"
         if folder.is_dir():
             what = f"is not a shard folder: {MANIFEST_NAME} cannot be read ({error.strerror})"
@@ -298,7 +337,7 @@ def read_split(
     hashes = table.column("blake3").combine_chunks()
     words = np.frombuffer(hashes.buffers()[1], "<u8")[4 * hashes.offset :]
     points: tuple[Path, ...] = ()
-    if isinstance(folder, Path) and (folder / FOLDER_NAME).is_dir():
+    if isinstance(folder, Path) and _has_entry_points(folder):
         points = tuple(entry_points_file(folder, shard.name) for shard in entry.shards)
     return SplitIndex(
         folder=folder,
@@ -319,14 +358,25 @@ def read_split(
     )
 
 
+def _has_entry_points(folder: Path) -> bool:
+    place = folder / FOLDER_NAME
+    with _readable(place):
+        return retried_read(place.is_dir, name=place)
+
+
 def _check_sizes(sizes: dict[Location, int], *, split: str, where: str) -> None:
     """Raise UserError that names the local files that are missing or have another size."""
     wrong = []
     for path, num_bytes in sizes.items():
         try:
-            if isinstance(path, Path) and (found := path.stat().st_size) != num_bytes:
+            if not isinstance(path, Path):
+                continue
+            found = retried_read(path.stat, name=path).st_size
+            if found != num_bytes:
                 wrong.append(f"{path}: {found} bytes, but the manifest says {num_bytes}")
         except OSError as error:
+            if error.errno in PASSING:
+                raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
             wrong.append(f"{path}: missing ({error.strerror})")
     if wrong:
         raise UserError(
@@ -361,15 +411,26 @@ def location_of_tars(folder: Location, manifest: Manifest) -> Location:
 
 def read_columns(path: Path, split: str, columns: list[str]) -> pa.Table:
     """Some columns of a split, in stored order. Raises UserError if they cannot be read."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _readable(path):
         # The filter skips row groups of other splits.
-        return pq.read_table(path, columns=columns, filters=[("split", "==", split)])
+        read = partial(pq.read_table, path, columns=columns, filters=[("split", "==", split)])
+        return retried_read(read, name=path)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn the errors of reading an index into UserError; those that often pass, StorageError."""
+    import pyarrow as pa
+
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
-        what, next_step = f"cannot be read ({error})", "make the shards again"
-        raise UserError(what, where=str(path), next_step=next_step) from None
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
+        what = f"cannot be read ({error})"
+        raise UserError(what, where=str(path), next_step="make the shards again") from None
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -387,14 +448,30 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
 
     text = pa.array([read_text(path, where="data.only_keys")], pa.large_string())
     wanted = pc.split_pattern(text, "\n").flatten()
-    keys = read_columns(index.index_path, index.split, ["key"]).column("key").cast(wanted.type)
-    stored = np.arange(len(keys)) if index.stored is None else index.stored
-    rows = np.flatnonzero(pc.is_in(keys, value_set=wanted).to_numpy()[stored])
+    stored = np.arange(index.num_samples) if index.stored is None else index.stored
+
+    def search() -> tuple[np.ndarray, Any]:
+        """Which rows of the stored split are wanted, and their keys."""
+        is_wanted = [np.zeros(0, bool)]
+        chosen = [pa.array([], wanted.type)]
+        with _KeyGroups(index) as groups:
+            # Many at once: each search hashes all keys of the file first.
+            for start in range(0, len(groups.ends), GROUPS_AT_ONCE):
+                keys = groups.read(start, start + GROUPS_AT_ONCE).cast(wanted.type)
+                mask = pc.is_in(keys, value_set=wanted)
+                is_wanted.append(mask.to_numpy())
+                chosen += pa.chunked_array(keys.filter(mask), wanted.type).chunks
+        return np.concatenate(is_wanted), pa.chunked_array(chosen)
+
+    with _readable(index.index_path):
+        is_wanted, chosen = retried_read(search, name=index.index_path)
+    rows = np.flatnonzero(is_wanted[stored])
     if not len(rows):
         what = f"none of the {index.num_samples:,} samples has one of the keys of {path}"
-        allowed = f"keys of {index.split!r} of {index.folder}, such as {keys[0].as_py()!r}"
+        (example,) = sample_keys(index, [0])
+        allowed = f"keys of {index.split!r} of {index.folder}, such as {example!r}"
         raise UserError(what, where="data.only_keys", allowed=allowed)
-    counts = keys.take(stored[rows]).value_counts()
+    counts = chosen.value_counts()
     repeated = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
     if len(repeated):
         # An index that an earlier version made of tars that begin anew with the same keys.
@@ -411,12 +488,67 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     """Keys of some samples of a split, in the order given. Raises UserError if they are not there.
 
-    Reads the column of keys: a second for 14 million.
+    Reads only the row groups that hold them, one after the other.
     """
     rows = np.asarray(samples, np.int64)
     rows = rows if index.stored is None else index.stored[rows]
-    keys = read_columns(index.index_path, index.split, ["key"]).column("key")
-    return keys.take(rows).to_pylist()
+    path = index.index_path
+    with _readable(path):
+        keys = retried_read(lambda: _keys_of_rows(index, rows), name=path)
+    if keys is None:
+        what = f"has fewer samples of {index.split!r} than before"
+        raise UserError(what, where=str(path), next_step="make the shards again")
+    return keys
+
+
+def _keys_of_rows(index: SplitIndex, rows: np.ndarray) -> list[str] | None:
+    """rows: of the stored split; None if it has fewer. Raises OSError or ArrowException."""
+    keys = np.empty(len(rows), object)
+    with _KeyGroups(index) as groups:
+        group_of = np.searchsorted(groups.ends, rows, side="right")
+        if np.any(group_of == len(groups.ends)):
+            return None
+        for group in np.unique(group_of).tolist():
+            here = np.flatnonzero(group_of == group)
+            first = groups.ends[group - 1] if group else 0
+            keys[here] = groups.read(group, group + 1).take(rows[here] - first).to_pylist()
+    found: list[str] = keys.tolist()
+    return found
+
+
+class _KeyGroups:
+    """The keys of a split, by row groups of its index, each of which has samples of one split.
+
+    A whole column may be larger than memory, and than the 2 GiB of one Arrow array.
+
+    As a context manager it closes the file. Raises OSError or ArrowException.
+    """
+
+    def __init__(self, index: SplitIndex) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self._file = pq.ParquetFile(index.index_path)
+        groups = [self._file.metadata.row_group(n) for n in range(self._file.num_row_groups)]
+        column = self._file.schema_arrow.get_field_index("split")
+        known = [column >= 0 and group.column(column).statistics for group in groups]
+        if not all(each and each.min == each.max for each in known):
+            raise pa.ArrowInvalid("its row groups do not say which split they have")
+        self._numbers = [n for n, each in enumerate(known) if each.min == index.split]
+        lengths = [groups[number].num_rows for number in self._numbers]
+        self.ends = np.cumsum([0, *lengths])[1:]
+        """int64: rows of the split up to the end of each of its row groups."""
+
+    def read(self, start: int, stop: int) -> pa.ChunkedArray:
+        """The keys of some of the split's row groups."""
+        numbers = self._numbers[start:stop]
+        return self._file.read_row_groups(numbers, columns=["key"]).column("key")
+
+    def __enter__(self) -> _KeyGroups:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
 def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]) -> list[str]:
@@ -424,12 +556,16 @@ def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]
 
     samples: (position in `parts`, sample).
     """
-    names: dict[tuple[int, int], str] = {}
+    names = dict(zip(samples, sample_numbers(parts, samples), strict=True))
     for part in {part for part, _ in samples}:
         numbers = [number for of, number in samples if of == part]
-        try:
-            found = [repr(key) for key in sample_keys(parts[part], numbers)]
-        except UserError:
-            found = [f"number {number} of {parts[part].split!r}" for number in numbers]
-        names |= {(part, number): name for number, name in zip(numbers, found, strict=True)}
+        # Whatever has become of the index.
+        with suppress(Exception):
+            keys = sample_keys(parts[part], numbers)
+            names |= {(part, n): repr(key) for n, key in zip(numbers, keys, strict=True)}
     return [names[sample] for sample in samples]
+
+
+def sample_numbers(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]) -> list[str]:
+    """Names of samples without their keys, and so without reading anything."""
+    return [f"number {number} of {parts[part].split!r}" for part, number in samples]

@@ -11,10 +11,9 @@ import math
 import mmap
 import os
 import signal
-import time
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -26,7 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vitscale.config.errors import RankError, UserError, WorkerError
+from vitscale.config.errors import RankError, RankStorageError, StorageError, UserError, WorkerError
+from vitscale.data import remote
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import (
@@ -47,11 +47,11 @@ from vitscale.distributed.random_numbers import CounterRandom, stream_key
 IMPORTS = ("vitscale.data.loader",)
 # Batches that each worker prepares ahead.
 PREFETCH = 2
-# A run ends with an error if its workers neither give the next batch nor compute for this long. It
-# is waited for in parts: if the machine is suspended, only one expires, however long the pause.
+# A run ends with an error if for this long the next batch does not come, and no worker finishes an
+# image or fetches a part of a remote shard. Time on cores is no progress: endless loops spend it.
+# It is waited for in parts: if the machine is suspended, only one expires, however long the pause.
 TIMEOUT_S, NUM_WAITS = 300.0, 16
-# Cores' time that workers spend in one part if they fetch or decode; idle ones spend none.
-PROGRESS_S = 0.02
+COUNTER_BYTES = 8
 # How long to wait for the exit code of a dead worker.
 EXIT_WAIT_S = 5.0
 # Labels, and the samples that were unreadable; with the images, in a slot until the next is taken.
@@ -193,9 +193,14 @@ def _copied(filled: Filled, *, pinned: bool) -> Batch:
     return Batch(images, labels, weights, tuple(unreadable))
 
 
-def _fill(samples: Samples, positions: Sequence[int], images: torch.Tensor) -> Labels:
-    """Write the images at some positions. Raises RankError for any UserError: the other ranks do
-    not know about it."""
+def _fill(
+    samples: Samples,
+    positions: Sequence[int],
+    images: torch.Tensor,
+    advance: Callable[[], None] = lambda: None,
+) -> Labels:
+    """Write the images at some positions. Raises RankError for any UserError, and RankStorageError
+    for StorageError: the other ranks do not know about it. advance: to call after each image."""
     labels, unreadable = [], []
     try:
         samples.prefetch(positions)
@@ -203,8 +208,10 @@ def _fill(samples: Samples, positions: Sequence[int], images: torch.Tensor) -> L
             label, skipped = samples.fill(position, row)
             labels.append(label)
             unreadable += skipped
+            advance()
     except UserError as error:
-        raise RankError(
+        kind = RankStorageError if isinstance(error, StorageError) else RankError
+        raise kind(
             error.what, where=error.where, allowed=error.allowed, next_step=error.next_step
         ) from None
     return labels, unreadable
@@ -218,11 +225,31 @@ class _Worker(NamedTuple):
     connection: Connection
 
 
-def core_seconds(pid: int) -> float:
-    """Time that a process has spent on cores; see clock_getcpuclockid(3)."""
-    with suppress(OSError):  # it has just ended
-        return time.clock_gettime(~pid << 3 | 2)
-    return 0.0
+class _Memory(NamedTuple):
+    """The layout of the memory that a rank shares with its workers."""
+
+    num_workers: int
+    slots: tuple[int, ...]
+    """Shape of the slots, uint8 [slots, batch, 3, rows, columns]."""
+
+    @property
+    def progress_offset(self) -> int:
+        return -(-math.prod(self.slots) // COUNTER_BYTES) * COUNTER_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        return self.progress_offset + self.num_workers * COUNTER_BYTES
+
+    def map(self, descriptor: int) -> tuple[torch.Tensor, np.ndarray]:
+        """The slots; and int64 [workers], how many steps of its work each has done.
+
+        When batch n is read, workers have at most batch n + num_workers * PREFETCH, so none writes
+        to the slot that is being read.
+        """
+        memory = mmap.mmap(descriptor, self.num_bytes)
+        num_pixels = math.prod(self.slots)
+        slots = torch.frombuffer(memory, dtype=torch.uint8, count=num_pixels).view(self.slots)
+        return slots, np.frombuffer(memory, np.int64, offset=self.progress_offset)
 
 
 @contextmanager
@@ -233,6 +260,7 @@ def _filled_by_workers(
     # One more than the batches ahead: the one that is being read.
     num_slots = num_workers * PREFETCH + 1
     shape = (num_slots, batch, 3, samples.image_size, samples.image_size)
+    layout = _Memory(num_workers, shape)
     # No file: the size of /dev/shm is no limit.
     memory = os.memfd_create("batches", os.MFD_CLOEXEC)
     workers, assigned, to_do = list[_Worker](), deque[int](), enumerate(positions)
@@ -247,15 +275,15 @@ def _filled_by_workers(
     def filled() -> Iterator[Filled]:
         while assigned:
             number = assigned.popleft()
-            labels, unreadable = _reply(workers[number % num_workers], workers)
+            labels, unreadable = _reply(workers[number % num_workers], progress)
             assign()
             yield slots[number % num_slots, : len(labels)], labels, unreadable
 
     try:
-        os.ftruncate(memory, math.prod(shape))
-        slots = _mapped(memory, shape)
+        os.ftruncate(memory, layout.num_bytes)
+        slots, progress = layout.map(memory)
         for number in range(num_workers):
-            workers.append(_started(memory, samples, shape, number, num_workers))
+            workers.append(_started(memory, samples, layout, number))
         for _ in range(PREFETCH * num_workers):
             assign()
         yield filled()
@@ -266,11 +294,9 @@ def _filled_by_workers(
             worker.connection.close()
 
 
-def _started(
-    memory: int, samples: Samples, shape: tuple[int, ...], number: int, num_workers: int
-) -> _Worker:
+def _started(memory: int, samples: Samples, layout: _Memory, number: int) -> _Worker:
     ours, theirs = Pipe()
-    arguments = (theirs, samples, shape, number, num_workers)
+    arguments = (theirs, samples, layout, number)
     try:
         process = start_worker(_run, arguments, imports=IMPORTS)
         reduction.send_handle(ours, memory, process.pid)
@@ -285,10 +311,11 @@ def _started(
     return _Worker(process, ours)
 
 
-def _reply(worker: _Worker, workers: Sequence[_Worker]) -> Labels:
-    """Raises WorkerError if the worker dies, or hangs while no other computes, and its errors."""
-    process, num_idle, spent_s = worker.process, 0, 0.0
-    while num_idle < NUM_WAITS:
+def _reply(worker: _Worker, progress: np.ndarray) -> Labels:
+    """Raises WorkerError if the worker dies, or gives no batch while none makes progress, and its
+    errors."""
+    process, num_waits, before = worker.process, 0, int(progress.sum())
+    while num_waits < NUM_WAITS:
         if worker.connection.poll(TIMEOUT_S / NUM_WAITS):
             try:
                 reply = worker.connection.recv()
@@ -303,32 +330,35 @@ def _reply(worker: _Worker, workers: Sequence[_Worker]) -> Labels:
             if isinstance(reply, Exception):
                 raise reply
             return reply
-        now_s = sum(core_seconds(each.process.pid or 0) for each in workers)
-        num_idle = 0 if now_s - spent_s > PROGRESS_S else num_idle + 1
-        spent_s = now_s
+        now = int(progress.sum())
+        num_waits = num_waits + 1 if now == before else 0
+        before = now
     raise WorkerError(
         f"a loader worker (pid {process.pid}, {process_state(process.pid or 0)}) gave no batch and "
-        f"no worker did anything for {TIMEOUT_S:g} s",
+        f"no worker finished an image for {TIMEOUT_S:g} s",
         next_step="check the storage of the shards; py-spy dump --pid PID shows what it does",
     )
 
 
-def _run(
-    connection: Connection, samples: Samples, shape: tuple[int, ...], number: int, num_workers: int
-) -> None:
+def _run(connection: Connection, samples: Samples, layout: _Memory, number: int) -> None:
     """Fill slots, whose descriptor comes through the pipe, until the trainer is gone."""
     end_with_server()
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     torch.set_num_threads(1)
     with suppress(EOFError, ConnectionError):
-        slots = _mapped(reduction.recv_handle(connection), shape)
-        samples.start(worker=number, num_workers=num_workers)
+        slots, progress = layout.map(reduction.recv_handle(connection))
+
+        def advance() -> None:
+            progress[number] += 1
+
+        remote.on_part_fetched = advance
+        samples.start(worker=number, num_workers=layout.num_workers)
         while True:
             slot, positions = connection.recv()
             reply: Labels | Exception
             try:
-                reply = _fill(samples, positions, slots[slot])
+                reply = _fill(samples, positions, slots[slot], advance)
             except RankError as error:
                 reply = error
             except Exception:
@@ -336,12 +366,6 @@ def _run(
             connection.send(reply)
     # Threads that read ahead may wait for the network.
     os._exit(0)
-
-
-def _mapped(memory: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The slots, uint8 [slots, batch, 3, rows, columns]. When batch n is read, workers have at most
-    batch n + num_workers * PREFETCH, so none writes to the slot that is being read."""
-    return torch.frombuffer(mmap.mmap(memory, math.prod(shape)), dtype=torch.uint8).view(shape)
 
 
 # ---- Mixup and CutMix of a micro-batch, on its device -------------------------------------------

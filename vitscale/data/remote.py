@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from io import BufferedWriter
 from pathlib import Path
 from posixpath import normpath
@@ -32,9 +32,9 @@ from urllib.parse import quote
 
 import blake3
 
-from vitscale.config.errors import StorageError, UserError, not_written
+from vitscale.config.errors import PASSING, StorageError, UserError, not_written
 from vitscale.config.redaction import redact
-from vitscale.distributed.atomic_files import blake3_of_file
+from vitscale.distributed.atomic_files import blake3_of_file, retried_read
 
 # Time limit of one read, retries included, after which the run ends; of one request.
 PATIENCE_S, REQUEST_S = 120.0, 30.0
@@ -57,6 +57,10 @@ SPACE = "space"
 # Other files in the folder are neither counted nor touched.
 _OURS = re.compile(r"[0-9a-f]{64}(\.part)?")
 T = TypeVar("T")
+
+
+def on_part_fetched() -> None:
+    """Called after each part of a file; a loader's worker replaces it, to count its progress."""
 
 
 def is_url(text: str) -> bool:
@@ -123,7 +127,9 @@ def read_chunks(url: Url, num_bytes: int | None = None) -> Iterator[bytes]:
         num_bytes = _retried(url, lambda storage: int(storage.info(url, timeout=REQUEST_S)["size"]))
     for start in range(0, num_bytes, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, num_bytes)
-        yield _retried(url, part)
+        data = _retried(url, part)
+        on_part_fetched()
+        yield data
 
 
 def names_below(folder: Url) -> list[str]:
@@ -257,7 +263,8 @@ class RemoteFile:
                     if not self.local.exists():  # not fetched meanwhile
                         self._fetch(idle_s=IDLE_S if ahead else 0.0)
         except OSError as error:
-            raise UserError(
+            kind = StorageError if error.errno in PASSING else UserError
+            raise kind(
                 f"{self.url} cannot be kept there ({error.strerror or error})",
                 where=str(self.folder),
                 next_step="free space, raise data.remote.cache_gib, or choose another disk with "
@@ -267,31 +274,45 @@ class RemoteFile:
 
     def verified(self) -> Path:
         """Like `path`; a file that was there already is hashed, and fetched again if damaged."""
-        if blake3_of_file(self.path()) != self.blake3_hex:
-            self.local.unlink(missing_ok=True)
+        path = self.path()
+        try:
+            found = retried_read(partial(blake3_of_file, path), name=path)
+        except OSError:  # a bad block
+            found = ""
+        if found != self.blake3_hex:
+            path.unlink(missing_ok=True)
         return self.path()
 
     def read(self, *, offset: int, num_bytes: int, hash_prefix: int) -> bytes:
         """Bytes of one range; fetched again if those on the local disk are damaged.
 
         hash_prefix: first 8 bytes of their BLAKE3. Raises OSError if they are damaged where they
-        are stored.
+        are stored, and StorageError if the local disk does not give them.
         """
+        failure: OSError | None = None
         for _ in range(DAMAGED_READS):
-            path, data = self.path(), b""
-            with suppress(OSError), open(path, "rb", buffering=0) as file:  # bad block, or evicted
-                if time.time() - os.fstat(file.fileno()).st_mtime > TOUCH_S:
-                    os.utime(file.fileno())
-                data = os.pread(file.fileno(), num_bytes, offset)
+            path = self.path()
+            try:
+                data = retried_read(partial(_read_used, path, offset, num_bytes), name=path)
+                failure = None
+            except OSError as error:  # a bad block, or evicted just now
+                data, failure = b"", error
             if prefix_of_hash(data) == hash_prefix:
                 return data
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
+        if failure is not None:
+            raise StorageError(
+                f"its copy cannot be read ({failure.strerror or failure})",
+                where=f"{self.url} in {self.folder}",
+                next_step="check that disk, or choose another with data.remote.cache_path",
+            )
         raise OSError("its bytes do not have the hash in the index")
 
     def _fetch(self, *, idle_s: float) -> None:
-        partial = self.local.with_suffix(".part")
+        part = self.local.with_suffix(".part")
         try:
-            with open(partial, "wb") as out:
+            with open(part, "wb") as out:
                 self._reserve(out, idle_s=idle_s)
                 if not any(self._copy(out) for _ in range(DAMAGED_READS)):
                     raise UserError(
@@ -301,9 +322,9 @@ class RemoteFile:
                         "damaged too",
                     )
             with locked(self.folder, SPACE):  # a process that counts files would miss this one
-                os.rename(partial, self.local)
+                os.rename(part, self.local)
         except BaseException:
-            partial.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
 
     def _reserve(self, out: BufferedWriter, *, idle_s: float) -> None:
@@ -333,6 +354,14 @@ class RemoteFile:
             digest.update(data)
             out.write(data)
         return digest.hexdigest() == self.blake3_hex
+
+
+def _read_used(path: Path, offset: int, num_bytes: int) -> bytes:
+    """Bytes of a file of the cache, which is marked as used. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        if time.time() - os.fstat(file.fileno()).st_mtime > TOUCH_S:
+            os.utime(file.fileno())
+        return os.pread(file.fileno(), num_bytes, offset)
 
 
 # The thread that prefetches. Workers are forks of a server that never does.

@@ -233,7 +233,6 @@ class EvaluationResize:
 
     def __init__(self, settings: DataSettings, *, image_size: int) -> None:
         self.settings, self.image_size = settings, image_size
-        self.is_center = settings.eval_resize == "center_crop"
         self.decoder = crops.DECODERS[crops.resolve_decoder(settings.decoder)]()
 
     def __call__(
@@ -248,11 +247,10 @@ class EvaluationResize:
             self._average(self.decoder.whole(data) if pixels_HW3 is None else pixels_HW3, out)
             return
         width, height = self.decoder.size(data) if pixels_HW3 is None else pixels_HW3.shape[1::-1]
-        box, resized, (top, left) = crops.CropBox(0, 0, width, height), (side, side), (0, 0)
-        if self.is_center:
-            box, resized, (top, left) = crops.center_crop(
-                width, height, size=side, fraction=settings.eval_crop_fraction
-            )
+        plan = crops.EVALUATION_CROPS[settings.eval_resize]
+        box, resized, (top, left) = plan(
+            width, height, size=side, fraction=settings.eval_crop_fraction
+        )
         request = crops.CropRequest(
             box=box,
             size=resized,
@@ -268,10 +266,12 @@ class EvaluationResize:
 
     def _average(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
         side, (height, width, _) = self.image_size, pixels_HW3.shape
-        resized = side, side
-        if self.is_center:
-            factor = round(side / self.settings.eval_crop_fraction) / min(height, width)
+        resize, resized = self.settings.eval_resize, (side, side)
+        if resize != "squash":
+            larger = round(side / self.settings.eval_crop_fraction)
+            factor = larger / min(height, width)
             resized = round(height * factor), round(width * factor)
+            resized = (larger, larger) if resize.startswith("squash_crop") else resized
         out.copy_(crops.area_resized(pixels_HW3, resized=resized, size=side))
 
 

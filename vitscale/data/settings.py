@@ -73,7 +73,7 @@ class DataSettings(Section):
     """Only this share of the samples, rounded up, a random subset: the first ones of shards, which
     are shuffled; of indexed tars, which may be sorted, ones drawn from all."""
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
-    """Only samples of these classes; labels do not change. Empty: all classes."""
+    """Train on and evaluate only samples of these classes; labels do not change. Empty: all."""
     only_keys: str | None = None
     """Text file with one key per line: only these samples, of those that `first_percent` and
     `only_classes` leave. The shards stay as they are. null: all keys."""
@@ -128,16 +128,21 @@ class DataSettings(Section):
     """Smooth training images that are made smaller; false as in tf.image.resize (ViT, AugReg)."""
     augment: AugmentSettings = AugmentSettings()
     mixing: MixingSettings | None = None
-    eval_resize: Literal["squash", "center_crop"] = "squash"
+    eval_resize: Literal[
+        "squash", "center_crop", "squash_crop", "center_crop_down", "squash_crop_down"
+    ] = "squash"
     """squash: resize the whole image to the image size (ViT paper's code). center_crop: resize
-    until the image size is covered, then crop the centre."""
+    until the image size is covered, then crop the centre. squash_crop: resize the whole image to a
+    larger square, then crop its centre (some weights of timm). _down: where an odd number of pixels
+    is cut, the centre begins where Hugging Face's processors begin it, half of the times 1 px up
+    and left of timm's."""
     eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
     """Filter of the evaluation's resize; null: `interpolation`. area: the mean of each pixel's
     area, as big_vision's `resize_small`; decodes whole images."""
     eval_antialias: bool = True
     """False as in tf.image.resize, for the ViT paper's code. Has no effect on area."""
     eval_crop_fraction: float = Field(default=0.875, gt=0, le=1)
-    """center_crop only: image size / resized short side; 224 / 256 = 0.875."""
+    """Not of squash: image size / resized side; 224 / 256 = 0.875."""
     mean: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     """Subtracted from red, green and blue, each in [0, 1], before the division by `std`."""
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)

@@ -128,16 +128,17 @@ def class_names(settings: DataSettings) -> tuple[str, ...]:
 
 
 def open_val_split(settings: DataSettings, *, check_files: bool = True) -> SplitIndex | None:
-    """The samples of `data.val_split`; None: there is none. Raises UserError."""
+    """The samples of `data.val_split`, of `only_classes`; None: there is none. Raises UserError."""
     if settings.val_split is None:
         return None
-    return read_split(
+    split = read_split(
         settings.path,
         split=settings.val_split,
         key="data.val_split (null: none)",
         remote_settings=settings.remote,
         check_files=check_files,
     )
+    return _of_classes(split, settings.only_classes) if settings.only_classes else split
 
 
 def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
@@ -147,22 +148,29 @@ def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
         name = f"first {num}" if index.is_shuffled else f"{num} drawn"
         index = index.subset(np.sort(_in_random_order(index)[:num]), name=name)
     if settings.only_classes:
-        unknown = [name for name in settings.only_classes if name not in index.classes]
-        if unknown:
-            close = closest(unknown[0], index.classes)
-            raise UserError(
-                f"no class {unknown[0]!r}",
-                where="data.only_classes",
-                allowed=f"class names in {index.folder / MANIFEST_NAME}",
-                next_step=f"did you mean {close}?" if close else None,
-            )
-        labels = [index.classes.index(name) for name in settings.only_classes]
-        rows = np.flatnonzero(np.isin(index.label, labels))
-        if not len(rows):
-            what = f"none of the {index.num_samples} samples has one of these classes"
-            raise UserError(what, where="data.only_classes", next_step="choose other classes")
-        index = index.subset(rows, name=f"labels {sorted(set(labels))}")
+        index = _of_classes(index, settings.only_classes)
     return choose_by_key(index, settings.only_keys) if settings.only_keys else index
+
+
+def _of_classes(index: SplitIndex, names: Sequence[str]) -> SplitIndex:
+    """The samples of these classes. Raises UserError for unknown ones, and if there are none."""
+    unknown = [name for name in names if name not in index.classes]
+    if unknown:
+        close = closest(unknown[0], index.classes)
+        raise UserError(
+            f"no class {unknown[0]!r}",
+            where="data.only_classes",
+            allowed=f"class names in {index.folder / MANIFEST_NAME}",
+            next_step=f"did you mean {close}?" if close else None,
+        )
+    labels = [index.classes.index(name) for name in names]
+    rows = np.flatnonzero(np.isin(index.label, labels))
+    if not len(rows):
+        what = (
+            f"none of the {index.num_samples} samples of {index.split!r} has one of these classes"
+        )
+        raise UserError(what, where="data.only_classes", next_step="choose other classes")
+    return index.subset(rows, name=f"labels {sorted(set(labels))}")
 
 
 def _in_random_order(index: SplitIndex) -> np.ndarray:

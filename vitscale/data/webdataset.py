@@ -11,6 +11,7 @@ Nothing is decoded but the image and its label.
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -19,13 +20,14 @@ from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from braceexpand import braceexpand
 
-from vitscale.config.errors import UserError
-from vitscale.data.index import NO_LABEL
+from vitscale.config.errors import UserError, not_read
+from vitscale.data.index import CHECK_STORAGE, NO_LABEL, read_range
 from vitscale.data.tar_members import members
+from vitscale.distributed.atomic_files import retried_read
 from vitscale.distributed.random_numbers import permutation, stream_key
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
@@ -34,6 +36,7 @@ WANTED = tuple(f".{suffix}" for suffix in (*IMAGE_SUFFIXES, LABEL_SUFFIX))
 MAX_LABEL_BYTES = 60
 # Samples in the shuffle buffer of each loader process, as stored: 0.1 MiB each for photographs.
 SHUFFLE = 1000
+READ_BYTES = 1 << 20
 MAX_NAMES = 1_000_000
 # Name of the tar, key, image as stored (empty: none), label.
 TarSample = tuple[str, str, bytes, int]
@@ -52,9 +55,12 @@ def tar_samples(
 
     num_classes: 0 without labels. start: position of training where the stream begins. process:
     number of this one among the loader processes of all ranks.
-    Raises UserError for a tar that is damaged or has no samples, or a label outside the classes.
+    Raises UserError for fewer tars than processes, a tar that is damaged or has no samples, and a
+    label outside the classes.
     """
     from webdataset import shuffle
+
+    check_shares(len(tars), num_ranks=num_processes, num_workers=1)
 
     def stored() -> Iterator[TarSample]:
         """Each epoch deals the tars to all processes anew."""
@@ -67,13 +73,63 @@ def tar_samples(
     return shuffle(SHUFFLE, rng=random)(stored())
 
 
+def check_shares(num_tars: int, *, num_ranks: int, num_workers: int) -> None:
+    """Raise UserError for fewer tars than loader processes: one without a tar would wait for ever.
+
+    num_workers: loader processes of a rank; 0: the rank reads itself.
+    """
+    num_processes = num_ranks * max(num_workers, 1)
+    if num_tars >= num_processes:
+        return
+    next_step = f"use at most {num_tars:,} rank(s)"
+    if num_ranks <= num_tars:
+        next_step = f"set data.num_workers={num_tars // num_ranks}"
+    processes = f"{num_processes:,} = {num_ranks:,} rank(s) x {max(num_workers, 1)}"
+    raise UserError(
+        f"there are fewer tars ({num_tars:,}) than loader processes ({processes}), and each of "
+        "these needs one",
+        where="data.reader=webdataset",
+        allowed=f"at least {num_processes:,} tars",
+        next_step=f"{next_step}, or make an index (vitscale prepare index), which all share",
+    )
+
+
+class _StoredTar(io.RawIOBase):
+    """A tar as a file whose reads are repeated where storage fails for a moment."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        try:
+            self._num_bytes = retried_read(path.stat, name=path).st_size
+        except OSError as error:
+            raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._num_bytes}
+        self._offset = starts[whence] + offset
+        return self._offset
+
+    def readinto(self, buffer: Any) -> int:
+        data = read_range(self._path, offset=self._offset, num_bytes=len(buffer))
+        buffer[: len(data)] = data
+        self._offset += len(data)
+        return len(data)
+
+
 def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
     from webdataset.tariterators import group_by_keys
 
     key = None
     try:
-        with open(tar, "rb") as file:
-            for sample in group_by_keys(_wanted_members(file)):
+        with io.BufferedReader(_StoredTar(tar), READ_BYTES) as file:
+            for sample in group_by_keys(_wanted_members(cast(BinaryIO, file), tar)):
                 key, label = sample["__key__"], NO_LABEL
                 images = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
                 if num_classes:
@@ -85,6 +141,9 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
                 yield str(tar), key, images[0] if images else b"", label
         if key is None:
             raise ValueError(f"it has no members {', '.join(WANTED)}")
+    except UserError as error:
+        # A new one, since the library appends to what it says.
+        raise type(error)(error.what, where=error.where, next_step=error.next_step) from None
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot be read ({getattr(error, 'strerror', None) or error.args[0]})",
@@ -94,13 +153,13 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
         ) from None
 
 
-def _wanted_members(file: BinaryIO) -> Iterator[dict[str, Any]]:
+def _wanted_members(file: BinaryIO, tar: Path) -> Iterator[dict[str, Any]]:
     """Yield images and labels as `group_by_keys` takes them. Raises TarDefect."""
     for member in members(file):
         if member.is_file and member.name.lower().endswith(WANTED):
             file.seek(member.offset)
             data = file.read(member.num_bytes)
-            yield {"fname": member.name, "data": data, "__url__": file.name}
+            yield {"fname": member.name, "data": data, "__url__": str(tar)}
 
 
 def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
@@ -108,6 +167,14 @@ def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
 
     split: `train` for `train-*.tar`, or names with `{0000..0146}`, `{a,b}`, `*` or `?`.
     """
+    try:
+        return retried_read(lambda: _listed_tars(folder, split, where=where), name=folder)
+    except OSError as error:
+        raise not_read(error, str(folder), next_step=CHECK_STORAGE) from None
+
+
+def _listed_tars(folder: Path, split: str, *, where: str) -> list[Path]:
+    """Raises OSError if storage fails."""
     if not folder.is_dir():
         next_step = "set it to the folder of the tars"
         raise UserError(f"no such folder: {folder}", where="data.path", next_step=next_step)

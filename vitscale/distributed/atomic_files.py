@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
@@ -25,6 +27,11 @@ T = TypeVar("T")
 HASH_CHUNK_BYTES = 1 << 20
 # How long to wait before each further attempt after an error that often passes.
 PAUSES_S = (0.5, 1.0, 2.0)
+# The same before a read of training data is repeated: longer, because a step waits for it, and a
+# save may come later. No attempt begins after READ_PATIENCE_S, so that also where each one takes
+# minutes the error comes before the loader gives up its worker.
+READ_PAUSES_S = (0.5, 1.0, *[2.0] * 7)
+READ_PATIENCE_S = 120.0
 
 
 def fsync_folder(folder: Path) -> None:
@@ -133,12 +140,34 @@ def blake3_of_file(path: Path | str, *, from_disk: bool = False) -> str:
 
 def retried(work: Callable[[], T]) -> T:
     """The result of `work`, which is repeated after an error of PASSING. Raises OSError."""
-    for pause_s in PAUSES_S:
+    return _repeated(work, PAUSES_S)
+
+
+def retried_read(work: Callable[[], T], *, name: Path | str) -> T:
+    """The same for a read of training data, which is repeated for longer.
+
+    name: of the file, for a line that says so from the second error on.
+    """
+    return _repeated(work, READ_PAUSES_S, patience_s=READ_PATIENCE_S, name=str(name))
+
+
+def _repeated(
+    work: Callable[[], T],
+    pauses_s: Sequence[float],
+    *,
+    patience_s: float = math.inf,
+    name: str | None = None,
+) -> T:
+    """patience_s: no attempt begins later than this after the first."""
+    start = time.monotonic()
+    for number, pause_s in enumerate(pauses_s):
         try:
             return work()
         except OSError as error:
-            if error.errno not in PASSING:
+            if error.errno not in PASSING or time.monotonic() - start > patience_s:
                 raise
+            if number == 1 and name is not None:
+                print(f"{name}: {error.strerror}; reading it again", file=sys.stderr, flush=True)
         time.sleep(pause_s)
     return work()
 

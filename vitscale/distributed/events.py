@@ -100,7 +100,7 @@ def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
     for path in (Path(run_folder) / EVENTS_NAME).glob("*.jsonl"):
         with suppress(OSError):
             for line in path.read_bytes().splitlines():
-                with suppress(ValueError, TypeError, KeyError):
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
                     row = json.loads(line)
                     rows.append((float(row["time"]), row["event"], row))
     return [row for _, _, row in sorted(rows, key=lambda each: each[0])]

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, not_written, raise_alike
 from vitscale.distributed.processes import node_name
 
 T = TypeVar("T")
@@ -28,12 +28,15 @@ T = TypeVar("T")
 def private_folder() -> Path:
     """Create `vitscale-UID` in the folder for temporary files, with mode 0700.
 
-    Raises UserError if another user owns it or can write to it.
+    Raises UserError if another user owns it or can write to it, or if it cannot be made.
     """
     folder = Path(tempfile.gettempdir()) / f"vitscale-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    status = folder.lstat()
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        status = folder.lstat()
+    except OSError as error:
+        raise not_written(error, f"TMPDIR: {folder}") from None
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise UserError(
             "is not a folder that only you can use",
@@ -94,22 +97,26 @@ def once_per_node(
     """Call `make` on one rank of each node; return its value with arrays that all ranks map.
 
     is_maker: whether this rank is that one. gather: returns the argument of every rank, in rank
-    order. Collective. Raises UserError, on all ranks, when `make` does on one.
+    order. Collective. Raises, on all ranks, the UserError of all makers, or a NodeError that names
+    the first maker that has one.
     """
-    own: tuple[Any, ...] | UserError | None = None
+    own: tuple[str, Any] | None = None
+    error: UserError | None = None
     if is_maker:
         try:
             pickled = io.BytesIO()
             _SharingPickler(pickled, protocol=5).dump(make())
             path = _shared(np.frombuffer(pickled.getbuffer(), np.uint8))
-            own = node_name(), path, _identity(path)
-        except UserError as error:
-            own = error
-    found = [each for each in gather(own) if each is not None]
-    for each in found:
-        if isinstance(each, UserError):
-            raise each
-    path, identity = next(place for node, *place in found if node == node_name())
+            own = path, _identity(path)
+        except UserError as caught:
+            error = caught
+
+    reports = gather((node_name(), is_maker, error, own))
+    nodes, makers, errors, _ = zip(*reports, strict=True)
+    raise_alike(errors, nodes=nodes, num_tried=sum(makers))
+
+    made = (made for node, made_there, _, made in reports if made_there and node == node_name())
+    path, identity = next(made)
     if _identity(path) != identity:  # in a container with processes of its own
         return make()
     value: T = pickle.loads(read_column(path).data)

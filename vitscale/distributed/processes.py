@@ -22,11 +22,24 @@ from pathlib import Path
 
 import psutil
 
-from vitscale.config.errors import EXIT_FAILED, FailureKind, run_script
+from vitscale.config.errors import EXIT_FAILED, FailureKind, UserError, run_script
 from vitscale.distributed.atomic_files import open_log
 
 # As in the batch script; below what a socket without a port of its own gets.
 PORTS = range(20_000, 32_000)
+# What launchers set for each rank, and login shells for all jobs. Where no launcher started this
+# process they belong to another job: its address, or a network that is not here.
+LAUNCHER_VARIABLES = (
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_COMM_ID",
+)
 # From a failure, or the end of a script, until the process is gone.
 EXIT_S = 10.0
 # The interpreter's own watch needs no GIL, which a hanging extension may hold.
@@ -53,6 +66,27 @@ def free_port() -> int:
             free.bind(("", port))
             return port
     raise OSError(errno.EADDRINUSE, f"no free port from {PORTS.start} to {PORTS.stop - 1}")
+
+
+def launcher_variables() -> list[str]:
+    """The names of LAUNCHER_VARIABLES that are set."""
+    return [name for name in LAUNCHER_VARIABLES if name in os.environ]
+
+
+def environment_number(name: str, *, least: int, most: int | None = None) -> int:
+    """The number in a variable of the environment that is set. Raises UserError."""
+    text = os.environ[name]
+    number = int(text) if text.isascii() and text.isdecimal() else -1
+    if number < least or (most is not None and number > most):
+        upper = "" if most is None else f" to {most}"
+        raise UserError(
+            f"is {text!r} in the environment",
+            where=name,
+            allowed=f"a number from {least}{upper}",
+            next_step="start through deepspeed, vitscale launch or vitscale launch --local; for "
+            "one process alone: unset RANK",
+        )
+    return number
 
 
 def num_cores() -> int:
@@ -157,7 +191,7 @@ def run_rank_script(main: Callable[[], None]) -> None:
     forgive_output()
     code = EXIT_FAILED
     try:
-        run_script(main)
+        run_script(main, is_rank=True)
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)

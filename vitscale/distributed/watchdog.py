@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import re
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import FailureKind, RankError, UserError
+from vitscale.config.errors import FailureKind, NodeError, RankError, UserError, on_node
 from vitscale.distributed.events import READ_FAILURE, Failure, record_failure
 from vitscale.distributed.processes import end_now, end_soon, node_name
 from vitscale.distributed.world import HERE, SAVES, World, process_group
@@ -42,9 +44,11 @@ FIND = 5
 READ = 1.5
 # How long a report may take to be sent, and to be recorded.
 SEND_S = 1.0
+# How long a rank with an error waits for the others to have one, too, and how often it asks.
+AGREE_S, POLL_S = 5.0, 0.05
 # Two, since one may be the rank that is gone.
 FIRST_RANKS = 2
-FAILURE = "vitscale/failure"
+FAILURE, REFUSED = "vitscale/failure", "vitscale/refused"
 # How gloo, NCCL and the store say that a peer is gone.
 CONNECTION_LOST = re.compile(
     r"[Cc]onnection|[Tt]imed out|[Tt]imeout|Broken pipe|got 0 bytes|remote process exited"
@@ -127,12 +131,38 @@ class Watchdog:
         """Report an error that leaves the block to the other ranks, before anything is closed.
 
         The process then ends within `processes.EXIT_S`. To be the innermost block of a run.
+        A UserError that not all ranks have becomes a NodeError.
         """
         try:
             yield
         except Exception as error:
-            self._fail(error)
-            raise
+            judged = self._judged(error)
+            self._fail(judged)
+            if judged is error:
+                raise
+            raise judged from error
+
+    def _judged(self, error: Exception) -> Exception:
+        """The error, or the fault of a node: bad input is what all ranks find at the same point.
+
+        They are counted in the store, since the others may be in a collective.
+        """
+        is_bad_input = isinstance(error, UserError) and error.kind is FailureKind.BAD_INPUT
+        if not is_bad_input or self._store is None or self._raised_by_all():
+            return error
+        assert isinstance(error, UserError)
+        return on_node(error, rank=self.world.rank, node=node_name())
+
+    def _raised_by_all(self) -> bool:
+        """Whether all ranks come here within AGREE_S."""
+        with suppress(RuntimeError):  # rank 0 is gone
+            self._store.add(REFUSED, 1)
+            deadline = time.monotonic() + AGREE_S
+            while time.monotonic() < deadline:
+                if self._store.add(REFUSED, 0) == self.world.world_size:
+                    return True
+                self._end.wait(POLL_S)
+        return False
 
     def _fail(self, error: BaseException) -> None:
         """Report that this rank ends by an error. Nothing may wait for other ranks after it."""
@@ -144,8 +174,10 @@ class Watchdog:
             error.add_note("no rank is missing")
         end_soon(kind.exit_code)
         self._is_failing = True
-        is_agreed = isinstance(error, UserError) and not isinstance(error, RankError)
-        if self.world.is_first or not is_agreed:  # or the first rank says it
+        is_of_all = isinstance(error, UserError) and not isinstance(error, RankError)
+        if isinstance(error, NodeError):
+            self._tell(failure_of_node(error, reported_by=self.world.rank, step=self.step))
+        elif self.world.is_first or not is_of_all:  # or the first rank says it
             self._tell(self._failure(kind, f"ended with an error: {text}", [self.world.rank]))
 
     def _failure(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure:
@@ -313,15 +345,46 @@ def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:
     return kind, f"{type(error).__name__}: {line}".rstrip(": ")
 
 
+def failure_of_node(error: NodeError, *, reported_by: int, step: int | None = None) -> Failure:
+    """The report of what a rank lacks, also by another rank than that one."""
+    kind, text = kind_and_text(error)
+    return Failure(
+        kind=kind,
+        what=text,
+        rank=error.rank,
+        node=error.node,
+        step=step,
+        reported_by=reported_by,
+    )
+
+
+def record_start_failure(folder: Path, error: UserError) -> None:
+    """Record an error that ends this rank before there is a watchdog."""
+    rank = int(os.environ["RANK"])
+    if isinstance(error, NodeError):
+        if rank in (0, error.rank):
+            record_failure(folder, failure_of_node(error, reported_by=rank))
+    elif rank == 0 or isinstance(error, RankError):
+        kind, text = kind_and_text(error)
+        what, node = f"rank {rank} on {node_name()} ended at its start: {text}", node_name()
+        failure = Failure(kind=kind, what=what, rank=rank, node=node, reported_by=rank)
+        record_failure(folder, failure)
+
+
 @contextmanager
 def watched_ranks(folder: Path | None, limits: Any) -> Iterator[Watchdog]:
     """`process_group` with a watchdog; what runs inside belongs in its `reporting`.
 
     folder: where failures are recorded. limits: settings with device, timeout_min and num_threads.
     """
-    device, timeout_min, num_threads = limits.device, limits.timeout_min, limits.num_threads
-    with (
-        process_group(device=device, timeout_min=timeout_min, num_threads=num_threads) as world,
-        Watchdog(world, timeout_min=timeout_min, folder=folder) as watchdog,
-    ):
-        yield watchdog
+    joined = process_group(
+        device=limits.device, timeout_min=limits.timeout_min, num_threads=limits.num_threads
+    )
+    with ExitStack() as stack:
+        try:
+            world = stack.enter_context(joined)
+        except UserError as error:
+            if folder is not None:
+                record_start_failure(folder, error)
+            raise
+        yield stack.enter_context(Watchdog(world, timeout_min=limits.timeout_min, folder=folder))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import socket
+import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,12 +22,34 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import EXIT_FAILED, PeerLostError, RankError, StorageError, UserError
-from vitscale.distributed.processes import end_now, free_port, node_name, threads_per_rank
+from vitscale.config.errors import (
+    EXIT_FAILED,
+    NodeError,
+    PeerLostError,
+    RankError,
+    StorageError,
+    UserError,
+    on_node,
+    raise_alike,
+)
+from vitscale.distributed.processes import (
+    end_now,
+    environment_number,
+    free_port,
+    launcher_variables,
+    node_name,
+    threads_per_rank,
+)
 
 # Longest that ranks wait for the others to start: nodes of large jobs differ by minutes.
 INIT_TIMEOUT_MIN = 30.0
+# A rank without a device ends by itself if the others do not start as soon as this.
+TELL_S = 20.0
 HERE, LEFT = "vitscale/here", "vitscale/left"
+# What each rank says of its device, and which rank is unlike the others.
+DEVICE, ODD_RANK = "vitscale/device", "vitscale/odd rank"
+# The words of a rank that has a device; another one says why it has none.
+DEVICE_TYPES = ("cpu", "cuda")
 # The group of the threads that save, see `control_group`.
 SAVES = "saves"
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
@@ -51,22 +76,40 @@ class World:
 
 
 def _complete_environment() -> None:
-    """Set the variables that the launcher did not, all of them for a plain `python`."""
+    """Set the variables that the launcher did not, all of them for a plain `python`.
+
+    Raises UserError for variables that name no rank of a job.
+    """
     env = os.environ
     if "RANK" not in env:
-        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        env.setdefault("MASTER_ADDR", "127.0.0.1")
-        env.setdefault("MASTER_PORT", str(free_port()))
+        _be_alone()
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise UserError(
             f"RANK is set but {', '.join(missing)} is not",
             where="environment",
-            next_step="start through deepspeed, vitscale launch or vitscale launch --local",
+            next_step="start through deepspeed, vitscale launch or vitscale launch --local; for "
+            "one process alone: unset RANK",
         )
     env.setdefault("LOCAL_RANK", "0")
     # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.
     env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
+    environment_number("RANK", least=0, most=environment_number("WORLD_SIZE", least=1) - 1)
+    environment_number("LOCAL_RANK", least=0)
+    environment_number("LOCAL_WORLD_SIZE", least=1)
+    environment_number("MASTER_PORT", least=0, most=(1 << 16) - 1)
+
+
+def _be_alone() -> None:
+    """Make this process the only rank of its job, and say which variables have no effect."""
+    dropped = launcher_variables()
+    if dropped:
+        text = f"one process without RANK: {', '.join(dropped)} of the environment not used"
+        print(text, file=sys.stderr, flush=True)
+    for name in dropped:
+        del os.environ[name]
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
@@ -83,6 +126,13 @@ def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> tor
                 next_step="update the driver, install a torch for older ones (see "
                 "docs/troubleshooting.md), or set engine.device=cpu",
             ) from None
+    if not num_gpus and _is_gpu_lost():
+        lost = UserError(
+            f"SLURM gave this task GPU {os.environ['CUDA_VISIBLE_DEVICES']}, and torch finds none",
+            where="engine.device",
+            next_step="run nvidia-smi on this node",
+        )
+        raise on_node(lost, rank=int(os.environ.get("RANK", "0")), node=node_name())
     if wanted == "auto" and not num_gpus:
         return torch.device("cpu")
     if num_gpus == 1 and "SLURM_PROCID" in os.environ:
@@ -94,6 +144,12 @@ def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> tor
             next_step="start as many processes per node as it has GPUs, or set engine.device=cpu",
         )
     return torch.device("cuda", local_rank)
+
+
+def _is_gpu_lost() -> bool:
+    """Whether SLURM gave this task GPUs; asked where there are none."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return "SLURM_PROCID" in os.environ and re.match(r"\d|GPU-|MIG-", given) is not None
 
 
 def _choose_interface(world: World) -> None:
@@ -110,30 +166,109 @@ def _choose_interface(world: World) -> None:
                     print(f"network of gloo: GLOO_SOCKET_IFNAME={name}", flush=True)
 
 
-def _connect(*, is_master: bool) -> dist.TCPStore:
+def _connect(*, is_master: bool, timeout_s: float = INIT_TIMEOUT_MIN * 60) -> dist.TCPStore:
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=is_master,
-        timeout=timedelta(minutes=INIT_TIMEOUT_MIN),
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
     )
 
 
-def _rendezvous(world: World) -> dist.TCPStore:
+def _join(
+    world: World, *, wanted: Literal["auto", "cuda", "cpu"]
+) -> tuple[torch.device, dist.TCPStore]:
+    """Pick the device of this rank; wait for the others, which must have one of the same type.
+
+    Raises UserError if no rank has the device, and NodeError on all ranks if one is unlike them.
+    """
+    problem: UserError | None = None
+    device = torch.device("cpu")
+    try:
+        device = _pick_device(wanted, world.local_rank)
+    except UserError as error:
+        if world.world_size == 1:
+            raise
+        problem = error
+
+    if problem is None:
+        store = _rendezvous(world, word=device.type, timeout_s=INIT_TIMEOUT_MIN * 60)
+        odd = _odd_rank_of_all(store, world)
+    else:
+        fault = on_node(problem, rank=world.rank, node=node_name())
+        # Now, since a launcher may end this rank before the others answer.
+        print(f"asking the other ranks: {fault}", file=sys.stderr, flush=True)
+        try:
+            store = _rendezvous(world, word=str(fault), timeout_s=TELL_S)
+            odd = _odd_rank_of_all(store, world)
+        except RankError:
+            # Unless all ranks lack it, another node may help.
+            raise fault from None
+
+    raised = odd or problem
+    if raised is not None:
+        _leave_store(store, world)
+        raise raised
+    return device, store
+
+
+def _odd_rank_of_all(store: dist.TCPStore, world: World) -> NodeError | None:
+    """The error about the first rank whose device is unlike that of the others. Collective.
+
+    Rank 0 alone reads what all say: else the store would answer O(N^2) requests.
+    """
+    try:
+        if world.is_first:
+            words = store.multi_get([f"{DEVICE}/{rank}" for rank in range(world.world_size)])
+            found = odd_rank([word.decode() for word in words])
+            store.set(ODD_RANK, "" if found is None else str(found))
+        answer = store.get(ODD_RANK).decode()
+        if not answer:
+            return None
+        rank = int(answer)
+        word = store.get(f"{DEVICE}/{rank}").decode()
+        node = store.get(f"{HERE}/{rank}").decode()
+    except RuntimeError as error:
+        raise PeerLostError("rank 0 has ended at its start") from error
+
+    if word in DEVICE_TYPES:
+        what = f"rank {rank} on {node}: engine.device=auto is {word} here, and not on all ranks"
+        return NodeError(f"{what}\n  next: run nvidia-smi on {node}", rank=rank, node=node)
+    return NodeError(word, rank=rank, node=node)
+
+
+def odd_rank(words: Sequence[str]) -> int | None:
+    """The first rank without a device, or of the rarer type; None if all ranks are alike.
+
+    words: of each rank, one of DEVICE_TYPES, or why it has no device.
+    """
+    without = [rank for rank, word in enumerate(words) if word not in DEVICE_TYPES]
+    if without:
+        return without[0] if len(without) < len(words) else None
+    counts = Counter(words)
+    # Of equally many on each, those without a GPU are odd: cpu comes before cuda.
+    rarest = min(counts, key=lambda word: (counts[word], word))
+    return words.index(rarest) if len(counts) > 1 else None
+
+
+def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
     """Wait for every rank at the address that the launcher named; rank 0 listens there.
 
+    word: what this rank says of its device.
     The last one sets a key for which all wait: if each waited for every other, the store would
     answer O(N^2) requests.
     Raises PeerLostError, which on rank 0 names the ranks that did not start.
     """
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    limit = f"{timeout_s / 60:g} min"
     # Rank 0 has two connections of each rank, and any rank may open the checkpoint files of all.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        store = _connect(is_master=world.is_first)
+        store = _connect(is_master=world.is_first, timeout_s=timeout_s)
         store.set(f"{HERE}/{world.rank}", node_name())
+        store.set(f"{DEVICE}/{world.rank}", word)
         if store.add(HERE, 1) == world.world_size:
             store.set(f"{HERE}/all", "")
     except RuntimeError as error:
@@ -141,7 +276,7 @@ def _rendezvous(world: World) -> dist.TCPStore:
             what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
             raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
         raise PeerLostError(
-            f"rank 0 does not answer at {address} ({INIT_TIMEOUT_MIN:g} min)",
+            f"rank 0 does not answer at {address} ({limit})",
             next_step="read the output of rank 0; check that MASTER_ADDR is its node",
         ) from None
     try:
@@ -152,8 +287,7 @@ def _rendezvous(world: World) -> dist.TCPStore:
             ranks = [r for r in range(world.world_size) if not store.check([f"{HERE}/{r}"])]
             missing = f"missing: {', '.join(map(str, ranks))}"
         raise PeerLostError(
-            f"not all of {world.world_size} ranks started within {INIT_TIMEOUT_MIN:g} min; "
-            f"{missing}",
+            f"not all of {world.world_size} ranks started within {limit}; {missing}",
             next_step="read the output of the missing ranks",
         ) from error
     return store
@@ -166,7 +300,8 @@ def process_group(
     """Join the other ranks inside the block. gloo on CPU, NCCL on GPU.
 
     timeout_min: for collectives. num_threads: CPU threads of a rank; None: `threads_per_rank`.
-    Raises UserError naming the ranks that did not start.
+    Raises UserError for a device that no rank has, NodeError for one that not all have, and
+    PeerLostError naming the ranks that did not start.
     """
     _complete_environment()
     # Connects ranks when they first talk: to a few neighbours, not to all others.
@@ -178,12 +313,13 @@ def process_group(
         world_size=int(env["WORLD_SIZE"]),
         local_rank=local_rank,
         local_world_size=local_world,
-        device=_pick_device(device, local_rank),
+        device=torch.device("cpu"),
     )
+    _choose_interface(world)
+    own_device, store = _join(world, wanted=device)
+    world = replace(world, device=own_device)
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    _choose_interface(world)
-    store = _rendezvous(world)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         rank=world.rank,
@@ -212,7 +348,7 @@ def process_group(
 
 
 def _leave(store: dist.Store, world: World, *, exit_code: int) -> None:
-    """At a planned end, which all ranks come to; rank 0 serves the store until then.
+    """At a planned end, which all ranks come to.
 
     A rank ends with `exit_code` if that takes long: it hangs, or rank 0 or a missing rank does.
     """
@@ -220,12 +356,17 @@ def _leave(store: dist.Store, world: World, *, exit_code: int) -> None:
     late.daemon = True
     late.start()
     dist.destroy_process_group()
-    with suppress(RuntimeError):  # rank 0 is gone
+    _leave_store(store, world)
+    late.cancel()
+
+
+def _leave_store(store: dist.Store, world: World) -> None:
+    """Say that this rank needs the store no more; rank 0 serves it until all have said so."""
+    with suppress(RuntimeError):  # rank 0 is gone, or another rank will not come
         if store.add(LEFT, 1) == world.world_size:
             store.set(f"{LEFT}/all", "")
         if world.is_first:
-            store.wait([f"{LEFT}/all"])
-    late.cancel()
+            store.wait([f"{LEFT}/all"], timedelta(seconds=LEAVE_S))
 
 
 def control_group(purpose: str, *, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
@@ -292,9 +433,11 @@ class PreemptionFlag:
 
 
 @contextmanager
-def errors_on_all_ranks(what: str, where: Path | str) -> Iterator[None]:
-    """Raise a UserError of the block on every rank, so that none waits for a failed one.
+def errors_on_all_ranks(what: str, where: Path | str, *, tried: bool = True) -> Iterator[None]:
+    """Raise an error of the block on every rank, so that none waits for a failed one.
 
+    tried: whether the block does anything on this rank. A UserError of all ranks that tried stays
+    one; that of some becomes a NodeError.
     Collective. An OSError becomes a StorageError, `where: what (No space left on device)`.
     """
     error: UserError | None = None
@@ -304,10 +447,10 @@ def errors_on_all_ranks(what: str, where: Path | str) -> Iterator[None]:
         error = caught
     except OSError as caught:
         error = StorageError(f"{what} ({caught.strerror or caught})", where=str(where))
-    errors = gather_objects(error)
-    for rank, found in enumerate(errors):
-        if found is not None:
-            raise found if len(errors) == 1 else type(found)(f"rank {rank}: {found}")
+
+    reports = gather_objects((node_name(), tried, error))
+    nodes, tries, errors = zip(*reports, strict=True)
+    raise_alike(errors, nodes=nodes, num_tried=sum(tries))
 
 
 def gather_objects(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Configure DeepSpeed and train a model with it; its private parts are in `layouts`.
+"""Configure DeepSpeed and train a model with it; its private parts are in `deepspeed_parts`.
 
 Names of whole tensors make a checkpoint independent of its layout: each rank saves the parts it
 owns, named after the whole tensor, and restores its own parts from wherever they were saved.
@@ -6,11 +6,9 @@ owns, named after the whole tensor, and restores its own parts from wherever the
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -19,16 +17,23 @@ from torch import nn
 
 from vitscale.checkpoint.store import slice_name
 from vitscale.config.errors import UserError
-from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks, gather_objects
+from vitscale.distributed.world import World, broadcast_tensor, errors_on_all_ranks
+from vitscale.engine.deepspeed_parts import (
+    PartitionedLayout,
+    SlicedLayout,
+    WrappedLayout,
+    initialize_deepspeed,
+    reduces_nothing,
+)
 from vitscale.engine.device_batches import Normalization
 from vitscale.engine.gradients import Health, UpdateGuard
-from vitscale.engine.layouts import Part, initialize_deepspeed, layout_of
+from vitscale.engine.layouts import FlatLayout, Layout, Part, PlainLayout
 from vitscale.engine.settings import BUCKET_ELEMENTS, MAX_RANKS_IN_HALF, EngineSettings
 from vitscale.optim.settings import OPTIMIZERS, EmaSettings
 
 AVERAGE = "ema"
-VERSIONS = ">=0.19.8,<0.20"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Takes a name, a first element and a number of elements of the flattened tensor. May raise OSError.
 ReadPart = Callable[[str, int, int], torch.Tensor]
 
@@ -61,16 +66,21 @@ class Engine:
         self._buffer_names = sorted(set(model.state_dict()) - dict(model.named_parameters()).keys())
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
         initial = {name: parameter.data for name, parameter in model.named_parameters()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._frozen = {
+            name: (p, p.shape) for name, p in model.named_parameters() if not p.requires_grad
+        }
+        self._frozen_values = _kept_values(initial, self._frozen, world)
         stage = int(config["zero_optimization"]["stage"])
         # At stage 0 autocast takes fp32 and rounds where it multiplies.
         self._forward_dtype = torch.float32 if stage == 0 else dtype
         self._remainders = self._give_remainders(model)
-        self._engine = initialize_deepspeed(
-            model, optimizer=optimizer, config=config, device=world.device
+        self._layout, self._engine = _start(
+            model, optimizer=optimizer, config=config, world=world, dtype=dtype
         )
-        self._layout = layout_of(self._engine, world, zero_stage=stage)
+        _cast_fixed_tables(model)
         self.base_optimizer: torch.optim.Optimizer = self._layout.base_optimizer
-        self._parts = list(self._layout.parts(model.named_parameters()))
+        self._parts = list(self._layout.parts(trained))
         for part in self._parts:
             own = initial[part.name].flatten()[part.start :][: part.num_values]
             part.of(part.updated).copy_(own)
@@ -134,7 +144,9 @@ class Engine:
     @property
     def loss_scale(self) -> float | None:
         """Factor on losses in fp16; None in other precisions."""
-        return float(self._engine.optimizer.loss_scale) if self.dtype == torch.float16 else None
+        if not isinstance(self._layout, WrappedLayout) or self.dtype != torch.float16:
+            return None
+        return self._layout.loss_scale()
 
     @torch.no_grad()
     def _average_weights(self) -> None:
@@ -195,6 +207,9 @@ class Engine:
                 original = part.of(part.updated)
                 own = self._remainders[part.name].view(-1)[part.start :][: part.num_values]
                 own.copy_(original - original.to(own.dtype))
+        for name in self._frozen_values.keys() & self._remainders.keys():
+            original = self._frozen_values[name].to(self.world.device)
+            self._remainders[name].copy_(original - original.to(self._forward_dtype))
         if self.world.world_size > 1:
             for whole in self._remainders.values():
                 dist.all_reduce(whole)  # one rank has each value, all others zero: exact
@@ -207,7 +222,7 @@ class Engine:
 
     def set_learning_rate(self, lr: float) -> None:
         """The rate of the head; a group's `lr_scale` gives that of the layers below."""
-        for group in self._engine.optimizer.param_groups:
+        for group in self.base_optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def gradient_norm(self) -> float:
@@ -241,6 +256,9 @@ class Engine:
                 owned[slice_name(name, start=part.start, shape=part.shape)] = values
         if self.world.is_first:
             owned |= {f"model.{name}": buffer.float() for name, buffer in self._buffers()}
+        owned |= {f"model.{name}": values for name, values in self._frozen_values.items()}
+        if self._ema is not None:  # the average of what never changes
+            owned |= {f"{AVERAGE}.{name}": values for name, values in self._frozen_values.items()}
         return owned
 
     def _own_values(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
@@ -261,7 +279,7 @@ class Engine:
             "guard": self._guard.state(),
             "num_averaged": self._num_averaged,
         }
-        if self.dtype == torch.float16:
+        if isinstance(self._layout, WrappedLayout) and self.dtype == torch.float16:
             counters["loss_scaler"] = self._layout.loss_scaler()
         return counters
 
@@ -269,7 +287,7 @@ class Engine:
         """Restore what `export_counters` of any layout gave."""
         self._guard.load_state(counters["guard"])
         self._num_averaged = counters["num_averaged"]
-        if self.dtype == torch.float16 and "loss_scaler" in counters:
+        if isinstance(self._layout, WrappedLayout) and "loss_scaler" in counters:
             self._layout.set_loss_scaler(counters["loss_scaler"])
 
     @torch.no_grad()
@@ -287,10 +305,23 @@ class Engine:
             if self.world.is_first:
                 for name, buffer in self._buffers():
                     buffer.copy_(read(f"model.{name}", 0, buffer.numel()).view(buffer.shape))
+            for name, values in self._frozen_values.items():
+                values.copy_(read(f"model.{name}", 0, values.numel()).view(values.shape))
         self._layout.share_parts(self._state_names)
+        self._share_frozen()
         self._renew_remainders()
         for _, buffer in self._buffers():
             broadcast_tensor(buffer, source=0)
+
+    @torch.no_grad()
+    def _share_frozen(self) -> None:
+        """Give all ranks what the first one keeps of parameters that are not trained."""
+        for name, (parameter, shape) in self._frozen.items():
+            values = torch.empty(shape, dtype=torch.float32, device=self.world.device)
+            if self.world.is_first:
+                values.copy_(self._frozen_values[name])
+            broadcast_tensor(values, source=0)
+            self._layout.set_frozen(parameter, values)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, self._engine.module.get_buffer(name)) for name in self._buffer_names]
@@ -310,51 +341,59 @@ class Engine:
             optimizer.state[weights] = state
 
 
-def check_nan_is_skipped(config: dict[str, Any], *, world: World, dtype: torch.dtype) -> None:
-    """Train a tiny model with a NaN in the gradient of one of two groups, on the last rank only.
+def _kept_values(
+    initial: Mapping[str, torch.Tensor], names: Iterable[str], world: World
+) -> dict[str, torch.Tensor]:
+    """fp32 copies of these parameters, in the memory of the first rank's CPU; other ranks: none."""
+    if not world.is_first:
+        return {}
+    return {name: initial[name].float().cpu().clone() for name in names}
 
-    The guard trusts the norm that DeepSpeed measures. Before 0.19.8 a NaN in one group gave a
-    finite norm, and all weights became NaN without a word.
 
-    config: DeepSpeed's, of the engine to come. Collective; takes 0.1 s, at ZeRO 3 a second.
-    Raises UserError on all ranks if the weights change.
-    """
-    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
-    groups = [{"params": list(layer.parameters())} for layer in (first, second)]
-    micro_batch = config["train_micro_batch_size_per_gpu"]
-    small = {
-        "train_batch_size": micro_batch * world.world_size,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": config["zero_optimization"] | {"reduce_bucket_size": 100},
-    }
-    engine = Engine(
-        nn.Sequential(nn.Flatten(), first, second).to(world.device),
-        optimizer=torch.optim.AdamW(groups, lr=1.0, fused=True),
-        optimizer_name="adamw",
-        config=config | small,
-        world=world,
-        dtype=dtype,
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-    )
-    if world.rank == world.world_size - 1:
-        first.bias.register_hook(lambda gradient: gradient * torch.nan)
-    before = {name: part.clone() for name, part in engine.export_state().items()}
-    images = torch.zeros(micro_batch, 3, 1, 1, dtype=torch.uint8, device=world.device)
-    # DeepSpeed would report the skipped update; the engine to come sets the level again.
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    engine.backward(engine.logits(images).float().sum())
-    engine.step()
-    after = engine.export_state()
-    is_same = all(torch.equal(part, after[name]) for name, part in before.items())
-    engine.close()
-    if not all(gather_objects(is_same)):
-        raise UserError(
-            f"DeepSpeed {version('deepspeed')} updates weights although a gradient is NaN",
-            where="engine",
-            allowed=f"deepspeed{VERSIONS}",
-            next_step=f"pip install 'deepspeed{VERSIONS}'",
+def _start(
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+    world: World,
+    dtype: torch.dtype,
+) -> tuple[Layout, Any]:
+    """The layout of a configuration's ZeRO stage, and DeepSpeed's engine."""
+    zero = config["zero_optimization"]
+    stage = int(zero["stage"])
+    if stage >= 2 or (stage == 1 and dtype == torch.float16):
+        engine = initialize_deepspeed(
+            model, optimizer=optimizer, config=config, device=world.device
         )
+        layout = PartitionedLayout if stage == 3 else SlicedLayout
+        return layout(engine, world), engine
+
+    # For DeepSpeed the others are trainings of an fp32 model without ZeRO.
+    without_zero = config | {"zero_optimization": zero | {"stage": 0}}
+    engine = initialize_deepspeed(
+        model, optimizer=optimizer, config=without_zero, device=world.device
+    )
+    reduces_nothing(engine)
+    sums: dict[str, Any] = {
+        "bucket_elements": zero["reduce_bucket_size"],
+        "sent_as": DTYPES[config.get("communication_data_type", "fp32")],
+    }
+    if stage == 0:
+        return PlainLayout(engine, world, **sums), engine
+    return FlatLayout(engine, world, dtype=dtype, **sums), engine
+
+
+def _cast_fixed_tables(model: nn.Module) -> None:
+    """Give fixed position embeddings the dtype of the parameters, which were cast alone.
+
+    A table in fp32 would promote all activations after it, which bf16 weights do not take.
+    """
+    for module in model.modules():
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        for name in module._non_persistent_buffers_set:
+            table = module._buffers[name]
+            if dtype is not None and table is not None and table.is_floating_point():
+                module._buffers[name] = table.to(dtype)
 
 
 # ---- DeepSpeed's configuration -------------------------------------------------------------------
@@ -423,10 +462,10 @@ def deepspeed_config(
             "stage3_max_reuse_distance": 0,
         },
     }
-    if dtype != torch.float32:
-        in_fp32 = world_size > MAX_RANKS_IN_HALF
-        config |= {"communication_data_type": "fp32"} if in_fp32 else {}
-        config |= _precision(settings, dtype, few=accumulation <= 2 and not in_fp32)
+    config |= _precision(settings, dtype)
+    if dtype != torch.float32 and stage > 0:
+        in_half = world_size <= MAX_RANKS_IN_HALF
+        config["communication_data_type"] = DTYPE_NAMES[dtype] if in_half else "fp32"
     for key, value in raw.items():
         group = config.get(key)
         both = isinstance(value, Mapping) and isinstance(group, Mapping)
@@ -439,19 +478,19 @@ def deepspeed_config(
     return config
 
 
-def _precision(settings: EngineSettings, dtype: torch.dtype, *, few: bool) -> dict[str, Any]:
-    """few: at most two micro-batches are accumulated, and gradients are sent in half precision."""
-    if dtype == torch.bfloat16 and settings.zero_stage == 0:
-        # DeepSpeed has no stage 0 with fp32 accumulation beside bf16 weights. Autocast over fp32
-        # weights is that: bf16 products, fp32 master weights.
-        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+def _precision(settings: EngineSettings, dtype: torch.dtype) -> dict[str, Any]:
+    """What DeepSpeed is told of the precision. Gradients are summed in fp32 at every stage."""
+    if dtype == torch.float32:
+        return {}
     sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     if dtype == torch.float16:
         # With a loss scale from 2^16 on, doubled after 1000 updates without overflow, halved at the
         # second overflow in a row.
         return {"fp16": {"enabled": True}, **sums}
-    if settings.zero_stage == 1 and few:
-        # Gradients are rounded to bf16 before they are sent. One is that already, and the sum of
-        # two has the same bits whether it is rounded now or then: no copy in fp32.
-        sums = {"data_types": {"grad_accum_dtype": "bf16"}}
+    if settings.zero_stage == 0:
+        # DeepSpeed has no stage 0 with fp32 accumulation beside bf16 weights. Autocast over fp32
+        # weights is that: bf16 products, fp32 master weights.
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    if settings.zero_stage == 1:
+        return {}  # `FlatLayout` casts the weights
     return {"bf16": {"enabled": True, "check_grad_overflow": False}, **sums}

@@ -7,8 +7,8 @@ Everything stays on the device; only `health` waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,90 +20,139 @@ NEVER = -1
 
 @dataclass(eq=False)
 class _Bucket:
-    """Neighbouring gradients that are sent together."""
+    """Neighbouring gradients of one group that are sent together."""
 
     start: int
     stop: int
-    parameters: int = 0
-    arrived: int = 0
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    num_arrived: int = 0
+    """Gradients that autograd has added in this backward pass."""
     sent: torch.Tensor | None = None
     work: Any = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_arrived == len(self.parameters)
 
 
 class GradientSums:
     """The gradients of some parameters, each a view of one flat tensor that autograd adds to.
 
-    On several ranks each bucket is sent as soon as the last of its gradients is there, while the
-    backward pass runs; in the end all ranks have the mean. Every method is collective.
+    Micro-batches are added up in fp32. On several ranks each bucket is sent during the backward
+    pass of the last micro-batch; in the end all ranks have the mean. Every method is collective.
+
+    All ranks send the buckets in one order, the one in which a backward pass completes them. So a
+    rank whose loss leaves out some parameters, whose gradient is zero there, changes no others.
     """
 
     def __init__(
         self,
-        engine: Any,
-        places: Iterable[tuple[torch.Tensor, int]],
+        groups: Sequence[Sequence[torch.Tensor]],
         *,
+        starts: Sequence[int],
         size: int,
-        dtype: torch.dtype = torch.float32,
-        sent_as: torch.dtype = torch.float32,
+        forward_order: Iterable[torch.Tensor],
+        bucket_elements: int,
+        sent_as: torch.dtype,
+        is_last: Callable[[], bool],
     ) -> None:
-        """engine: DeepSpeed's. dtype: of sums over micro-batches.
+        """groups: parameters of one dtype; those of a group lie one after another from its start.
 
-        places: parameters of one dtype, with the number of their first value among `size`.
+        starts: number of the first value of each group among `size`. forward_order: the parameters
+        as the forward pass uses them. bucket_elements: most values that are sent together, but for
+        a larger parameter. sent_as: dtype in which ranks add. is_last: whether the micro-batch is
+        the last of its update.
         """
-        places = sorted(places, key=lambda place: place[1])
-        first, self._ranks = places[0][0], dist.get_world_size()
-        self._sent_as, self._is_last = sent_as, engine.is_gradient_accumulation_boundary
-        self._added = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.values = self._added.to(dtype)  # the same tensor where the dtype is
-        bucket_elements = engine.zero_reduce_bucket_size()
-        self._views = [
-            (each, self._added.narrow(0, start, each.numel()).view(each.shape))
-            for each, start in places
-        ]
-        self._buckets = [_Bucket(0, 0)]
-        for parameter, start in places:
-            stop = start + parameter.numel()
-            if stop - self._buckets[-1].start > bucket_elements and self._buckets[-1].parameters:
-                self._buckets.append(_Bucket(start, stop))
-            bucket = self._buckets[-1]
-            bucket.parameters, bucket.stop = bucket.parameters + 1, stop
-            if self._ranks > 1:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+        self._num_ranks = dist.get_world_size()
+        self._sent_as = sent_as
+        self._is_last = is_last
+
+        # Autograd adds in the dtype of the parameters, so the micro-batches of a model in half
+        # precision are added up elsewhere.
+        some = groups[0][0]
+        self._added = torch.zeros(size, dtype=some.dtype, device=some.device)
+        self.values = self._added.float()
+        self._has_copy = self.values is not self._added
+
+        # A bucket ends with its group: the biases of all layers, a group of their own, are complete
+        # at the end of the backward pass only, and nothing else shall wait for them.
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._buckets: list[_Bucket] = []
+        for group, start in zip(groups, starts, strict=True):
+            self._buckets.append(_Bucket(start, start))
+            for parameter in group:
+                self._add(parameter, bucket_elements)
+
+        # A backward pass goes from the last parameters of the forward pass to the first, and a
+        # bucket is complete with the first of its parameters.
+        number = {parameter: n for n, parameter in enumerate(forward_order)}
+        self._buckets.sort(key=lambda bucket: -min(number[p] for p in bucket.parameters))
+        self._num_sent = 0
         self.clear()
 
-    def _arrived(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
-        bucket.arrived += 1
-        if bucket.arrived == bucket.parameters and self._is_last():
-            self._send(bucket)
+    def _add(self, parameter: torch.Tensor, bucket_elements: int) -> None:
+        """Put a parameter after the last one."""
+        bucket = self._buckets[-1]
+        start = bucket.stop
+        stop = start + parameter.numel()
+        if stop - bucket.start > bucket_elements and bucket.parameters:
+            bucket = _Bucket(start, stop)
+            self._buckets.append(bucket)
+        bucket.stop = stop
+        bucket.parameters.append(parameter)
 
-    def _send(self, bucket: _Bucket) -> None:
-        values = self.values[bucket.start : bucket.stop]
-        if self.values is not self._added:
-            values.add_(self._added[bucket.start : bucket.stop])
-        bucket.sent = values.div_(self._ranks).to(self._sent_as)
-        bucket.work = dist.all_reduce(bucket.sent, async_op=True)
+        view = self._added.narrow(0, start, parameter.numel()).view(parameter.shape)
+        self._views.append((parameter, view))
+        if self._num_ranks > 1:
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+
+    def _arrived(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
+        bucket.num_arrived += 1
+        if self._is_last():
+            self._send(lambda bucket: bucket.is_full)
+
+    def _send(self, is_ready: Callable[[_Bucket], bool]) -> None:
+        """Send the next buckets in their order, up to the first that is not ready."""
+        while self._num_sent < len(self._buckets):
+            bucket = self._buckets[self._num_sent]
+            if not is_ready(bucket):
+                return
+
+            values = self.values[bucket.start : bucket.stop]
+            if self._has_copy:
+                values.add_(self._added[bucket.start : bucket.stop])
+            bucket.sent = values.div_(self._num_ranks).to(self._sent_as)
+            bucket.work = dist.all_reduce(bucket.sent, async_op=True)
+            self._num_sent += 1
 
     def finish(self) -> None:
         """End a backward pass; after the last one of an update `values` are the gradients."""
-        is_sent = self._ranks > 1 and self._is_last()
-        for bucket in self._buckets if is_sent else ():
-            if bucket.sent is None:  # some parameter had no gradient
-                self._send(bucket)
-        for bucket in self._buckets:
-            bucket.arrived = 0
-            if bucket.sent is not None:
-                bucket.work.wait()
-                if bucket.sent.dtype != self.values.dtype:
-                    self.values[bucket.start : bucket.stop].copy_(bucket.sent)
-                bucket.sent = bucket.work = None
-        if self.values is not self._added and not is_sent:
+        if self._num_ranks > 1 and self._is_last():
+            # Where the loss left out a parameter, no gradient of it arrived.
+            self._send(lambda bucket: True)
+            for bucket in self._buckets:
+                self._receive(bucket)
+        elif self._has_copy:
             self.values.add_(self._added)
             self._added.zero_()
 
+        for bucket in self._buckets:
+            bucket.num_arrived = 0
+
+    def _receive(self, bucket: _Bucket) -> None:
+        """Wait for the mean of a bucket that was sent."""
+        assert bucket.sent is not None
+        bucket.work.wait()
+        if bucket.sent.dtype != self.values.dtype:
+            self.values[bucket.start : bucket.stop].copy_(bucket.sent)
+        bucket.sent = None
+        bucket.work = None
+
     def clear(self) -> None:
         """Begin a new update."""
+        self._num_sent = 0
         self._added.zero_()
-        if self.values is not self._added:
+        if self._has_copy:
             self.values.zero_()
         for parameter, view in self._views:
             parameter.grad = view

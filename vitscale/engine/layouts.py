@@ -1,104 +1,29 @@
-"""Find weights and optimiser states where DeepSpeed 0.19.8 keeps them: its private parts.
+"""Where weights, gradients and optimiser states lie at ZeRO 0 and 1.
 
 Each layout names the `Part` of each parameter that this rank saves; values are read and written
-there.
+there. Leaves out: the layouts of ZeRO 2 and 3 and of fp16, which are DeepSpeed's
+(`deepspeed_parts`).
+
+Shapes are those of the parameters; a flat tensor holds the values of several, one after another.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
 from vitscale.distributed.world import World, broadcast_tensor
 from vitscale.engine.gradients import GradientSums
 
-# DeepSpeed's autotuner imports mlflow where it is installed, which takes a second.
-_hidden = sys.modules.setdefault("mlflow", None) is None  # type: ignore[arg-type]  # so Python marks it
-# Else it warns of a CPU at every start.
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-try:
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime import engine as deepspeed_engine
-    from deepspeed.runtime import torch_autocast
-    from deepspeed.utils import groups
-finally:
-    if _hidden:
-        del sys.modules["mlflow"]
-
-# The state of DeepSpeed's dynamic loss scale.
-LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def initialize_deepspeed(
-    model: nn.Module,
-    *,
-    optimizer: torch.optim.Optimizer,
-    config: dict[str, Any],
-    device: torch.device,
-) -> Any:
-    """The DeepSpeed engine, which neither clips nor checks gradients; the guard does both."""
-    if get_accelerator().device_name() == "cpu":
-        # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
-        # cores that train, and collide with leftovers of a killed run of the same name. gloo does
-        # not. On a GPU reading this dict would probe every compiler.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed calls these at every ZeRO 3 step; newer versions of torch warn each time.
-    deprecated = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
-    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
-    # Instead of a clone of the world, which would have its own connections, and 30 min of time-out.
-    groups._WORLD_GROUP = dist.group.WORLD
-    # In bf16 with sums of gradients in fp32 DeepSpeed would take another wrapper at stage 1: no
-    # overlap, one all-reduce of everything, fp32 gradients never freed (`BF16_Optimizer`).
-    deepspeed_engine.BFLOAT16 = deepspeed_engine.ZERO_OPTIMIZATION
-    # A stage 0 with autocast sets it for good; later engines would sum gradients in bf16.
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    with _gpu_as_local_rank(device):
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            config=config | {"gradient_clipping": 0.0},
-            dist_init_required=False,
-        )
-    _cast_fixed_tables(engine.module)
-    return engine
-
-
-@contextmanager
-def _gpu_as_local_rank(device: torch.device) -> Iterator[None]:
-    """DeepSpeed takes LOCAL_RANK for the number of the GPU: 0 for a task that sees one GPU."""
-    own = os.environ["LOCAL_RANK"]
-    if device.index is not None:
-        os.environ["LOCAL_RANK"] = str(device.index)
-    try:
-        yield
-    finally:
-        os.environ["LOCAL_RANK"] = own
-
-
-def _cast_fixed_tables(model: nn.Module) -> None:
-    """Give fixed position embeddings the dtype of the parameters, which DeepSpeed casts alone.
-
-    A table in fp32 would promote all activations after it, which bf16 weights do not take.
-    """
-    for module in model.modules():
-        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-        for name in module._non_persistent_buffers_set:
-            table = module._buffers[name]
-            if dtype is not None and table is not None and table.is_floating_point():
-                module._buffers[name] = table.to(dtype)
+# Slices start at a multiple of 4 bytes in bf16 too, as collectives on GPUs want it.
+ALIGNED_ELEMENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,22 +48,17 @@ class Part:
         return tensor.detach().view(-1).narrow(0, self.offset, self.num_values)
 
 
-def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:
-    if not hasattr(engine.optimizer, "optimizer"):  # DeepSpeed wrapped nothing around it
-        return PlainLayout(engine, world)
-    return (PartitionedLayout if zero_stage == 3 else FlatLayout)(engine, world)
-
-
 class Layout(ABC):
-    """Weights and optimiser states of one DeepSpeed engine."""
-
-    _sums: GradientSums | None = None
-    """None: DeepSpeed reduces the gradients."""
+    """Weights, gradients and optimiser states of one DeepSpeed engine. Methods are collective."""
 
     def __init__(self, engine: Any, world: World) -> None:
-        self._engine, self._world = engine, world
-        self._wrapper = engine.optimizer
-        self.base_optimizer = getattr(self._wrapper, "optimizer", self._wrapper)
+        """engine: DeepSpeed's."""
+        self._engine = engine
+        self._world = world
+
+    @property
+    @abstractmethod
+    def base_optimizer(self) -> torch.optim.Optimizer:
         """The torch optimiser that updates `updated_tensors`."""
 
     @abstractmethod
@@ -151,195 +71,242 @@ class Layout(ABC):
 
     @abstractmethod
     def publish_weights(self) -> None:
-        """Copy the updated tensors to the weights of the forward pass. Collective."""
+        """Copy the updated tensors to the weights of the forward pass."""
 
     def share_parts(self, names: Iterable[str]) -> None:
-        """After all ranks changed their parts, give each what it needs of the others'. Collective.
+        """After all ranks changed their parts, give each what it needs of the others'.
 
         names: of optimiser states. ZeRO shards these: only weights are needed elsewhere.
         """
         self.publish_weights()
 
+    def set_frozen(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """Give a parameter that is not trained the same values on all ranks, in its own dtype."""
+        parameter.data.copy_(values)
+
+    @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a micro-batch."""
+
+    @abstractmethod
+    def update(self) -> None:
+        """Update the weights at the end of an accumulation, and forget the gradients."""
+
+    @abstractmethod
+    def norm(self) -> Any:
+        """Global norm of the unclipped gradients of the update; None before the first."""
+
+
+class OwnLayout(Layout):
+    """A layout whose gradients `GradientSums` adds up and whose optimiser is torch's alone."""
+
+    _sums: GradientSums | None
+    """None: autograd adds up the gradients, and there is no other rank."""
+    _norm: torch.Tensor | None = None
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._engine.optimizer
+        return optimizer
+
+    def backward(self, loss: torch.Tensor) -> None:
         self._engine.backward(loss)
         if self._sums is not None:
             self._sums.finish()
 
     def update(self) -> None:
-        """Update the weights at the end of an accumulation."""
+        self._norm = self._global_norm()
+
+        # Steps the base optimiser, and sets the gradients of all parameters to None.
         self._engine.step()
+        self.publish_weights()
+
         if self._sums is not None:
             self._sums.clear()
 
-    def norm(self) -> Any:
-        """Global norm of the unclipped gradients of the update; None before the first."""
-        # The wrapper's: DeepSpeed's engine copies it only after the update.
-        return self._wrapper._global_grad_norm
+    def norm(self) -> torch.Tensor | None:
+        return self._norm
 
-    def loss_scaler(self) -> dict[str, Any]:
-        """The state of fp16's loss scale."""
-        return {name: getattr(self._wrapper.loss_scaler, name) for name in LOSS_SCALER}
-
-    def set_loss_scaler(self, state: Mapping[str, Any]) -> None:
-        for name in LOSS_SCALER:
-            setattr(self._wrapper.loss_scaler, name, state[name])
+    @abstractmethod
+    def _global_norm(self) -> torch.Tensor:
+        """Norm of all gradients of the update, averaged over the ranks; fp32 scalar."""
 
 
-class PlainLayout(Layout):
+class PlainLayout(OwnLayout):
     """Without ZeRO: whole fp32 tensors on every rank; rank r saves each i with i mod ranks = r."""
 
-    def __init__(self, engine: Any, world: World) -> None:
+    def __init__(
+        self, engine: Any, world: World, *, bucket_elements: int, sent_as: torch.dtype
+    ) -> None:
+        """bucket_elements, sent_as: of `GradientSums`."""
         super().__init__(engine, world)
-        self._wrapper._global_grad_norm = None  # as DeepSpeed's wrappers have it
-        # DeepSpeed would copy all gradients into one buffer and back, after the backward pass.
-        engine.enable_backward_allreduce = False
+        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._sums = None
+
+        # One rank has nothing to send, and autograd keeps fp32 gradients without a copy.
         if world.world_size > 1:
-            parameters = list(engine.module.parameters())
-            ends = list(accumulate(each.numel() for each in parameters))
-            places = zip(parameters, [0, *ends], strict=False)
-            self._sums = GradientSums(engine, places, size=ends[-1])
+            self._sums = GradientSums(
+                [self._parameters],
+                starts=[0],
+                size=sum(parameter.numel() for parameter in self._parameters),
+                forward_order=self._parameters,
+                bucket_elements=bucket_elements,
+                sent_as=sent_as,
+                is_last=engine.is_gradient_accumulation_boundary,
+            )
 
     def updated_tensors(self) -> list[torch.Tensor]:
-        return [p for group in self._wrapper.param_groups for p in group["params"]]
+        return [p for group in self.base_optimizer.param_groups for p in group["params"]]
 
     def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
-        for name, p in list(named)[self._world.rank :: self._world.world_size]:
-            size = p.numel()
-            yield Part(name=name, shape=p.shape, start=0, updated=p, offset=0, num_values=size)
+        for name, parameter in list(named)[self._world.rank :: self._world.world_size]:
+            yield Part(
+                name=name,
+                shape=parameter.shape,
+                start=0,
+                updated=parameter,
+                offset=0,
+                num_values=parameter.numel(),
+            )
 
     def publish_weights(self) -> None:
         """The updated tensors are those of the forward pass."""
 
     def share_parts(self, names: Iterable[str]) -> None:
-        for number, parameter in enumerate(self._engine.module.parameters()):
-            states = [self._wrapper.state[parameter][name] for name in names]
+        for number, parameter in enumerate(self._parameters):
+            states = [self.base_optimizer.state[parameter][name] for name in names]
             for tensor in (parameter.detach(), *states):
                 broadcast_tensor(tensor, source=number % self._world.world_size)
 
-    def update(self) -> None:
-        # Gradients are averaged over the ranks by now, and not yet clipped.
-        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        self._wrapper._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
-        super().update()
+    def _global_norm(self) -> torch.Tensor:
+        # A parameter that no loss has used is decayed here as on several ranks and at other stages,
+        # where its gradient is zero; torch's optimisers leave out what has none.
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+        gradients = [parameter.grad for parameter in self._parameters]
+        return nn.utils.get_total_norm(gradients)
 
 
-class FlatLayout(Layout):
-    """ZeRO 1 and 2: a slice of each group's flat fp32 tensor.
+class FlatLayout(OwnLayout):
+    """ZeRO 1: the fp32 weights and optimiser states of each group are spread over the ranks.
 
-    At stage 1 gradients are one flat tensor, and the update a few calls for all parameters, where
-    DeepSpeed makes twenty for each.
+    The parameters of a group lie in one flat tensor of the forward pass's dtype, which is cut into
+    as many equal slices as there are ranks. A rank's optimiser updates the fp32 weights of its
+    slice, and all ranks then gather the others'. In fp32 these weights are the slice itself.
+    An update is a few calls for each group. Source: Rajbhandari et al. 2020 (ZeRO), section 5.1.
     """
 
-    def __init__(self, engine: Any, world: World) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        world: World,
+        *,
+        dtype: torch.dtype,
+        bucket_elements: int,
+        sent_as: torch.dtype,
+    ) -> None:
+        """dtype: of the forward pass; bucket_elements, sent_as: of `GradientSums`."""
         super().__init__(engine, world)
-        wrapper = self._wrapper
-        if wrapper.partition_gradients or wrapper.cpu_offload or wrapper.dtype == torch.float16:
-            return
-        for hook in wrapper._grad_acc_hooks:
-            hook.remove()
-        engine.enable_backward_allreduce = False
-        wrapper.step = self._step
-        flats, members = wrapper.bit16_groups_flat, wrapper.bit16_groups
-        starts = [0, *accumulate(each.numel() for each in flats)]
-        self._sums = GradientSums(
-            engine,
-            (
-                (each, start + each.storage_offset() - flat.storage_offset())
-                for start, flat, group in zip(starts, flats, members, strict=False)
-                for each in group
-            ),
-            size=starts[-1],
-            dtype=wrapper.gradient_accumulation_dtype,
-            sent_as=wrapper.communication_data_type,
-        )
-        sizes = wrapper.partition_size
-        self._own_sums = [
-            self._sums.values.narrow(0, start + world.rank * size, size)
-            for start, size in zip(starts, sizes, strict=False)
-        ]
-        # Lengths in this rank's slices: a gap, a gradient, a gap, ...; gradients of each group.
-        ends, rows = [0], list[torch.Tensor]()
-        for start, group, size in zip([0, *accumulate(sizes)], members, sizes, strict=False):
-            parts = self.parts(("", each) for each in group)
-            pieces = sorted((part.offset, part.num_values) for part in parts) or [(0, size)]
-            rows.append(torch.arange(len(pieces)) + len(ends) // 2)
-            ends += chain(*((start + first, start + first + count) for first, count in pieces))
-        self._cuts = [stop - start for start, stop in pairwise([*ends, sum(sizes)])]
-        self._of_groups = pad_sequence(rows, batch_first=True, padding_value=-1).to(world.device)
+        param_groups = self.base_optimizer.param_groups
+        members = [list(group["params"]) for group in param_groups]
 
-    def _step(self) -> None:
-        """Update this rank's slices and give all ranks the weights."""
-        assert self._sums is not None
-        several, updated = self._world.world_size > 1, self.updated_tensors()
-        own = (torch.cat(self._own_sums) if several else self._sums.values).float()
-        gradients = own.split([each.numel() for each in updated])
-        # DeepSpeed's norm, to the bit: of each gradient, each group, all.
-        norms = torch._foreach_norm(own.split(self._cuts)[1::2], dtype=torch.float64)
-        squares = nn.functional.pad(torch.stack(norms).pow(2), (0, 1))
-        of_groups = squares[self._of_groups].sum(dim=1).float()
-        if several:
-            dist.all_reduce(of_groups)
-        self._wrapper._global_grad_norm = torch.linalg.vector_norm(of_groups.pow(0.5))
-        for each, gradient in zip(updated, gradients, strict=True):
-            each.grad = gradient
-        self.base_optimizer.step()
-        for each in updated:
-            each.grad = None
-        self.publish_weights()
+        # Every group is padded, so that all ranks have slices of one size.
+        alignment = ALIGNED_ELEMENTS * world.world_size
+        sizes = [_rounded_up(sum(p.numel() for p in group), alignment) for group in members]
+        starts = [0, *accumulate(sizes)][:-1]
+        device = world.device
+        self._flats = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
+        self._group_and_offset = _move_into(self._flats, members)
+        for parameter in engine.module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+
+        self._sums = GradientSums(
+            members,
+            starts=starts,
+            size=sum(sizes),
+            forward_order=list(engine.module.parameters()),
+            bucket_elements=bucket_elements,
+            sent_as=sent_as,
+            is_last=engine.is_gradient_accumulation_boundary,
+        )
+
+        # What this rank updates: its slice of each group, and the gradients of that slice.
+        self._slice_sizes = [size // world.world_size for size in sizes]
+        self._slices = [
+            flat.narrow(0, world.rank * size, size)
+            for flat, size in zip(self._flats, self._slice_sizes, strict=True)
+        ]
+        self._masters = [values.float() for values in self._slices]
+        self._gradients = [
+            self._sums.values.narrow(0, start + world.rank * size, size)
+            for start, size in zip(starts, self._slice_sizes, strict=True)
+        ]
+        for group, master, gradient in zip(
+            param_groups, self._masters, self._gradients, strict=True
+        ):
+            master.grad = gradient
+            group["params"] = [master]
 
     def updated_tensors(self) -> list[torch.Tensor]:
-        return list(self._wrapper.single_partition_of_fp32_groups)
+        return self._masters
 
     def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
-        updated = self.updated_tensors()
         for name, parameter in named:
-            mapping = parameter._hp_mapping
-            if mapping is not None:  # else all of it belongs to other ranks
+            group, offset = self._group_and_offset[parameter]
+
+            # The parameter and this rank's slice, as ranges of the group's flat tensor.
+            slice_start = self._world.rank * self._slice_sizes[group]
+            first = max(offset, slice_start)
+            stop = min(offset + parameter.numel(), slice_start + self._slice_sizes[group])
+            if first < stop:
                 yield Part(
                     name=name,
                     shape=parameter.shape,
-                    start=mapping.lp_fragment_address.start,
-                    updated=updated[mapping.param_group_index],
-                    offset=mapping.hp_fragment_address.start,
-                    num_values=mapping.hp_fragment_address.numel,
+                    start=first - offset,
+                    updated=self._masters[group],
+                    offset=first - slice_start,
+                    num_values=stop - first,
                 )
 
     @torch.no_grad()
     def publish_weights(self) -> None:
-        wrapper, rank = self._wrapper, self._world.rank
-        own = [parts[rank] for parts in wrapper.parallel_partitioned_bit16_groups]
-        torch._foreach_copy_(own, self.updated_tensors())
+        if self._masters[0].dtype != self._slices[0].dtype:
+            torch._foreach_copy_(self._slices, self._masters)
         if self._world.world_size > 1:
-            for flat, part in zip(wrapper.bit16_groups_flat, own, strict=True):
-                dist.all_gather_into_tensor(flat, part)
+            for flat, values in zip(self._flats, self._slices, strict=True):
+                dist.all_gather_into_tensor(flat, values)
+
+    def _global_norm(self) -> torch.Tensor:
+        """In fp64 until the root, so that it hardly depends on how many ranks have slices."""
+        norms = torch._foreach_norm(self._gradients, dtype=torch.float64)
+        square = torch.stack(norms).square().sum()
+        if self._world.world_size > 1:
+            dist.all_reduce(square)
+        return square.sqrt().float()
 
 
-class PartitionedLayout(Layout):
-    """ZeRO 3: each rank holds an equal slice of every parameter; the last ones may hold padding."""
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
-    def updated_tensors(self) -> list[torch.Tensor]:
-        return list(self._wrapper.fp32_partitioned_groups_flat)
 
-    def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
-        updated, wrapper = self.updated_tensors(), self._wrapper
-        for name, parameter in named:
-            number, offset, size = wrapper.grad_position[wrapper.get_param_id(parameter)]
-            start = size * self._world.rank
-            if start < parameter.ds_numel:
-                yield Part(
-                    name=name,
-                    shape=parameter.ds_shape,
-                    start=start,
-                    updated=updated[number],
-                    offset=offset,
-                    num_values=min(size, parameter.ds_numel - start),
-                )
+@torch.no_grad()
+def _move_into(
+    flats: Sequence[torch.Tensor], members: Sequence[Sequence[nn.Parameter]]
+) -> dict[nn.Parameter, tuple[int, int]]:
+    """Make each parameter a view of its group's flat tensor, rounded to its dtype.
 
-    def publish_weights(self) -> None:
-        wrapper = self._wrapper
-        wrapper._partition_all_parameters()
-        for number in range(len(wrapper.fp32_partitioned_groups_flat)):
-            wrapper._reassign_or_swap_out_partitioned_parameters(number)
-        if wrapper.persistent_parameters:
-            wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+    Returns the number of its group, and of its first value there.
+    """
+    group_and_offset: dict[nn.Parameter, tuple[int, int]] = {}
+    for number, (flat, group) in enumerate(zip(flats, members, strict=True)):
+        offset = 0
+        for parameter in group:
+            view = flat.narrow(0, offset, parameter.numel()).view(parameter.shape)
+            view.copy_(parameter)
+            parameter.data = view
+            group_and_offset[parameter] = (number, offset)
+            offset += parameter.numel()
+    return group_and_offset

@@ -14,12 +14,17 @@ from vitscale.config.errors import nearest
 from vitscale.config.section import Section
 
 RAW_GROUPS = (
-    "bf16 comms_logger compile data_types flops_profiler fp16 torch_autocast zero_optimization"
+    "bf16 comms_logger data_types flops_profiler fp16 torch_autocast zero_optimization"
 ).split()
 RAW_VALUES = (
-    "communication_data_type dump_state gradient_clipping memory_breakdown prescale_gradients "
-    "seq_parallel_communication_data_type sparse_gradients steps_per_print wall_clock_breakdown "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+    "communication_data_type dump_state memory_breakdown prescale_gradients steps_per_print "
+    "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+).split()
+RAW_KEYS = (*RAW_GROUPS, *RAW_VALUES)
+# What of these is read at ZeRO 0 and 1, where gradients and optimiser states are ours.
+OWN_KEYS = (
+    "communication_data_type dump_state flops_profiler memory_breakdown steps_per_print "
+    "torch_autocast wall_clock_breakdown zero_optimization.reduce_bucket_size"
 ).split()
 # Raw keys that settings of ours decide or that would harm, and what to do instead.
 BATCH = "cannot be set here; set data.global_batch and engine.max_micro_batch"
@@ -27,11 +32,14 @@ REFUSED_RAW_KEYS = {
     "train_batch_size": "cannot be set here; set data.global_batch",
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_accumulation_steps": BATCH,
+    "gradient_clipping": "cannot be set here; set optim.clip_norm",
     "zero_optimization.stage": "cannot be set here; set engine.zero_stage",
     "zero_optimization.compute_grad_norm": "updates whose norm is not finite must be skipped; "
     "remove the key",
-    "compile.deepcompile": "is never used: blocks are compiled by torch; remove the key, or set "
-    "engine.compile",
+    "compile": "is never used: blocks are compiled by torch; remove the key, or set engine.compile",
+    "seq_parallel_communication_data_type": "is never used: no model here is sequence-parallel; "
+    "remove the key",
+    "sparse_gradients": "is never used: no model here has sparse gradients; remove the key",
 }
 
 # Elements of a gradient bucket, which is at least the largest parameter. DeepSpeed's default, 5e8,
@@ -40,6 +48,8 @@ BUCKET_ELEMENTS = 25_000_000
 # More ranks sum gradients in fp32. In bf16 the error of the mean is 0.8 % at 64 ranks, 1.9 % at 256
 # and 34 % at 1,024 (simulated: a ring, with noise as large as the signal).
 MAX_RANKS_IN_HALF = 64
+
+PRECISIONS = ("bf16", "fp16", "fp32")
 
 # Pydantic takes true for the 1 of a Literal, even in strict mode; no text.
 ZeroStage = Annotated[
@@ -75,17 +85,52 @@ class EngineSettings(Section):
     ranks of the node; at most OMP_NUM_THREADS."""
 
 
-def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Raw DeepSpeed keys that it would ignore or that our settings own, as (key, what is wrong)."""
+def raw_problems(raw: Mapping[str, Any], *, engine: EngineSettings) -> Iterator[tuple[str, str]]:
+    """Raw DeepSpeed keys that nothing would read or that our settings own, as (key, problem)."""
     for key, value in raw.items():
-        members = value if isinstance(value, Mapping) else {}
-        names = {key, *(f"{key}.{member}" for member in members)}
-        for refused in sorted(names & REFUSED_RAW_KEYS.keys()):
-            yield (f"deepspeed.{refused}", REFUSED_RAW_KEYS[refused])
         where = f"deepspeed.{key}"
-        if key in RAW_GROUPS and not isinstance(value, Mapping):
-            yield (where, f"{value!r} is not a group; set keys of it, as {where}.KEY=VALUE")
-        elif key not in (*RAW_GROUPS, *RAW_VALUES, *REFUSED_RAW_KEYS):
-            close = nearest(key, (*RAW_GROUPS, *RAW_VALUES))
+        if key in REFUSED_RAW_KEYS:
+            yield (where, REFUSED_RAW_KEYS[key])
+        elif key not in RAW_KEYS:
+            close = nearest(key, RAW_KEYS)
             hint = f"did you mean {close!r}?" if close else "see DeepSpeed's configuration page"
             yield (where, f"DeepSpeed has no such key; {hint}")
+        elif key in RAW_GROUPS and not isinstance(value, Mapping):
+            yield (where, f"{value!r} is not a group; set keys of it, as {where}.KEY=VALUE")
+        elif key in RAW_GROUPS:
+            for member in sorted(value):
+                yield from _problems_of_known(f"{key}.{member}", engine)
+        else:
+            yield from _problems_of_known(key, engine)
+
+    sent_as = raw.get("communication_data_type", "fp32")
+    if sent_as not in PRECISIONS:
+        what = f"{sent_as!r} is no precision; take {', '.join(PRECISIONS)}"
+        yield ("deepspeed.communication_data_type", what)
+
+
+def _problems_of_known(name: str, engine: EngineSettings) -> Iterator[tuple[str, str]]:
+    """name: a key that DeepSpeed has, or `GROUP.KEY`."""
+    if name in REFUSED_RAW_KEYS:
+        yield (f"deepspeed.{name}", REFUSED_RAW_KEYS[name])
+        return
+    setting = _setting_that_reads(name, engine)
+    if setting is not None:
+        yield (f"deepspeed.{name}", f"has no effect here; remove it, or set {setting}")
+
+
+def _setting_that_reads(name: str, engine: EngineSettings) -> str | None:
+    """The setting with which a raw key would have an effect; None if it has one already."""
+    group = name.partition(".")[0]
+
+    # DeepSpeed alone would switch to another precision than the engine's.
+    is_default = group == "bf16" and engine.precision == "auto"
+    if group in PRECISIONS and engine.precision != group and not is_default:
+        return f"engine.precision={group}"
+
+    # At stages 0 and 1 gradients, weights and optimiser states are ours, but in fp16.
+    if engine.zero_stage >= 2 or engine.precision == "fp16":
+        return None
+    if group == "torch_autocast" and engine.zero_stage == 1:
+        return "engine.zero_stage=0"
+    return None if name in OWN_KEYS or group in OWN_KEYS else "engine.zero_stage=2"

@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from vitscale.evaluation.evaluation import Outputs, PassEvaluation, SettingsBase, Share, Subject
+from vitscale.evaluation.evaluation import (
+    Outputs,
+    PassEvaluation,
+    SettingsBase,
+    Share,
+    Subject,
+    check_labels,
+    columns_on,
+)
 
 # Bins of equal width over the confidence, 0 to 1.
 NUM_BINS = 15
@@ -30,6 +38,7 @@ class Classification(PassEvaluation):
         import torch
 
         self._subject, device = subject, subject.model.world.device
+        self._columns_C = columns_on(subject, check_labels(subject, name="classification").columns)
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -46,6 +55,7 @@ class Classification(PassEvaluation):
     def add(self, outputs: Outputs) -> None:
         import torch
 
+        outputs = outputs.of(self._columns_C)
         labels_B, weights_B = outputs.labels_B, outputs.weights_B.double()
         logs_BC = outputs.values_BX.double().log_softmax(dim=1)
         # Ranked by the logits: their logarithms of probabilities may be equal by rounding.

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import Outputs, PassEvaluation, SettingsBase, Subject
+from vitscale.evaluation.evaluation import (
+    Outputs,
+    PassEvaluation,
+    SettingsBase,
+    Subject,
+    check_labels,
+    columns_on,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +37,13 @@ class Confusion(PassEvaluation):
 
     def start(self, subject: Subject) -> None:
         self._subject = subject
+        self._columns_C = columns_on(subject, check_labels(subject, name="confusion").columns)
         self._rows: list[torch.Tensor] = []
 
     def add(self, outputs: Outputs) -> None:
         import torch
 
-        guesses_B = outputs.values_BX.argmax(dim=1)
+        guesses_B = outputs.of(self._columns_C).values_BX.argmax(dim=1)
         samples_B = torch.from_numpy(outputs.samples_B).to(guesses_B.device)
         is_real_B = outputs.weights_B.long()
         self._rows.append(torch.stack([outputs.labels_B, guesses_B, samples_B, is_real_B], dim=1))

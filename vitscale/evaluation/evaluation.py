@@ -19,9 +19,11 @@ import numpy as np
 from pydantic import Field
 
 from vitscale.config.errors import UserError
+from vitscale.config.outside import csv_cell
 from vitscale.config.section import NamedSection
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import make_folders, write_text
+from vitscale.evaluation.classes import ClassMap, column_of_each_class
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +44,10 @@ class SettingsBase(NamedSection):
     """Steps between two evaluations; null: after the last step only."""
 
 
+class NonFiniteOutputs(UserError):
+    """The model computes NaN or infinity, of which every metric would be a number without sense."""
+
+
 class Outputs(NamedTuple):
     """Outputs of a model for one batch of this rank."""
 
@@ -54,6 +60,11 @@ class Outputs(NamedTuple):
     """int64: number of each image in its split."""
     heads_2BC: torch.Tensor | None = None
     """Beside logits: those of the class and of the distillation head, if the model has both."""
+
+    def of(self, columns_C: torch.Tensor) -> Outputs:
+        """The logits of these columns, such as those of the classes of the shards."""
+        heads_2BC = None if self.heads_2BC is None else self.heads_2BC[:, :, columns_C]
+        return self._replace(values_BX=self.values_BX[:, columns_C], heads_2BC=heads_2BC)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,15 +158,16 @@ class Subject:
 
         if self.folder is None:
             return
-        with errors_on_all_ranks("cannot be written", self.folder / name):
-            if self.model.world.is_first:
+        is_first = self.model.world.is_first
+        with errors_on_all_ranks("cannot be written", self.folder / name, tried=is_first):
+            if is_first:
                 make_folders(self.folder)
                 write(self.folder / name)
 
     def write_table(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
         """Write a CSV file, as `write`. Collective."""
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
+        csv.writer(text, lineterminator="\n").writerows(map(csv_cell, row) for row in rows)
         self.write(name, lambda path: write_text(path, text.getvalue()))
 
     def outputs(
@@ -219,7 +231,8 @@ class Subject:
         rows, first = [] if kept is None else [kept], 0
         for part in parts:
             own = missing[(missing >= first) & (missing < first + part.num_samples)] - first
-            for batch in self.outputs(part, output, samples=own) if len(own) else ():
+            batches = self.outputs(part, output, samples=own) if len(own) else ()
+            for batch in _finite(batches, self):
                 is_real = batch.weights_B > 0
                 rows.append(
                     Features(
@@ -268,15 +281,44 @@ class Evaluation:
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: Subject) -> str:
         """Raise UserError where the model and the split do not suit the evaluation.
 
-        Called before any evaluation runs.
+        Called before any evaluation runs. Returns a sentence on how the model's outputs are matched
+        with the classes of the shards, if that is not plain.
         """
+        return ""
 
     def metrics(self, subject: Subject) -> dict[str, float]:
         """Metrics by name, without the prefix `val/`. Collective; equal on every rank."""
         raise NotImplementedError
+
+
+class Probe(Evaluation):
+    """An evaluation that learns from features of the training images."""
+
+    needs: ClassVar[Output] = "features"
+
+    def check(self, subject: Subject) -> str:
+        """No evaluated image is one that the probe learns from."""
+        val = subject.val
+        for part in subject.train:
+            if (part.folder, part.split) != (val.folder, val.split):
+                continue
+            shared = np.intersect1d(_rows(part), _rows(val), assume_unique=True)
+            if len(shared):
+                raise UserError(
+                    f"{self.settings.name}: {len(shared):,} of the {val.num_samples:,} evaluated "
+                    f"images are among those of {part.split!r} that it learns from",
+                    where="data.val_split",
+                    next_step="set data.train_split or data.val_split to another split",
+                )
+        return ""
+
+
+def _rows(index: SplitIndex) -> np.ndarray:
+    """The numbers of the samples in the stored split."""
+    return np.arange(index.num_samples) if index.stored is None else index.stored
 
 
 class PassEvaluation(Evaluation):
@@ -287,9 +329,9 @@ class PassEvaluation(Evaluation):
 
     needs: ClassVar[Output] = "logits"
 
-    def check(self, subject: Subject) -> None:
-        """The head has one output for each class of the shards, in their order."""
-        check_labels(subject, name=self.settings.name)
+    def check(self, subject: Subject) -> str:
+        """The head has one output for each class of the shards, in any order."""
+        return check_labels(subject, name=self.settings.name).how
 
     def start(self, subject: Subject) -> None:
         """Prepare to count."""
@@ -329,13 +371,36 @@ def _in_one_pass(evaluations: Sequence[PassEvaluation], subject: Subject) -> lis
     for each in evaluations:
         each.start(subject)
     samples = torch.zeros((), dtype=torch.float64, device=subject.model.world.device)
-    for outputs in subject.outputs(subject.val, "logits"):
+    for outputs in _finite(subject.outputs(subject.val, "logits"), subject):
         samples += outputs.weights_B.double().sum()
         for each in evaluations:
             each.add(outputs)
     counted, expected = int(sum_over_ranks(samples)), subject.val.num_samples
     assert counted == expected, f"evaluated {counted} of {expected} samples"
     return [each.finish() for each in evaluations]
+
+
+def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
+    """Pass batches on. After the last one raise NonFiniteOutputs, on every rank, if an image has an
+    output that is not finite. Collective."""
+    import torch
+
+    from vitscale.distributed.world import sum_over_ranks
+
+    # Counted on the device: a batch must not wait for the one before.
+    counts = torch.zeros(2, dtype=torch.float64, device=subject.model.world.device)
+    for batch in batches:
+        is_finite_B = batch.values_BX.isfinite().flatten(1).all(dim=1)
+        is_image_B = batch.weights_B > 0
+        counts += torch.stack([(is_image_B & ~is_finite_B).sum(), is_image_B.sum()])
+        yield batch
+    bad, images = map(int, sum_over_ranks(counts).tolist())
+    if bad:
+        raise NonFiniteOutputs(
+            f"outputs of the model are not finite (NaN or infinity): {bad:,} of {images:,} images",
+            where="init",
+            next_step="evaluate an earlier checkpoint, or other weights",
+        )
 
 
 def check_head(subject: Subject, *, name: str) -> None:
@@ -351,21 +416,34 @@ def check_head(subject: Subject, *, name: str) -> None:
         )
 
 
-def check_labels(subject: Subject, *, name: str) -> None:
-    """Raise UserError where output i of the head is not class i of the shards."""
+def check_labels(subject: Subject, *, name: str) -> ClassMap:
+    """Return the output for each class of the shards.
+
+    Raises UserError where they are not the same classes.
+    """
     check_head(subject, name=name)
-    shards, model = subject.val.classes, subject.classes or subject.val.classes
-    if subject.num_outputs == len(shards) and model == shards:
-        return
-    what = f"{len(shards)} classes (the first is {shards[0]!r}), but the model's head has "
-    what += str(subject.num_outputs)
-    if subject.num_outputs == len(shards):
-        label = next(i for i in range(len(shards)) if model[i] != shards[i])
-        order = "in another order" if sorted(model) == sorted(shards) else "other classes"
-        what = f"{order} than the model's: label {label} is {shards[label]!r} here and "
-        what += f"{model[label]!r} in the model"
-    raise UserError(
-        f"{name}: {what}",
-        where=f"label map of {subject.val.folder}",
-        next_step="evaluate {name: subset}, which maps classes by name, or other shards",
-    )
+    shards, num_outputs = subject.val.classes, subject.num_outputs
+    where = f"label map of {subject.val.folder}"
+    found = column_of_each_class(subject.classes, shards, num_outputs=num_outputs)
+    if lacking := found.lacking(shards):
+        raise UserError(
+            f"{name}: {len(lacking)} of {len(shards)} classes are none of the model's "
+            f"{num_outputs} (the first is {lacking[0]!r})",
+            where=where,
+            next_step="use shards with the model's classes; {name: subset, allow_missing: true} "
+            "counts images of the others as wrong",
+        )
+    if len(shards) != num_outputs:
+        raise UserError(
+            f"{name}: {len(shards)} classes, but the model's head has {num_outputs}",
+            where=where,
+            next_step="evaluate {name: subset}, in which only the shards' classes compete",
+        )
+    return found
+
+
+def columns_on(subject: Subject, columns: Sequence[int]) -> torch.Tensor:
+    """The positions of outputs as a tensor on the model's device."""
+    import torch
+
+    return torch.tensor(columns, device=subject.model.world.device)

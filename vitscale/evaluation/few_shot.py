@@ -7,12 +7,12 @@ images, D width, C classes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import Evaluation, Output, SettingsBase, Share, Subject
+from vitscale.evaluation.evaluation import Output, Probe, SettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,9 @@ class FewShotSettings(SettingsBase):
     name: Literal["few_shot"] = "few_shot"
     """Metrics of every K in `shots`: val/few_shotK_top1, the mean over draws, and
     val/few_shotK_std, their standard deviation."""
-    shots: tuple[int, ...] = Field(default=(1, 5, 10, 25), min_length=1, strict=False)
+    shots: tuple[Annotated[int, Field(gt=0)], ...] = Field(
+        default=(1, 5, 10, 25), min_length=1, strict=False
+    )
     """Training images per class. Those of a draw are nested; a class with fewer gives all it
     has."""
     num_draws: int = Field(default=3, gt=0)
@@ -34,14 +36,13 @@ class FewShotSettings(SettingsBase):
     """Penalty on the squared weights of standardised features."""
 
 
-class FewShot(Evaluation):
+class FewShot(Probe):
     """Every rank solves the same small systems and scores its own validation images.
 
     Of a model with a representation layer (dense, tanh) after it, as in the paper.
     """
 
     Settings = FewShotSettings
-    needs = "features"
 
     def metrics(self, subject: Subject) -> dict[str, float]:
         import torch

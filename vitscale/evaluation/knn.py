@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import Evaluation, SettingsBase, Share, Subject
+from vitscale.evaluation.evaluation import Probe, SettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +31,10 @@ class KnnSettings(SettingsBase):
     holds their features."""
 
 
-class Knn(Evaluation):
+class Knn(Probe):
     """Every rank has the bank and searches for its own validation images."""
 
     Settings = KnnSettings
-    needs = "features"
 
     def metrics(self, subject: Subject) -> dict[str, float]:
         import torch

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import permutation, stream_key
-from vitscale.evaluation.evaluation import Evaluation, Features, SettingsBase, Share, Subject
+from vitscale.evaluation.evaluation import Features, Probe, SettingsBase, Share, Subject
 
 if TYPE_CHECKING:
     import torch
@@ -56,13 +56,12 @@ class LinearHeadsSettings(SettingsBase):
     """Seed of the first weights, the order of the images, and the part that chooses."""
 
 
-class LinearHeads(Evaluation):
+class LinearHeads(Probe):
     """Features stay sharded over ranks; only gradients of the heads travel."""
 
     Settings = LinearHeadsSettings
-    needs = "features"
 
-    def check(self, subject: Subject) -> None:
+    def check(self, subject: Subject) -> str:
         if self.settings.inputs not in subject.model.known_outputs:
             raise UserError(
                 "this model has no class token, or fewer than four blocks",
@@ -76,6 +75,7 @@ class LinearHeads(Evaluation):
                 where="evaluate: linear_heads",
                 next_step="choose a larger training split",
             )
+        return super().check(subject)
 
     def metrics(self, subject: Subject) -> dict[str, float]:
         import torch

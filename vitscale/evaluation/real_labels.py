@@ -16,7 +16,16 @@ import numpy as np
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, sample_keys
 from vitscale.data.label_spaces import known_space, timm_file
-from vitscale.evaluation.evaluation import Outputs, PassEvaluation, SettingsBase, Share, Subject
+from vitscale.evaluation.classes import ClassMap, column_of_each_class
+from vitscale.evaluation.evaluation import (
+    Outputs,
+    PassEvaluation,
+    SettingsBase,
+    Share,
+    Subject,
+    check_head,
+    columns_on,
+)
 
 NUM_IMAGES = 50_000
 NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
@@ -31,22 +40,16 @@ class RealLabelsSettings(SettingsBase):
 class RealLabels(PassEvaluation):
     Settings = RealLabelsSettings
 
-    def check(self, subject: Subject) -> None:
-        classes, found = known_space("imagenet_1k"), subject.classes
-        if subject.num_outputs != len(classes) or (found is not None and found != classes):
-            raise UserError(
-                f"real_labels needs the {len(classes)} classes of ImageNet-1k in the order of "
-                f"their synsets, and the model's head has {subject.num_outputs} classes"
-                + ("" if found is None else f" (the first is {found[0]!r})"),
-                where="evaluate",
-                next_step="remove real_labels, or fine-tune on labels.space=imagenet_1k",
-            )
+    def check(self, subject: Subject) -> str:
+        found = _imagenet_columns(subject)
         image_numbers(subject.val)
+        return found.how
 
     def start(self, subject: Subject) -> None:
         import torch
 
         device = subject.model.world.device
+        self._columns_C = columns_on(subject, _imagenet_columns(subject).columns)
         self._labels_NL = torch.from_numpy(_label_table()[image_numbers(subject.val)]).to(device)
         # Right at 1 and at 5, images with labels.
         self._totals = torch.zeros(3, dtype=torch.float64, device=device)
@@ -57,7 +60,7 @@ class RealLabels(PassEvaluation):
         samples = torch.from_numpy(outputs.samples_B).to(self._labels_NL.device)
         labels_BL = self._labels_NL[samples]
         scored_B = (labels_BL >= 0).any(dim=1)
-        best_B5 = outputs.values_BX.topk(5).indices
+        best_B5 = outputs.of(self._columns_C).values_BX.topk(5).indices
         hits_B5 = (best_B5[:, :, None] == labels_BL[:, None, :]).any(dim=2)
         rows = torch.stack([hits_B5[:, 0], hits_B5.any(dim=1), scored_B]).double()
         self._totals += (rows * outputs.weights_B).sum(dim=1)
@@ -67,6 +70,21 @@ class RealLabels(PassEvaluation):
 
         at1, at5, scored = sum_over_ranks(self._totals).tolist()
         return {"real_top1": Share(at1, scored), "real_top5": Share(at5, scored)}
+
+
+def _imagenet_columns(subject: Subject) -> ClassMap:
+    """The model's output for each class of ImageNet-1k. Raises UserError if it lacks one."""
+    check_head(subject, name="real_labels")
+    classes, num_outputs = known_space("imagenet_1k"), subject.num_outputs
+    found = column_of_each_class(subject.classes, classes, num_outputs=num_outputs)
+    if lacking := found.lacking(classes):
+        raise UserError(
+            f"real_labels needs the {len(classes):,} classes of ImageNet-1k, and {len(lacking):,} "
+            f"of them are none of the model's {num_outputs:,} (the first is {lacking[0]!r})",
+            where="evaluate",
+            next_step="remove real_labels, or fine-tune on labels.space=imagenet_1k",
+        )
+    return found
 
 
 def image_numbers(index: SplitIndex) -> np.ndarray:

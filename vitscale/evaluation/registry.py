@@ -65,15 +65,20 @@ class ScheduledEvaluations:
 
     def run(self, step: int, *, is_last: bool) -> Iterator[dict[str, float]]:
         """Metrics of each due evaluation: of the weights, `val/...`, then of their average,
-        `val/ema_...`, with its files in a folder of their own. Collective."""
+        `val/ema_...`, with its files in a folder of their own. Collective.
+
+        Raises NonFiniteOutputs.
+        """
         due, subject, engine = self.due(step, is_last=is_last), self.subject, self._engine
         assert subject is not None
         engine.eval()
-        for metrics in results(due, subject):
-            yield {f"val/{name}": value for name, value in metrics.items()}
-        if self._has_average:
-            folder = None if subject.folder is None else subject.folder / "ema"
-            with engine.averaged():
-                for metrics in results(due, replace(subject, folder=folder)):
-                    yield {f"val/ema_{name}": value for name, value in metrics.items()}
-        engine.train()
+        try:
+            for metrics in results(due, subject):
+                yield {f"val/{name}": value for name, value in metrics.items()}
+            if self._has_average:
+                folder = None if subject.folder is None else subject.folder / "ema"
+                with engine.averaged():
+                    for metrics in results(due, replace(subject, folder=folder)):
+                        yield {f"val/ema_{name}": value for name, value in metrics.items()}
+        finally:
+            engine.train()

@@ -6,11 +6,11 @@ name, and only those of the shards (or of a named set) compete.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from vitscale.config.errors import UserError
-from vitscale.data.label_spaces import known_space, space_of_length
+from vitscale.data.label_spaces import known_space
+from vitscale.evaluation.classes import LACKING, ClassMap, column_of_each_class
 from vitscale.evaluation.evaluation import (
     Outputs,
     PassEvaluation,
@@ -18,6 +18,7 @@ from vitscale.evaluation.evaluation import (
     Share,
     Subject,
     check_head,
+    columns_on,
 )
 
 
@@ -36,16 +37,16 @@ class SubsetSettings(SettingsBase):
 class Subset(PassEvaluation):
     Settings = SubsetSettings
 
-    def check(self, subject: Subject) -> None:
-        self._columns(subject)
+    def check(self, subject: Subject) -> str:
+        return self._columns(subject)[0].how
 
     def start(self, subject: Subject) -> None:
         import torch
 
         device = subject.model.world.device
-        columns, labels = self._columns(subject)
-        self._columns_K = torch.tensor(columns, device=device)
-        self._position_C = torch.tensor(labels, device=device)
+        outputs, positions = self._columns(subject)
+        self._columns_K = columns_on(subject, outputs.columns)
+        self._position_C = columns_on(subject, positions.columns)
         # Right at 1 and at 5, images.
         self._totals = torch.zeros(3, dtype=torch.float64, device=device)
 
@@ -71,54 +72,38 @@ class Subset(PassEvaluation):
             return {"subset_top1": Share(at1, images)}
         return {"subset_top1": Share(at1, images), "subset_top5": Share(at5, images)}
 
-    def _columns(self, subject: Subject) -> tuple[list[int], list[int]]:
-        """The model's output for each class that competes (-1: lacking), and for each label of the
-        shards the position of its class among them.
+    def _columns(self, subject: Subject) -> tuple[ClassMap, ClassMap]:
+        """The model's output for each class that competes, and the position among them of each
+        class of the shards.
 
         Raises UserError where names do not fit.
         """
         check_head(subject, name="subset")
         shards, chosen = subject.val.classes, self.settings.classes
-        if all(name.isascii() and name.isdigit() for name in shards):
-            space = dict(enumerate(known_space("imagenet_1k" if chosen == "shards" else chosen)))
-            shards = tuple(space.get(int(name), name) for name in shards)
         competing = shards if chosen == "shards" else known_space(chosen)
-        position = {name: number for number, name in enumerate(competing)}
+        positions = column_of_each_class(competing, shards, num_outputs=len(competing))
         _refuse(
-            [name for name in shards if name not in position],
+            positions.lacking(shards),
             what=f"not among the classes of {chosen}",
             subject=subject,
             next_step="set classes of subset to shards, or data.path to other shards",
         )
-        outputs = {name: number for number, name in enumerate(model_classes(subject))}
-        lacking = [name for name in competing if name not in outputs]
+        outputs = column_of_each_class(subject.classes, competing, num_outputs=subject.num_outputs)
         _refuse(
-            [] if self.settings.allow_missing else lacking,
+            [] if self.settings.allow_missing else outputs.lacking(competing),
             what="not among the model's classes",
             subject=subject,
             next_step="set allow_missing of subset to true to count their images as wrong, or "
             "data.path to other shards",
         )
-        return [outputs.get(name, -1) for name in competing], [position[name] for name in shards]
+        if all(column == LACKING for column in outputs.columns):
+            _refuse(list(competing), what="not among the model's classes", subject=subject)
+        return outputs, positions
 
 
-def model_classes(subject: Subject) -> Sequence[str]:
-    """Names of the model's outputs: its own, or those of the release of ImageNet with as many.
-
-    Raises UserError when neither is known.
-    """
-    space = space_of_length(subject.num_outputs)
-    if subject.classes is None and space is None:
-        raise UserError(
-            f"subset: the names of the model's {subject.num_outputs} classes are unknown",
-            where="init",
-            allowed="a run folder with classes.json, or as many classes as a release of ImageNet",
-            next_step="evaluate the run folder, or use shards with the model's label map",
-        )
-    return subject.classes or known_space(str(space))
-
-
-def _refuse(names: list[str], *, what: str, subject: Subject, next_step: str) -> None:
+def _refuse(
+    names: list[str], *, what: str, subject: Subject, next_step: str = "use other shards"
+) -> None:
     if names:
         number = f"{len(names)} of {len(subject.val.classes)} classes"
         what = f"subset: {number} are {what} (the first is {names[0]!r})"

@@ -21,6 +21,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import read_yaml
 from vitscale.config.section import Section
 from vitscale.data.settings import DataSettings
+from vitscale.distributed.events import read_start
 from vitscale.distributed.node_files import once_per_node
 from vitscale.distributed.world import World, gather_objects
 from vitscale.engine.device_batches import Normalization
@@ -28,14 +29,12 @@ from vitscale.models.interface import round_weights
 from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.settings import Architecture
-from vitscale.models.weights.files import CONFIG, SUFFIXES, Weights
+from vitscale.models.weights.files import CLASSES_NAME, CONFIG, SUFFIXES, Weights
 from vitscale.models.weights.hub import HUB, fetch
 from vitscale.models.weights.reading import PREPROCESSING, is_external, read_weights
 from vitscale.models.weights.transfer import inferred_model, transfer_weights
 from vitscale.optim.settings import EmaSettings
 
-# Names of the classes by label, in a run folder; the session writes it.
-CLASSES_NAME = "classes.json"
 # Images of a GPU. Estimated for L/16 on an H200: 30 s of compilation save 0.08 of 0.33 ms an image.
 COMPILED_FROM = 400_000
 
@@ -50,7 +49,7 @@ class Preprocessing:
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     eval_resize: str = "squash"
     eval_crop_fraction: float = 0.875
-    """center_crop only: image size / resized short side."""
+    """Not of squash: image size / resized side."""
     eval_interpolation: str = "bilinear"
     eval_antialias: bool = True
 
@@ -123,6 +122,8 @@ class TrainedModel:
     """Name of each class by label; None where they are unknown or the model has no head."""
     source: str
     """Origin of the weights, in one line."""
+    independent: bool = False
+    """True if each output is a probability of its own, as a sigmoid loss trains them."""
     run: SourceRun | None = None
     """None for weights of another library."""
 
@@ -153,7 +154,7 @@ def open_model(
     model: ModelSettings | None = None,
     preprocessing: Mapping[str, Any] | None = None,
     image_size: int | None = None,
-    position_embedding: str = "google",
+    position_embedding: str = "auto",
     key: str = "init",
     world: World | None = None,
 ) -> TrainedModel:
@@ -161,8 +162,9 @@ def open_model(
 
     weights: see `takes_average`. model, preprocessing: keys that win over those that come with the
     weights. image_size: to apply the model at, positions resampled by the convention
-    `position_embedding`. key: the setting that has `init`, for errors. world: of ranks that open
-    the same together, and fetch it once per node; None: this process alone opens it.
+    `position_embedding`; None: the size of the images that come with the weights. key: the setting
+    that has `init`, for errors. world: of ranks that open the same together, and fetch it once per
+    node; None: this process alone opens it.
     Raises UserError when it cannot be read, or does not fit.
     """
     if world is not None and init.startswith(HUB):
@@ -171,7 +173,7 @@ def open_model(
         )
         init = gather_objects(pinned)[0]  # a branch may move in between
         disable_progress_bars()  # the next fetch finds all in the cache
-    found, run = read_source(init, weights=weights, model=model, key=key)
+    found, run = read_source(init, weights=weights, model=model, key=key, world=world)
     if run is None:
         settings, num_classes = inferred_model(found, chosen=model)
         arch = settings.resolved(num_classes=num_classes)
@@ -181,6 +183,8 @@ def open_model(
         raise UserError(
             "the run folder describes its model itself", where="model", next_step="remove `model`"
         )
+    # DINOv2's folders make smaller images than their positions are for.
+    image_size = image_size or found.preprocessing.get("image_size")
     if image_size is not None:
         arch = arch.model_copy(update={"image_size": image_size})
         if problem := dict(arch.problems()).get("model.image_size"):
@@ -189,20 +193,26 @@ def open_model(
     transfer_weights(network, found, grid=arch.grid, convention=position_embedding, keep_head=True)
     chosen = preprocessing or {}
     given = {*(() if model is None else model.model_fields_set), *chosen}
-    values = {**found.preprocessing, **chosen}
+    values = {**found.preprocessing, **chosen, "image_size": arch.image_size}
     fits = found.classes is not None and len(found.classes) == arch.num_classes > 0
     return TrainedModel(
         network=network.eval(),
         arch=arch,
-        preprocessing=Preprocessing(image_size=arch.image_size, **values),
+        preprocessing=Preprocessing(**values),
         classes=found.classes if fits else None,
         source=f"{found.format}{_assumed(found, arch, given=given)}",
+        independent=found.independent,
         run=run,
     )
 
 
 def read_source(
-    init: str, *, weights: str = "auto", model: ModelSettings | None = None, key: str = "init"
+    init: str,
+    *,
+    weights: str = "auto",
+    model: ModelSettings | None = None,
+    key: str = "init",
+    world: World | None = None,
 ) -> tuple[Weights, SourceRun | None]:
     """Read the weights that `init` names, and our run that trained them. Arguments: `open_model`.
 
@@ -210,7 +220,7 @@ def read_source(
     """
     path, init = fetch(init, key=key) if init.startswith(HUB) else (Path(init), init)
     if is_external(path):
-        found = read_weights(path, model=model)
+        found = read_weights(path, model=model, weights=weights)
         return replace(found, where=init, format=f"{init}, {found.format}"), None
     is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).is_file()
     if path.exists() and not is_run:
@@ -220,20 +230,30 @@ def read_source(
         elif files := sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES):
             next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
         raise UserError(what, where=f"{key}={init}", allowed=ALLOWED_MODELS, next_step=next_step)
-    checkpoint, warnings = resolve_weights(init, key=key)
+    # A checkpoint has more than the model, and all of it is verified: the ranks share that.
+    ranks: dict[str, Any] = {}
+    if world is not None and world.world_size > 1:
+        ranks = {"rank": world.rank, "world_size": world.world_size, "gather": gather_objects}
+    checkpoint, warnings = resolve_weights(init, key=key, **ranks)
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
     averaged, classes = takes_average(checkpoint, weights), folder / CLASSES_NAME
+    start = read_start(folder)
+    is_unfinished = start is not None and checkpoint.step < start.total_steps
+    total = f" of {start.total_steps}, not finished" if start and is_unfinished else ""
+    average = ", the average of the weights (val/ema_...)" if averaged else ""
     rows, columns = checkpoint.description["grid"]
-    data = sections.data
+    data, loss = sections.data, (config.get("objective") or {}).get("loss")
     pixels = {name: getattr(data, name) for name in ("mean", "std", *PREPROCESSING)}
     pixels["eval_interpolation"] = data.eval_interpolation or data.interpolation
     found = Weights(
         tensors=read_tensors(checkpoint.files, prefix="ema." if averaged else "model."),
         grid=(rows, columns),
-        format=f"{checkpoint.folder}, step {checkpoint.step}",
+        format=f"{checkpoint.folder}, step {checkpoint.step}{total}{average}",
+        known=_known(arch),
         preprocessing=pixels,
         assumed=(),
+        independent=loss in ("sigmoid", "bce"),
         classes=tuple(json.loads(classes.read_text())) if classes.is_file() else None,
         computed=fixed_positions(arch.description(), grid=(rows, columns)),
         where=str(checkpoint.folder),
@@ -246,6 +266,12 @@ def read_source(
         arch=arch,
         warnings=warnings,
     )
+
+
+def _known(arch: Architecture) -> dict[str, Any]:
+    """Values of `model` that the shapes of a run's tensors do not show."""
+    names = {"vit": ("num_heads", "gelu", "layer_norm_eps", "pool"), "timm": ("model", "arguments")}
+    return {name: getattr(arch, name) for name in names[arch.name]}
 
 
 class _Sections(Section):

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 
 import numpy as np
@@ -187,20 +187,52 @@ def reflected(image_3RC: torch.Tensor, *, right: int, down: int) -> torch.Tensor
     return image_3RC[:, sources(rows, down)][:, :, sources(columns, right)]
 
 
-def center_crop(
-    width: int, height: int, *, size: int, fraction: float
-) -> tuple[CropBox, tuple[int, int], tuple[int, int]]:
+Plan = tuple[CropBox, tuple[int, int], tuple[int, int]]
+"""A box, rows and columns of the resized box, and the first row and column of the crop."""
+
+
+def center_crop(width: int, height: int, *, size: int, fraction: float, down: bool = False) -> Plan:
     """Resize the short side to `size` / `fraction`, then cut the centre; rounded as by timm's
     `create_transform` and torchvision, so that both see the same pixels.
 
+    down: the centre begins as in transformers, where an odd number of pixels is cut.
     The ends of an image that is longer than `MAX_ASPECT` times its short side are left out.
-    Returns the box, rows and columns of the resized box, and the first row and column of the crop.
     """
     w, h = min(width, MAX_ASPECT * height), min(height, MAX_ASPECT * width)
     box = CropBox((width - w) // 2, (height - h) // 2, w, h)
     short = math.floor(size / fraction)
     resized = (int(short * h / w), short) if w <= h else (short, int(short * w / h))
-    return box, resized, (round((resized[0] - size) / 2), round((resized[1] - size) / 2))
+    top, left = (_start(length, size, down=down) for length in resized)
+    return box, resized, (top, left)
+
+
+def _start(length: int, size: int, *, down: bool) -> int:
+    """First pixel of the centre: rounded down, or to the even one of the two that are as near."""
+    cut = length - size
+    return cut // 2 if down else round(cut / 2)
+
+
+def squash(width: int, height: int, *, size: int, fraction: float) -> Plan:
+    """Resize the whole image to a square; `fraction` has no effect."""
+    return CropBox(0, 0, width, height), (size, size), (0, 0)
+
+
+def squash_crop(width: int, height: int, *, size: int, fraction: float, down: bool = False) -> Plan:
+    """Resize the whole image to a square of `size` / `fraction`, then cut the centre, rounded as
+    by `center_crop`."""
+    larger = math.floor(size / fraction)
+    start = _start(larger, size, down=down)
+    return CropBox(0, 0, width, height), (larger, larger), (start, start)
+
+
+EVALUATION_CROPS: dict[str, Callable[..., Plan]] = {
+    "squash": squash,
+    "center_crop": center_crop,
+    "center_crop_down": partial(center_crop, down=True),
+    "squash_crop": squash_crop,
+    "squash_crop_down": partial(squash_crop, down=True),
+}
+"""Values of `data.eval_resize`."""
 
 
 def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int) -> torch.Tensor:

@@ -54,7 +54,7 @@ def upright(image: Image.Image, orientation: int) -> Image.Image:
 def open_picture(data: bytes, *, formats: Sequence[str]) -> Image.Image:
     """Open an image of one of Pillow's formats without decoding it. Raises what Pillow raises."""
     _quiet_pillow()
-    return Image.open(io.BytesIO(data), formats=formats)
+    return Image.open(io.BytesIO(data), formats=tuple(formats))
 
 
 @cache
@@ -108,8 +108,9 @@ def _keyed_pixels(image: Image.Image) -> np.ndarray | None:
     compares scaled grey, and the high bytes of 16-bit colours with the low bytes of the key.
     """
     key = image.info.get("transparency")
-    tiles = getattr(image, "tile", None)
-    depth = PNG_DEPTHS.get(tiles[0][3]) if tiles and isinstance(image, PngImageFile) else None
+    if not isinstance(image, PngImageFile) or not image.tile:
+        return None
+    depth = PNG_DEPTHS.get(str(image.tile[0][3]))
     if depth is None or not isinstance(key, int | tuple):
         return None
 
@@ -123,21 +124,22 @@ def _keyed_pixels(image: Image.Image) -> np.ndarray | None:
         samples = np.asarray(image)
     # Bits above the depth of the picture do not count.
     stored_key = np.array(key) & ((1 << depth) - 1)
-    same: np.ndarray = samples == stored_key
-    return same.all(axis=2) if same.ndim == 3 else same
+    same = np.asarray(samples == stored_key)
+    return np.asarray(same.all(axis=2)) if same.ndim == 3 else same
 
 
 def _low_bytes(image: PngImageFile) -> np.ndarray:
     """Return the low bytes of the samples of a 16-bit RGB PNG, uint8 [H, W, 3]."""
-    position = image.fp.tell()
-    image.fp.seek(0)
-    with Image.open(image.fp, formats=("PNG",)) as again:
+    file = image.fp
+    assert file is not None
+    position = file.tell()
+    file.seek(0)
+    with Image.open(file, formats=("PNG",)) as again:
         assert isinstance(again, PngImageFile)
-        codec, extents, offset, _ = again.tile[0]
         # Read as if the low byte came first, Pillow keeps the one that is stored last.
-        again.tile = [(codec, extents, offset, "RGB;16L")]
+        again.tile = [again.tile[0]._replace(args="RGB;16L")]
         low = np.array(again)
-    image.fp.seek(position)
+    file.seek(position)
     return low
 
 

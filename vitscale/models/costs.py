@@ -136,7 +136,9 @@ def memory_estimate(
     if precision == "fp32" and world_size == 1 and zero_stage < 3:
         zero_stage = 0  # one fp32 rank runs without stages 1 and 2: there is nothing to shard
     # Stage 0 computes in bf16 by autocast. ZeRO keeps an fp32 copy of the part that a rank updates.
-    is_low, master = precision != "fp32" and zero_stage > 0, 4 if zero_stage > 0 else 0
+    is_low = precision != "fp32" and zero_stage > 0
+    # At stage 1 in fp32 that copy is the weights themselves.
+    master = 4 if is_low or zero_stage >= 2 else 0
     weight = 2 if is_low else 4
     parameters = -(-count * weight // (world_size if zero_stage == 3 else 1))
     if zero_stage == 3:
@@ -145,10 +147,10 @@ def memory_estimate(
         parameters += 2 * head
     elif precision != "fp32":  # autocast's copy
         parameters += 2 * count
-    # The engine sums more than two micro-batches in fp32, and all at stage 0.
-    gradient = 2 if is_low and accumulation <= 2 else 4
+    # Micro-batches are summed in fp32, at stage 1 beside the gradients of the last one.
+    gradient = 4
     gradient_ranks = world_size if zero_stage >= 2 else 1
-    if zero_stage == 1 and is_low and gradient == 4:  # beside those of one micro-batch
+    if zero_stage == 1 and is_low:
         parameters += 2 * count
     return MemoryEstimate(
         parameters=parameters,

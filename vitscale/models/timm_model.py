@@ -52,9 +52,15 @@ class TimmModel(nn.Module):
         return model.forward_head(model.forward_features(images_B3SS), pre_logits=True)
 
     def load_weights(
-        self, weights: Mapping[str, torch.Tensor], *, where: str, keep_head: bool
+        self,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        where: str,
+        keep_head: bool,
+        resize_patches: bool = False,
     ) -> None:
-        """Load weights under timm's names. timm resamples those of another image size.
+        """Load weights under timm's names. timm resamples those of another image size, and with
+        `resize_patches` those of another patch size.
 
         Raises UserError for weights that do not fit; then nothing was loaded.
         """
@@ -67,12 +73,24 @@ class TimmModel(nn.Module):
         is_resized = own.keys() <= given.keys() and any(
             tensor.shape != given[name].shape for name, tensor in own.items()
         )
-        if resample is not None and is_resized:
+        has_other_patches = any(
+            _differ_in_pixels(tensor, given.get(name)) for name, tensor in own.items()
+        )
+        if resample is not None and is_resized and (resize_patches or not has_other_patches):
             given = resample(given, self)
         next_step = "give weights of the same model of timm"
         next_step += " and the same classes, or keep_head=false" if keep_head else ""
+        if resample is not None and has_other_patches:
+            next_step += "; or set init_patch=resize"
         refuse_misfits(own, given, where=where, next_step=next_step)
         self.load_state_dict(given, strict=False)
+
+
+def _differ_in_pixels(own: torch.Tensor, given: torch.Tensor | None) -> bool:
+    """Whether these are kernels of patches of another size, alike but for rows and columns."""
+    if given is None or not own.ndim == given.ndim == 4 or len(own) == 1:  # one: positions
+        return False
+    return own.shape != given.shape and own.shape[:2] == given.shape[:2]
 
 
 def build_model(arch: TimmSettings, *, seed: int) -> TimmModel:

@@ -26,14 +26,16 @@ def optimizer_groups(
 ) -> list[dict[str, Any]]:
     """Groups by `lr_scale` (see `Engine.set_learning_rate`), each split into decayed and not.
 
-    Never an empty one, on which some optimisers fail. `layers_above` a parameter: 0 for the head,
-    depth + 1 for the embedding; the numbering of BEiT (Bao et al. 2022) and MAE (He et al. 2022),
-    `get_layer_id_for_vit`. Independent decay: torch multiplies it by (schedule * peak * lr_scale),
-    of which big_vision (optax.py: rates, then decay, then schedule) keeps the schedule alone; the
-    rest is divided out here.
+    Parameters that need no gradient are in none. Never an empty one, on which some optimisers fail.
+    `layers_above` a parameter: 0 for the head, depth + 1 for the embedding; the numbering of BEiT
+    (Bao et al. 2022) and MAE (He et al. 2022), `get_layer_id_for_vit`. Independent decay: torch
+    multiplies it by (schedule * peak * lr_scale), of which big_vision (optax.py: rates, then decay,
+    then schedule) keeps the schedule alone; the rest is divided out here.
     """
     groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
         scale = 1.0 if settings.layer_decay == 1 else settings.layer_decay ** layers_above(name)
         rate = settings.lr * scale if settings.weight_decay_mode == "independent" else 1.0
         with_decay = decayed(name, parameter)

@@ -25,7 +25,7 @@ from vitscale.optim.settings import (
     schedule_problems,
 )
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.tracking.settings import TrackingSettings, absolute_uri
+from vitscale.tracking.settings import TrackingSettings, tracking_problems
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -100,14 +100,10 @@ class TrainingRun(Run):
         names = [evaluation.name for evaluation in self.evaluate or ()]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
-        if self.tracking.uri is not None:
-            try:
-                absolute_uri(self.tracking.uri)
-            except UserError as error:
-                yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
+        yield from tracking_problems(self.tracking)
         yield from schedule_problems(schedule)
         yield from optim_problems(self.optim, zero_stage=engine.zero_stage)
-        yield from raw_problems(self.deepspeed)
+        yield from raw_problems(self.deepspeed, engine=engine)
         yield from launch_problems(self.launch)
 
 
@@ -123,12 +119,59 @@ class TrainingPlan:
     total_steps: int
     warmup_steps: int
     cooldown_steps: int
+    advice: str | None = None
+    """A sentence, where another global batch would allow a far larger micro-batch."""
 
     @property
     def equation(self) -> str:
         return (
             f"global batch {self.global_batch} = {self.world_size} ranks "
             f"x {self.micro_batch} images x {self.accumulation} accumulated"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatches:
+    """The micro-batches that a rank's share of the global batch can be divided into."""
+
+    largest: int
+    """engine.max_micro_batch"""
+    unit: int
+    """A micro-batch is a multiple of it."""
+
+    def largest_for(self, share: int) -> int:
+        """The largest divisor of the share that is allowed; 0 if there is none."""
+        sizes = range(self.unit, min(share, self.largest) + 1, self.unit)
+        return max((size for size in sizes if share % size == 0), default=0)
+
+    def is_small(self, share: int) -> bool:
+        """Whether the share has no divisor near the largest micro-batch, so that steps are slow."""
+        found = self.largest_for(share)
+        largest = self.largest - self.largest % self.unit
+        if found in (share, largest):
+            return False
+        return found <= 2 or 2 * found < self.largest
+
+    def advice(self, share: int, *, world_size: int) -> str | None:
+        """A sentence about a share that is divided into small micro-batches, with the nearest
+        global batches whose shares are not; None for any other share."""
+        if not self.is_small(share):
+            return None
+        # A multiple of the largest is never small, nor is a share that needs no division.
+        below = range(share - 1, 0, -1)
+        above = range(share + 1, share + 2 * self.largest + 1)
+        better = [
+            next((each for each in shares if self.largest_for(each) and not self.is_small(each)), 0)
+            for shares in (below, above)
+        ]
+        nearest = " or ".join(
+            f"{each * world_size} ({self.largest_for(each)} images)" for each in better if each
+        )
+        return (
+            f"a micro-batch has only {self.largest_for(share)} of the {self.largest} images that "
+            f"engine.max_micro_batch allows, which is slow: the {share} images of each of "
+            f"{world_size} ranks have no larger divisor; the nearest data.global_batch with one: "
+            f"{nearest}"
         )
 
 
@@ -148,9 +191,10 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
             allowed=f"multiples of {world_size}: {' or '.join(sizes)}",
             next_step="change data.global_batch or the number of processes",
         )
-    step = 1 if run.data.mixing is None else 2
-    usable = [size for size in range(step, min(share, largest) + 1, step) if share % size == 0]
-    if not usable:
+    # Images are mixed in pairs.
+    micro_batches = MicroBatches(largest=largest, unit=1 if run.data.mixing is None else 2)
+    micro_batch = micro_batches.largest_for(share)
+    if not micro_batch:
         raise UserError(
             f"mixes neighbours in pairs, but no even micro-batch divides the {share} images of "
             f"each of {world_size} ranks (engine.max_micro_batch={largest})",
@@ -173,10 +217,11 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
     return TrainingPlan(
         world_size=world_size,
         global_batch=batch,
-        micro_batch=max(usable),
-        accumulation=share // max(usable),
+        micro_batch=micro_batch,
+        accumulation=share // micro_batch,
         num_samples=num_samples,
         total_steps=total,
         warmup_steps=warmup,
         cooldown_steps=cooldown,
+        advice=micro_batches.advice(share, world_size=world_size),
     )

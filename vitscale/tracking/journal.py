@@ -13,17 +13,19 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitscale.distributed.atomic_files import open_log, write_bytes
+from vitscale.distributed.atomic_files import fsync_folder, open_log, write_bytes
 
 JOURNAL_NAME = "journal.jsonl"
 LOG_NAME = "logs/rank0.log"
 CLOCK_FORMAT = "%Y-%m-%d %H:%M:%S"
 ITEM_INTERVAL_S = 5.0
+# Beyond these a line is not ours: stores have 64 bits for a step, and times are of years to 5138.
+MAX_LINE_BYTES, MAX_STEP, MAX_TIME_S = 1 << 20, (1 << 63) - 1, 1e11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,20 +52,29 @@ def decode(line: bytes) -> Row | None:
         return None
     try:
         values = json.loads(line)
-        step, moment = values.pop("step"), float(values.pop("time"))
+        step = values.pop("step")
+        moment = float(values.pop("time"))
         metrics = {str(key): float(value) for key, value in values.items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
+    # The others: numbers beyond a float's, and lists in lists in lists.
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    return Row(step=step, time=moment, metrics=metrics) if type(step) is int else None
+    if type(step) is not int or abs(step) > MAX_STEP or not 0 <= moment < MAX_TIME_S:
+        return None
+    return Row(step=step, time=moment, metrics=metrics)
 
 
 def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]:
     """Yield (row, offset of the next line) from `offset` on. Skips unreadable lines."""
     with open(path, "rb") as file:
         file.seek(offset)
-        while (line := file.readline()).endswith(b"\n"):
+        is_rest = False
+        while line := file.readline(MAX_LINE_BYTES):
+            is_whole = line.endswith(b"\n")
+            if not is_whole and len(line) < MAX_LINE_BYTES:
+                return  # it is being written
             offset += len(line)
-            row = decode(line)
+            row = decode(line) if is_whole and not is_rest else None
+            is_rest = not is_whole
             if row is not None:
                 yield row, offset
 
@@ -83,6 +94,8 @@ class Journal:
             if len(kept) < len(lines):
                 write_bytes(self.path, b"".join(kept))  # atomically: a kill leaves the old file
         self._file = open(self.path, "ab", buffering=0)
+        # Its name must survive power loss, too.
+        fsync_folder(self.path.parent)
         # Lines, or the rest of one, that a full or failing disk has refused.
         self._unwritten = bytearray()
 
@@ -100,6 +113,14 @@ class Journal:
                 del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             self.refused = error
+
+    def flush(self) -> None:
+        """Let the written lines survive power loss. Any thread may call it. Raises OSError."""
+        with suppress(ValueError):  # closed, and flushed by that
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Write what is left. Raises OSError when that cannot be. A second call does nothing."""

@@ -13,19 +13,27 @@ from __future__ import annotations
 import fcntl
 import itertools
 import logging
+import math
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote, urlsplit
 
+from vitscale.config.errors import UserError
 from vitscale.config.loader import read_values, shown_path
-from vitscale.config.redaction import flatten_params, redact, shared_yaml, short_reason
+from vitscale.config.redaction import flatten_params, printable, redact, shared_yaml, short_reason
 from vitscale.distributed.events import read_events
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
+from vitscale.tracking.run_files import safe_files
 from vitscale.tracking.settings import sqlite_path
 
 if TYPE_CHECKING:
@@ -46,6 +54,9 @@ CONFIG_NAME = "config.yaml"
 # Events of a run folder: a start of a run, and its end.
 TRACKED, ENDED = "tracked", "ended"
 ID_TAG = "vitscale.tracking_id"
+FOLDER_TAG = "vitscale.run_folder"
+# Of a copied run folder: the id of the run that it is a copy of.
+COPY_TAG = "vitscale.copied_from"
 # The training data: name, number of images, fingerprint. The version of the code.
 DATA_TAG, CODE_TAG = "vitscale.data", "vitscale.code"
 # MLflow's own metrics of nodes, which are not in the journal.
@@ -56,6 +67,21 @@ EVENT_COUNTS = ("train/skipped_steps", "vitals/unreadable")
 FILES = ("source-*.diff", "results.*", "pictures/*.png", "evaluation/**/*.*")
 # Beside a local database.
 ARTIFACTS_FOLDER = "mlflow-artifacts"
+# Where a server may let this machine write. Its own `runs:` and `models:` may lead to a folder.
+REMOTE_ARTIFACTS = (
+    "mlflow-artifacts",
+    "http",
+    "https",
+    "s3",
+    "gs",
+    "wasbs",
+    "abfss",
+    "hdfs",
+    "dbfs",
+)
+MAX_FILE_BYTES = 256 << 20
+# Metrics of the process, which no resume repeats.
+VITALS_PREFIX = "vitals/"
 ROWS_PER_ROUND = 200
 
 Say = Callable[[str], None]
@@ -77,6 +103,8 @@ class RunRecord:
     """Description of the run, in Markdown."""
     origin: str | None = None
     """Run folder, or a checkpoint in one, that the weights come from."""
+    folder: str = ""
+    """The run folder at this start, absolute; empty in runs of earlier versions."""
     made_with: str = ""
     """Hash of configuration and code."""
     time: float = 0.0
@@ -97,6 +125,36 @@ def read_record(folder: Path) -> RunRecord | None:
             elif row["event"] == ENDED and record is not None:
                 record = replace(record, status=row["status"], ended=row["time"])
     return record
+
+
+def own_record(folder: Path) -> RunRecord | None:
+    """The record of a run folder as itself: of a copy, whose original is there, with another id.
+
+    A folder that was only moved keeps its id. Nothing is written, so the id follows from the place.
+    """
+    record = read_record(folder)
+    if record is None or not _is_copy(folder, record.folder, tracking_id=record.tracking_id):
+        return record
+    return _as_copy(record, folder)
+
+
+def _as_copy(record: RunRecord, folder: Path) -> RunRecord:
+    text = f"{record.tracking_id}\0{folder.resolve()}"
+    return replace(
+        record,
+        tracking_id=sha256(text.encode()).hexdigest()[:32],
+        name=folder.resolve().name,
+        tags={**record.tags, COPY_TAG: record.tracking_id},
+    )
+
+
+def _is_copy(folder: Path, origin: str, *, tracking_id: str) -> bool:
+    """Whether another folder, `origin`, has this run, too."""
+    with suppress(OSError):
+        if origin and not os.path.samefile(origin, folder):
+            original = read_record(Path(origin))
+            return original is not None and original.tracking_id == tracking_id
+    return False
 
 
 def prepare() -> None:
@@ -129,13 +187,38 @@ def open_client(uri: str) -> MlflowClient:
 
 def _find(client: MlflowClient, query: str, *, limit: int) -> list[Any]:
     """Runs that MLflow's filter finds in all experiments, newest first."""
-    experiments = [each.experiment_id for each in client.search_experiments()]
+    found: list[Any] = []
     newest = ["attributes.start_time DESC"]
-    return list(client.search_runs(experiments, query, max_results=limit, order_by=newest))
+    for experiments in _pages_of_experiments(client):
+        found += client.search_runs(experiments, query, max_results=limit, order_by=newest)
+    found.sort(key=lambda run: run.info.start_time or 0, reverse=True)
+    return found[:limit]
 
 
-def _find_by_id(client: MlflowClient, tracking_id: str) -> Any | None:
-    return next(iter(_find(client, f"tags.`{ID_TAG}` = {tracking_id!r}", limit=1)), None)
+def _pages_of_experiments(client: MlflowClient) -> Iterator[list[str]]:
+    """Ids of all experiments, a page at a time."""
+    token: str | None = None
+    seen: set[str] = set()
+    while True:
+        page = client.search_experiments(page_token=token)
+        if page:
+            yield [each.experiment_id for each in page]
+        token = page.token
+        # A server that repeats itself would never end.
+        if not token or token in seen:
+            return
+        seen.add(token)
+
+
+def _find_by_id(client: MlflowClient, tracking_id: str, *, experiment: str) -> Any | None:
+    """The run with this tag. experiment: where it is most likely."""
+    query = f"tags.`{ID_TAG}` = {tracking_id!r}"
+    likely = client.get_experiment_by_name(experiment)
+    if likely is not None:
+        runs = client.search_runs([likely.experiment_id], query, max_results=1)
+        if runs:
+            return runs[0]
+    return next(iter(_find(client, query, limit=1)), None)
 
 
 def chart_page(uri: str, experiment: str) -> str:
@@ -144,12 +227,12 @@ def chart_page(uri: str, experiment: str) -> str:
     uri: absolute. experiment: its id. MLflow 3 starts in its view for generative models otherwise.
     """
     query = "workflowType=machine_learning&compareRunsMode=CHART"
-    page = f"#/experiments/{experiment}/runs?{query}"
+    page = f"#/experiments/{quote(experiment, safe='')}/runs?{query}"
     if uri.startswith("http"):
         return f"{redact(uri).rstrip('/')}/{page}"
     database = sqlite_path(uri)
     shown = redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
-    return f"mlflow ui --backend-store-uri {shown}, then open\n  http://127.0.0.1:5000/{page}"
+    return f"mlflow ui --backend-store-uri {shlex.quote(shown)}, then open\n  http://127.0.0.1:5000/{page}"
 
 
 # ---- sending ----------------------------------------------------------------------------------
@@ -164,7 +247,7 @@ class RunReader:
     num_points = num_files = 0
 
     def __init__(self, folder: Path) -> None:
-        record = read_record(folder)
+        record = own_record(folder)
         if record is None:  # a copy of journal and configuration
             record = RunRecord(tracking_id=str(folder.absolute()), name=folder.resolve().name)
         self.folder, self.record, self._offset = folder, record, 0
@@ -194,20 +277,29 @@ class MlflowRun(RunReader):
         from mlflow.entities import Param, RunTag
 
         super().__init__(folder)
-        self.uri, self._say, record = uri, say, self.record
+        self.uri, self._say = uri, say
         self.client = client = open_client(uri)
-        run = _find_by_id(client, record.tracking_id)
+        experiment = experiment or self.record.experiment
+
+        run = _find_by_id(client, self.record.tracking_id, experiment=experiment)
+        if run is not None and not self._is_ours(run):
+            self.record = _as_copy(self.record, folder)
+            run = _find_by_id(client, self.record.tracking_id, experiment=experiment)
+            say(f"MLflow: another folder continues this run; {folder} is a new one")
+        record = self.record
         if run is None:
             run = client.create_run(
-                _experiment_id(client, experiment or record.experiment, uri=uri),
+                _experiment_id(client, experiment, uri=uri),
                 run_name=record.name,
                 start_time=int(self.started * 1000),
                 tags={ID_TAG: record.tracking_id, "mlflow.note.content": record.note},
             )
         self.run_id = run.info.run_id
         self.page = chart_page(uri, run.info.experiment_id)
+        self._artifact_uri = run.info.artifact_uri
+
         tags = {**record.tags, **_origin_tags(client, record)}
-        tags["vitscale.run_folder"] = str(folder.absolute())
+        tags[FOLDER_TAG] = str(folder.resolve())
         params = flatten_params(self.config).items()
         # Parameters of an MLflow run cannot change.
         new = [Param(*each) for each in params if each[0] not in run.data.params]
@@ -215,6 +307,21 @@ class MlflowRun(RunReader):
         client.log_batch(self.run_id, params=new, tags=changed)
         self._shown: str = run.info.status
         self._last_step = {metric.key: metric.step for metric in run.data._metric_objs}
+        self._lost = self._lost_points(run)
+
+    def _is_ours(self, run: Any) -> bool:
+        """Whether the points of an MLflow run are those of this folder, and of no other one.
+
+        It was another folder's if that one still has the run, or if its last points are not in
+        this journal: then two folders with one id went on, and cannot see each other.
+        """
+        place = run.data.tags.get(FOLDER_TAG, "")
+        here = (str(self.folder.resolve()), str(self.folder.absolute()), "")
+        if place in here:
+            return True
+        if _is_copy(self.folder, place, tracking_id=self.record.tracking_id):
+            return False
+        return not self._last_elsewhere(run)
 
     def sync(self, status: Status, *, ended: float | None = None) -> None:
         self._send_points()
@@ -229,6 +336,35 @@ class MlflowRun(RunReader):
         if status != "RUNNING":
             self._send_files()
 
+    def _last_elsewhere(self, run: Any) -> set[str]:
+        """Metrics whose last point in MLflow is not in this journal, by step and time."""
+        last = {
+            (point.key, point.step, point.timestamp)
+            for point in run.data._metric_objs
+            if not point.key.startswith(SYSTEM_PREFIX)
+        }
+        for row, _ in read_rows(self.folder / JOURNAL_NAME):
+            last -= {(key, row.step, int(row.time * 1000)) for key in row.metrics}
+        return {key for key, _, _ in last}
+
+    def _lost_points(self, run: Any) -> dict[tuple[str, int], float]:
+        """What MLflow has of metrics that an attempt logged beyond the checkpoint, and lost."""
+        found: dict[tuple[str, int], float] = {}
+        for key in self._last_elsewhere(run):
+            if key.startswith(VITALS_PREFIX):
+                continue
+            history = self.client.get_metric_history(self.run_id, key)
+            for point in sorted(history, key=lambda each: each.timestamp):
+                found[key, point.step] = point.value
+        return found
+
+    def _is_new(self, key: str, step: int, value: float) -> bool:
+        """Whether MLflow lacks a point, or has another value from an attempt that was lost."""
+        if step > self._last_step.get(key, -1):
+            return bool(value) or key in self._last_step or key not in EVENT_COUNTS
+        lost = self._lost.get((key, step))
+        return lost is not None and not _is_same(lost, value)
+
     def _send_points(self) -> None:
         """Send each metric's points behind its last step. In order, so that none is lost."""
         from mlflow.entities import Metric
@@ -239,35 +375,62 @@ class MlflowRun(RunReader):
                 Metric(key, value, int(row.time * 1000), row.step)
                 for row in chunk
                 for key, value in row.metrics.items()
-                if row.step > self._last_step.get(key, -1)
-                and (value or key in self._last_step or key not in EVENT_COUNTS)
+                if self._is_new(key, row.step, value)
             ]
-            self._last_step |= {point.key: point.step for point in points}
+            again = sorted({p.step for p in points if p.step <= self._last_step.get(p.key, -1)})
+            for point in points:
+                self._last_step[point.key] = max(point.step, self._last_step.get(point.key, -1))
             self.client.log_batch(self.run_id, metrics=points)
             self.num_points += len(points)
+            if again:
+                self._say(
+                    f"MLflow: steps {again[0]} to {again[-1]} were trained again, with other "
+                    "values; it has both, the last one counts"
+                )
 
     def _send_files(self) -> None:
         """Send files that the store lacks or has in another size. A failure is a warning."""
         root = self.folder.resolve()
-        found = [path for pattern in FILES for path in sorted(root.glob(pattern))]
-        paths = [path for path in found if path.resolve().is_relative_to(root) and path.is_file()]
+        paths = [*safe_files(root, FILES, max_bytes=MAX_FILE_BYTES, say=self._say)]
         try:
+            artifacts = self.artifacts()
             stored: dict[str, int | None] = {}
             for place in {path.parent for path in paths} | {root}:
                 name = place.relative_to(root).as_posix() if place != root else None
-                for each in self.client.list_artifacts(self.run_id, name):
+                for each in artifacts.list_artifacts(name):
                     stored[each.path] = each.file_size
+
             for path in paths:
                 name = path.relative_to(root).as_posix()
                 if stored.get(name) != path.stat().st_size:
-                    self.client.log_artifact(self.run_id, str(path), name.rpartition("/")[0])
+                    artifacts.log_artifact(str(path), name.rpartition("/")[0] or None)
                     self.num_files += 1
+
             if CONFIG_NAME not in stored:
-                text = shared_yaml(self.config)
-                self.client.log_text(self.run_id, text, CONFIG_NAME)
+                with TemporaryDirectory() as temporary:
+                    path = Path(temporary, CONFIG_NAME)
+                    path.write_text(shared_yaml(self.config), encoding="utf-8")
+                    artifacts.log_artifact(str(path))
                 self.num_files += 1
         except Exception as error:
             self._say(f"warning: files were not uploaded to MLflow ({short_reason(error)})")
+
+    def artifacts(self) -> Any:
+        """MLflow's store of this run's files. Raises UserError where a server names a folder here.
+
+        The place is asked for once: a server could name another one after the check.
+        """
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        place = self._artifact_uri
+        is_server = urlsplit(self.uri).scheme in ("http", "https", "databricks")
+        if is_server and urlsplit(place).scheme not in REMOTE_ARTIFACTS:
+            raise UserError(
+                f"the server {redact(self.uri)} wants files at {place!r}, which it must not choose",
+                allowed=f"{', '.join(f'{name}:' for name in REMOTE_ARTIFACTS)}",
+                next_step="start it with --serve-artifacts, without a folder as artifact root",
+            )
+        return get_artifact_repository(place, tracking_uri=self.uri)
 
     def watch_node(self) -> SystemMetricsMonitor:
         """Send the use of CPU, memory, disk, network and GPUs of this node."""
@@ -279,6 +442,14 @@ class MlflowRun(RunReader):
         return monitor
 
 
+def _is_same(stored: float, value: float) -> bool:
+    """Whether MLflow's value is this one; it has no infinity, but the largest number."""
+    if math.isnan(stored) or math.isnan(value):
+        return math.isnan(stored) and math.isnan(value)
+    largest = sys.float_info.max
+    return stored == max(-largest, min(largest, value))
+
+
 def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
     """Name the run that the weights come from, if this store has it.
 
@@ -287,8 +458,10 @@ def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
     if record.origin is None:
         return {}
     path = Path(record.origin)
-    source = read_record(path) or read_record(path.parent.parent)
-    run = None if source is None else _find_by_id(client, source.tracking_id)
+    source = own_record(path) or own_record(path.parent.parent)
+    run = None
+    if source is not None:
+        run = _find_by_id(client, source.tracking_id, experiment=source.experiment)
     if run is None:
         return {}
     is_child = record.tags.get("vitscale.stage") == "evaluate"
@@ -321,9 +494,10 @@ def upload(folder: Path, files: Sequence[Path], *, place: str | None = None, say
     try:
         run = MlflowRun(folder, record.uri, say=say)
         run.sync(record.status, ended=record.ended)
+        artifacts = run.artifacts()
         for path in files:
-            run.client.log_artifact(run.run_id, str(path), place)
-        say(f"uploaded to MLflow run {run.run_id}")
+            artifacts.log_artifact(str(path), place)
+        say(f"uploaded to MLflow run {printable(run.run_id)}")
     except Exception as error:
         say(f"warning: not uploaded to MLflow ({short_reason(error)})")
 

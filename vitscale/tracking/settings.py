@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import posixpath
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import read_site
+from vitscale.config.loader import read_site, shorten
 from vitscale.config.redaction import redact
 from vitscale.config.section import Section
 
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
+MAX_EXPERIMENT_CHARS = 500
+OWN_TAGS = "vitscale."
+STORE_NAMES = (
+    "1 to 250 letters, digits and _ - : / . or spaces, not beginning with . or /, without // and .."
+)
 SERVERS = ("http", "https", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -35,6 +43,36 @@ class TrackingSettings(Section):
     every 30 s."""
 
 
+def tracking_problems(tracking: TrackingSettings) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, what is wrong and what is allowed) for what MLflow would refuse later."""
+    if tracking.uri is not None:
+        try:
+            absolute_uri(tracking.uri)
+        except UserError as error:
+            yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
+
+    if not 0 < len(tracking.experiment) <= MAX_EXPERIMENT_CHARS:
+        what = f"is not 1 to {MAX_EXPERIMENT_CHARS} characters long"
+        yield ("tracking.experiment", f"{shorten(repr(tracking.experiment))} {what}")
+
+    for name in tracking.tags:
+        # Not in the key: the name may have dots and line breaks.
+        shown = shorten(repr(name))
+        if not is_store_name(name):
+            yield ("tracking.tags", f"{shown} cannot name a tag of MLflow; allowed: {STORE_NAMES}")
+        elif name.startswith(OWN_TAGS):
+            yield ("tracking.tags", f"{shown} is vitscale's own; choose a name without {OWN_TAGS}")
+
+
+def is_store_name(name: str) -> bool:
+    """Return True if MLflow takes a metric or a tag of this name; STORE_NAMES describes the rule.
+
+    MLflow refuses whole batches, and with them the run, for one other name.
+    """
+    has_allowed_chars = re.fullmatch(r"[/\w.\- :]{1,250}", name) is not None
+    return has_allowed_chars and posixpath.normpath(name) == name and name[0] not in "./"
+
+
 def default_uri() -> str:
     """`tracking.uri` of the site file, else DEFAULT_URI. Raises UserErrors of the site file."""
     errors: list[UserError] = []
@@ -49,7 +87,7 @@ def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
     """`uri` with its SQLite path made absolute. Raises UserError for an unsupported URI."""
     path = sqlite_path(uri)
     if path is not None and path.name:
-        return f"sqlite:///{path.absolute()}"
+        return f"sqlite:///{path.expanduser().absolute()}"
     scheme, colon, _ = uri.partition(":")
     if colon and scheme.partition("+")[0] in SERVERS:
         return uri

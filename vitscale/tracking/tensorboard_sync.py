@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from shlex import quote
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -28,7 +29,7 @@ class Reader(RunReader):
         super().__init__(folder)
         self._folder = folder / "tensorboard"
         self.run_id = str(self._folder)
-        self.page = f"tensorboard --logdir {shown_path(str(folder.parent))}"
+        self.page = f"tensorboard --logdir {quote(shown_path(str(folder.parent)))}"
         self._folder.mkdir(exist_ok=True)
         self._open()
 

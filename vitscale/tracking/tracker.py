@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from shlex import quote
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.packaged import SourceVersion, source_version
@@ -86,13 +87,21 @@ class Tracker:
         made_with = sha256(config + (version.short if version else "").encode()).hexdigest()
         # A start at step 0 continues an unfinished run of the same configuration and code alone,
         # since MLflow cannot replace points.
-        last = mlflow_sync.read_record(self.folder)
+        last = mlflow_sync.own_record(self.folder)
         is_same = last is not None and last.status != "FINISHED" and last.made_with == made_with
         is_continued = last is not None and (resume_step > 0 or is_same)
+        # A folder that goes on under another name is another run, wherever its original is now.
+        before = mlflow_sync.read_record(self.folder)
+        is_renamed = before is not None and before.name != name
+        is_new = is_renamed or not is_continued
+        tracking_id = uuid.uuid4().hex if last is None or is_new else last.tracking_id
+        if resume_step > 0 and before is not None and before.tracking_id != tracking_id:
+            tags = tags | {mlflow_sync.COPY_TAG: before.tracking_id}
         tags = _process_tags(version) | settings.tags | tags | {"vitscale.stage": stage}
         self._record(
             mlflow_sync.TRACKED,
-            tracking_id=last.tracking_id if last and is_continued else uuid.uuid4().hex,
+            tracking_id=tracking_id,
+            folder=str(self.folder.resolve()),
             made_with=made_with,
             name=name,
             experiment=settings.experiment,
@@ -107,7 +116,7 @@ class Tracker:
             say(
                 "MLflow: jobs of a cluster cannot share an SQLite file; metrics are in "
                 f"{JOURNAL_NAME}, and go to MLflow by "
-                f"vitscale compare sync {self.folder} --uri {self._uri}"
+                f"vitscale compare sync {quote(str(self.folder))} --uri {quote(str(self._uri))}"
             )
         elif uri is not None:
             mlflow_sync.prepare()
@@ -137,6 +146,12 @@ class Tracker:
                 "goes on, and metrics are kept until there is space"
             )
 
+    def flush(self) -> None:
+        """Let all that was logged survive power loss. Any thread may call it. Raises OSError."""
+        journal = self._journal
+        if journal is not None:
+            journal.flush()
+
     def close(self, *, status: mlflow_sync.Status) -> None:
         """Flush within a bounded time and record the final status. A second call does nothing."""
         if self._journal is None:
@@ -150,11 +165,11 @@ class Tracker:
         for name, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if name not in self._complete:
-                to = f"--uri {self._uri}" if name == "MLflow" else f"--to {name}"
+                to = f"--uri {quote(str(self._uri))}" if name == "MLflow" else f"--to {name}"
                 self._say(
                     f"warning: {name} did not receive everything; all metrics are in "
                     f"{self.folder / JOURNAL_NAME}; "
-                    f"vitscale compare sync {self.folder} {to} sends the rest"
+                    f"vitscale compare sync {quote(str(self.folder))} {to} sends the rest"
                 )
         self._journal = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from shlex import quote
 
 import wandb
 import yaml
@@ -54,7 +55,7 @@ class Reader(RunReader):
         )
         self._first_step = self._run.starting_step
         self.run_id = self._run.url or shown_path(str(Path(self._run.dir).parent))
-        self.page = self._run.url or f"wandb sync {self.run_id}"
+        self.page = self._run.url or f"wandb sync {quote(self.run_id)}"
 
     def sync(self, status: Status, *, ended: float | None = None) -> None:
         for row in self.new_rows():

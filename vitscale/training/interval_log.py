@@ -10,15 +10,16 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from vitscale.config.errors import DivergedError, UserError
-from vitscale.data.index import sample_names
+from vitscale.data.index import sample_names, sample_numbers
 from vitscale.data.loader import Batch
 from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet
@@ -39,6 +40,8 @@ MAX_SKIPPED, WINDOW = 10, 100
 UNREADABLE_SHOWN, NAMES_SHOWN = 10, 8
 
 Say = Callable[[str], None]
+# Names of samples, given as (position in the training set's parts, sample).
+Names = Callable[[Sequence[tuple[int, int]]], list[str]]
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -106,14 +109,28 @@ class IntervalMeans:
         }
 
 
+def names_of(data: TrainingSet, *, is_first: bool) -> Names:
+    """How samples are named: by their keys on the rank that prints them, so that hundreds of others
+    do not read the index for it."""
+    return partial(sample_names if is_first else sample_numbers, data.parts)
+
+
 class SkippedUpdateMonitor:
     """Report updates that the guard skipped, and end a run that skips too many."""
 
     def __init__(
-        self, *, data: TrainingSet, plan: TrainingPlan, start_step: int, num_skipped: int, say: Say
+        self,
+        *,
+        data: TrainingSet,
+        names: Names,
+        plan: TrainingPlan,
+        start_step: int,
+        num_skipped: int,
+        say: Say,
     ) -> None:
         """num_skipped: updates skipped before `start_step`."""
-        self._data, self._plan, self._say = data, plan, say
+        self._data, self._names_of = data, names
+        self._plan, self._say = plan, say
         # (step, updates skipped by then) of log lines; between the first and the last lie at least
         # `WINDOW` updates, as soon as there were so many.
         self._marks = deque([(start_step, num_skipped)])
@@ -166,7 +183,7 @@ class SkippedUpdateMonitor:
             for each in range(share)
         ] or range(start, start + plan.global_batch)
         draws = [self._data.order.at(position) for position in positions[:NAMES_SHOWN]]
-        names = sample_names(self._data.parts, [(draw.part, draw.sample) for draw in draws])
+        names = self._names_of([(draw.part, draw.sample) for draw in draws])
         num_more = len(positions) - len(draws)
         return ", ".join(names) + (f" and {num_more} more" if num_more else "")
 
@@ -174,11 +191,21 @@ class SkippedUpdateMonitor:
 class UnreadableSampleMonitor:
     """Report samples that were replaced because they could not be read."""
 
-    def __init__(self, *, data: TrainingSet, max_fraction: float, say: Say) -> None:
-        self._data, self._max_fraction, self._say = data, max_fraction, say
+    def __init__(
+        self,
+        *,
+        data: TrainingSet,
+        names: Names,
+        max_fraction: float,
+        num_replaced: int,
+        say: Say,
+    ) -> None:
+        """num_replaced: samples replaced before this start."""
+        self._data, self._names_of = data, names
+        self._max_fraction, self._say = max_fraction, say
         self._pending: list[Unreadable] = []
-        self.num_replaced = 0
-        """On all ranks, in this process's lifetime, as of the last `report`."""
+        self.num_replaced = num_replaced
+        """On all ranks since step 0, as of the last `report`."""
 
     def add(self, unreadable: Iterable[Unreadable]) -> None:
         """Samples that were replaced on this rank."""
@@ -188,30 +215,32 @@ class UnreadableSampleMonitor:
         """Name the samples that were replaced on any rank since the last call, at most
         `UNREADABLE_SHOWN` of them. Collective.
 
-        num_seen: samples seen in this process's lifetime; num_samples: those of one epoch.
+        num_seen: samples seen since step 0; num_samples: those of one epoch.
         Raises UserError when too many of the larger number were replaced.
         """
         own, self._pending = self._pending, []
-        shown = own[:UNREADABLE_SHOWN]
-        names = [repr(each.key) for each in shown]
-        if self._data.order is not None:
-            names = sample_names(self._data.parts, [(each.part, each.sample) for each in shown])
-        found = gather_objects((len(own), list(zip(names, shown, strict=True))))
-        num_new = sum(count for count, _ in found)
+        gathered = gather_objects((len(own), own[:UNREADABLE_SHOWN]))
+        num_new = sum(count for count, _ in gathered)
         if not num_new:
             return
+
         self.num_replaced += num_new
-        lost = [each for _, named in found for each in named][:UNREADABLE_SHOWN]
-        for name, each in lost:
+        shown = [each for _, some in gathered for each in some][:UNREADABLE_SHOWN]
+        names = [repr(each.key) for each in shown]
+        if self._data.order is not None:
+            names = self._names_of([(each.part, each.sample) for each in shown])
+        for name, each in zip(names, shown, strict=True):
             self._say(f"{each.shard}: sample {name} was replaced: {each.error}")
-        unnamed = num_new - len(lost)
+        unnamed = num_new - len(shown)
         more = f"; {unnamed} of the last {num_new} are not named here" if unnamed else ""
-        self._say(f"step {step}: {self.num_replaced} samples replaced since the start{more}")
+        self._say(f"step {step}: {self.num_replaced} samples replaced since step 0{more}")
+
         if self.num_replaced > self._max_fraction * max(num_seen, num_samples):
             raise UserError(
                 f"{self.num_replaced} samples could not be read, more than "
-                f"data.max_unreadable_fraction={self._max_fraction:g} allows; the last: {name}",
-                where=each.shard,
+                f"data.max_unreadable_fraction={self._max_fraction:g} allows; the last: "
+                f"{names[-1]}",
+                where=shown[-1].shard,
                 next_step="find every damaged shard with vitscale prepare verify and copy it again",
             )
 
@@ -220,7 +249,8 @@ class UnreadableSampleMonitor:
 class _Clock:
     """The speed of this rank since `start`."""
 
-    start: float = field(default_factory=time.perf_counter)
+    start: float = field(default_factory=lambda: time.perf_counter())
+    """Later by every time that does not count."""
     wait_s: float = 0.0
     """Spent waiting for data."""
     num_images: int = 0
@@ -237,23 +267,34 @@ class IntervalLog:
         engine: Engine,
         *,
         start_step: int,
+        num_unreadable: int,
         flops_per_image: float,
         tracker: Tracker,
         say: Say,
         profile: Callable[[], None],
     ) -> None:
-        """flops_per_image: of a training step. profile: to be called after every step."""
+        """num_unreadable: samples replaced before this start. flops_per_image: of a training step.
+        profile: to be called after every step."""
         self.tracker, self.say, self._profile = tracker, say, profile
-        self._plan, self._engine, self._start_step = plan, engine, start_step
+        self._plan, self._engine = plan, engine
         self._flops_per_image = flops_per_image
         self._peak_flops = peak_flops(engine.world.device)
         self.means = IntervalMeans()
-        num_skipped = engine.health().skipped
+        names = names_of(data, is_first=engine.world.is_first)
         self._skipped = SkippedUpdateMonitor(
-            data=data, plan=plan, start_step=start_step, num_skipped=num_skipped, say=say
+            data=data,
+            names=names,
+            plan=plan,
+            start_step=start_step,
+            num_skipped=engine.health().skipped,
+            say=say,
         )
         self._unreadable = UnreadableSampleMonitor(
-            data=data, max_fraction=run.data.max_unreadable_fraction, say=say
+            data=data,
+            names=names,
+            max_fraction=run.data.max_unreadable_fraction,
+            num_replaced=num_unreadable,
+            say=say,
         )
         self._clock = _Clock()
         # Of the first step, which starts workers and compiles: it counts for the throughput only
@@ -271,11 +312,28 @@ class IntervalLog:
         yield
         self._clock.wait_s += time.perf_counter() - start
 
+    @property
+    def num_unreadable(self) -> int:
+        """Samples replaced on all ranks since step 0, as of the last interval."""
+        return self._unreadable.num_replaced
+
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Leave the time of the block, which trains nothing, out of the rates."""
+        # What was trained before it counts until the device has done it.
+        self._wait_for_device()
+        start = time.perf_counter()
+        yield
+        self._clock.start += time.perf_counter() - start
+
+    def _wait_for_device(self) -> None:
+        if self._engine.world.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.world.device)
+
     def advance(self) -> None:
         """After every step: the clock of the first interval, and the profiler."""
         if self._first is None:
-            if self._engine.world.device.type == "cuda":
-                torch.cuda.synchronize(self._engine.world.device)
+            self._wait_for_device()
             self._first, self._clock = self._clock, _Clock()
         self._profile()
 
@@ -297,10 +355,10 @@ class IntervalLog:
         if self._peak_flops is not None:
             flops = self._flops_per_image * speed / engine.world.world_size
             metrics["vitals/mfu"] = flops / self._peak_flops
-        seen, epoch = (step - self._start_step) * self._plan.global_batch, self._plan.num_samples
+        seen, epoch = step * self._plan.global_batch, self._plan.num_samples
         self._unreadable.report(step, num_seen=seen, num_samples=epoch)
-        if self._unreadable.num_replaced:
-            metrics["vitals/unreadable"] = float(self._unreadable.num_replaced)
+        if self.num_unreadable:
+            metrics["vitals/unreadable"] = float(self.num_unreadable)
         self.tracker.log(metrics, step=step)
         steps, loss = self._plan.total_steps, metrics["train/loss"]
         eta_s = (steps - step) * self._plan.global_batch / speed

@@ -7,7 +7,7 @@ Leaves out: the teacher (`losses`), and the objectives of pretrain/objectives/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
@@ -46,6 +46,8 @@ class Objective:
         self.settings, self.seed = settings, seed
         self.recorded: dict[str, torch.Tensor] = {}
         """Further metrics of the last micro-batch; the log shows their means."""
+        self.messages: list[str] = []
+        """Lines for the start of the log."""
 
     def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
         """Conflicts with other settings of the run, as (dotted key, what is wrong, what to do)."""
@@ -71,9 +73,12 @@ class Objective:
             return run.evaluate
         return (ClassificationSettings(),) if self.trains_classifier else ()
 
-    def prepare(self, *, num_classes: int, world: World, engine: EngineSettings) -> dict[str, Any]:
+    def prepare(
+        self, *, classes: Sequence[str], world: World, engine: EngineSettings
+    ) -> dict[str, Any]:
         """Load what `loss` needs besides the model; called once, before the model is built.
 
+        classes: of the data, by label. Puts what is to be said into `messages`.
         Returns what a checkpoint and a resumed run must agree on because of it.
         Raises UserError when it does not fit the run.
         """
@@ -224,11 +229,14 @@ class Distillation(Supervised):
     Settings = DistillationSettings
     teacher: Teacher
 
-    def prepare(self, *, num_classes: int, world: World, engine: EngineSettings) -> dict[str, Any]:
+    def prepare(
+        self, *, classes: Sequence[str], world: World, engine: EngineSettings
+    ) -> dict[str, Any]:
         from vitscale.training.losses import open_teacher
 
         chosen = self.settings.teacher.model_dump()
-        self.teacher = open_teacher(**chosen, num_classes=num_classes, world=world, engine=engine)
+        self.teacher = open_teacher(**chosen, classes=classes, world=world, engine=engine)
+        self.messages += self.teacher.said
         return {"teacher": self.teacher.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:

@@ -26,13 +26,15 @@ from vitscale.checkpoint.store import (
     read_header,
     run_folder_lock,
 )
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.config.redaction import flatten_params, redact
+from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, mix_batch, training_batches
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
+from vitscale.data.webdataset import check_shares
 from vitscale.distributed.atomic_files import or_warn, write_json, write_text
 from vitscale.distributed.events import EVENTS_NAME, record_start
 from vitscale.distributed.node_files import once_per_node
@@ -48,12 +50,11 @@ from vitscale.distributed.world import (
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import (
     Engine,
-    check_nan_is_skipped,
     deepspeed_config,
     is_compiled,
     resolve_precision,
 )
-from vitscale.evaluation.evaluation import FILES, Subject
+from vitscale.evaluation.evaluation import FILES, NonFiniteOutputs, Subject
 from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
@@ -70,6 +71,12 @@ from vitscale.training.objective import Objective, check_objective
 
 # Loads weights into a fresh model; returns their source, and what to say about them.
 InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
+# Settings that act on the first weights alone.
+START_ONLY = (
+    *("init", "init_weights", "keep_head", "position_embedding", "init_patch"),
+    *("model.weight_init", "model.position_init", "model.head_std", "model.head_bias"),
+    "model.layer_scale",
+)
 # `What: ...` at the start of a line of a run card.
 CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
@@ -114,27 +121,35 @@ class TrainingSession:
         self.world = world = watchdog.world
         self.folder = Path(run.folder)
         self.data, self.val_index = once_per_node(
-            lambda: _read_index(run, check_files=world.is_first),
+            lambda: _read_index(run),
             is_maker=world.local_rank == 0,
             gather=gather_objects,
         )
         check_objective(objective, run, num_classes=len(self.data.classes))
         num_samples = self.data.num_samples
         self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
+        if run.data.is_streamed:
+            check_shares(
+                len(self.data.tars), num_ranks=world.world_size, num_workers=run.data.num_workers
+            )
         num_classes = len(self.data.classes) if objective.trains_classifier else 0
         self.arch = run.model.resolved(num_classes=num_classes)
-        agreed = objective.prepare(num_classes=num_classes, world=world, engine=run.engine)
+        agreed = objective.prepare(classes=self.data.classes, world=world, engine=run.engine)
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
         )
         checkpoint, messages = self.store.newest()
+        messages += objective.messages
         self._description = compatibility_key(run, self.arch, self.data, agreed)
-        self.start_step = 0
+        self.start_step = self._num_unreadable = 0
         if checkpoint is not None:
             check_resumable(checkpoint, self._description, self.plan)
             self.start_step = checkpoint.step
+            # Checkpoints of earlier versions do not count them.
+            self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
+            refuse_other_start(self.folder, run)
         model = build_model(run, objective, self.arch)
         self._source = run.starts_from()
         if checkpoint is None and initial_weights is not None:
@@ -167,15 +182,18 @@ class TrainingSession:
         )
         if checkpoint is not None:
             restore_engine(self.engine, checkpoint)
-            messages += changed_settings(self.folder, run)
+            messages += changes_since_start(self.folder, run)
             messages.append(f"resuming {self.folder} at step {self.start_step}")
         if run.data.is_streamed:
             messages.append(
                 "tars without an index: a resume is not exact, it shuffles anew; "
                 "vitscale prepare index makes an index, which resumes exactly"
             )
+        if self.plan.advice is not None:
+            messages.append(self.plan.advice)
         facts = self._facts()
-        self.log = self._open_log(stack, facts)
+        with errors_on_all_ranks("cannot be written", self.folder, tried=world.is_first):
+            self.log = self._open_log(stack, facts)
         for line in [*messages, f"{run.name}: {facts}"]:
             self.log.say(line)
         self.preemption = stack.enter_context(PreemptionFlag())
@@ -204,7 +222,7 @@ class TrainingSession:
         if gather_objects(record is not None and record.status == "FINISHED")[0]:
             if self.world.is_first:
                 print(f"done before: {self.folder} at step {self.start_step}", flush=True)
-                if changes := changed_settings(self.folder, self.run)[1:]:
+                if changes := changes_since_start(self.folder, self.run)[1:]:
                     next_step = "  next: to train with these settings, choose another name=..."
                     lines = ["not used, since the run is finished:", *changes, next_step]
                     print(*lines, sep="\n", flush=True)
@@ -243,6 +261,7 @@ class TrainingSession:
             self.data,
             self.engine,
             start_step=start,
+            num_unreadable=self._num_unreadable,
             flops_per_image=self.objective.train_flops_per_image(self.arch),
             tracker=stack.enter_context(tracker),
             say=say,
@@ -334,12 +353,14 @@ class TrainingSession:
             self._report(self.store.take_committed())
             self.log.write(done, lr=self.lr)
         if self.evaluations.due(done, is_last=is_last):
-            self._evaluate(done, is_last=is_last)
+            with self.log.not_counting():
+                self._evaluate(done, is_last=is_last)
         if is_last:
             self.objective.draw(self)
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
-            self._save(done)
+            with self.log.not_counting():
+                self._save(done)
         if preempted:
             self._report(self.store.wait())
             self.log.say(f"stopped by a signal at step {done}; rerun to resume")
@@ -349,10 +370,14 @@ class TrainingSession:
         self.watchdog.mark("evaluating")
         assert self.val_index is not None
         images = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
-        for metrics in self.evaluations.run(done, is_last=is_last):
-            self.log.tracker.log(metrics, step=done)
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            self.log.say(f"step {done}: {shown} on {images}")
+        try:
+            for metrics in self.evaluations.run(done, is_last=is_last):
+                self.log.tracker.log(metrics, step=done)
+                shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                self.log.say(f"step {done}: {shown} on {images}")
+        except NonFiniteOutputs as error:
+            # A long training survives it: fp16 may overflow once. Broken weights end it elsewhere.
+            self.log.say(f"step {done}: not evaluated: {error.what}")
 
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
@@ -363,10 +388,12 @@ class TrainingSession:
             step=done,
             progress={
                 "samples_seen": done * self.plan.global_batch,
+                "unreadable": self.log.num_unreadable,
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "engine": self.engine.export_counters(),
             },
             description=self._description,
+            before_commit=self.log.tracker.flush,
         )
 
     def _report(self, commit: Commit | None) -> None:
@@ -376,10 +403,10 @@ class TrainingSession:
             self.log.say(f"step {commit.step}: checkpoint {commit.folder}")
 
 
-def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:
-    """Training and evaluated samples."""
-    training_set = open_training_set(run.data, seed=run.seed, check_files=check_files)
-    return training_set, training_set.dev or open_val_split(run.data, check_files=check_files)
+def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
+    """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
+    training_set = open_training_set(run.data, seed=run.seed)
+    return training_set, training_set.dev or open_val_split(run.data)
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
@@ -424,7 +451,7 @@ def start_from(
 
     Returns what `load` does. Raises UserError, on all ranks, when `load` does.
     """
-    with errors_on_all_ranks("cannot be read", "init"):
+    with errors_on_all_ranks("cannot be read", "init", tried=world.is_first):
         found = load(model, arch) if world.is_first else (None, [])
     for tensor in model.state_dict().values():
         broadcast_tensor(tensor, source=0)
@@ -460,7 +487,6 @@ def build_engine(
         raw=run.deepspeed,
     )
     try:
-        check_nan_is_skipped(config, world=world, dtype=dtype)
         return Engine(
             model,
             optimizer=build_optimizer(groups, settings=run.optim),
@@ -507,19 +533,52 @@ def compatibility_key(
     } | agreed
 
 
-def changed_settings(folder: Path, run: TrainingRun) -> list[str]:
+def changes_since_start(folder: Path, run: TrainingRun) -> list[str]:
     """Lines that list how the settings differ from the last start's; such changes are no error."""
     try:
         last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return []
-    before, now = flatten_params(last), flatten_params(run.model_dump(mode="json"))
+    if not isinstance(last, dict):
+        return []
+    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
     rows = [
-        f"    {key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+        f"    {key}: {before or 'not set'} -> {now or 'not set'}"
+        for key, (before, now) in changes.items()
     ]
     return ["changed since the last start:", *rows] if rows else []
+
+
+def refuse_other_start(folder: Path, run: TrainingRun) -> None:
+    """Raise UserError where settings that only a start reads are not those of the start.
+
+    A resume takes the run's own weights, so they would have no effect, and config.yaml would name
+    an origin that the weights do not have.
+    """
+    try:
+        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return
+    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
+    rows = [
+        f"\n    {key}: started with {before}, now {now}"
+        for key, (before, now) in changes.items()
+        if key in START_ONLY and before is not None and now is not None
+        if not _same_start(key, before, now)
+    ]
+    if rows:
+        raise UserError(
+            f"the run has started, and resumes from its own weights{''.join(rows)}",
+            where=str(folder),
+            next_step="undo the change, or choose another name (name=...) to start anew",
+        )
+
+
+def _same_start(key: str, before: str, now: str) -> bool:
+    """One path may be written in several ways, and `auto` stands for a value."""
+    if key == "init" and not now.startswith("hf://"):
+        before, now = (str(Path(each).expanduser().resolve()) for each in (before, now))
+    return before == now or "auto" in (before, now)
 
 
 def check_resumable(

@@ -7,13 +7,15 @@ import errno
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.light_checkpoints import flip
-from vitscale.checkpoint import folders
+from tests.support.ranks.thread_ranks import run_ranks
+from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
     read_checkpoint,
@@ -115,6 +117,59 @@ def test_storage_may_refuse_saves_for_an_hour(
     assert len(said) == 5 and "training goes on" in said[0]
 
 
+@pytest.mark.parametrize("own_is_over", [False, True])
+@pytest.mark.parametrize("first_is_over", [False, True])
+def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_is_over: bool, own_is_over: bool
+) -> None:
+    """Ranks whose clocks are on both sides of it would part."""
+    monkeypatch.setattr(folders, "write_new_file", refuse)
+    monkeypatch.setattr(atomic_files, "PAUSES_S", ())
+    now = time.monotonic()
+
+    def save_on(rank: int, gather: folders.Gather) -> type[UserError]:
+        is_over = own_is_over if rank else first_is_over
+        ours = folders.Save(
+            checkpoints=tmp_path,
+            step=1,
+            attempt="a",
+            rank=rank,
+            keep=1,
+            progress={},
+            description={},
+            overdue_at=now + (-5.0 if is_over else 3600.0),
+        )
+        with pytest.raises(StorageError, match="cannot be written") as caught:
+            folders.commit_save(ours, [b"x"], gather=gather)
+        return type(caught.value)
+
+    kind = folders.OverdueError if first_is_over else StorageError
+    assert run_ranks(2, save_on) == [kind, kind]
+
+
+@pytest.mark.parametrize("error", [None, OSError(errno.EIO, "I/O error", "journal.jsonl")])
+def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
+    tmp_path: Path, world: World, error: OSError | None
+) -> None:
+    """And a step is committed even if that fails: nothing but its log lines is at risk."""
+    committed: list[list[str]] = []
+
+    def flush() -> None:
+        committed.append([path.name for path in (tmp_path / "checkpoints").glob("step-*")])
+        if error is not None:
+            raise error
+
+    ours = CheckpointStore(tmp_path, keep=2, world=world)
+    tensors = {"model.a": torch.zeros(3)}
+    for step in (1, 2):
+        ours.save(tensors, step=step, progress={}, description={}, before_commit=flush)
+        found = ours.wait()
+        assert found is not None and found.step == step
+        warning = "warning: journal.jsonl: not flushed before a commit (I/O error)"
+        assert found.warnings == (() if error is None else (warning,))
+    assert committed == [[], ["step-00000001"]]
+
+
 @pytest.mark.parametrize("stop", [None, SystemExit(75), KeyError("other")])
 def test_store_waits_for_its_last_save(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, stop: BaseException | None
@@ -203,8 +258,9 @@ def test_init_takes_a_run_or_a_checkpoint_folder(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    alone = {"errors_on_all_ranks": lambda *_: contextlib.nullcontext()}
-    for name, value in (alone | {"BEAT_S": 0.02, "SILENT_S": 0.4, "WAIT_S": 1.0}).items():
+    alone = {"errors_on_all_ranks": lambda *_, **__: contextlib.nullcontext()}
+    times = {"BEAT_S": 0.02, "SILENT_S": 0.4, "WAIT_S": 1.0, "SETTLE_S": 0.2}
+    for name, value in (alone | times).items():
         monkeypatch.setattr(f"vitscale.checkpoint.store.{name}", value)
     return tmp_path / "run"
 
@@ -244,3 +300,47 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
     (folder / ".lock").write_text("job 3 on n7")
     with lock(folder):
         assert (folder / ".lock").read_text().startswith("process ")
+
+
+@pytest.mark.parametrize(
+    ("num_starts", "flock", "left_behind"),
+    [
+        (2, "missing", ""),
+        (5, "missing", "job 3 on " + "a-long-name" * 9),
+        (2, "of one node", "job 3 on n7"),
+        (5, "of one node", ""),
+    ],
+)
+def test_of_starts_at_the_same_moment_one_gets_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, flock: str, num_starts: int, left_behind: str
+) -> None:
+    """On as many nodes, which all find it free before any of them has written its name."""
+
+    def of_node(*_: int) -> None:
+        if flock == "missing":
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def write(descriptor: int, holder: str) -> None:
+        has_seen_it_free.wait(10)
+        write_holder(descriptor, holder)
+
+    def start(number: int) -> bool:
+        node.number = number
+        with contextlib.suppress(FolderTakenError), lock(folder):
+            all_know.wait(10)
+            return True
+        all_know.wait(10)
+        return False
+
+    node = threading.local()
+    write_holder = store._write_holder
+    has_seen_it_free, all_know = threading.Barrier(num_starts), threading.Barrier(num_starts)
+    monkeypatch.setattr("fcntl.flock", of_node)
+    monkeypatch.setattr(store, "_write_holder", write)
+    monkeypatch.setattr(store, "node_name", lambda: f"n{node.number}")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    folder.mkdir()
+    (folder / ".lock").write_text(left_behind)
+    with ThreadPoolExecutor(num_starts) as pool:
+        holds = list(pool.map(start, range(num_starts)))
+    assert sum(holds) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finetune.run import FinetuneRun
-from finetune.settings import VisualizeRun
+from finetune.settings import EvaluateRun, ExportRun, PredictRun, VisualizeRun
+from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import (
+    PATH_KEYS,
     load_run,
     load_run_file,
     read_override,
@@ -23,6 +26,8 @@ from vitscale.config.loader import (
     yaml_flow,
 )
 from vitscale.config.section import Run, settings_of
+from vitscale.runs.data_prep import DataPrepRun
+from vitscale.tracking.settings import absolute_uri
 
 STAGES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 VALID = """\
@@ -281,6 +286,7 @@ def test_resolved_run_is_read_back_unchanged(here: Path) -> None:
     awkward = {"a b": "x: y # z", "on": "on", "1": "1e5", "q": 'é"\\\n\u2028\U0001f600', "e": ""}
     raw = {"fp16": {"y": [1, 2.0, {"z": None}], "empty": {}, "none": []}, "dump_state": True}
     overrides = [f"tracking.tags={yaml_flow(awkward)}", f"deepspeed={yaml_flow(raw)}"]
+    overrides += ["engine.precision=fp16"]
     loaded = load_run(PretrainRun, "a.yaml", overrides=overrides)
     run = loaded.run
     assert run.tracking.tags == awkward and run.deepspeed == raw
@@ -343,3 +349,76 @@ def test_the_advice_to_quote_shows_a_value_as_it_was_written(text: str, tmp_path
         with pytest.raises(UserError) as caught:
             load_run(PretrainRun, tmp_path / file, overrides=overrides)
         assert f'put it in quotes: "{text}"' in caught.value.text()
+
+
+# ---- homes in paths ---------------------------------------------------------------------------
+
+RUN_TYPES = (
+    PretrainRun,
+    FinetuneRun,
+    EvaluateRun,
+    PredictRun,
+    ExportRun,
+    VisualizeRun,
+    DataPrepRun,
+)
+# Texts that name something else than a place of this machine.
+NO_PATHS = {
+    "name", "data.train_split", "data.val_split", "data.only_classes", "model.preset",
+    "model.model", "objective.teacher.model", "split", "push", "source.splits",
+    "source.image_column",
+    "source.label", "source.holdout_split", "stages.N.name", "stages.N.overrides",
+    "stages.N.inputs", "stages.N.after", "stages.N.variants", "overrides", "tracking.uri",
+    "tracking.experiment", "tracking.tags",
+}  # fmt: skip
+
+
+def holds_text(node: dict[str, Any]) -> bool:
+    if node.get("type") == "string":
+        return "enum" not in node and "const" not in node
+    inner = [*node.get("anyOf", ()), node.get("items"), node.get("additionalProperties")]
+    return any(isinstance(each, dict) and holds_text(each) for each in inner)
+
+
+def test_every_text_is_known_as_a_path_or_as_none() -> None:
+    """A new setting with a path is expanded, or this fails."""
+    texts = {
+        setting.key
+        for run_type in (*RUN_TYPES, ChainRun)
+        for setting in settings_of(run_type).values()
+        if setting.key and holds_text(setting.node) and not setting.key.startswith("launch.")
+    }
+    paths = {key for key in PATH_KEYS if not key.endswith(".N")}
+    assert texts - NO_PATHS == paths
+
+
+def test_homes_are_expanded_in_every_path_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/mé x")
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "stage: data_prep\noutput: ~/shards\n"
+        "source: {path: ~/images, leave_out: '~', val_labels: a/~/b, splits: {train: ~/x}}\n"
+        "labels: {map: ~nobody-here/map.csv, space: ./~/space}\n"
+    )
+    run = load_run({"data_prep": DataPrepRun}, file).run
+    assert (run.output, run.source.path) == ("/home/mé x/shards", "/home/mé x/images")
+    assert (run.source.leave_out, run.source.val_labels) == ("/home/mé x", "a/~/b")
+    assert (run.labels.map, run.labels.space) == ("~nobody-here/map.csv", "./~/space")
+    assert run.source.splits == {"train": "~/x"}
+    words = ["init=~/runs/a", "images=[~/a b.png,hf://x/~y,~root/c]", "output=~/x.csv"]
+    predict = load_run({"predict": PredictRun}, None, overrides=["stage=predict", *words]).run
+    assert predict.images == ("/home/mé x/a b.png", "hf://x/~y", os.path.expanduser("~root/c"))
+    assert (predict.init, predict.output) == ("/home/mé x/runs/a", "/home/mé x/x.csv")
+
+
+def test_files_are_found_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.yaml").write_text("output: ~/x\nsource: {path: a}\n")
+    (tmp_path / "a.yaml").write_text("base: ~/base.yaml\nstage: data_prep\n")
+    assert load_run({"data_prep": DataPrepRun}, "~/a.yaml").run.output == f"{tmp_path}/x"
+    monkeypatch.setenv("VITSCALE_SITE", "~/site.yaml")
+    (tmp_path / "site.yaml").write_text("launch: {partition: mine}\n")
+    assert load_run({"data_prep": DataPrepRun}, "~/a.yaml").run.launch.partition == "mine"
+    assert absolute_uri("sqlite:///~/m.db") == f"sqlite:///{tmp_path}/m.db"

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep.formats import index_files
 from data_prep.formats.index_files import write_index
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
-from vitscale.config.errors import UserError
+from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import (
     INDEX_NAME,
     MANIFEST_NAME,
     SplitIndex,
+    choose_by_key,
     narrowed,
     read_split,
     sample_keys,
@@ -28,6 +34,8 @@ from vitscale.data.index import (
 )
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
+from vitscale.data.webdataset import tar_samples, tars_of_split
+from vitscale.distributed import atomic_files
 
 
 def edit_manifest(folder: Path, **changes: object) -> None:
@@ -80,11 +88,151 @@ def test_keys_of_a_subset_are_its_own(shards: Path) -> None:
     assert sample_keys(some, [2, 0, 2]) == [NAMES[6], NAMES[1], NAMES[6]]
 
 
-def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path) -> None:
+@pytest.fixture
+def many_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """41 samples of `train` and 9 of `test`, in row groups of four."""
+    monkeypatch.setattr(index_files, "ROW_GROUP_ROWS", 4)
+    make_shard_folder(tmp_path / "set", lengths={"test": (9,), "train": (20, 21)})
+    assert pq.ParquetFile(tmp_path / "set" / INDEX_NAME).num_row_groups == 3 + 11
+    return tmp_path / "set"
+
+
+@pytest.mark.parametrize("split", ["test", "train"])
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_of_any_samples_are_those_of_the_table(
+    many_groups: Path, split: str, seed: int
+) -> None:
+    rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
+    expected = [row["key"] for row in rows if row["split"] == split]
+    random, index = np.random.default_rng(seed), read_split(many_groups, split=split)
+    wanted = random.integers(0, len(expected), 25).tolist()
+    assert sample_keys(index, wanted) == [expected[row] for row in wanted]
+    subset = np.sort(random.choice(len(expected), 7, replace=False))
+    names = [expected[row] for row in subset]
+    assert keys(index.subset(subset, name="some")) == names
+    assert sample_keys(index, []) == []
+    listing = listed(many_groups / "keys", [*names, "unknown"])
+    assert keys(choose_by_key(index, listing)) == names
+
+
+def damage_keys(path: Path, row_group: int) -> None:
+    """Overwrite the keys of a row group on the disk."""
+    column = pq.ParquetFile(path).metadata.row_group(row_group).column(0)
+    assert column.path_in_schema == "key"
+    start = column.dictionary_page_offset or column.data_page_offset
+    with open(path, "r+b") as file:
+        file.seek(start)
+        file.write(b"\xff" * column.total_compressed_size)
+
+
+def test_only_the_row_groups_of_the_samples_are_read(many_groups: Path) -> None:
+    """So all others may be damaged, and a name costs the same whatever the size of the corpus."""
+    index, path = read_split(many_groups, split="train"), many_groups / INDEX_NAME
+    for row_group in {*range(14)} - {3, 3 + 5}:
+        damage_keys(path, row_group)
+    found = sample_names([index], [(0, 21), (0, 3)])
+    assert found == [repr("train-c0-21"), repr("train-c0-3")]
+
+
+def shortened(path: Path) -> None:
+    """An index with the first three rows of each split."""
+    table = pq.read_table(path)
+    splits = [table.filter(pc.equal(table["split"], name)) for name in ("test", "train")]
+    write_index(path.parent, tables=[split.slice(0, 3) for split in splits])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_bytes(b"damaged"),
+        lambda path: path.write_bytes(b""),
+        lambda path: damage_keys(path, 1),
+        lambda path: path.unlink(),
+        lambda path: pq.write_table(pq.read_table(path, columns=["split"]), path),
+        lambda path: pq.write_table(pq.read_table(path, columns=["key"]), path),
+        lambda path: pq.write_table(pq.read_table(path), path, write_statistics=False),
+        shortened,
+    ],
+    ids=["damaged", "empty", "bad block", "gone", "no keys", "no splits", "no ranges", "shorter"],
+)
+def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path, change: Any) -> None:
+    """Whatever happens to the index during a run, a name does not end it."""
     index = read_split(copy, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
-    (copy / INDEX_NAME).write_bytes(b"damaged")
+    change(copy / INDEX_NAME)
     assert sample_names([index], [(0, 6)]) == ["number 6 of 'train'"]
+    with pytest.raises(UserError):
+        sample_keys(index, [6])
+
+
+# ---- storage that fails -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], list[str]]:
+    """Make reads of files with a name fail so often with an error; returns what they were."""
+    monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * 3)
+
+    def start(name: str, error: int, times: int) -> list[str]:
+        failed: list[str] = []
+
+        def failing(real: Any) -> Any:
+            def call(path: Any, *args: Any, **more: Any) -> Any:
+                if str(path).endswith(name) and len(failed) < times:
+                    failed.append(str(path))
+                    raise OSError(error, os.strerror(error))
+                return real(path, *args, **more)
+
+            return call
+
+        for owner, function in (
+            *((Path, function) for function in ("read_bytes", "stat", "is_dir", "is_file")),
+            *((pq, function) for function in ("read_table", "ParquetFile")),
+            (os, "listdir"),
+        ):
+            monkeypatch.setattr(owner, function, failing(getattr(owner, function)))
+        return failed
+
+    return start
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, INDEX_NAME, "train-000001.tar", "entry_points"])
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_a_start_waits_for_storage_that_fails_for_a_moment(
+    copy: Path, flaky: Any, name: str, error: int
+) -> None:
+    """For longer it is a failure of storage, which a job is started again after; not bad input."""
+    failed = flaky(name, error, 2)
+    assert keys(read_split(copy, split="train")) == NAMES
+    assert len(failed) == 2
+    flaky(name, error, 10**6)
+    with pytest.raises(StorageError, match=f"{name}: cannot be read"):
+        read_split(copy, split="train")
+
+
+def test_tars_are_listed_again_where_storage_fails_for_a_moment(copy: Path, flaky: Any) -> None:
+    failed = flaky(copy.name, errno.ESTALE, 2)
+    found = tars_of_split(copy, "train", where="data.train_split")
+    assert [tar.name for tar in found] == [f"train-00000{number}.tar" for number in range(3)]
+    assert len(failed) == 2
+    flaky(copy.name, errno.ESTALE, 10**6)
+    with pytest.raises(StorageError, match=f"{copy.name}: cannot be read"):
+        tars_of_split(copy, "train", where="data.train_split")
+
+
+def test_a_streamed_tar_is_opened_again_where_storage_fails_for_a_moment(
+    copy: Path, flaky: Any
+) -> None:
+    def first_key() -> str:
+        tars = [copy / "train-000001.tar"]
+        how: dict[str, int] = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
+        return next(tar_samples(tars, num_processes=1, **how))[1]
+
+    expected, failed = first_key(), flaky("train-000001.tar", errno.ESTALE, 2)
+    assert first_key() == expected and len(failed) == 2
+    flaky("train-000001.tar", errno.ESTALE, 10**6)
+    with pytest.raises(StorageError, match="train-000001.tar: cannot be read"):
+        first_key()
 
 
 def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,22 @@ import pytest
 import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
-from vitscale.config.errors import UserError
-from vitscale.data import index as index_module
+from tests.support.range_server import served
+from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
-from vitscale.data.samples import Augmentation, EvaluationSamples, TrainingSamples, augmentation_key
+from vitscale.data.remote import RemoteFile
+from vitscale.data.samples import (
+    Augmentation,
+    EvaluationSamples,
+    Samples,
+    StreamedSamples,
+    TrainingSamples,
+    augmentation_key,
+)
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
+from vitscale.distributed import atomic_files
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images import crops
 from vitscale.images.crops import DECODERS, missing
@@ -49,41 +61,161 @@ def request_of(box: tuple[int, int, int, int], **more: Any) -> crops.CropRequest
     return crops.CropRequest(box=crops.CropBox(*box), **options | more)
 
 
-def failing_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Make the first `os.pread` of a shard raise this error."""
-    real, calls = os.pread, []
+# ---- storage that fails -------------------------------------------------------------------------
 
-    def fail(*arguments: object) -> object:
-        calls.append(arguments)
-        if len(calls) == 1:
+PASSING_ERRORS = ("ESTALE", "ETIMEDOUT", "ESHUTDOWN", "EAGAIN")
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * len(atomic_files.READ_PAUSES_S))
+
+
+@contextmanager
+def failing(name: str, times: int = 1) -> Iterator[list[int]]:
+    """Make the next reads of a range fail with this error; yields the calls of `os.pread`."""
+    real, calls = os.pread, list[int]()
+
+    def pread(file: int, num_bytes: int, offset: int) -> bytes:
+        calls.append(file)
+        if len(calls) <= times:
+            number = getattr(errno, name)
             raise OSError(number, os.strerror(number))
-        return real(*arguments)
+        return real(file, num_bytes, offset)
 
-    monkeypatch.setattr(index_module.os, "pread", fail)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        yield calls
 
 
-def test_a_bad_block_is_substituted_in_training_only(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
+def streamed(folder: Path) -> StreamedSamples:
+    more: dict[str, Any] = {"val_split": None, "reader": "webdataset"}
+    more["webdataset"] = {"num_samples": 12, "num_classes": 2}
+    data = DataSettings.model_validate({"path": str(folder), "global_batch": 4} | more)
+    augmentation = Augmentation(data, image_size=SIZE, seed=0)
+    samples = StreamedSamples(open_training_set(data, seed=0), augmentation, start=0, place=(0, 1))
+    samples.start(worker=0, num_workers=1)
+    return samples
+
+
+def cached(folder: Path, cache: Path) -> TrainingSamples:
+    """The same shards at a URL, with all tars in the cache."""
+    with served(folder) as server:
+        remote = {"cache_path": str(cache), "cache_gib": 1.0}
+        data = DataSettings.model_validate(
+            {"path": server.url, "global_batch": 4, "remote": remote}
+        )
+        augmentation = Augmentation(data, image_size=SIZE, seed=0)
+        samples = TrainingSamples(open_training_set(data, seed=0), augmentation)
+        for shard in samples.parts[0].shards:
+            assert isinstance(shard, RemoteFile)
+            shard.path()
+    return samples
+
+
+READERS = ("training", "evaluation", "streamed", "cached")
+
+
+def reader(name: str, shards: Path, tmp_path: Path) -> Samples:
+    if name == "cached":
+        return cached(shards, tmp_path / "cache")
+    return {"training": training, "evaluation": evaluation, "streamed": streamed}[name](shards)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "times"),
+    [
+        *product(["training"], PASSING_ERRORS, [1]),
+        *product(READERS, ["EIO"], [1, 9]),
+        *product(READERS[1:], ["ESTALE"], [1]),
+    ],
+)
+def test_a_passing_error_of_storage_changes_nothing(
+    shards: Path, tmp_path: Path, no_pauses: None, kind: str, error: str, times: int
 ) -> None:
-    samples = training(shards)
-    with monkeypatch.context() as patch:
-        failing_once(patch, errno.EIO)
-        _, (lost,) = samples.fill(0, OUT)
-    assert "Input/output error" in lost.error
-    with monkeypatch.context() as patch:
-        failing_once(patch, errno.EIO)
-        with pytest.raises(UserError, match="'train-00003' cannot be read"):
-            evaluation(shards).fill(3, OUT)
+    """The same sample is read again: none is replaced, and the run goes on."""
+    expected = torch.empty_like(OUT)
+    label, _ = reader(kind, shards, tmp_path / "undisturbed").fill(1, expected)
+    samples = reader(kind, shards, tmp_path)
+    with failing(error, times) as calls:
+        assert samples.fill(1, OUT) == (label, [])
+    assert len(calls) > times
+    assert OUT.equal(expected)
 
 
-def test_a_machine_error_ends_the_run_without_a_substitute(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("error", ["ESTALE", "EIO"])
+def test_storage_that_stays_away_ends_the_run_and_is_named(
+    shards: Path,
+    tmp_path: Path,
+    no_pauses: None,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    error: str,
 ) -> None:
+    """No other sample is taken, which would be another at each start."""
+    samples = reader(kind, shards, tmp_path)
+    text = os.strerror(getattr(errno, error))
+    with served(shards), failing(error, 10**6), pytest.raises(StorageError) as caught:
+        samples.fill(1, OUT)
+    assert caught.match(rf"(?s)\.tar.* cannot be read \({text}\)")
+    assert caught.value.kind.exit_code == 74
+    assert f"{text}; reading it again" in capsys.readouterr().err
+
+
+def test_a_stale_handle_is_opened_again(shards: Path, no_pauses: None) -> None:
+    """As after another node has replaced the file: every read of the old one fails."""
+    samples, real = training(shards), os.pread
+    samples.fill(0, OUT)
+    stale = {path.stat().st_ino for path in shards.glob("*.tar")}
+    for path in shards.glob("*.tar"):
+        old = path.rename(f"{path}.old")  # which keeps its number
+        shutil.copy(old, path)
+
+    def pread(file: int, num_bytes: int, offset: int) -> bytes:
+        if os.fstat(file).st_ino in stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(file, num_bytes, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        assert [samples.fill(position, OUT)[1] for position in range(12)] == [[]] * 12
+
+
+def test_a_read_that_fails_half_way_is_no_damage(shards: Path, no_pauses: None) -> None:
+    """The first half is returned without an error, which only the read of the rest tells."""
+    samples, real, errors = training(shards), os.pread, ["EIO", "EIO"]
+
+    def pread(file: int, num_bytes: int, offset: int) -> bytes:
+        if num_bytes > 100:
+            return real(file, num_bytes // 2, offset)
+        if errors:
+            number = getattr(errno, errors.pop())
+            raise OSError(number, os.strerror(number))
+        return real(file, num_bytes, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        assert samples.fill(0, OUT)[1] == [] and not errors
+
+
+@pytest.mark.parametrize("error", ["EBADMSG", "EUCLEAN", "ENODATA"])
+def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_only(
+    shards: Path, error: str
+) -> None:
+    with failing(error) as calls:
+        _, (lost,) = training(shards).fill(0, OUT)
+        assert lost.error == os.strerror(getattr(errno, error)) and len(calls) == 2
+    with failing(error), pytest.raises(UserError, match="'train-00003' cannot be read"):
+        evaluation(shards).fill(3, OUT)
+
+
+@pytest.mark.parametrize("error", ["EACCES", "ENOMEM", "EMFILE"])
+def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str) -> None:
     for samples in (training(shards), evaluation(shards)):
-        with monkeypatch.context() as patch:
-            failing_once(patch, errno.ESTALE)
-            with pytest.raises(UserError, match=r"^[^']*\.tar: cannot be read \(Stale"):
-                samples.fill(0, OUT)
+        with failing(error) as calls, pytest.raises(UserError, match=r"^[^']*\.tar: cannot be re"):
+            samples.fill(0, OUT)
+        assert len(calls) == 1
         assert samples.fill(0, OUT)[1] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from vitscale.data import webdataset
 from vitscale.data.index import read_split, sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
-from vitscale.data.webdataset import tar_samples, tars_of_split
+from vitscale.data.webdataset import check_shares, tar_samples, tars_of_split
 
 NUM, TARS = 24, 6
 
@@ -63,6 +64,32 @@ def test_an_epoch_has_every_sample_once(folder: Path, monkeypatch: pytest.Monkey
     assert [key for _, key, _, _ in taken(folder, NUM, start=NUM)] not in epochs
     shared = [each[1] for n in range(3) for each in taken(folder, NUM // 3, process=n, num=3)]
     assert set(shared) == set(stored)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 256])
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 8])
+def test_every_loader_process_needs_a_tar(num_ranks: int, num_workers: int) -> None:
+    """One without would look for one for ever: its share of every epoch is empty."""
+    num_processes = num_ranks * max(num_workers, 1)
+    for num_tars in {1, num_processes - 1, num_processes, num_processes + 1, 1024} - {0}:
+        shares = [range(num_tars)[process::num_processes] for process in range(num_processes)]
+        is_refused = pytest.raises(UserError) if not all(shares) else nullcontext()
+        with is_refused as caught:
+            check_shares(num_tars, num_ranks=num_ranks, num_workers=num_workers)
+        if caught is not None:
+            numbers = rf"fewer tars \({num_tars:,}\) than loader processes \({num_processes:,} = "
+            assert caught.match(f"^data.reader=webdataset: there are {numbers}")
+
+
+@pytest.mark.parametrize(("tars", "num"), [(1, 2), (TARS, TARS + 1), (TARS, 2048)])
+def test_a_process_without_a_tar_is_refused_before_it_reads(
+    folder: Path, tars: int, num: int
+) -> None:
+    paths = open_training_set(settings(folder), seed=SEED).tars[:tars]
+    for process in (0, num - 1):
+        with pytest.raises(UserError, match=rf"tars \({tars:,}\) than .* \({num:,} = "):
+            more = {"process": process, "num_processes": num, "num_classes": 2}
+            tar_samples(paths, seed=SEED, start=0, **more)
 
 
 def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:

@@ -30,9 +30,10 @@ from data_prep.sources.protocol import Input
 from data_prep.steps import tars, work
 from data_prep.steps.list_inputs import check_input, make_key, rows_table
 from data_prep.steps.plan_shards import _ordered, held_out
-from data_prep.steps.work import WorkFolder, changed_settings, content_config, find_existing
+from data_prep.steps.work import WorkFolder, content_config, find_existing
 from data_prep.verification import check_folder
 from tests.support.corpora.image_corpus import corpus, encoded, ledger, prepare_here, run_of
+from vitscale.config.changes import changed_settings
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import read_manifest
 
@@ -135,9 +136,10 @@ def test_a_changed_file_changes_the_settings(key: str, tmp_path: Path) -> None:
         content_config(run)
     listed.write_text(FILES[key])
     before = content_config(run)
-    assert changed_settings(before, content_config(run)) == []
+    assert changed_settings(before, content_config(run), purpose="output") == {}
     listed.write_text(FILES[key].replace("a", "b"))
-    assert changed_settings(before, content_config(run)) == [f"{section}.{key}_blake3"]
+    changed = changed_settings(before, content_config(run), purpose="output")
+    assert list(changed) == [f"{section}.{key}_blake3"]
 
 
 def test_a_rotten_corpus_is_refused_before_all_of_it_is_read(

@@ -16,7 +16,14 @@ import pytest
 from launch.jobs.attempts import begin_attempt, read_attempts
 from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.waiting import ROOT, wait_until
-from vitscale.config.errors import EXIT_CODES, FailureKind, StorageError
+from vitscale.config.errors import (
+    EXIT_CODES,
+    FailureKind,
+    NodeError,
+    StorageError,
+    UserError,
+    UserErrors,
+)
 from vitscale.distributed import atomic_files
 from vitscale.distributed.atomic_files import atomic_file, write_bytes
 from vitscale.distributed.events import Failure, read_failures, record_failure
@@ -160,18 +167,38 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays() -> None:
         assert np.array_equal(pickle.loads(pickle.dumps(array)), array)
 
 
-def test_error_of_any_rank_is_raised_on_all() -> None:
+@pytest.mark.parametrize(
+    ("error", "failing", "kind", "text"),
+    [
+        # What all nodes find is bad input; what one finds is its own fault.
+        (UserError("no index"), (0, 4, 8), UserError, "no index"),
+        (UserErrors([UserError("a"), UserError("b")]), (0, 4, 8), UserErrors, "a\nb"),
+        (UserError("no index"), (4,), NodeError, "rank 4 on {node}: no index"),
+        (UserErrors([UserError("a"), UserError("b")]), (0,), NodeError, "rank 0 on {node}: a\nb"),
+        (UserError("no index"), (4, 8), NodeError, "rank 4 on {node}: no index"),
+        (StorageError("no index"), (8,), StorageError, "rank 8 on {node}: no index"),
+        (StorageError("no index"), (0, 4, 8), StorageError, "no index"),
+    ],
+)
+def test_an_error_of_any_node_is_raised_on_all_ranks(
+    error: UserError, failing: tuple[int, ...], kind: type[UserError], text: str
+) -> None:
     def make(rank: int) -> int:
-        if rank == PER_NODE:
-            raise StorageError("no index", where="shards")
+        if rank in failing:
+            raise error
         return rank
 
-    def one(rank: int, gather: Any) -> str:
-        with pytest.raises(StorageError) as caught:
+    def one(rank: int, gather: Any) -> UserError:
+        with pytest.raises(UserError) as caught:
             once_per_node(lambda: make(rank), is_maker=rank % PER_NODE == 0, gather=gather)
-        return str(caught.value)
+        return caught.value
 
-    assert set(run_ranks(2 * PER_NODE, one)) == {"shards: no index"}
+    raised = run_ranks(3 * PER_NODE, one)
+    assert {type(each) for each in raised} == {kind}
+    assert {str(each) for each in raised} == {text.format(node=node_name())}
+    if kind is NodeError:
+        culprits = {(each.rank, each.node) for each in raised if isinstance(each, NodeError)}
+        assert culprits == {(failing[0], node_name())}
 
 
 MAKER = """
@@ -197,6 +224,6 @@ def test_what_another_process_made_outlives_it() -> None:
     for array in (column, pickle.loads(pickle.dumps(column))):
         assert array.tolist() == [0, 1, 2, 3, 4]
     # As in a container, where the maker does not exist, or is another process.
-    place = node_name(), column.path, (1, 1)
-    found = once_per_node(lambda: "own", is_maker=False, gather=lambda own: [own, place])
+    other = node_name(), True, None, (column.path, (1, 1))
+    found = once_per_node(lambda: "own", is_maker=False, gather=lambda own: [own, other])
     assert found == "own"

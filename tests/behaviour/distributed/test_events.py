@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import FailureKind, PeerLostError, UserError, WorkerError
-from vitscale.distributed import events
+from vitscale.config.errors import (
+    FailureKind,
+    NodeError,
+    PeerLostError,
+    StorageError,
+    UserError,
+    WorkerError,
+    on_node,
+)
+from vitscale.distributed import events, watchdog
 from vitscale.distributed.events import (
     ATTEMPT_VARIABLE,
     Failure,
@@ -24,7 +33,8 @@ from vitscale.distributed.events import (
     record_failure,
     record_start,
 )
-from vitscale.distributed.watchdog import Watchdog, kind_and_text
+from vitscale.distributed.processes import node_name
+from vitscale.distributed.watchdog import Watchdog, kind_and_text, record_start_failure
 from vitscale.distributed.world import HERE, World
 
 
@@ -94,6 +104,7 @@ def test_what_a_rank_says_of_itself_is_the_cause() -> None:
 # ---- the watchdog -------------------------------------------------------------------------------
 
 RANKS_PER_NODE = 8
+ALONE = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
 
 
 class Ranks:
@@ -179,6 +190,65 @@ def test_the_rank_that_is_behind_is_named() -> None:
     assert found.what == "rank 2 on n0 has kept the others waiting for 420 s (waiting for data)"
 
 
+@pytest.mark.parametrize("failing", [[0, 1, 2], [0], [2], [0, 1]])
+def test_bad_input_is_what_all_ranks_raise(
+    monkeypatch: pytest.MonkeyPatch, failing: list[int]
+) -> None:
+    """The others may be anywhere, also in a collective."""
+    ranks = Ranks(3)
+    monkeypatch.setattr(watchdog, "AGREE_S", 0.3)
+
+    def judged(rank: int) -> Exception:
+        return ranks.dogs[rank]._judged(UserError("no such file", where="objective.teacher"))
+
+    with ThreadPoolExecutor(len(failing)) as pool:
+        errors = list(pool.map(judged, failing))
+    if len(failing) == 3:
+        assert {type(error) for error in errors} == {UserError}
+    else:
+        assert {type(error) for error in errors} == {NodeError}
+        assert [str(error) for error in errors] == [
+            f"rank {rank} on {node_name()}: objective.teacher: no such file" for rank in failing
+        ]
+
+
+@pytest.mark.parametrize("error", [StorageError("full"), WorkerError("died"), KeyError("lost")])
+def test_other_kinds_stay_what_they_are(error: Exception) -> None:
+    ranks = Ranks(2)
+    assert ranks.dogs[1]._judged(error) is error
+
+
+def test_one_rank_alone_is_all_ranks() -> None:
+    error = UserError("no such file")
+    world = World(device=torch.device("cpu"), store=None, **ALONE)
+    assert Watchdog(world, timeout_min=10)._judged(error) is error
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "recorded"),
+    [
+        (5, on_node(UserError("no GPU"), rank=5, node="n2"), (FailureKind.NODE, 5, "n2")),
+        (0, on_node(UserError("no GPU"), rank=5, node="n2"), (FailureKind.NODE, 5, "n2")),
+        (3, on_node(UserError("no GPU"), rank=5, node="n2"), None),
+        (0, UserError("no rank has a GPU"), (FailureKind.BAD_INPUT, 0, "here")),
+        (3, UserError("no rank has a GPU"), None),
+        (3, PeerLostError("not all started"), (FailureKind.PEER_LOST, 3, "here")),
+    ],
+)
+def test_an_error_before_the_watchdog_is_recorded_by_those_who_know_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    error: UserError,
+    recorded: tuple[FailureKind, int, str] | None,
+) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("SLURMD_NODENAME", "here")
+    record_start_failure(tmp_path, error)
+    found = [(each.kind, each.rank, each.node) for each in read_failures(tmp_path)]
+    assert found == ([] if recorded is None else [recorded])
+
+
 def test_kinds_of_errors() -> None:
     lost = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer"
     for error, kind in {
@@ -187,6 +257,7 @@ def test_kinds_of_errors() -> None:
         torch.OutOfMemoryError("x"): FailureKind.DEVICE,
         OSError(28, "x"): FailureKind.STORAGE,
         WorkerError("x"): FailureKind.WORKER,
+        on_node(UserError("x"), rank=5, node="n2"): FailureKind.NODE,
         KeyError("x"): FailureKind.OTHER,
     }.items():
         assert kind_and_text(error)[0] is kind

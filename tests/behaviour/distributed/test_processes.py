@@ -81,6 +81,21 @@ ENDINGS = {
     # Another start may succeed, so SLURM's retries need another code than that of bad input.
     "raise RankError('a worker died')": (1, "error: a worker died\n"),
     "os.environ['RANK'] = '1'; raise RankError('port in use')": (1, "error: rank 1: port in use\n"),
+    # All ranks may have it, and the first one say it; but not if there is no other rank.
+    "os.environ['RANK'] = '1'; raise UserError('no split')": (2, "error of rank 1:\nno split\n"),
+    "os.environ['RANK'] = '1'; raise StorageError('full')": (74, "error of rank 1:\nfull\n"),
+    "os.environ['RANK'] = '1'; raise UserErrors([UserError('a'), UserError('b')])": (
+        2,
+        "2 errors of rank 1:\na\nb\n",
+    ),
+    "os.environ['RANK'] = '0'; raise on_node(UserError('no GPU'), rank=5, node='n2')": (
+        69,
+        "error: rank 5 on n2: no GPU\n",
+    ),
+    "os.environ['RANK'] = '5'; raise on_node(UserError('no GPU'), rank=5, node='n2')": (
+        69,
+        "error: rank 5 on n2: no GPU\n",
+    ),
     "raise StorageError('disk full')": (74, "error:\ndisk full\n"),
     "raise DivergedError('loss is NaN')": (76, "error:\nloss is NaN\n"),
     "raise KeyError('lost')": (1, "KeyError: 'lost'\n"),
@@ -92,8 +107,10 @@ def test_rank_script_exits_with_its_code_and_output(ending: str) -> None:
     # A thread that never ends, buffered output, and an object that aborts teardown.
     code = f"""
 import atexit, os, sys, threading
-from vitscale.config.errors import DivergedError, RankError, StorageError, UserError
+from vitscale.config import errors
+from vitscale.config.errors import *
 from vitscale.distributed.processes import run_rank_script
+errors.FIRST_RANK_S = 0.1
 class AbortAtTeardown:
     def __del__(self, abort=os.abort):
         abort()

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import NodeError, UserError
+from vitscale.distributed import world as world_module
+from vitscale.distributed.processes import LAUNCHER_VARIABLES, free_port, node_name
 from vitscale.distributed.world import (
     STOP_SIGNALS,
     PreemptionFlag,
     World,
     _choose_interface,
+    _complete_environment,
+    _join,
     _pick_device,
+    odd_rank,
 )
 
 
@@ -59,6 +67,192 @@ def test_a_driver_too_old_for_torch_is_an_error(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(UserError, match="driver on your system is too old"):
             _pick_device(wanted, 0)  # type: ignore[arg-type]  # a literal
     assert _pick_device("cpu", 0).type == "cpu"
+
+
+def test_a_gpu_that_slurm_gave_and_torch_does_not_find_is_a_fault_of_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if all ranks have lost theirs: the node may be the only one of the job."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("RANK", "3")
+    for given in ("0", "0,1", "GPU-8932f937", "MIG-7"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        for wanted in ("auto", "cuda"):
+            with pytest.raises(NodeError, match=f"rank 3 on {node_name()}.*gave this task GPU"):
+                _pick_device(wanted, 0)  # type: ignore[arg-type]  # a literal
+        assert _pick_device("cpu", 0).type == "cpu"
+    # Nothing was given, or it is hidden on purpose.
+    for given in ("", "NoDevFiles", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        assert _pick_device("auto", 0).type == "cpu"
+
+
+# ---- devices of several ranks --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "odd"),
+    [
+        (["cuda"] * 4, None),
+        (["cpu"], None),
+        (["cuda", "cuda", "cpu", "cuda"], 2),
+        (["cpu", "cuda", "cuda"], 0),
+        (["cpu", "cpu", "cuda"], 2),
+        (["cuda", "cpu"], 1),
+        (["cuda", "no GPU", "cuda", "no GPU"], 1),
+        (["no GPU: 0", "cpu"], 0),
+        (["no GPU: 0", "no GPU: 1"], None),
+    ],
+)
+def test_the_odd_rank(words: list[str], odd: int | None) -> None:
+    assert odd_rank(words) == odd
+
+
+def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list[Any]:
+    """The device type or the error of each rank, a thread; None: a rank without its GPU."""
+
+    def pick(_: str, rank: int) -> torch.device:
+        device = devices[rank]
+        if device is None:
+            raise UserError(f"local rank {rank} has no GPU", where="engine.device")
+        return torch.device(device)
+
+    def join(rank: int) -> Any:
+        ranks = {"rank": rank, "world_size": len(devices), "local_rank": rank}
+        world = World(local_world_size=len(devices), device=torch.device("cpu"), **ranks)
+        try:
+            device, store = _join(world, wanted="auto")
+            # Rank 0 serves the store until all have their answer, as in a process group.
+            world_module._leave_store(store, world)
+            return device.type
+        except UserError as error:
+            return error
+
+    monkeypatch.setattr(world_module, "_pick_device", pick)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with ThreadPoolExecutor(len(devices)) as pool:
+        return list(pool.map(join, range(len(devices))))
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, ["cuda"] * 2])
+def test_ranks_with_devices_of_one_type_join(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str | None]
+) -> None:
+    assert join_all(monkeypatch, devices) == devices
+
+
+@pytest.mark.parametrize(
+    ("devices", "odd", "text"),
+    [
+        (["cuda", "cuda", None], 2, "local rank 2 has no GPU"),
+        ([None, "cuda", "cuda"], 0, "local rank 0 has no GPU"),
+        (["cuda", None, None], 1, "local rank 1 has no GPU"),
+        (["cuda", "cpu", "cuda"], 1, "engine.device=auto is cpu here"),
+        (["cpu", "cuda", "cuda"], 0, "engine.device=auto is cpu here"),
+        (["cpu", "cpu", "cuda"], 2, "engine.device=auto is cuda here"),
+    ],
+)
+def test_every_rank_names_the_one_whose_device_is_unlike_the_others(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str | None], odd: int, text: str
+) -> None:
+    """One that trained on the CPU would be waited for in the first collective of the GPUs."""
+    for error in join_all(monkeypatch, devices):
+        assert type(error) is NodeError and (error.rank, error.node) == (odd, node_name())
+        assert f"rank {odd} on {node_name()}: " in str(error) and text in str(error)
+
+
+def test_a_device_that_no_rank_has_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = join_all(monkeypatch, [None] * 3)
+    assert [type(error) for error in found] == [UserError] * 3
+    assert [str(error) for error in found] == [
+        f"engine.device: local rank {rank} has no GPU" for rank in range(3)
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], rank: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(world_module, "TELL_S", 0.5)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    ranks = {"rank": rank, "world_size": 8, "local_rank": rank, "local_world_size": 8}
+    with pytest.raises(NodeError, match=f"rank {rank} on {node_name()}: .*has no GPU"):
+        _join(World(device=torch.device("cpu"), **ranks), wanted="cuda")
+    # Before it waits for them, in which a launcher may end it.
+    assert f"local rank {rank} has no GPU" in capfd.readouterr().err
+
+
+# ---- what the environment says -------------------------------------------------------------------
+
+
+STALE = {
+    "MASTER_ADDR": "192.0.2.1",
+    "MASTER_PORT": "29511",
+    "WORLD_SIZE": "64",
+    "LOCAL_RANK": "7",
+    "LOCAL_WORLD_SIZE": "8",
+    "LOCAL_SIZE": "8",
+    "GLOO_SOCKET_IFNAME": "ib7",
+    "NCCL_SOCKET_IFNAME": "ib7",
+    "NCCL_COMM_ID": "192.0.2.1:29511",
+}
+
+
+@pytest.mark.parametrize("names", [[*STALE], ["MASTER_ADDR"], ["MASTER_PORT", "WORLD_SIZE"], []])
+def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], names: list[str]
+) -> None:
+    assert {*STALE} == {*LAUNCHER_VARIABLES}
+    environment = {name: STALE[name] for name in names}
+    monkeypatch.setattr(os, "environ", environment)
+    _complete_environment()
+    port = int(environment.pop("MASTER_PORT"))
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert environment == alone | {"MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", port))
+    said = capsys.readouterr()
+    assert said.out == ""
+    listed = said.err.removeprefix("one process without RANK: ").partition(" of the environment")[0]
+    assert sorted(filter(None, listed.split(", "))) == sorted(names)
+
+
+def test_a_launcher_is_obeyed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {**STALE, "RANK": "9"}
+    monkeypatch.setattr(os, "environ", dict(given))
+    _complete_environment()
+    assert os.environ == given and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"RANK": ""}, "RANK"),
+        ({"RANK": "one"}, "RANK"),
+        ({"RANK": "-1"}, "RANK"),
+        ({"RANK": "64"}, "RANK"),
+        ({"RANK": "²"}, "RANK"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK"),
+        ({"MASTER_PORT": "tcp://10.0.0.1:29500"}, "MASTER_PORT"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT"),
+    ],
+)
+def test_variables_that_name_no_rank_are_one_error(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], name: str
+) -> None:
+    """A container's orchestrator sets some of them for services of the same name."""
+    monkeypatch.setattr(os, "environ", {**STALE, "RANK": "9", **changes})
+    with pytest.raises(UserError, match=f"(?s)^{name}: is .*unset RANK") as caught:
+        _complete_environment()
+    assert repr(changes[name]) in str(caught.value)
 
 
 def test_gloo_takes_the_network_of_the_route_to_the_first_rank(

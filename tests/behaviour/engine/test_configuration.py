@@ -9,7 +9,7 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.engine.engine import deepspeed_config, resolve_precision
-from vitscale.engine.settings import EngineSettings
+from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.models import costs
 from vitscale.models.settings import ViTSettings
 
@@ -46,26 +46,29 @@ def test_raw_keys_are_merged_over_the_generated_ones() -> None:
     assert found["train_batch_size"] == 24 and found["gradient_clipping"] == 0.5
 
 
-# (dtype, stage, accumulation, ranks), dtype of accumulated gradients.
-ACCUMULATED = [
-    *((dtype, stage, 3, 2, "fp32") for dtype in (BF16, FP16) for stage in (1, 2, 3)),
-    # One gradient is bf16 already, and the sum of two is rounded before it is sent.
-    *((BF16, 1, number, 64, "bf16") for number in (1, 2)),
-    *((BF16, 2, 1, 2, "fp32"), (BF16, 1, 1, 65, "fp32"), (FP16, 1, 1, 2, "fp32")),
+# (dtype, stage, ranks), what DeepSpeed computes in, and the dtype in which ranks add gradients.
+PRECISIONS = [
+    *((FP32, stage, 65, None, None) for stage in (0, 1, 2, 3)),
     # Autocast over fp32 weights.
-    (BF16, 0, 1, 2, None),
+    *((BF16, 0, ranks, "torch_autocast", None) for ranks in (2, 65)),
+    # Own stage 1 casts the weights itself.
+    *((BF16, 1, ranks, None, sent) for ranks, sent in ((64, "bf16"), (65, "fp32"))),
+    *((BF16, stage, 64, "bf16", "bf16") for stage in (2, 3)),
+    *((BF16, stage, 65, "bf16", "fp32") for stage in (2, 3)),
+    *((FP16, stage, 64, "fp16", "fp16") for stage in (1, 2, 3)),
+    *((FP16, stage, 65, "fp16", "fp32") for stage in (1, 2, 3)),
 ]
 
 
-@pytest.mark.parametrize("dtype, stage, accumulation, world_size, expected", ACCUMULATED)
-def test_gradients_are_accumulated_without_loss(
-    dtype: torch.dtype, stage: int, accumulation: int, world_size: int, expected: str | None
+@pytest.mark.parametrize("dtype, stage, world_size, section, sent_as", PRECISIONS)
+def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
+    dtype: torch.dtype, stage: int, world_size: int, section: str | None, sent_as: str | None
 ) -> None:
-    found = config(dtype, stage=stage, accumulation=accumulation, world_size=world_size)
-    assert found.get("data_types") == (expected and {"grad_accum_dtype": expected})
-    halves = {"torch_autocast", "bf16", "fp16"} & found.keys()
-    assert halves == {"torch_autocast" if expected is None else "fp16" if dtype == FP16 else "bf16"}
-    assert found.get("communication_data_type") == ("fp32" if world_size > 64 else None)
+    found = config(dtype, stage=stage, world_size=world_size)
+    assert {"torch_autocast", "bf16", "fp16"} & found.keys() == {section} - {None}
+    sums = {"grad_accum_dtype": "fp32"} if section in ("bf16", "fp16") else None
+    assert found.get("data_types") == sums
+    assert found.get("communication_data_type") == sent_as
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -96,3 +99,58 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
 def test_fp16_needs_a_gpu() -> None:
     with pytest.raises(UserError, match="runs on cpu\n  allowed: auto, fp32"):
         resolve_precision(EngineSettings(precision="fp16"), torch.device("cpu"))
+
+
+# Settings of the engine, a raw key, and the setting with which it would have an effect.
+UNREAD = [
+    ({"zero_stage": 0}, {"prescale_gradients": True}, "engine.zero_stage=2"),
+    ({"zero_stage": 1}, {"prescale_gradients": True}, "engine.zero_stage=2"),
+    ({"zero_stage": 1}, {"zero_optimization": {"overlap_comm": True}}, "engine.zero_stage=2"),
+    ({"zero_stage": 1}, {"zero_optimization": {"reduce_scatter": True}}, "engine.zero_stage=2"),
+    (
+        {"zero_stage": 1},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        "engine.zero_stage=2",
+    ),
+    ({"zero_stage": 1}, {"data_types": {"grad_accum_dtype": "bf16"}}, "engine.zero_stage=2"),
+    ({"zero_stage": 0}, {"comms_logger": {"enabled": True}}, "engine.zero_stage=2"),
+    ({"zero_stage": 1}, {"torch_autocast": {"enabled": True}}, "engine.zero_stage=0"),
+    ({"zero_stage": 2}, {"fp16": {"enabled": True}}, "engine.precision=fp16"),
+    ({"zero_stage": 3, "precision": "fp32"}, {"bf16": {"enabled": True}}, "engine.precision=bf16"),
+    ({"zero_stage": 1, "precision": "bf16"}, {"bf16": {"enabled": True}}, "engine.zero_stage=2"),
+]
+READ = [
+    ({"zero_stage": stage}, {"zero_optimization": {"reduce_bucket_size": 10}})
+    for stage in (0, 1, 2, 3)
+]
+READ += [
+    ({"zero_stage": 2}, {"zero_optimization": {"overlap_comm": True}}),
+    ({"zero_stage": 0}, {"torch_autocast": {"lower_precision_safe_modules": []}}),
+    ({"zero_stage": 1, "precision": "fp16"}, {"fp16": {"initial_scale_power": 8}}),
+    ({"zero_stage": 1, "precision": "fp16"}, {"prescale_gradients": True}),
+    ({"zero_stage": 3}, {"bf16": {"enabled": True}}),
+    ({"zero_stage": 1}, {"flops_profiler": {"enabled": True}, "communication_data_type": "fp32"}),
+]
+
+
+@pytest.mark.parametrize("engine, raw, setting", UNREAD)
+def test_raw_keys_that_nothing_reads_are_refused(
+    engine: dict[str, Any], raw: dict[str, Any], setting: str
+) -> None:
+    problems = list(raw_problems(raw, engine=EngineSettings(**engine)))
+    assert [text for _, text in problems] == [f"has no effect here; remove it, or set {setting}"]
+
+
+@pytest.mark.parametrize("engine, raw", READ)
+def test_raw_keys_that_are_read_are_taken(engine: dict[str, Any], raw: dict[str, Any]) -> None:
+    assert list(raw_problems(raw, engine=EngineSettings(**engine))) == []
+
+
+def test_ranks_add_in_a_precision_that_exists() -> None:
+    problems = list(raw_problems({"communication_data_type": "int8"}, engine=EngineSettings()))
+    assert problems == [
+        (
+            "deepspeed.communication_data_type",
+            "'int8' is no precision; take bf16, fp16, fp32",
+        )
+    ]

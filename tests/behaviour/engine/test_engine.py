@@ -5,35 +5,42 @@ On two ranks, in half precision, compiled: test_golden_curves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.runtime import torch_autocast
-from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from benchmarks.training_loops import BareLoop, Calls, EngineLoop, Task
 from pretrain.run import PretrainRun
 from tests.support.engine.zero_checks import (
     ADAMW,
     BF16,
+    CLOSE,
     FAR_HEAD,
     MODEL,
+    STAGES,
     data,
-    engine_config,
     keeps_the_head_in_fp32,
     moved,
     new_engine,
     new_model,
+    train,
+    train_plain,
     trains_as_plain_torch,
     whole_state,
 )
-from vitscale.config.errors import UserError
+from vitscale.config.errors import RankError, UserError
 from vitscale.distributed.world import World
-from vitscale.engine.engine import check_nan_is_skipped
-from vitscale.engine.layouts import FlatLayout, PartitionedLayout, PlainLayout
+from vitscale.engine import deepspeed_parts
+from vitscale.engine.deepspeed_parts import PartitionedLayout
+from vitscale.engine.layouts import FlatLayout, PlainLayout
 from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
 
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
@@ -99,22 +106,12 @@ def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int) -> 
     moved(*engines)
 
 
-@pytest.mark.parametrize("stage", [2, 3])  # the others measure the norm themselves
-def test_a_release_that_hides_a_nan_is_refused(
-    world: World, stage: int, monkeypatch: pytest.MonkeyPatch
+def test_another_release_of_deepspeed_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before 0.19.8 a group with a NaN had a norm of -1, and the norm of all was finite."""
-
-    def combined(norms: list[torch.Tensor], **_: Any) -> torch.Tensor:
-        return torch.stack(norms).norm()
-
-    config = engine_config(world, stage=stage)
-    check_nan_is_skipped(config, world=world, dtype=torch.float32)
-    for module in (stage_1_and_2, stage3):
-        monkeypatch.setattr(module, "is_invalid_grad_norm", lambda norm: False)
-        monkeypatch.setattr(module, "combine_grad_norm_groups", combined)
-    with pytest.raises(UserError, match=r"DeepSpeed .* updates weights although a gradient is NaN"):
-        check_nan_is_skipped(config, world=world, dtype=torch.float32)
+    monkeypatch.setattr(deepspeed, "__version__", "0.19.9")
+    with pytest.raises(UserError, match=r"DeepSpeed 0.19.9 is installed.*\n  allowed: deepspeed=="):
+        new_engine(world, stage=1)
 
 
 def calls_of(loop: Any) -> int:
@@ -167,3 +164,64 @@ def test_autocast_ends_with_its_engine(world: World) -> None:
     assert torch_autocast.is_autocast_initialized()
     new_engine(world, stage=1)
     assert not torch_autocast.is_autocast_initialized()
+
+
+@pytest.fixture
+def seen_gpu() -> Iterator[None]:
+    """DeepSpeed believes that this machine has a GPU, which nothing can use."""
+    before = get_accelerator()
+    set_accelerator(CUDA_Accelerator())
+    yield
+    set_accelerator(before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_cpu_is_used_beside_gpus(
+    world: World, seen_gpu: None, stage: int, dtype: torch.dtype
+) -> None:
+    assert get_accelerator().device_name() == "cuda"
+    engine = new_engine(world, stage=stage, dtype=dtype)
+    rel = CLOSE if dtype == torch.float32 else 2e-2
+    assert train(engine, 0, 2) == pytest.approx(train_plain(ADAMW).losses[:2], rel=rel)
+    assert {part.device.type for part in engine.export_state().values()} == {"cpu"}
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_that_leaves_out_other_parameters_is_refused(
+    world: World, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of two ranks, whose gradients DeepSpeed would add to those of other parameters."""
+    two = replace(world, world_size=2)
+    images = data(0)[0][:4]
+
+    def started(unused_by_the_other: frozenset[str]) -> Any:
+        engine = new_engine(world, stage=stage)
+        engine._layout._world = two
+        monkeypatch.setattr(
+            deepspeed_parts, "gather_objects", lambda unused: [unused, unused_by_the_other]
+        )
+        return engine
+
+    engine = started(frozenset({"head.bias"}))
+    with pytest.raises(UserError, match="does not use head.bias: rank 0 has 0 such .*, rank 1 1"):
+        engine.backward(engine.logits(images).sum())
+
+    engine = started(frozenset())
+    engine.backward(engine.logits(images).sum())
+    engine.step()
+    engine.logits(images)
+    with pytest.raises(RankError, match=r"the loss does not use blocks\.0\.attn\.proj\.bias"):
+        engine.backward(engine._engine.module.head.bias.sum())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage: int) -> None:
+    """Its gradient is zero, on one rank without ZeRO too: AdamW would leave out what has none."""
+    vit = new_model(ADAMW)
+    vit.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
+    engine = new_engine(world, stage=stage, vit=vit)
+    train(engine, 0, 1)
+    kept = 1 - ADAMW.rate(0) * ADAMW.optim.weight_decay
+    assert whole_state(engine)["model.unused"].flatten().tolist() == pytest.approx([kept] * 6)

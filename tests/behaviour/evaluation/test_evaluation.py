@@ -58,6 +58,7 @@ from vitscale.evaluation.linear_heads import (
 from vitscale.evaluation.real_labels import RealLabels, RealLabelsSettings, _label_table
 from vitscale.evaluation.registry import ScheduledEvaluations
 from vitscale.evaluation.subset import Subset, SubsetSettings
+from vitscale.training.session import TrainingSession
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,13 +92,16 @@ def subject(
         (subject(), ("needs labels", "labelled shards")),
         (subject("cat", outputs=0), ("has no head", "knn")),
         (subject("cat", "dog"), ("2 classes", "head has 3", "subset")),
-        (subject("cat", "eel", "dog"), ("in another order", "label 1 is 'eel'", "'dog'")),
-        (subject("cat", "dog", "fox"), ("other classes", "label 2 is 'fox'", "subset")),
+        (subject("cat", "dog", "fox"), ("1 of 3 classes", "'fox'", "subset")),
+        (
+            subject("cat", "dog", "eel", model=None),
+            ("outputs are unknown", "'cat'", "classes.json"),
+        ),
+        (subject("0", "1", "2"), ("3 of 3 classes", "'0'")),
     ],
 )
 def test_other_classes_are_refused(given: Any, parts: tuple[str, ...]) -> None:
-    for model in (("cat", "dog", "eel"), None):
-        check_labels(subject("cat", "dog", "eel", model=model), name="classification")
+    check_labels(subject("cat", "dog", "eel"), name="classification")
     with pytest.raises(UserError) as error:
         check_labels(given, name="classification")
     assert all(part in str(error.value) for part in parts)
@@ -182,6 +186,30 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch: pytest.M
     assert engine.training
 
 
+def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers() -> None:
+    """And says so; in `vitscale evaluate` it is an error."""
+    logits = torch.zeros(4, 2)
+    logits[2, 1] = math.nan
+    engine: Any = FakeEngine()
+    engine.world, engine.known_outputs = WORLD, ("logits",)
+    subject = replace(given_outputs(logits, [0, 1, 0, 1]), model=engine)
+    chosen = [ClassificationSettings(every_steps=4)]
+    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=False)
+    said: list[str] = []
+    fake: Any = SimpleNamespace(
+        watchdog=SimpleNamespace(mark=lambda _: None),
+        val_index=subject.val,
+        run=SimpleNamespace(data=SimpleNamespace(evaluated="'val'")),
+        evaluations=evaluations,
+        log=SimpleNamespace(say=said.append),
+    )
+    TrainingSession._evaluate(fake, 4, is_last=False)
+    (line,) = said
+    assert line.startswith("step 4: not evaluated: outputs of the model are not finite")
+    assert line.endswith(": 1 of 4 images")
+    assert engine.training
+
+
 def test_every_entry_is_named_by_its_settings() -> None:
     for name, evaluation in registry.EVALUATIONS.items():
         assert evaluation.Settings.model_fields["name"].default == name
@@ -238,7 +266,8 @@ def test_each_head_of_a_distilled_model_is_counted() -> None:
 def test_the_mean_over_classes_counts_classes(tmp_path: Path) -> None:
     logits = torch.eye(3)[[0, 0, 0, 2]]
     classes = ("cat, black", "dog", "eel")
-    subject = given_outputs(logits, [0, 0, 0, 1], classes=classes, folder=tmp_path)
+    names = {"classes": classes, "model_classes": classes}
+    subject = given_outputs(logits, [0, 0, 0, 1], folder=tmp_path, **names)
     found = Classification(ClassificationSettings()).metrics(subject)
     assert (found["top1"], found["class_mean_top1"]) == (0.75, 0.5)
     assert (tmp_path / "per_class.csv").read_bytes() == TABLE.encode()
@@ -287,7 +316,8 @@ def test_files_and_metric_equal_a_case_by_hand(tmp_path: Path) -> None:
     )
     val = read_split(str(folder), split="val")
     logits = torch.eye(2)[[1, 1, 0, 1]]  # of labels 0, 1, 0, 1
-    subject = given_outputs(logits, [], val=val, folder=tmp_path / "files")
+    names = val.classes
+    subject = given_outputs(logits, [], val=val, model_classes=names, folder=tmp_path / "files")
     found = Confusion(ConfusionSettings(num_classes=1)).metrics(subject)
     assert found == {"worst_classes_top1": 0.5}
     lines = (tmp_path / "files/confusion.csv").read_text().splitlines()
@@ -319,8 +349,9 @@ def test_named_sets_are_timms_index_lists(name: Any) -> None:
     lines = timm_file(f"{name}_indices.txt", where="").read_text().split()
     classes = known_space(name)[::-1]  # shards may have any order
     subject = given_outputs(torch.zeros(1, 1000), [0], classes=classes)
-    columns, labels = subset(classes=name)._columns(subject)
-    assert columns == [int(line) for line in lines] and labels == list(range(200))[::-1]
+    outputs, positions = subset(classes=name)._columns(subject)
+    assert list(outputs.columns) == [int(line) for line in lines]
+    assert list(positions.columns) == list(range(200))[::-1]
 
 
 def test_classes_that_the_shards_lack_compete_too() -> None:

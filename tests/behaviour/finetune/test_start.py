@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save as saved_bytes
 from safetensors.torch import save_file
 
 from finetune.run import FinetuneRun
-from finetune.start import load_initial_weights, sliced_head
+from finetune.start import load_initial_weights, with_head
+from tests.support.corpora.shard_folders import make_shard_folder
+from tests.support.engine.small_models import export, small_model
+from vitscale.checkpoint.folders import Save, commit_save, only_this_rank
 from vitscale.config.errors import UserError
+from vitscale.config.loader import run_to_yaml
 from vitscale.data.label_spaces import known_space
+from vitscale.distributed.events import record_start
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
+from vitscale.models.weights.files import Weights
 
 TEDDY_BEAR = "n04399382"
 SMALL: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 192, "depth": 1}
@@ -52,6 +60,119 @@ def test_training_says_what_the_weights_expect(tmp_path: Path) -> None:
     assert torch.equal(model.get_parameter("cls_token"), theirs["cls_token"])
 
 
+# ---- a run of ours ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    make_shard_folder(tmp_path / "shards", classes=("cat", "dog"))
+    return tmp_path / "shards"
+
+
+def values_of(shards: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration; changes: of `model` and `data`."""
+    data = {"path": str(shards), "global_batch": 64}
+    values: dict[str, Any] = {"name": "x", "model": dict(SMALL), "data": data}
+    values |= {"optim": {"lr": 0.1}, "schedule": {"steps": 1}}
+    for section, keys in changes.items():
+        values[section] |= keys
+    return values
+
+
+def write_run(folder: Path, shards: Path, *, classes: tuple[str, ...], **changes: Any) -> Any:
+    """The run folder of a training that has committed a checkpoint; returns its network."""
+    run = FinetuneRun.model_validate(values_of(shards, **changes))
+    arch: Any = run.model.resolved(num_classes=len(classes))
+    model = build_model(arch, seed=3)
+    torch.nn.init.normal_(model.head.weight)
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    description = {"architecture": arch.description(), "grid": list(arch.grid), "ema": None}
+    save = Save(
+        checkpoints=folder / "checkpoints",
+        step=1,
+        attempt="a",
+        rank=0,
+        keep=1,
+        progress={},
+        description=description,
+    )
+    (folder / "checkpoints").mkdir(parents=True)
+    commit_save(save, [saved_bytes(tensors)], gather=only_this_rank)
+    (folder / "config.yaml").write_text(run_to_yaml(run))
+    (folder / "classes.json").write_text(json.dumps(classes))
+    return model
+
+
+def started(shards: Path, init: Path, **changes: Any) -> tuple[list[str], Any]:
+    values = values_of(shards, **changes) | {"init": str(init), "keep_head": True}
+    run = FinetuneRun.model_validate(values)
+    arch: Any = run.model.resolved(num_classes=2)
+    model = build_model(arch, seed=1)
+    return load_initial_weights(model, arch, run)[1], model
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"model": {"gelu": "erf"}}, ["model.gelu=tanh; this run has erf"]),
+        ({"model": {"layer_norm_eps": 0.1}}, ["model.layer_norm_eps=1e-06; this run has 0.1"]),
+        ({"model": {"pool": "gap", "class_token": True}}, ["model.pool=cls; this run has gap"]),
+        (
+            {"data": {"mean": [0.2] * 3, "std": [0.9] * 3}},
+            [
+                "data.mean=[0.5, 0.5, 0.5]; this run has [0.2, 0.2, 0.2]",
+                "data.std=[0.5, 0.5, 0.5]; this run has [0.9, 0.9, 0.9]",
+            ],
+        ),
+        ({"model": {"dropout": 0.1, "drop_path": 0.2}}, []),
+    ],
+)
+def test_our_own_runs_are_compared_as_other_weights_are(
+    shards: Path, tmp_path: Path, changes: dict[str, Any], said: list[str]
+) -> None:
+    write_run(tmp_path / "run", shards, classes=("cat", "dog"))
+    lines, _ = started(shards, tmp_path / "run", **changes)
+    assert lines[2:] == [f"these weights expect {each}" for each in said]
+
+
+@pytest.mark.parametrize("kind", ["run", "safetensors", "huggingface"])
+def test_another_number_of_heads_is_refused_where_it_is_known(
+    shards: Path, tmp_path: Path, kind: str
+) -> None:
+    """The tensors fit, whatever the heads."""
+    init = tmp_path / "init"
+    if kind == "run":
+        write_run(init, shards, classes=("cat", "dog"))
+    else:
+        export(small_model(num_classes=2, classes=("cat", "dog"), **SMALL), kind, init)
+    started(shards, init)
+    with pytest.raises(
+        UserError, match=r"have 3 attention heads, and this run 6(?s:.*)num_heads=3"
+    ):
+        started(shards, init, model={"num_heads": 6})
+    with pytest.raises(UserError, match="tensors do not fit"):
+        started(shards, init, model={"num_heads": 6, "width": 384})
+
+
+def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", shards, classes=("cat", "dog"))
+    for total, said in ((1, "step 1"), (40, "step 1 of 40, not finished")):
+        record_start(tmp_path / "run", first_step=0, total_steps=total)
+        lines, _ = started(shards, tmp_path / "run")
+        assert lines[0].endswith(said)
+
+
+def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
+    theirs = write_run(tmp_path / "run", shards, classes=("dog", "cat"))
+    lines, model = started(shards, tmp_path / "run")
+    assert torch.equal(model.head.weight, theirs.head.weight[[1, 0]])
+    assert lines[1] == "kept 2 of 2 classes of the head, matched by name"
+    write_run(tmp_path / "other", shards, classes=("dog", "owl"))
+    with pytest.raises(UserError, match=r"\(dog, owl, ...\) include 1 of the 2"):
+        started(shards, tmp_path / "other")
+
+
 def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
     other = network(4, pool="gap", pool_norm=True, layer_scale=0.1, mlp_width=24).state_dict()
     np.savez(tmp_path / "model.npz", **{name: value.numpy() for name, value in other.items()})
@@ -76,8 +197,9 @@ def head(num_classes: int, *, names: tuple[str, ...] = ("head",)) -> dict[str, t
 
 def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
     target = known_space("imagenet_1k")
-    found, missing = sliced_head(head(21_843), source=None, target=target, where="there")
-    assert missing == [TEDDY_BEAR] and target.index(TEDDY_BEAR) == 850
+    found, said = kept(head(21_843), None, target)
+    assert said.startswith("kept 999 of 1,000 classes of the head, matched by")
+    assert said.endswith(f"zero weights for {TEDDY_BEAR}") and target.index(TEDDY_BEAR) == 850
     assert found["head.weight"].shape == (1000, 2)
     lacking = found["head.weight"].abs().sum(1) == 0
     assert lacking.nonzero().flatten().tolist() == [850]
@@ -87,11 +209,22 @@ def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
     assert torch.equal(found["cls_token"], torch.ones(1, 1, 2))
 
 
+def kept(
+    weights: dict[str, torch.Tensor],
+    source: tuple[str, ...] | None,
+    target: tuple[str, ...],
+    keep: Any = "slice",
+) -> tuple[dict[str, torch.Tensor], str]:
+    given = Weights(tensors=weights, classes=source, where="there")
+    found, (said,) = with_head(given, target, keep=keep)
+    return found.tensors, said
+
+
 @pytest.mark.parametrize("names", [("head", "head_dist"), ("head.2",)])
 def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
     weights, source = head(4, names=names), ("cat", "dog", "cow", "owl")
-    found, missing = sliced_head(weights, source=source, target=("owl", "cat"), where="there")
-    assert missing == []
+    found, said = kept(weights, source, ("owl", "cat"))
+    assert said == "kept 2 of 2 classes of the head, matched by name"
     for name in names:
         assert found[f"{name}.weight"].tolist() == [[3, 3], [0, 0]]
         assert found[f"{name}.bias"].tolist() == [-3, 0]
@@ -101,12 +234,34 @@ def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
     "weights, source, message",
     [
         (head(4), ("a", "b", "c", "d"), r"\(a, b, ...\) include 0 of the 3"),
-        (head(4), None, r"\(unknown, ...\) include 0 of the 3"),
+        (head(4), None, "outputs are unknown"),
         (head(4), ("cat", "b", "c", "d"), "include 1 of the 3"),
-        (head(5), ("cat", "dog", "cow", "d"), "include 3 of the 3"),  # one name is missing
+        (head(5), ("cat", "dog", "cow", "d"), "outputs are unknown"),  # one name is missing
         ({"cls_token": torch.ones(1)}, None, "contains no classifier"),
     ],
 )
 def test_too_few_matches_are_one_error(weights: Any, source: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        sliced_head(weights, source=source, target=("cat", "dog", "cow"), where="there")
+        kept(weights, source, ("cat", "dog", "cow"))
+
+
+def test_a_whole_head_is_kept_for_the_same_classes_in_any_order() -> None:
+    """DeiT at 384 px; rows are matched by name where both sides have names."""
+    same, said = kept(head(3), ("cat", "dog", "cow"), ("cat", "dog", "cow"), True)
+    assert said == "kept 3 of 3 classes of the head"
+    assert torch.equal(same["head.weight"], head(3)["head.weight"])
+    other, said = kept(head(3), ("cat", "dog", "cow"), ("cow", "cat", "dog"), True)
+    assert said.endswith("matched by name") and other["head.bias"].tolist() == [-2, 0, -1]
+    unnamed, said = kept(head(3), None, ("cat", "dog", "cow"), True)
+    assert "have no names: taken in the shards' order" in said
+    assert torch.equal(unnamed["head.weight"], head(3)["head.weight"])
+    words = ("tench, Tinca tinca", "goldfish, Carassius auratus")
+    named, said = kept(head(2), words, ("n01443537", "n01440764"), True)
+    assert named["head.bias"].tolist() == [-1, 0] and "by WordNet" in said
+    for names, target in (
+        (("cat", "dog", "cow"), ("cat", "dog", "owl")),  # another class
+        (("cat", "dog", "cow"), ("cat", "dog")),  # a part of them
+        (("0", "1", "2"), ("cat", "dog", "owl")),
+    ):
+        with pytest.raises(UserError, match="set keep_head=slice or false"):
+            kept(head(len(names)), names, target, True)

@@ -207,6 +207,11 @@ def test_two_failures_in_a_row_blame_a_node() -> None:
     first, second = attempts(FAIL_0, FAIL_5)
     assert blamed_node([first]) is None
     assert blamed_node([first, second]) == "n2"  # progress does not acquit it
+    # A node that lacks what others have is not tried again.
+    assert blamed_node([replace(first, kind=FailureKind.NODE)]) == "n2"
+    lacking = replace(second, kind=FailureKind.NODE, failed_node="n1")
+    assert blamed_node([first, lacking]) == "n1"
+    assert blamed_node([replace(lacking, failed_node=None)]) is None
     assert blamed_node([first, replace(second, failed_node="n1")]) is None
     assert blamed_node([replace(first, failed_node=None), second]) is None
     assert blamed_node([replace(first, job_id="16"), second]) is None

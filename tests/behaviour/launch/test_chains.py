@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from blake3 import blake3
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
@@ -314,6 +315,32 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
     manifest.write_text(json.dumps(content | {"config": {"seed": 9, "launch": {"nodes": 7}}}))
     with pytest.raises(UserError, match="(?s)shards: exists already.*seed: made with 9, now 0"):
         check_unchanged(chain_states(chain))
+
+
+@pytest.mark.parametrize("key", ["labels.map", "labels.space", "source.val_labels"])
+def test_a_file_that_a_setting_names_counts_as_the_setting(
+    chain: Chain, folder: Path, key: str
+) -> None:
+    section, name = key.split(".")
+    (folder / "data.yaml").write_text(f"{DATA}{section}: {{{name}: list.csv}}\n")
+    if section == "source":
+        text = DATA.replace("{path: images}", f"{{path: images, {name}: list.csv}}")
+        (folder / "data.yaml").write_text(text)
+    (folder / "list.csv").write_bytes(b"a,b\n")
+    chain = chain_of(folder / "chain.yaml")
+    (step,) = steps_of(chain, "shards")
+    config = step.run.model_dump(mode="json", include={section})
+    config[section].pop("path", None)
+    config[section][f"{name}_blake3"] = blake3(b"a,b\n").hexdigest()
+    manifest = folder / "shards/manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"config": config}))
+    assert texts(chain, "shards") == {"done"}
+    (folder / "list.csv").write_bytes(b"a,c\n")
+    with pytest.raises(UserError, match=f"{key}_blake3: made with "):
+        check_unchanged(chain_states(chain))
+    (folder / "list.csv").unlink()  # only the nodes see it
+    assert texts(chain, "shards") == {"done"}
 
 
 def test_a_dry_run_writes_nothing(chain: Chain, folder: Path) -> None:

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 
 from launch.comparison.differences import compare, dependences, parse_budget
-from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, render
+from launch.comparison.page import (
+    MAX_CLASSES,
+    MAX_PICTURE_BYTES,
+    MAX_POINTS,
+    PNG_SIGNATURE,
+    render,
+)
 from launch.comparison.report import tables, write_csv, write_json
 from launch.comparison.runs import ComparedRun, load_runs
 from launch.comparison.sync import final_status, sync
@@ -256,6 +262,96 @@ def test_the_verdict_names_the_best_run_and_why() -> None:
     assert "differ in lr." in text and "within the spread of the seeds (0.49)" in text
 
 
+def test_a_run_without_a_second_seed_is_ranked_beside_groups() -> None:
+    groups = [
+        run(f"{name}{seed}", [top1 + seed / 100], seed=str(seed), lr=name)
+        for name, top1 in (("A", 0.70), ("B", 0.60)) for seed in (0, 1)
+    ]  # fmt: skip
+    for top1, first in (
+        (0.9, "C0 is best: val/top1 0.9; next is A0 and 1 more, 0.705 ± 0.0071."),
+        (0.65, "A0 and 1 more is best: val/top1 0.705 ± 0.0071; next is C0, 0.65."),
+        (0.1, "A0 and 1 more is best: val/top1 0.705 ± 0.0071; next is B0 and 1 more, 0.605"),
+    ):
+        text = verdict(*groups, run("C0", [top1], seed="5", lr="C"))
+        assert first in text and "differ in lr.\n" in text
+        assert ("Of C0 there is one seed" in text) == (top1 > 0.6)
+    # One group and a single run; two seeds of one setting have no order.
+    assert verdict(*groups[:2], run("C0", [0.9], seed="0", lr="C")).startswith("C0 is best")
+    assert verdict(*groups[:2]) == "A0 and 1 more has val/top1 0.705 ± 0.0071.\n"
+
+
+def test_runs_without_the_metric_at_the_budget_are_named_with_their_last_value() -> None:
+    short, long = logged(*[{"val/top1": 0.5}] * 4, label="short"), [{"x": 1.0}] * 7
+    late = logged(*long, {"val/top1": 0.9}, label="late")
+    never, lost = logged(*long, label="never"), logged(*[{"val/top1": math.nan}] * 8, label="lost")
+    other = logged(*[{"val/top1": 0.25}] * 5, label="other")
+    text = verdict(short, late, never, lost, other)
+    assert text.splitlines()[0] == "short is best: val/top1 0.5 at 4 steps; next is other, 0.25."
+    for sentence in (
+        "late has no val/top1 at 4 steps; its last value is 0.9, at step 8.",
+        "never has no val/top1 at 4 steps.",
+        "lost has val/top1 nan at 4 steps.",
+    ):
+        assert sentence in text.splitlines()
+    assert verdict(short, late).startswith("short has val/top1 0.5 at 4 steps.\nlate has no")
+    # One of two seeds has diverged: the mean is of the other one, which is said.
+    seeds = (
+        logged({"val/top1": v}, label=f"s{i}", seed=str(i)) for i, v in enumerate((0.5, math.nan))
+    )
+    assert verdict(*seeds).endswith("s1 has val/top1 nan.\n")
+    many = [logged(*long, {"val/top1": 0.9}, label=f"late{i}") for i in range(11)]
+    assert "So it is with 3 more runs." in verdict(short, *many)
+
+
+def test_evaluations_have_no_length() -> None:
+    """That of external weights is at step 0, where no training has anything."""
+    trained = [run("a", [0.5, 0.6]), run("b", [0.5, 0.7])]
+    outside = logged({"val/top1": 0.9}, label="hub", stage="evaluate")
+    outside = replace(outside, rows=(Row(step=0, time=1.0, metrics={"val/top1": 0.9}),))
+    compared = compare([*trained, outside])
+    assert compared.budget is None and compared.metrics[0].equal == (0.6, 0.7, 0.9)
+    assert verdict(*trained, outside).startswith("b is best: val/top1 0.7; next is a, 0.6.")
+    shorter = compare([*trained, run("c", [0.4]), outside])
+    assert shorter.budget is not None and shorter.budget.total == 10
+    assert shorter.metrics[0].equal == (0.5, 0.5, 0.4, 0.9)
+    ended = replace(outside, label="own", rows=(Row(step=9, time=1.0, metrics={"val/top1": 0.8}),))
+    assert verdict(outside, ended).startswith("hub is best: val/top1 0.9; next is own, 0.8.")
+
+
+def chain_run(chain: str, width: str, seed: int, top1: float) -> ComparedRun:
+    tags = {"": chain, ".stage": "pretrain", ".pretrain.seed": str(seed)}
+    named = {f"tracking.tags.chain{key}": text for key, text in tags.items()}
+    return run(f"{width}/seed-{seed}", [top1], seed=str(seed), model__width=width, **named)
+
+
+@pytest.mark.parametrize("names", [("small", "large"), ("same", "same")])
+def test_two_chains_are_two_groups(names: tuple[str, str]) -> None:
+    """Also of one name in two folders, made with other settings."""
+    runs = [
+        chain_run(name, width, seed, top1 + seed / 100)
+        for name, width, top1 in zip(names, ("64", "256"), (0.5, 0.8), strict=True)
+        for seed in (0, 1)
+    ]
+    compared = compare(runs)
+    assert list(compared.seeds.values()) == [(0, 1), (2, 3)]
+    # Seeds alone: one group. An evaluation has no seed of its own.
+    assert list(compare(runs[:2]).seeds.values()) == [(0, 1)]
+    evaluations = [
+        replace(each, params={k: v for k, v in each.params.items() if k != "seed"} | {"init": "x"})
+        for each in runs
+    ]
+    assert list(compare(evaluations).seeds.values()) == [(0, 1), (2, 3)]
+
+
+def test_labels_say_which_chain(tmp_path: Path) -> None:
+    for chain in ("small", "large"):
+        for seed in (0, 1):
+            trained(tmp_path / chain / f"pretrain/seed-{seed}")
+    names = [str(tmp_path / "small"), str(tmp_path / "large")]
+    labels = [each.label for each in load_runs(names, uri=None)]
+    assert labels == [f"{c}/pretrain/seed-{s}" for c in ("small", "large") for s in (0, 1)]
+
+
 def test_evaluations_are_not_ranked_beside_trainings() -> None:
     a, b = (run(name, [v], lr=name) for name, v in (("a", 0.5), ("b", 0.6)))
     every = [replace(run("e", [0.7]), params={"stage": "evaluate", "k": "20"}), a, b]
@@ -295,14 +391,66 @@ def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
     for name in ("a", "b"):
         folder = tmp_path / name / "pictures"
         folder.mkdir(parents=True)
-        (folder / "worst_classes.png").write_bytes(name.encode())
+        (folder / "worst_classes.png").write_bytes(PNG_SIGNATURE + name.encode())
         runs.append(run(name, [0.5], folder=folder.parent))
-    (tmp_path / "b/pictures/a_first.png").write_bytes(b"c")
+    # Evaluations draw into another folder; of one name both are shown.
+    (tmp_path / "b/evaluation").mkdir()
+    (tmp_path / "b/evaluation/a_first.png").write_bytes(PNG_SIGNATURE + b"c")
     (tmp_path / "b/pictures/large.png").write_bytes(bytes(MAX_PICTURE_BYTES + 1))
     page = render(compare(runs))
     assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
     found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
     assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"c"]
+
+
+def with_classes(folder: Path, label: str, shares: dict[str, float | None]) -> ComparedRun:
+    lines = [
+        f"{i},{name},{0 if share is None else 4},0,{'' if share is None else f'{share:.6f}'}\n"
+        for i, (name, share) in enumerate(shares.items())
+    ]
+    (folder / label / "evaluation").mkdir(parents=True)
+    text = "label,class,images,correct,top1\n" + "".join(lines)
+    (folder / label / "evaluation/per_class.csv").write_text(text)
+    return run(label, [0.5], folder=folder / label)
+
+
+def class_table(*runs: ComparedRun) -> list[list[str]]:
+    title, _, rest = (
+        render(compare(runs)).partition("<h2>Top-1 of each class")[2].partition("</h2>")
+    )
+    rows = re.findall("<tr>(.*?)</tr>", rest.partition("</table>")[0])
+    return [[title], *(re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in rows)]
+
+
+def test_the_page_has_the_accuracy_of_each_class(tmp_path: Path) -> None:
+    a = with_classes(tmp_path, "a", {"cat": 0.75, "dog": 0.5, "none": None, EVIL: 0.25})
+    assert class_table(a) == [
+        [""], ["class", "a"], [html.escape(EVIL, quote=True).replace("&#x27;", "&#39;"), "0.25"],
+        ["dog", "0.5"], ["cat", "0.75"],
+    ]  # fmt: skip
+    # In another order, with one class that the first run lacks. What differs most is first.
+    b = with_classes(tmp_path, "b", {"dog": 0.25, "cat": 1.0, "owl": 0.125})
+    c = with_classes(tmp_path, "c", {"dog": 1.0, "cat": 0.75})
+    rows = class_table(a, b, run("no table", [0.5]), c)
+    assert rows[1:4] == [
+        ["class", "a", "b", "c"], ["dog", "0.5", "0.25", "1"], ["cat", "0.75", "1", "0.75"],
+    ]  # fmt: skip
+    assert ["owl", "-", "0.125", "-"] in rows and class_table(run("x", [0.5])) == [[""]]
+    many = with_classes(tmp_path, "m", {f"class {i}": i / 1000 for i in range(1000)})
+    rows = class_table(many)
+    assert rows[0] == [f": the {MAX_CLASSES} of 1,000 that are worst"]
+    assert rows[2] == ["class 0", "0"] and len(rows) == MAX_CLASSES + 2
+
+
+@pytest.mark.parametrize(
+    "text", ["", "label,class\n0,a\n", "class,top1\na,much\n", "class,top1\na,nan\n", "\xff\xfe"]
+)
+def test_an_odd_table_of_classes_is_left_out(text: str, tmp_path: Path) -> None:
+    folder = tmp_path / "evaluation"
+    folder.mkdir()
+    (folder / "per_class.csv").write_bytes(text.encode("latin-1"))
+    page = render(compare([run("a", [0.5], folder=tmp_path)]))
+    assert "Top-1 of each class" not in page
 
 
 # ---- copied into MLflow -----------------------------------------------------------------------
@@ -343,3 +491,18 @@ def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="(?s)cannot copy .*same command again"):
         sync([str(folder), "--uri", "http://127.0.0.1:1"])
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_names_that_mlflow_refuses_are_one_error_before_any_write(tmp_path: Path) -> None:
+    folder = trained(tmp_path / "run")
+    rows = ({"what?": 1.0}, {"a/../b": 2.0, "fine": 1.0}, {"x" * 251: 1.0})
+    lines = [json.dumps({"step": i, "time": 1.0, **row}) for i, row in enumerate(rows, 1)]
+    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    uri = f"sqlite:///{tmp_path}/store.db"
+    with pytest.raises(
+        UserError, match=r"takes no metric or tag named 'a/../b', 'what\?'"
+    ) as caught:
+        sync([str(folder), "--uri", uri])
+    assert "allowed: 1 to 250 letters" in caught.value.text()
+    assert not (tmp_path / "store.db").exists()
+    sync([str(folder), "--to", "tensorboard"])  # takes any name

@@ -14,6 +14,7 @@ from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
 from launch.planning.dry_run import (
     Check,
+    KnownFacts,
     batch_script,
     check_data,
     data_facts,
@@ -119,6 +120,50 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
         check_data(run, data_facts(run))
 
 
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "workers", "refused"),
+    [
+        (1, 1, 4, None),
+        (1, 1, 0, None),
+        (4, 1, 1, None),
+        (1, 1, 5, "fewer tars (4) than loader processes (5 = "),
+        (2, 1, 3, "fewer tars (4) than loader processes (6 = "),
+        (8, 1, 0, "fewer tars (4) than loader processes (8 = "),
+        (1, "1-8", 2, "fewer tars (4) than loader processes (16 = "),
+    ],
+)
+def test_tars_without_an_index_are_enough_for_the_loader_processes(
+    tasks: int, nodes: Any, workers: int, refused: str | None
+) -> None:
+    """On the largest number of nodes that a job may get."""
+    data: dict[str, Any] = {"reader": "webdataset", "num_workers": workers, "global_batch": 8}
+    data["webdataset"] = {"num_samples": 16, "num_classes": 2}
+    launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 9}
+    row = checked(data=data, launch=launch)["data"]
+    assert row.result == ("ok" if refused is None else "error")
+    assert refused is None or refused in row.detail
+
+
+@pytest.mark.parametrize(
+    ("batch", "tasks", "nodes", "parts"),
+    [
+        (4020, 60, 1, ["only 1 of the 64 images", "3960 (33 images) or 4080 (34 images)"]),
+        (4288, 32, 1, ["only 2 of the 64 images", "4224 (44 images) or 4320 (45 images)"]),
+        (4288, 1, "1-32", ["the 134 images of each of 32 ranks", "small on 16, 8, 4 nodes"]),
+        (4096, 64, 1, []),
+        (4020, 67, 1, []),
+    ],
+)
+def test_a_share_that_cannot_be_divided_well_is_a_warning(
+    batch: int, tasks: int, nodes: Any, parts: list[str]
+) -> None:
+    launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 3}
+    engine = {"max_micro_batch": 64}
+    row = checked(data={"global_batch": batch}, launch=launch, engine=engine).get("micro-batch")
+    assert (row is None) == (parts == [])
+    assert row is None or (row.result == "warning" and all(part in row.detail for part in parts))
+
+
 def test_an_evaluation_can_be_submitted() -> None:
     overrides = ["launch.tasks_per_node=2", "model.num_heads=4"]
     run = load_run(EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides).run
@@ -208,3 +253,31 @@ def test_shards_sorted_by_class_are_refused(
     sorted_index = replace(index, label=np.sort(index.label))
     monkeypatch.setattr("vitscale.data.training_set.read_split", lambda *_, **__: sorted_index)
     assert "sorted by class" in checked(data={"path": str(path)})["data"].detail
+
+
+def test_a_sweep_opens_its_index_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever varies, but for the settings that choose samples."""
+    opened: list[str] = []
+    read = read_split
+
+    def counted(path: Any, **how: Any) -> Any:
+        opened.append(how["split"])
+        return read(path, **how)
+
+    monkeypatch.setattr("vitscale.data.training_set.read_split", counted)
+    known: KnownFacts = {}
+
+    def check(data: dict[str, Any], **changes: Any) -> Check:
+        run = PretrainRun.model_validate(SECTIONS | changes | {"data": DATA | data})
+        return {each.name: each for each in run_checks(run, known=known)}["data"]
+
+    for i in range(50):
+        varied = {"mean": [i / 100] * 3, "num_workers": i, "crop_area": [0.1, 0.5 + i / 100]}
+        varied |= {"global_batch": 1 + i % 4, "views": 1 + i % 2}
+        assert check(varied, seed=i, optim={"lr": 1e-3 + i}).result == "ok"
+    assert opened == ["train"]
+    assert "4 samples" in check({"first_percent": 25}).detail and len(opened) == 2
+    # Another run's checks know nothing of the shards as they were.
+    known.clear()
+    Path("shards/manifest.json").unlink()
+    assert check({}).result == "error"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.jobs.preparation import job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
+from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
 from vitscale.config.errors import UserError
 from vitscale.config.packaged import RECORD_NAME, source_version
 from vitscale.runs.data_prep import DataPrepRun
@@ -65,6 +69,23 @@ def test_a_snapshot_is_the_code_as_it_is_on_disk(root: Path, tmp_path: Path) -> 
     record = json.loads((copy / RECORD_NAME).read_text())
     assert record["patch"].startswith("# untracked: vitscale/new é.py\n")
     assert "-width = 1\n+width = 2\n" in record["patch"]
+
+
+def test_what_is_no_code_is_not_copied(root: Path, tmp_path: Path) -> None:
+    """A pipe would never end, a link may lead nowhere, and weights would take the memory."""
+    os.mkfifo(root / "vitscale/pipe.py")
+    (root / "vitscale/lost.py").symlink_to("nowhere")
+    (root / "vitscale/itself.py").symlink_to("itself.py")
+    (root / "vitscale/up").symlink_to(root)
+    names = {
+        str(path.relative_to(copy_of(root, tmp_path)))
+        for path in copy_of(root, tmp_path).rglob("*.py")
+    }
+    assert names == {"vitscale/model.py", "vitscale/old.py"}
+    with open(root / "vitscale/weights.npz", "wb") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(UserError, match="weights.npz: has 4,398,046,511,104 bytes"):
+        copy_of(root, tmp_path)
 
 
 def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path: Path) -> None:
@@ -145,3 +166,133 @@ def test_preparations_of_different_outputs_have_different_job_folders(
     assert len({folder_of(output) for output in same}) == 1
     assert folder_of("shards") == tmp_path / "runs/data_prep-shards/slurm"
     assert folder_of("a/shards").parent.name.startswith("data_prep-shards-")
+
+
+# ---- what the shell that submits has ------------------------------------------------------------
+
+# Prints what sbatch, and with it the job, would see.
+SBATCH = """\
+#!/bin/sh
+env > "$SEEN"
+echo "Submitted batch job 12"
+"""
+# man sbatch, INPUT ENVIRONMENT VARIABLES: each outranks the line of the script.
+OVERRIDES = {
+    "SBATCH_TIMELIMIT": "5",
+    "SBATCH_SIGNAL": "TERM@5",
+    "SBATCH_NO_REQUEUE": "1",
+    "SBATCH_ARRAY_INX": "0-99",
+    "SBATCH_GRES": "none",
+    "SBATCH_GPUS": "0",
+    "SBATCH_OPEN_MODE": "truncate",
+    "SBATCH_NEW_OPTION": "1",
+    "SLURM_NTASKS": "7",
+    "SLURM_CPU_BIND": "none",
+    "SRUN_CPUS_PER_TASK": "1",
+    "MASTER_ADDR": "192.0.2.1",
+    "MASTER_PORT": "29500",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "3",
+}
+OF_SITE = {
+    "SBATCH_ACCOUNT": ("other", {"account": "mine"}),
+    "SBATCH_PARTITION": ("login", {"partition": "gpu"}),
+    "SBATCH_MEM_PER_NODE": ("100M", {"mem_gb": 8}),
+    "SBATCH_MEM_PER_CPU": ("1M", {"mem_gb": 8}),
+    "SBATCH_QOS": ("low", {"sbatch": {"qos": "high"}}),
+    "SBATCH_RESERVATION": ("x", {"sbatch": {"reservation": "y"}}),
+}
+CLUSTER = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTERS": "c1"}
+
+
+@pytest.fixture
+def seen_by_sbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[LaunchSettings], dict[str, str]]]:
+    """Submit a job with these settings; return the environment of sbatch."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sbatch", "srun"):
+        (programs / name).write_text(SBATCH)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "SBATCH_")):
+            monkeypatch.delenv(name)
+    _say_once.cache_clear()
+
+    def submit(launch: LaunchSettings) -> dict[str, str]:
+        (tmp_path / "job").mkdir(exist_ok=True)
+        job = StageJob(script="main.py", config="config.yaml")
+        submit_to_slurm(job, launch=launch, name="x", folder=tmp_path / "job")
+        lines = (tmp_path / "seen").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines if "=" in line)
+
+    yield submit
+
+
+def test_variables_of_the_shell_override_nothing_that_a_run_says(
+    seen_by_sbatch: Callable[[LaunchSettings], dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    says: dict[str, Any] = {}
+    for name, (value, setting) in OF_SITE.items():
+        monkeypatch.setenv(name, value)
+        says |= setting
+    says["sbatch"] = {"qos": "high", "reservation": "y"}
+    for name, value in (OVERRIDES | CLUSTER).items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    seen = seen_by_sbatch(LaunchSettings(**says))
+    assert not seen.keys() & {*OVERRIDES, *OF_SITE} and CLUSTER.items() <= seen.items()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(name in said for name in (*OVERRIDES, *OF_SITE))
+    assert dict(os.environ) == before
+    # Once, however many runs are submitted.
+    seen_by_sbatch(LaunchSettings(**says))
+    assert capsys.readouterr().err == ""
+
+
+def test_the_site_decides_what_a_run_leaves_to_it(
+    seen_by_sbatch: Callable[[LaunchSettings], dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    values = {name: value for name, (value, _) in OF_SITE.items()}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    assert values.items() <= seen_by_sbatch(LaunchSettings()).items()
+    said = capsys.readouterr().err
+    assert all(f"{name}={value} of this shell counts" in said for name, value in values.items())
+
+
+def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
+    seen_by_sbatch: Callable[[LaunchSettings], dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    of_job = {
+        "SLURM_JOB_ID": "17",
+        "SLURM_NTASKS": "3",
+        "SLURM_JOB_GPUS": "0",
+        "SLURMD_NODENAME": "n",
+    }
+    for name, value in of_job.items():
+        monkeypatch.setenv(name, value)
+    assert not seen_by_sbatch(LaunchSettings()).keys() & of_job.keys()
+    assert capsys.readouterr().err == ""  # all of them, as everybody expects
+
+
+def test_the_profile_of_a_node_names_no_ranks(tmp_path: Path) -> None:
+    """What bash has after the lines before srun, with a stale address in its environment."""
+    launch = LaunchSettings(setup=("echo in setup: ${MASTER_PORT:-none} ${RANK:-none}",))
+    text = sbatch_text(launch, name="x", folder=tmp_path)
+    first = text.partition("# setup\n")[2].partition("set +eu")[0]
+    env = os.environ | {"MASTER_PORT": "29500", "RANK": "3"}
+    done = subprocess.run(
+        ["bash", "-c", first], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "in setup: none none\n"

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.comparison.runs import load_runs
 from launch.jobs import queue
-from launch.jobs.attempts import ATTEMPT, Ending
+from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
-from launch.jobs.states import RunState, as_text, find_runs, line_of, read_state
+from launch.jobs.states import RunState, as_text, find_runs, jobs_for, line_of, read_state
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import FAILED, STARTED, append_event, read_start, record_start
 from vitscale.distributed.processes import node_name
@@ -287,3 +291,105 @@ def test_requeueing_is_tried_for_a_while(
     monkeypatch.setattr(queue, "ask_slurm", ask)
     assert requeue("17") == message
     assert (next(left, None) is None) == (message is None)
+
+
+# ---- who may look, and whom to ask ---------------------------------------------------------------
+
+
+@contextmanager
+def as_somebody_else() -> Iterator[None]:
+    """Without the rights of root and of the owner of the files."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Path]:
+    """A folder of runs that others may enter, as pytest's own is not."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+        for each in folder.rglob("*"):
+            each.chmod(0o700)
+
+
+def ended_run(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
+    (folder / "journal.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1}\n')
+    return folder
+
+
+def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared: Path) -> None:
+    ended_run(shared / "private run").chmod(0o0)
+    for name in (shared / "private run", shared):
+        with as_somebody_else(), pytest.raises(UserError) as caught:
+            find_runs([str(name)])
+        text = caught.value.text()
+        assert f"next: ask its owner for: chmod -R g+rX '{shared}/private run'" in text
+
+
+def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path) -> None:
+    """As `chmod -R g+rX` leaves it, or a folder that was made with 2750 before the run."""
+    folder = ended_run(shared / "run")
+    (folder / "slurm").mkdir()
+    (folder / "slurm/.submission_file_1.sh").touch()
+    (folder / "slurm").chmod(0o0)
+    folder.chmod(0o755)
+    # Imports all that is needed: the interpreter may be the owner's alone.
+    load_runs([str(folder)], uri=None)
+    with as_somebody_else():
+        (found,) = find_runs([str(folder)])
+        assert read_state(found, jobs_for([found])).state is RunState.STOPPED
+        assert [run.status for run in load_runs([str(folder)], uri=None)] == ["stopped"]
+
+
+def attempts_of(folder: Path, *endings: Ending | None) -> None:
+    for ending in endings:
+        attempt = begin_attempt(folder, cluster="slurm", job_id="1")
+        if ending is not None:
+            end_attempt(attempt, folder, Outcome(ending=ending, reason="", exit_code=0))
+
+
+@pytest.mark.parametrize(
+    ("script", "endings", "asks"),
+    [
+        (None, [], False),
+        (None, [Ending.DONE], False),
+        ("before", [Ending.DONE], False),
+        ("before", [], True),
+        ("before", [None], True),
+        ("before", [Ending.STOPPED], True),
+        ("before", [Ending.FAILED], True),
+        ("before", [Ending.DONE, None], True),
+        ("after", [Ending.DONE], True),
+    ],
+)
+def test_slurm_is_asked_only_for_runs_without_an_end(
+    script: str | None,
+    endings: list[Ending | None],
+    asks: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = ended_run(tmp_path / "run")
+    attempts_of(folder, *endings)
+    if script is not None:
+        (folder / "slurm").mkdir()
+        (folder / "slurm/.submission_file_1.sh").touch()
+        moment = 1.0 if script == "before" else time.time() + 99
+        os.utime(folder / "slurm/.submission_file_1.sh", (moment, moment))
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "squeue").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    (programs / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    load_runs([str(folder), str(ended_run(tmp_path / "local"))], uri=None)
+    assert (tmp_path / "asked").exists() == asks

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.models import PretrainedCfg, save_for_hf
+from safetensors.torch import save_file
+from timm.models import PretrainedCfg, load_checkpoint, save_for_hf
+from timm.models.vision_transformer import checkpoint_filter_fn
 from timm.optim import param_groups_layer_decay
 
 from pretrain.run import PretrainRun
@@ -192,6 +194,27 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
         target.load_weights(source.state_dict(), where="x", keep_head=True)
     with pytest.raises(UserError, match="tensors do not fit"):
         target.load_weights(built("test_vit").state_dict(), where="x", keep_head=False)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_vit2", "vit_tiny_patch16_224"])
+def test_patches_of_another_size_are_resized_only_if_asked(tmp_path: Path, name: str) -> None:
+    """As of the family vit. timm's own reader resizes them unasked."""
+    source = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=16)
+    path = tmp_path / "model.safetensors"
+    save_file(source.state_dict(), path)
+    target = built(name, arguments={"patch_size": 8})
+    with pytest.raises(UserError, match=r"8, 8\), checkpoint .*16, 16\)(?s:.*)init_patch=resize"):
+        target.load_weights(source.state_dict(), where="x", keep_head=True)
+    chosen = TimmSettings(model=name, image_size=SIZE, arguments={"patch_size": 8})
+    with pytest.raises(UserError, match="tensors do not fit"):
+        open_model(str(path), model=chosen)
+    target.load_weights(source.state_dict(), where="x", keep_head=True, resize_patches=True)
+    theirs = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=8).eval()
+    load_checkpoint(theirs, path, filter_fn=checkpoint_filter_fn)
+    torch.testing.assert_close(target.eval()(images()), theirs(images()))
+    # Another image size alone is resampled as before.
+    larger = built(name, image_size=2 * SIZE, arguments={"patch_size": 16})
+    larger.load_weights(source.state_dict(), where="x", keep_head=True)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
                 "size": {"shortest_edge": 32},
                 "crop_size": {"height": 28, "width": 28},
             },
-            {"eval_resize": "center_crop", "eval_crop_fraction": 0.875},
+            {"eval_resize": "center_crop_down", "eval_crop_fraction": 0.875},
         ),
         ({"do_normalize": False}, {"mean": (0.0,) * 3, "std": (1.0,) * 3}),
     ],
@@ -142,14 +142,15 @@ def test_preprocessing_comes_with_the_folder(
 def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     theirs.pretrained_cfg["crop_pct"] = 0.93
-    config = {"label_names": [f"n{label}" for label in range(5)]}
-    config |= {"label_descriptions": {"n1": "tench, Tinca tinca"}}
+    synsets = [f"n0144076{label}" for label in range(5)]
+    config = {"label_names": synsets}
+    config |= {"label_descriptions": {"n01440764": "tench, Tinca tinca"}}
     save_for_hf(theirs, tmp_path, model_config=config, model_args=TIMM | more)
     ours = open_model(str(tmp_path))
     with torch.no_grad():
         check(ours, theirs(IMAGES))
     # Descriptions are read instead of synsets.
-    assert ours.classes == ("n0", "tench, Tinca tinca", "n2", "n3", "n4")
+    assert ours.classes == (*synsets[:4], "tench, Tinca tinca")
     assert ours.preprocessing.mean == theirs.pretrained_cfg["mean"]
     assert ours.preprocessing.eval_crop_fraction == 0.93
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.runs.training import training_plan
+from vitscale.runs.training import MicroBatches, training_plan
 
 # Fields whose text is no shell. `setup` and `python` are shell by design, on one line.
 QUOTED_FIELDS = (
@@ -116,6 +117,34 @@ def test_micro_batch_is_the_largest_that_fits() -> None:
     mixed = run(data={"global_batch": 18, "mixing": {}}, engine={"max_micro_batch": 9})
     with pytest.raises(UserError, match="no even micro-batch divides the 9 images"):
         training_plan(mixed, world_size=2, num_samples=8)
+
+
+def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive_search() -> None:
+    """By the divisors of every share: small is 1, 2 or less than half of the largest."""
+
+    def largest(share: int) -> int:
+        return max((n for n in range(unit, limit + 1, unit) if share % n == 0), default=0)
+
+    def is_good(share: int) -> bool:
+        found = largest(share)
+        whole = (share, limit // unit * unit)
+        return found > 0 and (found in whole or (found > 2 and found >= limit / 2))
+
+    num_small = 0
+    for limit, unit in product((1, 2, 3, 5, 8, 17, 64), (1, 2)):
+        sizes = MicroBatches(largest=limit, unit=unit)
+        good = {share for share in range(1, 400) if is_good(share)}
+        for share in filter(largest, range(1, 250)):
+            advice = sizes.advice(share, world_size=3)
+            assert (advice is None) == (share in good)
+            if advice is not None:
+                num_small += 1
+                below = max((n for n in good if n < share), default=None)
+                near = [n for n in (below, min(n for n in good if n > share)) if n is not None]
+                shown = " or ".join(f"{3 * n} ({largest(n)} images)" for n in near)
+                assert f"only {largest(share)} of the {limit} images" in advice
+                assert advice.endswith(f": {shown}")
+    assert num_small > 100
 
 
 def test_batch_that_does_not_divide_names_its_neighbours() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,6 +14,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlflow.exceptions import MlflowException
+from mlflow.utils.validation import (
+    MAX_ENTITY_KEY_LENGTH,
+    _validate_metric_name,
+    _validate_tag_name,
+)
 
 from tests.contract.tree import ROOT
 from vitscale.config.errors import UserError, UserErrors
@@ -27,7 +34,15 @@ from vitscale.tracking.journal import (
     read_rows,
     training_log,
 )
-from vitscale.tracking.settings import DEFAULT_URI, absolute_uri, default_uri, sqlite_path
+from vitscale.tracking.settings import (
+    DEFAULT_URI,
+    TrackingSettings,
+    absolute_uri,
+    default_uri,
+    is_store_name,
+    sqlite_path,
+    tracking_problems,
+)
 
 
 def steps_in(path: Path) -> list[int]:
@@ -85,11 +100,49 @@ def test_all_is_on_the_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.Monke
     path, flushed = tmp_path / "journal.jsonl", list[int]()
     monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_size))
     journal = Journal(path, resume_step=0)
+    flushed.clear()
     journal.append({"train/loss": 1.0}, step=5)
     journal.append({"val/top1": 0.5}, step=5)
     journal.close()
     journal.close()
     assert steps_in(path) == [5, 5] and flushed == [path.stat().st_size]
+
+
+def test_lines_survive_power_loss_from_a_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the file's name from the start: the folder's fsync."""
+    path, flushed = tmp_path / "run/journal.jsonl", list[tuple[str, int]]()
+    fsync = os.fsync
+
+    def record(fd: int) -> None:
+        flushed.append((os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    journal = Journal(path, resume_step=0)
+    assert [name for name, _ in flushed] == [str(path.parent)]
+    journal.append({"train/loss": 1.0}, step=5)
+    journal.flush()
+    assert flushed[1:] == [(str(path), path.stat().st_size)] and steps_in(path) == [5]
+    journal.append({"train/loss": 0.5}, step=6)
+    journal.close()
+    journal.flush()
+    assert flushed[2:] == [(str(path), path.stat().st_size)]
+
+
+def test_a_flush_that_storage_refuses_names_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError) as caught:
+        journal.flush()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(journal.path))
 
 
 def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
@@ -192,3 +245,51 @@ def test_progress_of_items_has_a_rate(
         "verify: 90 of 90, 8 tars/s, 0 s left",
         "list: 2 of 9,000 with 10,000 files, 0 units/s, 24 h 59 min left",
     ]
+
+
+def mlflow_takes(name: str) -> bool:
+    """What MLflow itself says."""
+    try:
+        _validate_tag_name(name)
+        _validate_metric_name(name)
+    except MlflowException:
+        return False
+    return len(name) <= MAX_ENTITY_KEY_LENGTH
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["team", "a/b", "a.b", "a b", "a:b", "a-b_c", "train/loss", "café", "x" * 250, "chain.a.seed",
+     "what?", "a/../b", "../b", "./b", "a//b", "a/", "/a", ".", "..", "", "x" * 251, "a\tb", "a%b",
+     "a=b", "a,b", "a#b", "a\x00b", "日本"],
+)  # fmt: skip
+def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(name: str) -> None:
+    tracking = TrackingSettings(tags={name: "x"})
+    problems = dict(tracking_problems(tracking))
+    assert is_store_name(name) == (not problems) == mlflow_takes(name)
+    if problems:
+        assert (
+            repr(name)[:50] in problems["tracking.tags"] and "allowed" in problems["tracking.tags"]
+        )
+
+
+def test_a_name_with_a_line_break_is_refused() -> None:
+    """MLflow's own rule lets one at the end pass."""
+    assert (
+        not is_store_name("a\n") and not is_store_name("a\nb") and not is_store_name(".hidden/..")
+    )
+
+
+def test_all_that_mlflow_would_refuse_is_one_report() -> None:
+    values = {
+        "uri": "htp://h",
+        "experiment": "",
+        "tags": {"what?": "", "vitscale.tracking_id": "x"},
+    }
+    found = list(tracking_problems(TrackingSettings.model_validate(values)))
+    assert [key for key, _ in found] == [
+        "tracking.uri", "tracking.experiment", "tracking.tags", "tracking.tags"
+    ]  # fmt: skip
+    long = TrackingSettings(experiment="x" * 501)
+    assert [key for key, _ in tracking_problems(long)] == ["tracking.experiment"]
+    assert not list(tracking_problems(TrackingSettings(experiment="x" * 500)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,12 +128,17 @@ def network() -> Any:
 
 
 def opened(
-    path: Path, *, num_classes: int = CLASSES, engine: dict[str, Any] | None = None, **settings: Any
+    path: Path,
+    *,
+    num_classes: int = CLASSES,
+    classes: tuple[str, ...] | None = None,
+    engine: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> Teacher:
     chosen = TeacherSettings.model_validate({"model": NAME, "weights": str(path), **settings})
     return open_teacher(
         **chosen.model_dump(),
-        num_classes=num_classes,
+        classes=classes or tuple(map(str, range(num_classes))),
         world=WORLD,
         engine=EngineSettings.model_validate(engine or {}),
     )
@@ -157,6 +163,29 @@ def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: 
     expected = network((pixels / 255 - mean) / std)
     found = opened(safetensors).logits(pixels)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_teachers_classes_are_matched_by_name(network: Any, safetensors: Path) -> None:
+    names = ("ant", "bee", "cod", "dog", "eel")
+    (safetensors.parent / "classes.json").write_text(json.dumps(names))
+    pixels, order = images(160), (3, 1, 0, 4, 2)
+    same, other = (
+        opened(safetensors, classes=tuple(names[label] for label in labels))
+        for labels in (range(5), order)
+    )
+    assert torch.equal(other.logits(pixels), same.logits(pixels)[:, list(order)])
+    assert (same.said, other.said) == ((), ("the teacher's classes are matched by name",))
+    for classes, message in (
+        (("ant", "bee", "cod", "dog", "owl"), "does not predict 1 of 5 classes, such as 'owl'"),
+        (tuple("01234"), "does not predict 5 of 5 classes"),
+        (names[:4], "predicts 5 classes, but the label map has 4"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(safetensors, classes=classes)
+    (safetensors.parent / "classes.json").unlink()
+    assert opened(safetensors).said[0].endswith("by position, since neither side has names")
+    with pytest.raises(UserError, match="outputs are unknown"):
+        opened(safetensors, classes=names)
 
 
 def test_images_are_resized_to_the_teachers_size(safetensors: Path) -> None:

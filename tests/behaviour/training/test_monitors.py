@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import Unreadable
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set
+from vitscale.distributed.world import World
 from vitscale.engine.gradients import Health
 from vitscale.runs.training import TrainingPlan
 from vitscale.training import interval_log
 from vitscale.training.interval_log import (
     UNREADABLE_SHOWN,
+    IntervalLog,
     IntervalMeans,
     SkippedUpdateMonitor,
     UnreadableSampleMonitor,
+    names_of,
 )
+from vitscale.training.session import TrainingSession
 
 STEPS: dict[str, int] = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
 PLAN = TrainingPlan(
@@ -28,6 +39,10 @@ PLAN = TrainingPlan(
 )
 ORDER = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
 DATA: Any = SimpleNamespace(order=ORDER, parts=())
+
+
+def names(samples: Sequence[tuple[int, int]]) -> list[str]:
+    return [f"'key {sample} of {part}'" for part, sample in samples]
 
 
 class Ranks:
@@ -42,18 +57,26 @@ class Ranks:
         self.sent = own
         return [own, *self.others]
 
-    def unreadable(self, max_fraction: float) -> UnreadableSampleMonitor:
-        return UnreadableSampleMonitor(data=DATA, max_fraction=max_fraction, say=self.said.append)
+    def unreadable(self, max_fraction: float, *, num_replaced: int = 0) -> UnreadableSampleMonitor:
+        return UnreadableSampleMonitor(
+            data=DATA,
+            names=names,
+            max_fraction=max_fraction,
+            num_replaced=num_replaced,
+            say=self.said.append,
+        )
 
     def skipped(self) -> SkippedUpdateMonitor:
         start: dict[str, int] = {"start_step": 0, "num_skipped": 0}
-        return SkippedUpdateMonitor(data=DATA, plan=PLAN, say=self.said.append, **start)
+        return SkippedUpdateMonitor(
+            data=DATA, names=names, plan=PLAN, say=self.said.append, **start
+        )
 
     def report(
         self, monitor: UnreadableSampleMonitor, own: Any, other: Any = (), num_seen: int = 10
     ) -> list[str]:
         """What is said at step 10 of an epoch of 1,000 samples."""
-        self.others = [(len(other), [(f"'key {each.sample} of 0'", each) for each in other])]
+        self.others = [(len(other), list(other))]
         self.said.clear()
         monitor.add(own)
         monitor.report(10, num_seen=num_seen, num_samples=1000)
@@ -65,10 +88,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     """Instead of collectives; names of samples without an index."""
     ranks = Ranks()
     monkeypatch.setattr(interval_log, "gather_objects", ranks.gather)
-    names = "'key {} of {}'".format
-    monkeypatch.setattr(
-        interval_log, "sample_names", lambda _, found: [names(i, part) for part, i in found]
-    )
     return ranks
 
 
@@ -81,14 +100,14 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
     assert len(ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN)))) == UNREADABLE_SHOWN + 1
     assert ranks.report(monitor, lost(77, part=1)) == [
         "77.tar: sample 'key 77 of 1' was replaced: broken",
-        "step 10: 11 samples replaced since the start",
+        "step 10: 11 samples replaced since step 0",
     ]
     assert ranks.report(monitor, []) == [] and monitor.num_replaced == 11
     # Of many only the first are sent and named.
     messages = ranks.report(monitor, lost(*range(50)), lost(90))
     assert len(messages) == UNREADABLE_SHOWN + 1 and len(ranks.sent[1]) == UNREADABLE_SHOWN
     assert messages[-1] == (
-        "step 10: 62 samples replaced since the start; 41 of the last 51 are not named here"
+        "step 10: 62 samples replaced since step 0; 41 of the last 51 are not named here"
     )
 
 
@@ -98,6 +117,111 @@ def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
     ranks.report(monitor, lost(11), num_seen=2000)  # 11 of 2,000 seen
     with pytest.raises(UserError, match=r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"):
         ranks.report(monitor, [], lost(0), num_seen=20)
+
+
+def test_samples_replaced_before_a_resume_count(ranks: Ranks) -> None:
+    """A run that is stopped often may replace no more samples than one that is not."""
+    monitor = ranks.unreadable(0.01, num_replaced=9)
+    assert ranks.report(monitor, lost(5))[-1] == "step 10: 10 samples replaced since step 0"
+    with pytest.raises(UserError, match="11 samples could not be read, more than "):
+        ranks.report(monitor, lost(6))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path: Path, is_first: bool) -> None:
+    """Damaged or not: other ranks do not look at it."""
+    folder = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=2)
+    data = open_training_set(DataSettings(path=str(folder), global_batch=2), seed=0)
+    found = names_of(data, is_first=is_first)([(0, 3), (0, 1)])
+    assert found == (
+        ["'train-00003'", "'train-00001'"]
+        if is_first
+        else ["number 3 of 'train'", "number 1 of 'train'"]
+    )
+    log = opened(data, replace(WORLD, rank=0 if is_first else 1))
+    monitors = (log._skipped, log._unreadable)
+    assert [each._names_of([(0, 3)]) for each in monitors] == [found[:1]] * 2
+
+
+# ---- rates ---------------------------------------------------------------------------------------
+
+
+def opened(data: Any, world: World) -> IntervalLog:
+    """The log of a run, as far as it needs no engine."""
+    health = Health(skipped=0, longest=0, last_step=None, bad_micro_step=None)
+    engine: Any = SimpleNamespace(world=world, health=lambda: health)
+    run: Any = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    return IntervalLog(
+        run,
+        PLAN,
+        data,
+        engine,
+        start_step=0,
+        num_unreadable=0,
+        flops_per_image=1.0,
+        tracker=nothing,
+        say=nothing,
+        profile=nothing,
+    )
+
+
+class Seconds:
+    """A clock that only training, evaluations and saves advance."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, seconds: float) -> Any:
+        def work(*_: Any, **__: Any) -> None:
+            self.now += seconds
+
+        return work
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 3, 5])
+@pytest.mark.parametrize("evaluate_every", [0, 1, 2, 4])
+@pytest.mark.parametrize("save_every", [3, 100])
+def test_rates_leave_out_evaluations_and_saves(
+    monkeypatch: pytest.MonkeyPatch, log_every: int, evaluate_every: int, save_every: int
+) -> None:
+    """Every interval has the same rate, however long what comes between its steps."""
+    clock, rates = Seconds(), list[float]()
+    monkeypatch.setattr(interval_log, "time", clock)
+    monkeypatch.setattr(interval_log, "sum_over_ranks", lambda own: 2 * own)  # two equal ranks
+    log = opened(DATA, replace(WORLD, world_size=2))
+    monkeypatch.setattr(
+        log, "write", lambda step, lr: rates.append(log._speed()["vitals/images_per_s"])
+    )
+    session: Any = SimpleNamespace(
+        log=log,
+        lr=0.1,
+        plan=PLAN,
+        run=SimpleNamespace(
+            checkpoint=SimpleNamespace(every_steps=save_every),
+            tracking=SimpleNamespace(log_every_steps=log_every),
+        ),
+        watchdog=SimpleNamespace(),
+        preemption=SimpleNamespace(set_on_any_rank=lambda: False),
+        store=SimpleNamespace(take_committed=lambda: None),
+        evaluations=SimpleNamespace(
+            due=lambda step, is_last: evaluate_every and step % evaluate_every == 0
+        ),
+        objective=SimpleNamespace(draw=clock.spend(1e4)),
+        _report=lambda commit: None,
+        _evaluate=clock.spend(1000.0),
+        _save=clock.spend(100.0),
+    )
+    batch: Any = SimpleNamespace(labels=range(6), unreadable=())
+    for step in range(PLAN.total_steps):
+        clock.now += 60.0 if step == 0 else 3.0  # the first one compiles
+        log.add_batch(batch)
+        TrainingSession.end_step(session, step)
+    if log_every == 1:
+        assert rates.pop(0) == pytest.approx(2 * 6 / 60)
+    assert rates == [pytest.approx(2 * 6 / 3)] * len(rates) and len(rates) >= 100 // log_every - 1
 
 
 def health(skipped: int, *, longest: int = 1) -> Health:

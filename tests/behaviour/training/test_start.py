@@ -30,7 +30,12 @@ from vitscale.evaluation.trained_model import takes_average
 from vitscale.models.vit import compile_blocks
 from vitscale.runs.training import training_plan
 from vitscale.training import session
-from vitscale.training.session import changed_settings, check_resumable, compatibility_key
+from vitscale.training.session import (
+    changes_since_start,
+    check_resumable,
+    compatibility_key,
+    refuse_other_start,
+)
 
 GLOBAL_BATCH = 8
 SECTIONS: dict[str, Any] = {
@@ -109,13 +114,59 @@ def test_step_beyond_the_run_is_refused() -> None:
 
 
 def test_changed_settings_are_listed(tmp_path: Path) -> None:
-    assert changed_settings(tmp_path, run_with({})) == []  # no configuration
+    assert changes_since_start(tmp_path, run_with({})) == []  # no configuration
     (tmp_path / "config.yaml").write_text(run_to_yaml(run_with({})))
-    assert changed_settings(tmp_path, run_with({})) == []
-    assert changed_settings(tmp_path, run_with({"optim": {"lr": 5e-4}})) == [
+    assert changes_since_start(tmp_path, run_with({})) == []
+    assert changes_since_start(tmp_path, run_with({"optim": {"lr": 5e-4}})) == [
         "changed since the last start:",
         "    optim.lr: 0.001 -> 0.0005",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "before", "now"),
+    [
+        ("init", "runs/a", "runs/b"),
+        ("init", "runs/a", "hf://a/b"),
+        ("init", None, "runs/a"),
+        ("init_weights", "model", "ema"),
+        ("keep_head", False, True),
+        ("keep_head", True, "slice"),
+        ("init_patch", "same", "resize"),
+        ("position_embedding", "google", "timm"),
+        ("model.weight_init", "vit", "mae"),
+        ("model.head_std", 0.0, 0.01),
+        ("model.head_bias", 0.0, -10.0),
+        ("model.layer_scale", 0.1, 1e-4),
+    ],
+)
+def test_a_resume_refuses_settings_that_only_a_start_reads(
+    tmp_path: Path, key: str, before: Any, now: Any
+) -> None:
+    """They would have no effect, and be recorded as the origin of the weights."""
+
+    def with_value(value: Any) -> FinetuneRun:
+        section, _, name = key.rpartition(".")
+        values = {**SECTIONS, "model": dict(SECTIONS["model"])}
+        (values[section] if section else values)[name] = value
+        return FinetuneRun.model_validate(values)
+
+    refuse_other_start(tmp_path, with_value(now))  # no configuration
+    (tmp_path / "config.yaml").write_text(run_to_yaml(with_value(before)))
+    refuse_other_start(tmp_path, with_value(before))
+    with pytest.raises(UserError, match="resumes from its own weights") as caught:
+        refuse_other_start(tmp_path, with_value(now))
+    assert f"\n    {key}: started with " in caught.value.what
+
+
+def test_a_start_may_be_spelled_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.yaml").write_text(
+        run_to_yaml(FinetuneRun.model_validate({**SECTIONS, "init": "runs/a"}))
+    )
+    for init in ("runs/a/", "./runs/a", f"{tmp_path}/runs/a", "~/runs/a", "runs/b/../a"):
+        refuse_other_start(tmp_path, FinetuneRun.model_validate({**SECTIONS, "init": init}))
 
 
 def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
@@ -140,7 +191,7 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
 
     def counts(**data: Any) -> tuple[int, int | None]:
         run: Any = SimpleNamespace(data=DataSettings.model_validate(whole | data), seed=0)
-        training_set, evaluated = session._read_index(run, check_files=True)
+        training_set, evaluated = session._read_index(run)
         return training_set.num_samples, evaluated and evaluated.num_samples
 
     assert counts() == (20, None) and counts(val_split="train") == (20, 20)

@@ -17,6 +17,7 @@
 # setup
 trap '' USR2 TERM
 unset SLURM_EXPORT_ENV
+unset MASTER_ADDR MASTER_PORT RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE
 for nodes in 8 4 2; do
     [ "$nodes" -gt "$SLURM_JOB_NUM_NODES" ] || break
 done

@@ -200,7 +200,10 @@ ACCEPTED: list[tuple[str, ...]] = [
     ("model={width: 24, num_heads: 5, head_width: 3}",),
     ("model={class_position: false, num_registers: 1, positions: sincos2d}",),
     ("model.distillation_token=true",),
-    ("deepspeed={zero_optimization: {contiguous_gradients: false}, wall_clock_breakdown: true}",),
+    (
+        "engine.zero_stage=2",
+        "deepspeed={zero_optimization: {contiguous_gradients: false}, wall_clock_breakdown: true}",
+    ),
     ("launch={nodes: 2, tasks_per_node: 8, gpus_per_node: 8, gpu_type: h200, timeout_min: 5}",),
     ('launch.setup=["export A=$(hostname)\\t# a tab", "HF_TOKEN_PATH=/x z"]',),
     ("""launch.setup=['export HF_TOKEN=$(cat ~/.hf)', 'HF_TOKEN="$X" y']""",),

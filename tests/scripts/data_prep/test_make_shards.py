@@ -140,6 +140,8 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path: Path) ->
     options = ("images.max_bad_fraction=0.5", "source.holdout_fraction=0.0")
     text = make_shards(source, tmp_path / "shards", *options)
     rows = ledger(tmp_path / "shards")
+    # A ledger has no control characters.
+    expected = {path.replace("\n", r"\x0a"): reason for path, reason in expected.items()}
     assert {path: row["reason"] for path, row in rows.items()} == expected
     kept = {path for path, row in rows.items() if row["status"] == "kept"}
     assert kept == {path for path, reason in expected.items() if reason is None}
@@ -236,3 +238,19 @@ def test_labels_follow_a_space_and_others_are_refused(tmp_path: Path) -> None:
     text = make(root, tmp_path / "other", "labels.space=imagenet_1k", rc=2)
     assert "n99999999" in text and "1 class" in text and "next:" in text
     assert not (tmp_path / "other").exists()
+
+
+def test_a_small_corpus_needs_one_start_of_python(tmp_path: Path) -> None:
+    """Workers are forks of the command, which imports neither torch nor pandas."""
+    source = corpus(tmp_path / "images", num=12)
+    done = subprocess.run(
+        command(source, tmp_path / "shards", "num_workers=2"),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"},
+    )
+    assert done.returncode == 0
+    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert imported.count("numpy") == 1
+    assert not {"pandas._libs", "torch._C"} & set(imported)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,8 @@ class FakeSlurm:
         self.write("state", state)
         self.write("calls", "")
         script = (self.folder / "slurm/script").read_text()
-        log = re.findall(r"#SBATCH --output=(.*)", script)[0].replace("%j", "12")
+        # Quoted where a folder for temporary files has a space.
+        (log,) = shlex.split(re.findall(r"#SBATCH --output=(.*)", script)[0].replace("%j", "12"))
         variables = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
         variables |= {
             "SLURM_JOB_ID": "12",

@@ -45,9 +45,6 @@ def start(folder: Path, stage: str, *, before: str = "") -> subprocess.Popen[str
         [sys.executable, "-c", program],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        # Shells start background jobs with SIGINT ignored, and children inherit that. Restore what
-        # a terminal has.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
@@ -134,6 +131,26 @@ def test_a_signal_stops_with_a_checkpoint(tmp_path: Path, number: signal.Signals
     await_end(tasks)
     assert (tmp_path / "saved").exists()
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.STOPPED] * 2
+
+
+def test_ranks_do_not_obey_what_the_shell_says_of_another_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = {"MASTER_ADDR": "192.0.2.1", "WORLD_SIZE": "64", "GLOO_SOCKET_IFNAME": "ib7"}
+    stale |= {"NCCL_SOCKET_IFNAME": "ib7", "LOCAL_SIZE": "8", "LOCAL_RANK": "7"}
+    for name, value in stale.items():
+        monkeypatch.setenv(name, value)
+    names = ["MASTER_ADDR", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
+    stage = f"""
+        import os
+        own = {{name: os.environ.get(name) for name in {[*names, "LOCAL_SIZE", "LOCAL_RANK"]}}}
+        print(*own.values(), file=open("seen-" + os.environ["RANK"], "w"))
+    """
+    output, errors = start(tmp_path, stage).communicate(timeout=PATIENCE_S)
+    for rank in (0, 1):
+        seen = (tmp_path / f"seen-{rank}").read_text().split()
+        assert seen == ["127.0.0.1", "2", "None", "None", "None", str(rank)], errors
+    assert "GLOO_SOCKET_IFNAME" in output and "not used" in output
 
 
 STUBBORN = """

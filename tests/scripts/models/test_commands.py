@@ -21,6 +21,7 @@ from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
 from tests.support.corpora.shard_folders import image_bytes
 from tests.support.golden import Golden
 from vitscale import ShardDataset, load_model
+from vitscale.data.index import read_manifest
 
 pytestmark = pytest.mark.distributed
 
@@ -29,6 +30,9 @@ EVALUATIONS = (
     "[{name: classification}, {name: confusion}, "
     "{name: knn, k: 5}, {name: few_shot, shots: [2], num_draws: 2}]"
 )
+# Not what the files' own libraries do; the golden files are of these.
+SMOOTHED = "preprocessing.eval_antialias=true"
+RESAMPLED = ("image_size=12", "position_embedding=google")
 FORMATS = {
     "timm": {"config.json", "model.safetensors"},
     "huggingface": {"config.json", "model.safetensors", "preprocessor_config.json"},
@@ -87,9 +91,16 @@ def test_finetuning_starts_from_weight_files(
 def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, from_npz: Run) -> None:
     found = {}
     data = (f"data.path={scripts.shards}", "data.num_workers=0", "tracking.uri=null")
+    printed = scripts.run("evaluate_model", f"init={NPZ}", *data, code=2)
+    assert "the classes of the model's 3 outputs are unknown" in printed
+    npz, safetensors = (
+        shutil.copy(file, scripts.folder / f"model{file.suffix}") for file in (NPZ, SAFETENSORS)
+    )
+    (scripts.folder / "classes.json").write_text(json.dumps(read_manifest(scripts.shards).classes))
+    smooth = (f"init={npz}", SMOOTHED, *data)
     for name, words in {
-        "npz": (f"init={NPZ}", *data),
-        "safetensors": (f"init={SAFETENSORS}", NUM_HEADS, "image_size=12", *data),
+        "npz": smooth,
+        "safetensors": (f"init={safetensors}", NUM_HEADS, *RESAMPLED, *data),
         "run": (f"init={from_npz[0]}", "data.num_workers=0"),
         "file": (f"--config={scripts.folder}/evaluated-run/config.yaml",),
     }.items():
@@ -107,7 +118,7 @@ def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, fro
     printed = scripts.run("evaluate_model", f"init={NPZ}", *data, f"output={from_npz[0]}", code=2)
     assert "is the run folder of a training" in printed and "Traceback" not in printed
     for more, code in (((), 0), ((), 0), (("image_size=16",), 2)):
-        words = (f"init={NPZ}", *data, "compute.device=cpu", f"evaluate={EVALUATIONS}", *more)
+        words = (*smooth, "compute.device=cpu", f"evaluate={EVALUATIONS}", *more)
         printed = scripts.run("evaluate_model", *words, code=code, place="again")
     assert "model-evaluation: has the results of another evaluation\n" in printed
     assert "model.architecture.image_size: there 8, now 16\n" in printed
@@ -116,9 +127,9 @@ def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, fro
 def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> None:
     found = {}
     for name, words, inputs in (
-        ("npz.csv", (f"init={NPZ}",), scripts.shards),
-        ("npz.parquet", (f"init={NPZ}",), scripts.images),
-        ("safetensors.csv", (f"init={SAFETENSORS}", NUM_HEADS, "image_size=12"), scripts.images),
+        ("npz.csv", (f"init={NPZ}", SMOOTHED), scripts.shards),
+        ("npz.parquet", (f"init={NPZ}", SMOOTHED), scripts.images),
+        ("safetensors.csv", (f"init={SAFETENSORS}", NUM_HEADS, *RESAMPLED), scripts.images),
     ):
         output = scripts.folder / f"predicted-{name}"
         more = (f"output={output}", "compute.device=cpu", "num_workers=0", "top=3")

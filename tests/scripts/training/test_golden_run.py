@@ -9,17 +9,22 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from threading import local
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from tests.support.engine.subjects import WORLD
 from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
+from tests.support.ranks.thread_ranks import run_ranks
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import CURVES, MIXED, REL, SHARDS, TINY, journal, run
+from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     MANIFEST,
     manifest_text,
@@ -27,7 +32,10 @@ from vitscale.checkpoint.folders import (
     read_manifest,
     step_folders,
 )
+from vitscale.data.index import read_split
 from vitscale.distributed.events import cause, read_events, read_failures, read_start
+from vitscale.evaluation import trained_model
+from vitscale.evaluation.trained_model import TrainedModel, open_model
 
 pytestmark = pytest.mark.distributed
 
@@ -124,3 +132,59 @@ def test_it_predicts(
     run(warm_starter, "finetune/predict.py", tmp_path, *arguments, "compute.device=cpu")
     rows = pq.read_table(tmp_path / "predicted.parquet").to_pylist()
     golden.json(f"training/predictions/step_{step}.json", rows, rel=REL)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_ranks_that_open_it_share_its_verification(
+    stored: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """Each file is hashed once, by one of them: it has more than the model that all read."""
+    folder, hashed, of_thread = stored / "checkpoints/step-00000010", list[Path](), local()
+    expected = open_model(str(folder)).network.state_dict()
+    whole = folders.blake3_of_file
+
+    def counted(path: Path, **how: Any) -> str:
+        hashed.append(path)
+        return whole(path, **how)
+
+    monkeypatch.setattr(folders, "blake3_of_file", counted)
+    monkeypatch.setattr(trained_model, "gather_objects", lambda value: of_thread.gather(value))
+
+    def work(rank: int, gather: Any) -> TrainedModel:
+        of_thread.gather = gather
+        world = replace(WORLD, rank=rank, world_size=num_ranks)
+        return open_model(str(folder), world=world)
+
+    found = run_ranks(num_ranks, work)
+    assert sorted(hashed) == sorted(folder.glob("*.safetensors")) and len(hashed) == 2
+    for model in found:
+        tensors = model.network.state_dict()
+        assert all(tensors[name].equal(value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_replaced_samples_are_counted_since_step_0(
+    warm_starter: WarmStarter, tmp_path: Path
+) -> None:
+    """A run that two ranks began and one resumed has the numbers of one that was not stopped."""
+    shards = shutil.copytree(SHARDS, tmp_path / "shards")
+    index = read_split(shards, split="train")
+    for sample in (1, 5):
+        with open(index.shards[index.shard_of[sample]], "r+b") as file:  # type: ignore[arg-type]
+            file.seek(int(index.offset[sample]))
+            file.write(b"\xff" * 60)
+    settings = (f"data.path={shards}", "data.max_unreadable_fraction=1")
+    train(warm_starter, tmp_path / "whole", *settings)
+    train(warm_starter, tmp_path / "parts", *settings, num_ranks=2, faults={1: [KILLED]})
+    train(warm_starter, tmp_path / "parts", *settings)
+    whole, parts = (
+        journal(tmp_path / name / "run", "step", "vitals/unreadable") for name in ("whole", "parts")
+    )
+    assert whole == parts and (counts := whole["vitals/unreadable"])[-1] > 4
+    assert counts == sorted(counts)
+    # The limit, too, counts those before a stop, here just before the last one.
+    last = 20 - len(counts) + counts.index(counts[-1])
+    train(warm_starter, tmp_path / "few", *settings, f"schedule.steps={last}")
+    limit = f"data.max_unreadable_fraction={(counts[-1] - 0.5) / (8 * (last + 1))}"
+    with pytest.raises(AssertionError, match=f"{counts[-1]:.0f} samples could not be read, more"):
+        train(warm_starter, tmp_path / "few", *settings, limit)

@@ -159,9 +159,7 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
     token = [each for each in settings if each.startswith("model.")]
     short = ("schedule.steps=2", "schedule.warmup_steps=1", f"init={source}", *token)
     assert fault_runs.run(tmp_path, *short, **{**how, "stage": "finetune"}) == [0, 0]
-    assert f"starting from {source}/checkpoints/step-{STEPS:08d}, step {STEPS}\n" in output(
-        tmp_path
-    )
+    assert f"starting from {source}/checkpoints/step-{STEPS:08d}, step {STEPS}" in output(tmp_path)
     extends = REGISTERED.get(name, Objective).extend_model is not Objective.extend_model
     assert ("left out" in output(tmp_path)) == (" objective." in output(tmp_path)) == extends
 
@@ -175,7 +173,7 @@ def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy
     planted = {1: [fault("backward", micro_step(7), "lag and kill")]}
     wait_and_end_others(fault_runs.start(folder, *settings, faults=planted, **how))
     assert "skipping damaged checkpoint" in output(folder)
-    assert f"starting from {source / 'checkpoints/step-00000010'}, step 10\n" in output(folder)
+    assert f"starting from {source / 'checkpoints/step-00000010'}, step 10 of " in output(folder)
     source.rename(killed_copy / "moved")
     fault_runs.finish(folder, *settings, **how)
     assert f"resuming {folder / 'run'} at step 5\n" in output(folder)

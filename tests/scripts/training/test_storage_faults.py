@@ -107,6 +107,16 @@ def test_training_goes_on_after_a_save_that_fails_on_one_rank(
 
 
 @slow
+def test_the_journal_is_flushed_for_every_checkpoint(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """Where that fails the step is saved all the same, with a warning."""
+    faults = {0: [fault("flush", "every", "EIO")]}
+    assert fault_runs.run(tmp_path, "checkpoint.keep=9", faults=faults, num_ranks=1) == [0]
+    said = "not flushed before a commit (Input/output error)"
+    assert output(tmp_path).count(said) == len([5, 10, 15, 20, 24])
+    assert newest_step(tmp_path) == 24
+
+
+@slow
 def test_unavailable_tracking_server_changes_nothing(fault_runs: FaultRuns, tmp_path: Path) -> None:
     gone = "tracking.uri=http://127.0.0.1:9"
     planted = {1: [fault("backward", micro_step(13), "kill")]}

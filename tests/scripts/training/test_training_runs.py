@@ -9,15 +9,18 @@ import fcntl
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.ranks.fault_runs import STEPS, FaultRuns, output, wait_all
+from tests.support.levels import by_level
+from tests.support.ranks.fault_runs import STEPS, FaultRuns, fault, output, wait_all
 from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.checkpoint.store import read_tensors
+from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import cause, read_failures
 from vitscale.distributed.processes import free_port
 
@@ -95,16 +98,74 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     assert (tmp_path / "run/pictures/test_predictions.png").stat().st_size > 1000
 
 
+# Work that every node does, the index once, and the tracker, which rank 0 alone opens.
+LACKING = [
+    ("index", 1),
+    ("index", 0),
+    ("prepare", 1),
+    ("prepare", 0),
+    ("decoder", 1),
+    ("decoder", 0),
+    ("private folder", 1),
+]
+
+
+def start_lacking(
+    fault_runs: FaultRuns, folder: Path, place: str, ranks: Sequence[int]
+) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of two nodes, of which some lack something."""
+    (folder / "run").mkdir(parents=True)  # as a launcher does
+    started = fault_runs.start(
+        folder,
+        *(["engine.compile=true"] if place == "private folder" else []),
+        faults={rank: [fault(place, 1, "lack")] for rank in ranks},
+        is_node_of_its_own=True,
+    )
+    codes = wait_all(started)
+    return codes, [rank.output() for rank in started]
+
+
+@pytest.mark.parametrize("place, rank", by_level(LACKING, fast=LACKING[:1], slow=LACKING[1:]))
+def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
+    fault_runs: FaultRuns, tmp_path: Path, place: str, rank: int
+) -> None:
+    codes, outputs = start_lacking(fault_runs, tmp_path, place, [rank])
+    assert set(codes) == {FailureKind.NODE.exit_code}
+    for text in outputs:
+        assert f"rank {rank} on n{rank}: what the run needs: is not here" in text
+    found = cause(read_failures(tmp_path / "run"))
+    assert found is not None
+    assert (found.kind, found.rank, found.node) == (FailureKind.NODE, rank, f"n{rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["prepare", "index", "tracker"])
+def test_what_all_nodes_lack_is_bad_input(
+    fault_runs: FaultRuns, tmp_path: Path, place: str
+) -> None:
+    ranks = [0] if place == "tracker" else [0, 1]
+    codes, outputs = start_lacking(fault_runs, tmp_path, place, ranks)
+    assert set(codes) == {FailureKind.BAD_INPUT.exit_code}
+    assert all("what the run needs: is not here" in text for text in outputs)
+    found = cause(read_failures(tmp_path / "run"))
+    assert found is not None and found.kind is FailureKind.BAD_INPUT
+
+
 # Overrides of a start in the folder of the finished run, and what is said of them.
 BAD_INPUT = {
     "another model": (["model.width=48"], "belongs to another run"),
     "shards missing": (["data.path=nowhere", "output=runs/x"], "no such folder"),
     "class count": (["model.num_classes=7", "output=new"], "label map"),
     "raw key": (
-        ["deepspeed.zero_optimization.reduce_scatter=7", "output=new"],
+        ["deepspeed.zero_optimization.reduce_bucket_size=no", "output=new"],
         "does not start with them",
     ),
     "wrong init": (["init=nowhere", "output=new"], "init=nowhere: no such run or checkpoint"),
+    "few tars": (
+        ["data.reader=webdataset", "data.webdataset.num_samples=1437", "data.val_split=null"]
+        + ["data.webdataset.num_classes=10", "evaluate=[]", "data.num_workers=99", "output=new"],
+        "than loader processes (99 = 1 rank(s) x 99)",
+    ),
     "second job": (["output=locked"], "another job is training in this run folder"),
 }
 
@@ -123,6 +184,7 @@ def test_bad_input_ends_with_one_clear_message(
         assert wait_all(ranks) == [2]
     assert output(tmp_path).count(message) == 1 and "Traceback" not in output(tmp_path)
     assert not (tmp_path / "new/checkpoints").exists()
+    assert case != "few tars" or not (tmp_path / "new").exists()
     if case == "raw key":  # the engine refuses it
         failure = cause(read_failures(tmp_path / "new"))
         assert failure is not None and "ended with an error: " in failure.what

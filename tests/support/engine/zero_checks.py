@@ -22,6 +22,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from vitscale.checkpoint.store import SLICE
+from vitscale.config.errors import UserError
 from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
 from vitscale.engine.engine import Engine, deepspeed_config
@@ -421,6 +422,30 @@ def takes_the_gpu_that_a_task_sees(world: World) -> None:
     assert chosen == ["0", "0", "0", "cpu"] and os.environ["LOCAL_RANK"] == str(world.rank)
 
 
+def refuses_other_graphs(world: World, *, stage: int) -> None:
+    """Ranks whose losses use other parameters, from the start or later, get no wrong gradients."""
+    for first_loss in (True, False):
+        engine = new_engine(world, stage=stage)
+        images, _ = data(0)
+        if not first_loss:
+            engine.backward(engine.logits(images[:4]).sum())
+            engine.step()
+        logits = engine.logits(images[:4])
+        loss = logits.sum()
+        if not world.is_first:
+            loss = engine._engine.module.head.bias.sum()  # no other parameter
+        text = "does not use" if not world.is_first or first_loss else None
+        if text is None:
+            # The others see that this rank is gone.
+            dist.barrier()
+        else:
+            with pytest.raises(UserError, match=text):
+                engine.backward(loss)
+            if not first_loss:
+                dist.barrier()
+        engine.close()
+
+
 STAGES = (0, 1, 2, 3)
 # Each stage comes first and second.
 MOVES = [("adamw", 0, 3), ("adamw", 3, 1), ("adamw", 1, 2), ("adamw", 2, 0), ("sgd", 1, 3)]
@@ -453,6 +478,10 @@ CHECKS: dict[str, Callable[[World], None]] = {
     **{
         f"compiled at ZeRO {stage}": partial(compiles_without_graph_breaks, stage=stage)
         for stage in (0, 2)
+    },
+    **{
+        f"other graphs at ZeRO {stage}": partial(refuses_other_graphs, stage=stage)
+        for stage in (2, 3)
     },
     "fp16": resumes_the_loss_scale,
     "one GPU": takes_the_gpu_that_a_task_sees,

@@ -66,8 +66,12 @@ class FaultRuns:
         stage: str = "pretrain",
         model: Sequence[str] = VIT,
         shards: Path | None = None,
+        is_node_of_its_own: bool = False,
     ) -> list[WarmRank]:
-        """Start the same command every time, with other faults (by rank)."""
+        """Start the same command every time, with other faults (by rank).
+
+        is_node_of_its_own: each rank, n0, n1, ...
+        """
         folder.mkdir(parents=True, exist_ok=True)
         command: list[str | Path] = [ROOT / f"{stage}/main.py"]
         command += ["--config", ROOT / f"configs/digits/{stage}.yaml", *SETTINGS, *model]
@@ -80,6 +84,9 @@ class FaultRuns:
             {"VITSCALE_FAULTS": json.dumps(list((faults or {}).get(rank, ())))}
             for rank in range(num_ranks)
         ]
+        for rank, environment_of_rank in enumerate(own if is_node_of_its_own else ()):
+            environment_of_rank |= {"SLURMD_NODENAME": f"n{rank}"}
+            environment_of_rank |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         return self.starter.start(
             [*command, *settings],
             num_ranks=num_ranks,

@@ -24,11 +24,17 @@ from typing import Any
 import torch
 
 from tests.support.loader_runs import worker_pids
+from vitscale.config.errors import UserError
 from vitscale.engine.engine import Engine, ReadPart
 from vitscale.training import session
 
 # Calls of a training, in the module that looks the name up.
 PLACES = {
+    "index": ("vitscale.training.session", "_read_index"),
+    "prepare": ("vitscale.training.objective", "Objective.prepare"),
+    "decoder": ("vitscale.training.session", "resolve_decoder"),
+    "private folder": ("vitscale.models.interface", "private_folder"),
+    "tracker": ("vitscale.training.session", "Tracker"),
     "start": ("vitscale.training.session", "build_engine"),
     "restore": ("vitscale.training.session", "restore_engine"),
     "batch": ("vitscale.engine.device_batches", "DeviceBatches.__next__"),
@@ -42,6 +48,7 @@ PLACES = {
     "write": ("vitscale.checkpoint.folders", "write_new_file"),
     "rename": ("vitscale.checkpoint.folders", "commit_folder"),
     "prune": ("vitscale.checkpoint.folders", "_prune"),
+    "flush": ("vitscale.tracking.journal", "Journal.flush"),
     "close": ("vitscale.tracking.tracker", "Tracker.close"),
     "leave": ("torch.distributed", "destroy_process_group"),
 }
@@ -104,6 +111,10 @@ def _raise_oserror(call: Call, args: tuple[Any, ...]) -> Any:
     raise OSError(5, "Input/output error", str(args[0]) if args else None)
 
 
+def _lack(call: Call, args: tuple[Any, ...]) -> Any:
+    raise UserError("is not here", where="what the run needs", next_step="look for it")
+
+
 ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "kill": _signal(signal.SIGKILL),
     "crash": _signal(signal.SIGSEGV),
@@ -121,25 +132,8 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "exit 3": _exit(3),
     "raise": _raise,
     "EIO": _raise_oserror,
+    "lack": _lack,
 }
-
-
-# Not empty while the engine is checked at the start, on a model of its own.
-checks_at_start: list[bool] = []
-
-
-def leave_out_the_check() -> None:
-    """Count no call of the check that precedes a training."""
-    check = session.check_nan_is_skipped
-
-    def uncounted(*args: Any, **kwargs: Any) -> None:
-        checks_at_start.append(True)
-        try:
-            check(*args, **kwargs)
-        finally:
-            checks_at_start.clear()
-
-    session.check_nan_is_skipped = uncounted
 
 
 def plant(fault: dict[str, Any]) -> None:
@@ -158,8 +152,6 @@ def plant(fault: dict[str, Any]) -> None:
         def call() -> Any:
             return own(*args, **kwargs)
 
-        if checks_at_start:
-            return call()
         calls += 1
         if fault["nth"] not in (calls, "every"):
             return call()
@@ -231,7 +223,6 @@ MUTANTS: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    leave_out_the_check()
     for fault in json.loads(os.environ.get("VITSCALE_FAULTS", "[]")):
         plant(fault)
     mutant = os.environ.get("VITSCALE_MUTANT")

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,14 +23,21 @@ from safetensors import SafetensorError, safe_open
 from torch.serialization import safe_globals
 
 from vitscale.config.errors import UserError
+from vitscale.config.outside import check_expansion
 
 SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".tar")
 CONFIG = "config.json"
+# Names of the classes by label, a JSON list, in a run folder or beside a file of weights.
+CLASSES_NAME = "classes.json"
 FOLDER_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 NOT_STATED = (0, 0)
 # Where training scripts put the weights. MAE, DeiT: `model`; timm: `state_dict`; DINO: `teacher`.
 WEIGHT_KEYS = ("model", "state_dict", "teacher")
-# Of `args` in the files of MAE and DeiT.
+# Where they put the average of the weights: timm, then DeiT and MAE.
+AVERAGE_KEYS = ("state_dict_ema", "model_ema")
+# In names of weights that were saved from a model of torch.compile.
+COMPILED = "_orig_mod."
+# Of `args` in the files of timm, MAE and DeiT.
 EXTRA_TYPES: list[Any] = [argparse.Namespace, pathlib.PosixPath]
 # bfloat16 as numpy stores unknown types: big_vision, utils.py, `recover_dtype`.
 BFLOAT16 = np.dtype("V2")
@@ -40,6 +47,8 @@ DAMAGE = (
     *(RuntimeError, MemoryError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
     SafetensorError,
 )
+# Names that stand for none: of transformers, of our exports, and of numbers as texts.
+PLACEHOLDERS = ("LABEL_{}", "class {}", "{}")
 REFUSED = re.compile(r"[Uu]nsupported (?:global|GLOBAL|class|operand).*?(?= was not| whose|$)")
 
 
@@ -60,6 +69,10 @@ class Weights:
     """Keys of both that are defaults of the format, not read from the source. None: all of them."""
     classes: tuple[str, ...] | None = None
     """Name of each class by label, where the source has them."""
+    independent: bool = False
+    """True if each output is a probability of its own, as a sigmoid loss trains them."""
+    positions: str = "google"
+    """How the source's library resamples positions; see `models.positions`."""
     left_out: tuple[str, ...] = ()
     """Names of tensors that no model here has use for, such as DINO's training heads."""
     computed: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -97,38 +110,92 @@ def read_tensors(
             return found
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name).float() for name in file.keys()}
+                return {
+                    name.replace(COMPILED, ""): file.get_tensor(name).float()
+                    for name in file.keys()
+                }
         if path.suffix == ".npz":
+            _refuse_bomb(path)
             with np.load(path, allow_pickle=False) as arrays:
                 prefix = prefix_of(arrays.files)
                 names = [name for name in arrays.files if name.startswith(prefix)]
                 return {name.removeprefix(prefix): _in_fp32(arrays[name]) for name in names}
-        return _of_torch_file(path)
+    except DAMAGE as error:
+        raise _refused(error, path) from None
+    return read_torch_file(path).tensors
+
+
+class TorchFile(NamedTuple):
+    """Contents of a file of `torch.save`."""
+
+    tensors: dict[str, torch.Tensor]
+    arguments: Mapping[str, Any]
+    """Of the command that trained the weights, as timm, DeiT and MAE store them; plain values."""
+    average: str | None
+    """The key of the average, if that was taken."""
+
+
+def read_torch_file(path: Path, *, weights: str = "model") -> TorchFile:
+    """Read tensors, also below one of `WEIGHT_KEYS` or, as `weights` says, `AVERAGE_KEYS`.
+
+    weights: model; ema: their average over training; auto: the average if there is one.
+    """
+    try:
+        _refuse_bomb(path)
+        with safe_globals(EXTRA_TYPES):
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        return _taken(found, path, weights=weights)
     except DAMAGE as error:
         raise _refused(error, path) from None
 
 
-def _in_fp32(array: np.ndarray) -> torch.Tensor:
-    if array.dtype == BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
-    return torch.from_numpy(array.astype(np.float32, order="C"))
+def _refuse_bomb(path: Path) -> None:
+    """Raise UserError for a zip whose members unpack to far more than the file."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as file:
+            content_bytes = sum(member.file_size for member in file.infolist())
+        check_expansion(content_bytes, file_bytes=path.stat().st_size, where=str(path))
 
 
-def _of_torch_file(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of `torch.save`, also below one of `WEIGHT_KEYS`."""
-    with safe_globals(EXTRA_TYPES):
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    for key in WEIGHT_KEYS:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-            break
+def _taken(content: Any, path: Path, *, weights: str) -> TorchFile:
+    keys = WEIGHT_KEYS if weights == "model" else (*AVERAGE_KEYS, *WEIGHT_KEYS)
+    outer = content if isinstance(content, Mapping) else {}
+    key = next((key for key in keys if isinstance(outer.get(key), Mapping)), None)
+    average = key if key in AVERAGE_KEYS else None
+    if weights == "ema" and average is None:
+        raise no_average(path)
+
+    found = content if key is None else outer[key]
     if not isinstance(found, Mapping):
         raise UserError("contains no named tensors", where=str(path))
     odd = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
     if odd:
         allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
         raise UserError(f"{odd[0]!r} is not a tensor", where=str(path), allowed=allowed)
-    return {str(name): value.detach().float() for name, value in found.items()}
+    # A view may repeat a few stored bytes without end.
+    num_bytes = sum(value.numel() * value.element_size() for value in found.values())
+    check_expansion(num_bytes, file_bytes=path.stat().st_size, where=str(path))
+    tensors = {
+        str(name).replace(COMPILED, ""): value.detach().float() for name, value in found.items()
+    }
+    # A namespace holds values only: its type was made by the reader, not by the file.
+    arguments = vars(outer["args"]) if isinstance(outer.get("args"), argparse.Namespace) else {}
+    return TorchFile(tensors, arguments, average)
+
+
+def no_average(path: Path) -> UserError:
+    return UserError(
+        "contains no averaged weights",
+        where=str(path),
+        allowed="init_weights: auto, model",
+        next_step="set init_weights=auto",
+    )
+
+
+def _in_fp32(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(array.astype(np.float32, order="C"))
 
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
@@ -147,13 +214,14 @@ def file_beside(described: Path, names: Collection[str]) -> Path:
 
 
 def labels_in_order(names: Any) -> tuple[str, ...] | None:
-    """Names by label, of a list or an object; None for placeholders (LABEL_0) and for gaps."""
+    """Names by label, of a list or an object; None for placeholders and for gaps."""
     if isinstance(names, list):
         names = {str(label): name for label, name in enumerate(names)}
     if not isinstance(names, dict) or set(names) != {str(label) for label in range(len(names))}:
         return None
     found = tuple(str(names[str(label)]) for label in range(len(names)))
-    return None if found == tuple(f"LABEL_{label}" for label in range(len(names))) else found
+    is_named = all(found != tuple(map(form.format, range(len(found)))) for form in PLACEHOLDERS)
+    return found if is_named else None
 
 
 def _refused(error: Exception, path: Path) -> UserError:

@@ -1,7 +1,7 @@
 """Folders of transformers (Hugging Face): ViT, DeiT, MAE and DINOv2.
 
-Owns: names of tensors, in one table that is read both ways, and what config.json and
-preprocessor_config.json say, in our settings' names.
+Owns: names of tensors, in one table that is read both ways, and what config.json says, in our
+settings' names.
 
 transformers renames tensors in memory (from 5.0 on); these are the names that it writes.
 """
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder, read_json
+from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
 from vitscale.models.weights.names import Tensors, joined, numbered, split
+from vitscale.models.weights.pixels import PREPROCESSOR, assumed_pixels, huggingface_pixels
 
 # (theirs, ours); {} is the number of a block. Names of tensors, or of modules with weight and bias.
 _SHARED = (
@@ -72,14 +73,10 @@ FAMILIES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str
 # decoder of MAE.
 UNUSED = ("pooler.", "embeddings.mask_token", "decoder.")
 
+EPSILONS = {"dinov2": 1e-6, "dinov2_with_registers": 1e-6}
+EPSILONS |= {"vit": 1e-12, "vit_mae": 1e-12, "deit": 1e-12}
 # transformers' names of activations; it computes `gelu_new` and `gelu_fast` with tanh.
 GELUS = {"gelu": "erf", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
-# PIL's numbers of filters.
-RESAMPLES = {2: "bilinear", 3: "bicubic"}
-HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "eval_resize": "squash"}
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-CENTRE = {"eval_resize": "center_crop", "eval_crop_fraction": 224 / 256}
-PREPROCESSOR = "preprocessor_config.json"
 
 
 def from_huggingface(tensors: Tensors, model_type: str) -> tuple[Tensors, list[str]]:
@@ -129,7 +126,11 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
             allowed=f"{', '.join(FAMILIES)}, or a folder of timm, which has `architecture`",
             next_step="use weights of one of these",
         )
-    known, preprocessing = _known(config, folder), _preprocessing(folder, model_type)
+    known, processor = _known(config, folder), folder / PREPROCESSOR
+    is_stated = processor.is_file()
+    preprocessing = (
+        huggingface_pixels(processor, model_type) if is_stated else assumed_pixels(model_type)
+    )
     rows, columns = _pair(config.get("image_size", 224))
     patch = _pair(config.get("patch_size", 16))
     grid = (rows // patch[0], columns // patch[1])
@@ -141,15 +142,20 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
         tensors["reg_token"] = tensors.pop("dist_token") + pos_1LD[:, 1:2]
         tensors["cls_token"] = tensors["cls_token"] + pos_1LD[:, :1]
         tensors["pos_embed"] = pos_1LD[:, 2:]
+    size = preprocessing.get("image_size", max(rows, columns))
+    other_size = f", at {size} px as its {PREPROCESSOR} says" if size != max(rows, columns) else ""
     return Weights(
         tensors=tensors,
-        format=f"Hugging Face's {model_type}",
+        format=f"Hugging Face's {model_type}{other_size}",
         known=known,
         preprocessing=preprocessing,
         classes=labels_in_order(config.get("id2label")),
         grid=grid,
-        assumed=() if (folder / PREPROCESSOR).is_file() else preprocessing,
+        assumed=() if is_stated else preprocessing,
         left_out=tuple(left_out),
+        independent=config.get("problem_type") == "multi_label_classification",
+        # `interpolate_pos_encoding` there.
+        positions="timm" if model_type == "dinov2_with_registers" else "deit",
     )
 
 
@@ -161,8 +167,8 @@ def _pair(size: Any) -> tuple[int, int]:
 def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     known: dict[str, Any] = {
         "num_heads": int(config["num_attention_heads"]),
-        # transformers' own default.
-        "layer_norm_eps": float(config.get("layer_norm_eps", 1e-12)),
+        # transformers' own defaults.
+        "layer_norm_eps": float(config.get("layer_norm_eps", EPSILONS[str(config["model_type"])])),
     }
     if config.get("use_swiglu_ffn"):
         return known
@@ -171,40 +177,3 @@ def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         what = f"hidden_act {activation!r} is not supported"
         raise UserError(what, where=str(folder / CONFIG), allowed=", ".join(GELUS))
     return known | {"gelu": GELUS[activation]}
-
-
-def _preprocessing(folder: Path, model_type: str) -> dict[str, Any]:
-    """Read preprocessor_config.json; without it, take transformers' image processor: defaults of
-    ViTImageProcessor, DeiTImageProcessor and of DINOv2's published folders."""
-    default: dict[str, Any] = {**IMAGENET, **CENTRE, "eval_interpolation": "bicubic"}
-    if model_type.startswith("vit"):
-        default = HALF
-    path = folder / PREPROCESSOR
-    if not path.is_file():
-        return default
-    config = read_json(path)
-    is_normalised = bool(config.get("do_normalize", True))
-    found: dict[str, Any] = {
-        "mean": tuple(config.get("image_mean") or default["mean"]) if is_normalised else (0.0,) * 3,
-        "std": tuple(config.get("image_std") or default["std"]) if is_normalised else (1.0,) * 3,
-    }
-    resample = config.get("resample", 2)
-    if resample not in RESAMPLES:
-        what = f"resample {resample!r} is not supported"
-        raise UserError(what, where=str(path), allowed="2 (bilinear), 3 (bicubic)")
-    found["eval_interpolation"] = RESAMPLES[resample]
-    if not config.get("do_center_crop", False):
-        return found | {"eval_resize": "squash"}
-    crop, short = _side(config.get("crop_size", 224)), _side(config.get("size", 256))
-    if not 0 < crop <= short:
-        raise UserError(
-            f"crops {crop} px of {short} px", where=str(path), allowed="a crop within the image"
-        )
-    return found | {"eval_resize": "center_crop", "eval_crop_fraction": crop / short}
-
-
-def _side(size: Any) -> int:
-    """Pixels of the short side, of any form that image processors write."""
-    if isinstance(size, dict):
-        size = size.get("shortest_edge") or min(size["height"], size["width"])
-    return int(size)

@@ -57,6 +57,16 @@ def from_pytorch(tensors: Tensors) -> tuple[Tensors, list[str]]:
     return kept, left_out
 
 
+def without_wrappers(tensors: Tensors) -> Tensors:
+    """The tensors without the prefixes that all names have, such as DistributedDataParallel's."""
+    found = dict(tensors)
+    while prefix := next((p for p in PREFIXES if all(n.startswith(p) for n in found)), None):
+        if not found:
+            break
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    return found
+
+
 def with_representation(weights: Tensors) -> Tensors:
     """The layer before the head and the head itself as one module, which our models have.
 

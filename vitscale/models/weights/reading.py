@@ -5,43 +5,56 @@ No file runs code.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import timm
 
 from vitscale.config.errors import UserError
 from vitscale.models import timm_model
 from vitscale.models.settings import Architecture, TimmSettings
-from vitscale.models.weights import google, names
+from vitscale.models.weights import google, names, pixels
 from vitscale.models.weights.files import (
+    CLASSES_NAME,
     CONFIG,
     NOT_STATED,
     SUFFIXES,
+    TorchFile,
     Weights,
     file_beside,
+    labels_in_order,
+    no_average,
     read_json,
     read_tensors,
+    read_torch_file,
 )
-from vitscale.models.weights.huggingface import CENTRE, HALF, IMAGENET, read_huggingface_folder
-from vitscale.models.weights.timm_folder import read_timm_folder, timm_preprocessing
+from vitscale.models.weights.huggingface import read_huggingface_folder
+from vitscale.models.weights.timm_folder import read_timm_checkpoint, read_timm_folder
 
 # Written by an export (`finetune/exporting/format.py`): what a folder says of its weights.
 DESCRIPTION = "vitscale.json"
 FORMAT_VERSION = 1
 EXPORTED = ("model.safetensors", "model.npz")
+# Types of files that hold tensors alone.
+WITHOUT_AVERAGE = (".npz", ".safetensors")
 PREPROCESSING = ("eval_resize", "eval_crop_fraction", "eval_interpolation", "eval_antialias")
-# What a file does not say, by format: values of `model` and of `data`. Google: vision_transformer,
-# models_vit.py and input_pipeline.py. PyTorch: the defaults of timm's models and of MAE, DeiT and
-# DINOv2, which evaluate on the centre of bicubically resized images.
+# What a file does not say, by format. Google: vision_transformer, models_vit.py. PyTorch: the
+# defaults of timm's models and of MAE, DeiT and DINOv2.
 GOOGLE: dict[str, Any] = {
+    "format": "Google's names",
     "known": {"gelu": "tanh", "layer_norm_eps": 1e-6},
-    "preprocessing": HALF,
+    "preprocessing": pixels.GOOGLE,
 }
 PYTORCH: dict[str, Any] = {
+    "format": "timm's names",
     "known": {"gelu": "erf", "layer_norm_eps": 1e-6},
-    "preprocessing": {**IMAGENET, **CENTRE, "eval_interpolation": "bicubic"},
+    "preprocessing": pixels.PYTORCH,
+    "positions": "timm",
 }
 
 
@@ -52,16 +65,22 @@ def is_external(path: Path) -> bool:
     return path.suffix in SUFFIXES
 
 
-def read_weights(path: Path, *, model: Architecture | None = None) -> Weights:
+def read_weights(
+    path: Path, *, model: Architecture | None = None, weights: str = "auto"
+) -> Weights:
     """Read and rename a file, or a folder of timm or transformers.
 
     model: the settings of the family timm for weights of such a model, which keep their names.
+    weights: model, ema or auto, as `read_torch_file`; only files of training scripts have both.
     Raises UserError for what cannot be read or trusted, and where positions form no square.
     """
     timm_name = model.model if isinstance(model, TimmSettings) else None
+    if weights == "ema" and (path.is_dir() or path.suffix in WITHOUT_AVERAGE):
+        raise no_average(path)
     try:
         if not path.is_dir():
-            found = _read_file(path, timm_name)
+            found = _read_file(path, timm_name, weights=weights)
+            found = replace(found, classes=_classes_beside(path))
         elif (path / DESCRIPTION).is_file():
             found = _read_exported(path)
         elif "architecture" in (config := read_json(path / CONFIG)):
@@ -85,21 +104,38 @@ def read_weights(path: Path, *, model: Architecture | None = None) -> Weights:
     return replace(found, tensors=tensors, grid=grid, left_out=tuple(sorted(found.left_out)))
 
 
-def _read_file(path: Path, timm_name: str | None) -> Weights:
+def _read_file(path: Path, timm_name: str | None, *, weights: str) -> Weights:
     """Weights under their names in timm with `timm_name`, else under ours."""
+    if path.suffix in WITHOUT_AVERAGE:
+        prefix_of = (lambda names: "") if timm_name else partial(_prefix, path=path)
+        file = TorchFile(read_tensors(path, prefix_of=prefix_of), {}, None)
+    else:
+        file = read_torch_file(path, weights=weights)
+    found = _named(file, path, timm_name)
+    average = f", the average of the weights ({file.average})" if file.average else ""
+    return replace(found, format=f"{found.format}{average}")
+
+
+def _named(file: TorchFile, path: Path, timm_name: str | None) -> Weights:
+    """Find out whose tensors these are, and rename them."""
+    tensors, arguments = file.tensors, file.arguments
+    trained = arguments.get("model")
+    if isinstance(trained, str) and timm.is_model(trained) and timm_name in (None, trained):
+        as_timm = timm_name is not None
+        return read_timm_checkpoint(tensors, arguments, as_timm=as_timm, where=f"{path}: args")
     if timm_name is not None:
         config = timm_model.pretrained_config(timm_name)
         return Weights(
-            tensors=read_tensors(path),
+            tensors=names.without_wrappers(tensors),
             format=f"timm's {timm_name}",
             known={"name": "timm", "model": timm_name, "image_size": config.input_size[-1]},
             # The pixels that timm's own weights expect.
-            preprocessing=timm_preprocessing(asdict(config), where=timm_name),
+            preprocessing=pixels.timm_preprocessing(asdict(config), where=timm_name),
+            positions="timm",
         )
-    tensors = read_tensors(path, prefix_of=lambda stored: _prefix(stored, path))
     if path.suffix == ".npz" and not any(name.endswith(names.FIRST_NAME) for name in tensors):
         tensors, num_heads = google.from_google(tensors)
-        found = Weights(tensors=tensors, format="Google's names", **GOOGLE)
+        found = Weights(tensors=tensors, **GOOGLE)
         heads = {} if num_heads is None else {"num_heads": num_heads}
         return replace(found, known={**found.known, **heads})
     theirs = [name for name in tensors if "embeddings.patch_embeddings.projection" in name]
@@ -112,7 +148,17 @@ def _read_file(path: Path, timm_name: str | None) -> Weights:
             next_step=f"set init={path.parent}" if has_config else f"put its {CONFIG} beside it",
         )
     tensors, left_out = names.from_pytorch(tensors)
-    return Weights(tensors=tensors, format="timm's names", left_out=tuple(left_out), **PYTORCH)
+    found = Weights(tensors=tensors, left_out=tuple(left_out), **PYTORCH)
+    if ratio := arguments.get("eval_crop_ratio"):  # of DeiT
+        how = {**found.preprocessing, "eval_crop_fraction": float(ratio)}
+        found = replace(found, preprocessing=how)
+    return found
+
+
+def _classes_beside(path: Path) -> tuple[str, ...] | None:
+    """The names in a list beside a file of weights, which has none itself."""
+    listed = path.with_name(CLASSES_NAME)
+    return labels_in_order(json.loads(listed.read_text("utf-8"))) if listed.is_file() else None
 
 
 def _prefix(stored: Collection[str], path: Path) -> str:
@@ -142,7 +188,8 @@ def _read_exported(folder: Path) -> Weights:
         where = str(folder / DESCRIPTION)
         raise UserError(what, where=where, allowed=str(FORMAT_VERSION))
     path = file_beside(folder / DESCRIPTION, EXPORTED)
-    found = _read_file(path, known["model"] if known.get("name") == "timm" else None)
+    timm_name = known["model"] if known.get("name") == "timm" else None
+    found = _read_file(path, timm_name, weights="model")
     return replace(
         found,
         known=known,
@@ -150,6 +197,8 @@ def _read_exported(folder: Path) -> Weights:
         preprocessing=preprocessing,
         classes=classes,
         assumed=(),
+        independent=bool(described.get("independent", False)),
+        positions="google",
     )
 
 

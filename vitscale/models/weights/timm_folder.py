@@ -1,13 +1,15 @@
-"""Folders of timm: config.json with `architecture`, and weights.
+"""Weights of timm: folders, config.json with `architecture` beside weights, and its checkpoints.
 
-Owns: what config.json says, in our settings' names. The architecture is looked up in timm, whose
-models are built without memory for it.
+Owns: what they say of the model, in our settings' names. The architecture is looked up in timm,
+whose models are built without memory for it.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +18,109 @@ import torch
 from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 
-from vitscale.config.errors import UserError
 from vitscale.models.timm_model import pretrained_config
-from vitscale.models.weights.files import CONFIG, NOT_STATED, Weights, labels_in_order, read_folder
-from vitscale.models.weights.huggingface import IMAGENET
-from vitscale.models.weights.names import from_pytorch
+from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
+from vitscale.models.weights.names import Tensors, from_pytorch, without_wrappers
+from vitscale.models.weights.pixels import timm_preprocessing
 
 # SiLU is of SwiGLU, which shapes show.
 ACTIVATIONS = {"none": "erf", "tanh": "tanh", "GELUTanh": "tanh", "SiLU": None}
 POOLS = {"token": "cls", "avg": "gap", "map": "map"}
-# Of timm.data.create_transform; others resize in a way that the evaluations here do not.
-CROPS = {"center": "center_crop", "squash": "squash"}
-FILTERS = ("bilinear", "bicubic")
-# timm.data.resolve_data_config, where pretrained_cfg leaves it out.
-DEFAULTS = {**IMAGENET, "interpolation": "bicubic", "crop_pct": 0.875, "crop_mode": "center"}
+# A class of ImageNet, whose words are easier to read and found again among its ids.
+SYNSET = re.compile(r"n\d{8}")
+# Of a command line of timm's train.py: what else decides how images are read.
+PIXEL_ARGUMENTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode", "img_size")
 
 
 def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) -> Weights:
-    """Weights of the family vit, or with `as_timm` and for other models of the family timm.
+    """Read a folder, as `timm_weights`.
 
     Raises UserError where timm does not know the model.
     """
+    # Before timm 0.8 the keys of pretrained_cfg stood beside the architecture.
+    described: Any = config.get("pretrained_cfg", config) or {}
     where, name = str(folder / CONFIG), str(config["architecture"])
-    described: Any = config.get("pretrained_cfg") or {}
-    arguments = dict(config.get("model_args") or {})
-    tensors, grid = read_folder(folder), NOT_STATED
-    left_out: list[str] = []
-    published = pretrained_config(name, where=where)
-    preprocessing = timm_preprocessing({**DEFAULTS, **described}, where=where)
-    model = None if as_timm else _plain_transformer(name, arguments)
-    if model is None:
-        size = described.get("input_size") or published.input_size
-        size = arguments.pop("img_size", None) or size
-        arguments.pop("num_classes", None)  # counted in the weights
-        size = size if isinstance(size, int) else size[-1]
-        known = {"name": "timm", "model": name, "image_size": size, "arguments": arguments}
-    else:
-        known, grid = _known(model), model.patch_embed.grid_size
-        tensors, left_out = from_pytorch(tensors)
-    names = config.get("label_names") or described.get("label_names")
-    words = config.get("label_descriptions")
-    if isinstance(names, list) and isinstance(words, dict):  # instead of synset ids
-        names = [words.get(each, each) for each in names]
-    return Weights(
-        tensors=tensors,
-        format=f"timm's {name}",
-        known=known,
-        preprocessing=preprocessing,
-        classes=labels_in_order(names),
-        grid=grid,
-        assumed=() if described else preprocessing,
-        left_out=tuple(left_out),
+    names = config.get("label_names") or described.get("label_names") or described.get("labels")
+    words = config.get("label_descriptions") or described.get("label_descriptions")
+    if isinstance(names, list) and isinstance(words, dict):
+        names = [words.get(each, each) if SYNSET.fullmatch(str(each)) else each for each in names]
+    pixels = timm_preprocessing(described, where=where)
+    found = timm_weights(
+        read_folder(folder),
+        name,
+        arguments=config.get("model_args") or {},
+        input_size=described.get("input_size"),
+        as_timm=as_timm,
+        where=where,
     )
+    is_stated = "mean" in described and "std" in described
+    return replace(
+        found,
+        preprocessing=pixels,
+        classes=labels_in_order(names),
+        assumed=() if is_stated else pixels,
+    )
+
+
+def read_timm_checkpoint(
+    tensors: Tensors, arguments: Mapping[str, Any], *, as_timm: bool, where: str
+) -> Weights:
+    """Read what timm's train.py or DeiT's main.py saved: `arguments` of its command line, which say
+    how the model was built and how its images were made."""
+    name, size = arguments["model"], arguments.get("input_size")
+    # In DeiT one number, which builds the model too.
+    own = {"img_size": size} if isinstance(size, int) else {}
+    pool = arguments.get("gp")
+    own |= {} if pool is None else {"global_pool": pool}
+    own |= arguments.get("model_kwargs") or {}
+
+    pixels = {key: arguments.get(key) for key in PIXEL_ARGUMENTS}
+    pixels |= {"img_size": size} if isinstance(size, int) else {"input_size": size}
+    pixels["crop_pct"] = pixels["crop_pct"] or arguments.get("eval_crop_ratio")
+    config = asdict(pretrained_config(name, where=where))
+    found = timm_weights(
+        tensors, name, arguments=own, input_size=size, as_timm=as_timm, where=where
+    )
+    return replace(
+        found,
+        preprocessing=timm_preprocessing(config, where=where, arguments=pixels),
+        assumed=(),
+        independent=bool(arguments.get("bce_loss")),
+    )
+
+
+def timm_weights(
+    tensors: Tensors,
+    name: str,
+    *,
+    arguments: Mapping[str, Any],
+    input_size: Any,
+    as_timm: bool,
+    where: str,
+) -> Weights:
+    """Weights of the family vit, or with `as_timm` and for other models of the family timm.
+
+    arguments: of timm.create_model. input_size: pixels, as in `pretrained_cfg`.
+    Raises UserError where timm does not know the model.
+    """
+    published, arguments = pretrained_config(name, where=where), dict(arguments)
+    origin = f"timm's {name}"
+    model = None if as_timm else _plain_transformer(name, arguments)
+    if model is not None:
+        tensors, left_out = from_pytorch(tensors)
+        return Weights(
+            tensors=tensors,
+            format=origin,
+            known=_known(model),
+            grid=model.patch_embed.grid_size,
+            left_out=tuple(left_out),
+            positions="timm",
+        )
+    size = arguments.pop("img_size", None) or input_size or published.input_size
+    arguments.pop("num_classes", None)  # counted in the weights
+    size = size if isinstance(size, int) else size[-1]
+    known = {"name": "timm", "model": name, "image_size": size, "arguments": arguments}
+    return Weights(tensors=without_wrappers(tensors), format=origin, known=known, positions="timm")
 
 
 def _plain_transformer(name: str, arguments: Mapping[str, Any]) -> VisionTransformer | None:
@@ -101,19 +154,3 @@ def _known(model: VisionTransformer) -> dict[str, Any]:
     }
     gelu = ACTIVATIONS[_activation(model)]
     return known | ({} if gelu is None else {"gelu": gelu})
-
-
-def timm_preprocessing(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Read the preprocessing in `pretrained_cfg`, under our settings' names."""
-    crop, interpolation = config["crop_mode"], config["interpolation"]
-    for key, allowed in (("crop_mode", CROPS), ("interpolation", FILTERS)):
-        if config[key] not in allowed:
-            what = f"unknown {key} {config[key]!r}"
-            raise UserError(what, where=where, allowed=", ".join(allowed))
-    found = {
-        "mean": tuple(map(float, config["mean"])),
-        "std": tuple(map(float, config["std"])),
-        "eval_resize": CROPS[crop],
-        "eval_interpolation": interpolation,
-    }
-    return found | ({"eval_crop_fraction": float(config["crop_pct"])} if crop == "center" else {})

@@ -60,9 +60,21 @@ def inferred_model(found: Weights, *, chosen: ModelSettings | None) -> tuple[Mod
         values["num_heads"] = ATTENTION_HEADS.get(width, width // HEAD_WIDTH)
     if values.get("distillation_token"):
         values.pop("class_position", None)
-    layers = classifiers(pretrained_config(values["model"])) if is_timm else ("head", "head.2")
-    heads = [tensors[f"{name}.weight"] for name in layers if f"{name}.weight" in tensors]
-    return _validated(values, found.where), len(heads[0]) if heads else 0
+    heads = head_layers(tensors, timm_name=values["model"] if is_timm else None)
+    num_classes = len(tensors[f"{heads[0]}.weight"]) if heads else 0
+    return _validated(values, found.where), num_classes
+
+
+def head_layers(tensors: Mapping[str, torch.Tensor], *, timm_name: str | None) -> list[str]:
+    """The last layers that the weights have; the second is the distillation token's.
+
+    timm_name: of the model, for weights of the family timm.
+    """
+    # `head.2` follows a representation layer.
+    names: tuple[str, ...] = ("head", "head.2", "head_dist")
+    if timm_name is not None:
+        names = classifiers(pretrained_config(timm_name))
+    return [name for name in names if f"{name}.weight" in tensors]
 
 
 def _refuse_other_families(weights: Mapping[str, torch.Tensor], where: str) -> None:
@@ -146,7 +158,8 @@ def transfer_weights(
 ) -> list[str]:
     """Load a trunk; the head (with a representation layer, if any) keeps its fresh values.
 
-    grid: of the model. keep_head: load the head too.
+    grid: of the model. convention: how positions are resampled to it, as `models.positions`; auto:
+    as the library does that the weights come from. keep_head: load the head too.
     resize_patches: resize the patch embedding to the model's patch size.
     A norm after the mean keeps its fresh values if the weights have one before it only (MAE).
     Returns the names of tensors that are left out: what only an objective trained, and that norm.
@@ -155,7 +168,7 @@ def transfer_weights(
     """
     weights, where = found.tensors, found.where
     if isinstance(model, TimmModel):
-        model.load_weights(weights, where=where, keep_head=keep_head)
+        model.load_weights(weights, where=where, keep_head=keep_head, resize_patches=resize_patches)
         return []
     left_out = OBJECTIVE if keep_head else (*OBJECTIVE, *HEADS)
     own, given = (
@@ -174,7 +187,7 @@ def transfer_weights(
                 source_grid=found.grid,
                 target_grid=grid,
                 num_prefix_tokens=num_prefix_rows,
-                convention=convention,
+                convention=found.positions if convention == "auto" else convention,
             )
         except ValueError as error:
             raise UserError(str(error), where=where) from None

@@ -1,0 +1,194 @@
+"""Which settings differ for which purpose; what is a secret, in every form that code has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.settings import EvaluateRun
+from pretrain.run import PretrainRun
+from vitscale.config.changes import WITHOUT_EFFECT, Purpose, changed_settings
+from vitscale.config.redaction import flatten, flatten_params, redact
+from vitscale.config.section import settings_of
+from vitscale.runs.data_prep import DataPrepRun
+
+BEFORE = {
+    "name": "a",
+    "output": "runs/a",
+    "seed": 0,
+    "num_workers": 4,
+    "script": "make_shards",
+    "source": {"path": "A", "kind": "image_folder"},
+    "labels": {"map": "m.csv", "map_blake3": "12"},
+    "optim": {"lr": 1e-3},
+    "data": {"path": "shards?v=1", "num_workers": 2, "crop_area": [0.1, 1]},
+    "launch": {"nodes": 1, "account": "x"},
+    "checkpoint": {"keep": 2},
+    "tracking": {"uri": None, "tags": {"chain": "c"}},
+    "compute": {"batch": 64, "precision": "bf16"},
+    "results": [{"top1": 0.5}],
+}
+# Key -> another value, and the purposes for which it counts.
+CASES: dict[str, tuple[object, set[str]]] = {
+    "name": ("b", {"resume", "output", "evaluation"}),
+    "output": ("runs/b", {"resume", "evaluation"}),
+    "seed": (1, {"resume", "output", "chain", "evaluation", "result", "table"}),
+    "num_workers": (8, {"resume", "evaluation", "table"}),
+    "script": ("index_shards", {"resume", "chain", "evaluation", "result", "table"}),
+    "source.path": ("B", {"resume", "evaluation", "table"}),
+    "labels.map_blake3": ("13", {"resume", "output", "chain", "evaluation", "result", "table"}),
+    "optim.lr": (2e-3, {"resume", "output", "chain", "evaluation", "result", "table"}),
+    # Not the same folder, though what is shown of it is.
+    "data.path": ("shards?v=2", {"resume", "output", "chain", "evaluation", "result", "table"}),
+    "data.num_workers": (3, {"resume", "output", "evaluation", "table"}),
+    "data.crop_area": ([0.1, 0.9], {"resume", "output", "chain", "evaluation", "result", "table"}),
+    "launch.nodes": (2, {"resume", "evaluation", "table"}),
+    "checkpoint.keep": (3, {"resume", "output", "evaluation", "table"}),
+    "tracking.uri": ("http://h", {"resume", "output", "evaluation", "table"}),
+    "tracking.tags": ({"chain": "d"}, {"resume", "output", "evaluation"}),
+    "compute.batch": (1, {"resume", "output", "evaluation", "table"}),
+    "compute.precision": (
+        "fp32", {"resume", "output", "chain", "evaluation", "result", "table"}
+    ),
+    "results": ([], {"resume", "output", "chain", "result", "table"}),
+}  # fmt: skip
+PURPOSES: tuple[Purpose, ...] = ("resume", "output", "chain", "evaluation", "result", "table")
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_a_difference_counts_for_its_purposes(key: str) -> None:
+    value, purposes = CASES[key]
+    group, _, name = key.rpartition(".")
+    now = BEFORE | ({group: BEFORE[group] | {name: value}} if group else {key: value})  # type: ignore[operator]
+    for purpose in PURPOSES:
+        changed = changed_settings(BEFORE, now, purpose=purpose)
+        assert bool(changed) == (purpose in purposes), purpose
+        # Flat settings, as MLflow has them, count alike; a missing key differs from any value.
+        assert changed_settings(flatten(BEFORE), flatten(now), purpose=purpose) == changed
+        assert changed_settings(now, BEFORE, purpose=purpose).keys() == changed.keys()
+    without = {k: v for k, v in flatten(BEFORE).items() if not f"{k}.".startswith(f"{key}.")}
+    changed = changed_settings(without, BEFORE, purpose="resume")
+    assert changed and {before for before, _ in changed.values()} == {None}
+
+
+def test_no_difference_is_none_and_shown_values_have_no_secrets() -> None:
+    for purpose in PURPOSES:
+        assert changed_settings(BEFORE, BEFORE, purpose=purpose) == {}
+    old, new = ({"uri": f"http://me:{p}@h", "api_token": p, "a": 1} for p in ("one", "two"))
+    assert changed_settings(old, new, purpose="resume") == {
+        "api_token": ("***", "***"), "uri": ("http://h", "http://h")
+    }  # fmt: skip
+
+
+def test_every_key_without_effect_exists() -> None:
+    keys = {
+        key
+        for run_type in (PretrainRun, EvaluateRun, DataPrepRun)
+        for key in (setting.key for setting in settings_of(run_type).values())
+    }
+    # Of the results of an evaluation, which are no configuration.
+    assert WITHOUT_EFFECT.keys() - {"results"} <= keys
+
+
+# ---- secrets ------------------------------------------------------------------------------------
+
+SECRET = "hunter2X9"
+FORMS = [
+    'API_KEY="%"',
+    "x = {'api_key': '%'}",
+    "os.environ['DB_PASSWORD']='%'",
+    'os.environ.setdefault("HF_TOKEN", "%")',
+    'os.getenv("HF_TOKEN", "%")',
+    'token: str = "%"',
+    'def f(password: str | None = "%"):',
+    'login(token="%")',
+    'wandb.login(key="%")',
+    "password: %",
+    "- password: %",
+    "db-password: %",
+    "{user: me, password: %}",
+    '  "token" : "%",',
+    "secret => '%'",
+    'if password == "%":',
+    'token = (\n+    "a"\n+    "%"\n+)',
+    'API_KEYS = ["a", "%"]',
+    "passwords: [%]",
+    '"passwords": {"a": "%"}',
+    'auth=("me", "%")',
+    'token="a" "%"',
+    'token = tok or "%"',
+    "token = '''\n+%\n+'''",
+    "passwd: |\n+  %",
+    'parser.add_argument("--token", default="%")',
+    "run --token %",
+    "run --api-key=%",
+    "curl -u me:% https://x",
+    "sshpass -p % ssh x",
+    "setenv HF_TOKEN %",
+    "machine h login me password %",
+    "<password>%</password>",
+    "Authorization: Bearer %",
+    '{"Authorization": f"Bearer %"}',
+    '"Bearer %"',
+    "Basic dXNlcjp%=",
+    "https://u:%@h/x",
+    "postgresql+psycopg2://u:%@h/db",
+    "http://h/x?sig=%",
+    "aws_secret_access_key = %",
+    "AWS_SECRET_ACCESS_KEY=%",
+    "export GH_PAT='%'",
+    "DB_PWD=%",
+    "SSH_PASSPHRASE=%",
+    "MYAPP_CREDENTIALS=%",
+    "cookie: %",
+    'connection_string = "AccountKey=%"',
+    'x="ghp_%abcdefghijkl"',
+    'x="hf_%abcdefghijklmnop"',
+    'x="eyJhbGciOi%.eyJzdWIi.abc"',
+    "-----BEGIN RSA PRIVATE KEY-----\n+MII%+abc\n+-----END RSA PRIVATE KEY-----",
+    "-----BEGIN OPENSSH PRIVATE KEY-----\n+%abcdefghijklmnopqrstuv\n",
+]
+KEPT = [
+    'POOLS = {"cls": "token", "gap": "avg"}',
+    'NAMES = ("cls_token", "reg_token", "mask_token")',
+    "class_token: false",
+    "num_tokens=16",
+    "token = tokens[0]",
+    "login(token=True)",
+    "export HF_TOKEN=$(cat FILE)",
+    "HF_TOKEN_PATH=/home/me/token",
+    "GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json",
+    "forward_pass: 3 GFLOPs",
+    "the password is wrong",
+    "c47cba2269101f2e3d4c5b6a79881726354bcdef",
+    "https://host/a/b#c",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_secrets_are_removed_in_every_form(form: str) -> None:
+    text = "+" + form.replace("%", SECRET)
+    shown = redact(text)
+    assert SECRET not in shown and redact(shown) == shown
+    assert SECRET not in redact(f" context\n{text}\n-{text[1:]}\n after")
+
+
+@pytest.mark.parametrize("text", KEPT)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert redact(text) == text
+
+
+def test_keys_of_settings_are_no_secrets() -> None:
+    values = {setting.key: 1 for setting in settings_of(PretrainRun).values() if setting.key}
+    assert set(flatten_params(values).values()) == {"1"}
+    assert flatten_params({"a//b": 1, "a/../c": 2, "what?": 3}) == {
+        "a/b": "1",
+        "c": "2",
+        "what_": "3",
+    }
+
+
+@pytest.mark.parametrize("unit", ["ab12", "-", "a+", "?a", "token", "\n"])
+def test_a_long_line_is_read_in_linear_time(unit: str) -> None:
+    """With the square of its length it would take minutes."""
+    text = unit * (200_000 // len(unit))
+    assert redact(text) == text

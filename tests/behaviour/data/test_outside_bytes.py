@@ -1,0 +1,227 @@
+"""Files whose content is far larger than they are, and names that terminals and tables obey."""
+
+from __future__ import annotations
+
+import csv
+import io
+import subprocess
+import sys
+import tracemalloc
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from data_prep.sources.protocol import open_source, printable
+from vitscale.config.errors import UserError
+from vitscale.config.outside import csv_cell, visible
+from vitscale.config.redaction import redact
+from vitscale.models.weights.files import read_tensors
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
+
+MIB = 1 << 20
+
+
+def parquet(path: Path, cells: list[Any], label: list[Any], **options: Any) -> Path:
+    table = pa.table({"image": pa.array(cells, pa.large_binary()), "label": label})
+    pq.write_table(table, path, compression="zstd", **options)
+    return path
+
+
+def listed(path: Path, kind: Any = "parquet") -> list[Any]:
+    settings = SourceSettings(kind=kind, path=str(path))
+    source = open_source(settings, LabelSettings())
+    return [row for box in source.containers() for row in source.inputs(box)]
+
+
+ZEROS = bytes(65 * MIB)
+ONE_PAGE = {"use_dictionary": ["image"], "dictionary_pagesize_limit": 1 << 30}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: parquet(path, [ZEROS], ["a"]),
+        lambda path: parquet(path, [ZEROS] * 3, ["a"] * 3, **ONE_PAGE),
+        # The footer says 30 MiB: the cell is stored once.
+        lambda path: parquet(path, [ZEROS[: 30 * MIB]] * 9, ["a"] * 9, **ONE_PAGE),
+        lambda path: parquet(path, [ZEROS[:MIB]] * 99, ["a"] * 99, row_group_size=1),
+        lambda path: parquet(path, [b"x"] * 2, ["a" * (70 * MIB), "b"]),
+    ],
+)
+def test_tables_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -> None:
+    make(tmp_path / "x.parquet")
+    assert (tmp_path / "x.parquet").stat().st_size < MIB
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    with pytest.raises(UserError, match="x.parquet': unpacks to .* times its size"):
+        listed(tmp_path / "x.parquet")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 150 * MIB and pa.total_allocated_bytes() - before < 150 * MIB
+
+
+def test_tables_of_paths_that_unpack_to_far_more_are_refused(tmp_path: Path) -> None:
+    rows = pa.table({"image": ["x" * MIB] * 70, "label": ["a"] * 70})
+    pq.write_table(rows, tmp_path / "t.parquet", compression="zstd")
+    with pytest.raises(UserError, match="unpacks to"):
+        listed(tmp_path / "t.parquet", "path_table")
+
+
+def test_sound_tables_are_read_whatever_their_size(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    cells = [rng.bytes(MIB) for _ in range(70)]
+    path = parquet(tmp_path / "x.parquet", [*cells, cells[0], cells[0]], ["a"] * 72)
+    assert [row.data for row in listed(path)] == [*cells, cells[0], cells[0]]
+
+
+def deflated(path: Path, members: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in members.items():
+            file.writestr(name, data)
+    return path
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def repacked(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """What `torch.save` stores, deflated."""
+    torch.save(tensors, path)
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    return deflated(path, members)
+
+
+def overlapping(path: Path) -> Path:
+    """Many names of one member: the file is small, and so is the ratio of each member."""
+    deflated(path, {"0.npy": npy(np.random.default_rng(0).random(MIB))})
+    with zipfile.ZipFile(path, "a") as file:
+        for number in range(1, 30):
+            again = zipfile.ZipInfo(f"{number}.npy")
+            for field in ("header_offset", "compress_size", "file_size", "CRC", "compress_type"):
+                setattr(again, field, getattr(file.filelist[0], field))
+            file.filelist.append(again)
+            file.NameToInfo[again.filename] = again
+        file._didModify = True  # type: ignore[attr-defined]
+    return path
+
+
+def endless_view(path: Path) -> Path:
+    torch.save({"x": torch.zeros(1, dtype=torch.float16).expand(1 << 40)}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda folder: deflated(folder / "x.npz", {"a.npy": npy(np.zeros(20 * MIB))}),
+        lambda folder: deflated(
+            folder / "x.npz", {f"{n}.npy": npy(np.zeros(MIB)) for n in range(20)}
+        ),
+        lambda folder: overlapping(folder / "x.npz"),
+        lambda folder: repacked(folder / "x.pth", {"x": torch.zeros(20 * MIB)}),
+        lambda folder: repacked(folder / "x.bin", {"x": torch.zeros(40 * MIB, dtype=torch.half)}),
+        lambda folder: endless_view(folder / "x.pt"),
+    ],
+)
+def test_weights_that_unpack_to_far_more_are_refused(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"x\.\w+: unpacks to .* times its size"):
+        read_tensors(make(tmp_path))
+
+
+def test_published_forms_of_weights_are_read(tmp_path: Path) -> None:
+    """Stored and deflated, with a head of zeros and weights that are tied."""
+    weight = torch.randn(1 << 20)
+    tensors = {"a": weight, "tied": weight, "head": torch.zeros(1 << 20)}
+    np.savez(tmp_path / "a.npz", **{name: each.numpy() for name, each in tensors.items()})
+    np.savez_compressed(
+        tmp_path / "b.npz", **{name: each.numpy() for name, each in tensors.items()}
+    )
+    torch.save({"model": tensors}, tmp_path / "c.pth")
+    torch.save(tensors, tmp_path / "d.bin", _use_new_zipfile_serialization=False)
+    for path in sorted(tmp_path.iterdir()):
+        found = read_tensors(path)
+        assert all(torch.equal(found[name], each) for name, each in tensors.items()), path
+
+
+NAMES = ["x\x1b]0;owned\x07.png", "a\x1b[2J", "b\x9b31m", "line\nbreak", "\r over", "tab\t", "\x7f"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_control_character_of_a_name_is_shown(name: str) -> None:
+    shown = (visible(name), printable(name), csv_cell(name), csv_cell(f"={name}"))
+    assert all(text.isprintable() for text in shown)
+    assert visible("naïve 数据 \u3000 -x=y@z") == "naïve 数据 \u3000 -x=y@z"
+
+
+def test_every_command_prints_through_the_guard() -> None:
+    program = (
+        "import sys; from vitscale.config.errors import UserError, run_script\n"
+        "def main():\n"
+        "    print('name \\x1b]0;owned\\x07', 'second line', sep='\\n')\n"
+        "    print('\\x9b2J', file=sys.stderr)\n"
+        "    raise UserError('no class \\x1b[2J')\n"
+        "run_script(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout == "name \\x1b]0;owned\\x07\nsecond line\n"
+    assert done.stderr == "\\x9b2J\nerror:\nno class \\x1b[2J\n"
+
+
+@pytest.mark.parametrize(
+    "cell, expected",
+    [
+        ('=HYPERLINK("http://x","y")', '\'=HYPERLINK("http://x","y")'),
+        ("+cmd|' /C calc'!A0", "'+cmd|' /C calc'!A0"),
+        ("-2+3", "'-2+3"),
+        ("@SUM(A1)", "'@SUM(A1)"),
+        ("\t=1", "'\\x09=1"),
+        ("\r=1", "'\\x0d=1"),
+        ("-1", "-1"),
+        ("+0.5", "+0.5"),
+        (-1.5, -1.5),
+        (None, None),
+        ("plain = name", "plain = name"),
+    ],
+)
+def test_no_cell_is_a_formula(cell: Any, expected: Any) -> None:
+    assert csv_cell(cell) == expected
+    file = io.StringIO()
+    csv.writer(file).writerow([csv_cell(cell)])
+    (found,) = next(csv.reader(io.StringIO(file.getvalue())))
+    assert found == ("" if expected is None else str(expected))
+
+
+RUNS = ["ab12", "a-", "\n", " \n", "token", "a://", "?", "'", "x_password: \n", "+ \n"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_secrets_are_removed_from_long_runs(run: str) -> None:
+    """In quadratic time, a run of this length would take hours."""
+    text = run * (1 << 16)
+    assert redact(f"{text}\nHF_TOKEN=abc s3://u:p@h/x\n").endswith("\nHF_TOKEN=*** s3://h/x\n")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("s3+x.y-z://user:pass@host/p", "s3+x.y-z://host/p"),
+        ("see http://h/p?sig=abc&x=1 now", "see http://h/p?*** now"),
+        ("  db_password: hunter2", "  db_password: '***'"),
+        ("+\tmy-api_key: x y", "+\tmy-api_key: '***'"),
+        ("class_token: cls", "class_token: cls"),
+        ("a://b://u:p@h", "a://b://h"),
+    ],
+)
+def test_what_is_redacted_has_not_changed(text: str, expected: str) -> None:
+    assert redact(text) == expected

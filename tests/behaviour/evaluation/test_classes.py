@@ -1,0 +1,121 @@
+"""A model's outputs meet the classes of a data set by name and by what names mean."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from timm.data import ImageNetInfo
+from torchvision.models._meta import _IMAGENET_CATEGORIES as TORCHVISION
+
+from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import known_space
+from vitscale.evaluation.classes import column_of_each_class
+
+# timm's own reader of the same files.
+INFO = ImageNetInfo("imagenet-1k")
+SYNSETS = tuple(INFO.label_names())
+WORDS = tuple(INFO.index_to_description(label) for label in range(1000))
+DETAILED = tuple(INFO.index_to_description(label, detailed=True) for label in range(1000))
+NUMBERS = tuple(sorted(map(str, range(1000))))  # as text, as folders are sorted
+SHUFFLED = np.random.default_rng(0).permutation(1000).tolist()
+# Folders of Imagenette, by what they show.
+IMAGENETTE = ("English springer", "French horn", "cassette player", "church", "tench")
+IMAGENETTE_IDS = ("n02102040", "n03394916", "n02979186", "n03028079", "n01440764")
+
+
+def in_order(names: Sequence[str], order: Sequence[int]) -> tuple[str, ...]:
+    return tuple(names[place] for place in order)
+
+
+@pytest.mark.parametrize("model", [SYNSETS, WORDS, DETAILED, TORCHVISION, None])
+@pytest.mark.parametrize("data", [SYNSETS, WORDS, TORCHVISION])
+def test_imagenets_classes_meet_however_they_are_written(
+    model: Sequence[str] | None, data: Sequence[str]
+) -> None:
+    """Words alone do not tell: two classes are called `crane`, labels 134 and 517."""
+    found = column_of_each_class(model, data, num_outputs=1000)
+    assert found.columns == tuple(range(1000))
+    # timm's lists of ids say the same of the releases of 21,843 classes.
+    other = known_space("imagenet_21k_goog")
+    columns = column_of_each_class(None, data, num_outputs=len(other)).columns
+    expected = [other.index(synset) if synset in other else -1 for synset in SYNSETS]
+    assert list(columns) == expected and expected.count(-1) == 1
+
+
+@pytest.mark.parametrize("model", [SYNSETS, WORDS, TORCHVISION, None])
+def test_ids_in_any_order_and_number_find_their_outputs(model: Sequence[str] | None) -> None:
+    for order in (SHUFFLED, SHUFFLED[:10]):
+        found = column_of_each_class(model, in_order(SYNSETS, order), num_outputs=1000)
+        assert list(found.columns) == order
+        assert found.how.startswith("matched by")
+
+
+@pytest.mark.parametrize("model", [SYNSETS, WORDS, None])
+def test_numbers_are_positions_in_imagenets_list(model: Sequence[str] | None) -> None:
+    found = column_of_each_class(model, NUMBERS, num_outputs=1000)
+    assert list(found.columns) == [int(name) for name in NUMBERS]
+
+
+def test_words_of_a_few_classes_find_their_outputs() -> None:
+    expected = [SYNSETS.index(synset) for synset in IMAGENETTE_IDS]
+    for model in (SYNSETS, WORDS, None):
+        found = column_of_each_class(model, IMAGENETTE, num_outputs=1000)
+        assert list(found.columns) == expected
+    found = column_of_each_class(IMAGENETTE, IMAGENETTE_IDS[::-1], num_outputs=5)
+    assert found.columns == (4, 3, 2, 1, 0)
+    found = column_of_each_class(IMAGENETTE_IDS, IMAGENETTE[1:4], num_outputs=5)
+    assert found.columns == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "columns", "how"),
+    [
+        (("cat", "dog"), ("cat", "dog"), (0, 1), ""),
+        (("cat", "dog"), ("dog", "cat"), (1, 0), "matched by name"),
+        (("cat", "dog", "eel"), ("eel",), (2,), "matched by name"),
+        (("cat", "dog"), ("cat", "zander"), (0, -1), "matched by name"),
+        # Numbers that both sides have are names like others.
+        (("1", "10", "2"), ("10", "2", "1"), (1, 2, 0), "matched by name"),
+        (("7", "cat"), ("cat", "7"), (1, 0), "matched by name"),
+        (None, ("0", "1", "2"), (0, 1, 2), "matched by position, since neither side has names"),
+        (None, ("0", "2", "1"), (0, 2, 1), "matched by position, since neither side has names"),
+        # Two outputs with one name are none that a class could be matched with.
+        (("cat", "cat", "dog"), ("dog", "cat"), (2, -1), "matched by name"),
+        (("A", "a"), ("a", "A"), (1, 0), "matched by name"),
+        (("kit_fox", "xyz"), ("kit fox", "xyz"), (0, 1), "matched by WordNet's ids and words"),
+    ],
+)
+def test_other_classes_meet_by_name(
+    model: Sequence[str] | None, data: Sequence[str], columns: tuple[int, ...], how: str
+) -> None:
+    num_outputs = len(data) if model is None else len(model)
+    found = column_of_each_class(model, data, num_outputs=num_outputs)
+    assert (found.columns, found.how) == (columns, how)
+
+
+def test_both_spellings_of_an_accent_are_one_name() -> None:
+    names = ("café", "tea")
+    data = tuple(unicodedata.normalize("NFD", name) for name in names)
+    assert data[0] != names[0]
+    assert column_of_each_class(names, data, num_outputs=2).columns == (0, 1)
+
+
+def test_classes_that_only_one_side_names_are_refused() -> None:
+    """Position says nothing there: MNIST's digits are not ImageNet's first ten classes."""
+    digits = tuple(map(str, range(10)))
+    for data, num_outputs in ((("cat", "dog"), 2), (digits, 1000), (("cat", "dog"), 1000)):
+        with pytest.raises(UserError, match="outputs are unknown"):
+            column_of_each_class(None, data, num_outputs=num_outputs)
+    assert column_of_each_class(("cat", "dog"), ("0", "1"), num_outputs=2).columns == (-1, -1)
+    assert column_of_each_class(("0", "1"), ("cat", "dog"), num_outputs=2).columns == (-1, -1)
+
+
+def test_names_of_several_classes_are_names_of_none() -> None:
+    """Which crane it is nothing tells, nor which of two folders the tenches are in."""
+    for data in (("crane", "goldfish"), ("tench", "goldfish", "Tinca tinca")):
+        found = column_of_each_class(SYNSETS, data, num_outputs=1000)
+        assert found.columns[0] == -1 and found.columns[1] == 1
+        assert found.lacking(data) == [name for name in data if name != "goldfish"]

@@ -1,0 +1,305 @@
+"""A model is evaluated and predicts on the images and classes that are its own, or says why not."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from pydantic import ValidationError
+from sklearn.neighbors import KNeighborsClassifier
+
+from finetune.evaluating import evaluate_run, splits
+from finetune.exporting.to_vitscale import SafetensorsFormat
+from finetune.predicting import find_inputs, predict_images
+from finetune.settings import EvaluateRun, PredictRun, settings_of_run
+from tests.support.corpora.shard_folders import make_shard_folder
+from tests.support.engine.small_models import small_model
+from tests.support.engine.subjects import WORLD
+from vitscale import ShardDataset, load_model
+from vitscale.config.errors import UserError
+from vitscale.config.loader import load_run
+from vitscale.data.index import sample_keys
+from vitscale.evaluation.few_shot import FewShotSettings
+from vitscale.evaluation.trained_model import TrainedModel, open_model
+
+CLASSES = ("cat", "dog", "eel")
+PROBES: list[dict[str, Any]] = [
+    {"name": "knn", "k": 3},
+    {"name": "few_shot", "shots": [2]},
+    {"name": "linear_heads", "steps": 2, "batch": 4},
+]
+LOGITS: list[dict[str, Any]] = [{"name": "classification"}, {"name": "confusion"}]
+LOGITS += [{"name": "subset"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sample i of a split is of class i modulo three; keys are SPLIT-cLABEL-I."""
+    folder = tmp_path_factory.mktemp("shards") / "animals"
+    make_shard_folder(folder, lengths={"train": (9, 9), "test": (6,)}, classes=CLASSES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mixed_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards") / "more"
+    make_shard_folder(folder, lengths={"train": (3,), "test": (3,)}, classes=CLASSES)
+    return folder
+
+
+def saved(folder: Path, model: TrainedModel) -> Path:
+    """A folder as an export writes it, without its check."""
+    folder.mkdir()
+    SafetensorsFormat().write(model, folder)
+    return folder
+
+
+def evaluation(
+    init: Path, shards: Path, evaluate: list[dict[str, Any]], **data: Any
+) -> EvaluateRun:
+    values: dict[str, Any] = {"name": "x", "init": str(init), "output": str(init) + "-results"}
+    values |= {"data": {"path": str(shards), "num_workers": 0, **data}, "evaluate": evaluate}
+    values |= {"tracking": {"uri": None}, "compute": {"device": "cpu", "batch": 4}}
+    return EvaluateRun.model_validate(values)
+
+
+def results(run: EvaluateRun) -> dict[str, float]:
+    evaluate_run(run, WORLD)
+    stored = json.loads((Path(run.folder) / "results.json").read_text())
+    return {row["metric"]: row["value"] for row in stored["results"]}
+
+
+# ---- classes -------------------------------------------------------------------------------------
+
+
+def reordered(model: TrainedModel, order: list[int]) -> dict[str, torch.Tensor]:
+    """Weights of the same model whose output i is that of class order[i]."""
+    weights = dict(model.network.state_dict())
+    return weights | {name: weights[name][order] for name in ("head.weight", "head.bias")}
+
+
+def test_classes_in_another_order_give_the_same_metrics(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model(num_classes=3, classes=CLASSES)
+    expected = results(evaluation(saved(tmp_path / "same", model), shards, LOGITS))
+    assert "matched by" not in capsys.readouterr().out
+    other = small_model(num_classes=3, classes=("eel", "cat", "dog"))
+    other.network.load_state_dict(reordered(model, [2, 0, 1]))
+    found = results(evaluation(saved(tmp_path / "other", other), shards, LOGITS))
+    assert found == pytest.approx(expected) and 0 < expected["loss"]
+    assert "the classes of model and shards: matched by name" in capsys.readouterr().out
+    # scikit-learn's kNN would not care about the head either.
+    table = list(csv.DictReader(open(tmp_path / "other-results/evaluation/per_class.csv")))
+    assert [row["class"] for row in table] == list(CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        (None, "outputs are unknown"),
+        (("cat", "dog", "fox"), "1 of 3 classes are none of the model's 3.*'eel'"),
+        (("0", "1", "2"), "3 of 3 classes are none"),
+        ((*CLASSES, "fox"), "3 classes, but the model's head has 4"),
+    ],
+)
+def test_other_classes_are_neither_evaluated_nor_counted(
+    shards: Path, tmp_path: Path, classes: tuple[str, ...] | None, message: str
+) -> None:
+    model = small_model(num_classes=len(classes or CLASSES), classes=classes)
+    folder = saved(tmp_path / "model", model)
+    for evaluate in LOGITS[:2]:
+        with pytest.raises(UserError, match=f"(?s){message}"):
+            evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
+    # A prediction of one more class is wrong, and may be counted.
+    lines, _ = predicted(folder, shards, tmp_path)
+    assert any(line.startswith("top-1") for line in lines) == ("fox" in (classes or ())[3:])
+    assert any("no accuracy: " in line for line in lines) == ("fox" not in (classes or ())[3:])
+
+
+def predicted(folder: Path, shards: Path, place: Path) -> tuple[list[str], list[dict[str, str]]]:
+    values = {"init": str(folder), "images": [str(shards)], "num_workers": 0}
+    output = place / "predictions.csv"
+    run = PredictRun.model_validate({**values, "output": str(output), "top": 2})
+    lines = list(predict_images(run, open_model(str(folder)), find_inputs(run), WORLD))
+    return lines, list(csv.DictReader(open(output)))
+
+
+def test_predictions_meet_labels_whatever_their_order(shards: Path, tmp_path: Path) -> None:
+    model = small_model(num_classes=3, classes=CLASSES)
+    lines, rows = predicted(saved(tmp_path / "same", model), shards, tmp_path)
+    right = sum(row["label"] == row["class_1"] for row in rows)
+    assert lines[1] == f"top-1 {right / 6:.2%} of 6 images with a label"
+    other = small_model(num_classes=3, classes=("eel", "cat", "dog"))
+    other.network.load_state_dict(reordered(model, [2, 0, 1]))
+    lines_of_other, found = predicted(saved(tmp_path / "other", other), shards, tmp_path)
+    assert lines_of_other == lines
+    for row, expected in zip(found, rows, strict=True):
+        assert row["class_1"] == expected["class_1"]
+        assert float(row["p_1"]) == pytest.approx(float(expected["p_1"]), rel=1e-5)
+
+
+def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> None:
+    """Words on one side, WordNet's ids on the other."""
+    ids, words = ("n01440764", "n01443537"), ("goldfish, Carassius auratus", "tench, Tinca tinca")
+    make_shard_folder(tmp_path / "fish", lengths={"test": (4,)}, classes=ids)
+    folder = saved(tmp_path / "model", small_model(num_classes=2, classes=words))
+    lines, rows = predicted(folder, tmp_path / "fish", tmp_path)
+    assert {row["class_1"] for row in rows} | {row["class_2"] for row in rows} == set(ids)
+    right = sum(row["label"] == row["class_1"] for row in rows)
+    assert lines[1].startswith(f"top-1 {right / 4:.2%}")
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
+    shards: Path, tmp_path: Path, independent: bool
+) -> None:
+    model = replace(small_model(num_classes=3, classes=CLASSES), independent=independent)
+    folder = saved(tmp_path / "model", model)
+    assert open_model(str(folder)).independent == independent
+    _, rows = predicted(folder, shards, tmp_path)
+    sums = [float(row["p_1"]) + float(row["p_2"]) for row in rows]
+    assert any(each > 1 for each in sums) == independent
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_outputs_that_are_no_numbers_are_an_error(
+    shards: Path, tmp_path: Path, value: float
+) -> None:
+    model = small_model(num_classes=3, classes=CLASSES)
+    model.network.get_parameter("blocks.1.mlp.fc1.weight").data[0, 0] = value
+    folder = saved(tmp_path / "model", model)
+    for evaluate in (*LOGITS, *PROBES):
+        with pytest.raises(UserError, match=r"not finite .NaN or infinity.: \d+ of \d+ images"):
+            evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
+    with pytest.raises(UserError, match="outputs are not finite"):
+        predicted(folder, shards, tmp_path)
+    assert not (tmp_path / "predictions.csv").exists()
+
+
+# ---- images --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=[each["name"] for each in PROBES])
+def test_probes_never_learn_from_the_images_they_are_scored_on(
+    shards: Path, tmp_path: Path, probe: dict[str, Any]
+) -> None:
+    folder = saved(tmp_path / "model", small_model(num_classes=3, classes=CLASSES))
+    for data, number in (
+        ({"val_split": "train"}, 18),
+        ({"train_split": "test"}, 6),
+        ({"val_split": "train", "first_percent": 50}, 9),
+        ({"val_split": "train", "dev_percent": 50}, 9),
+        ({"train_split": "test", "mixture": [{"path": str(shards), "share": 0.5}]}, 6),
+    ):
+        with pytest.raises(UserError, match=f"{probe['name']}: {number} of the .* it learns from"):
+            evaluate_run(evaluation(folder, shards, [probe], **data), WORLD)
+    # The cut of one split shares no image.
+    assert results(evaluation(folder, shards, [probe], val_split=None, dev_percent=50))
+
+
+def run_folder(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({"name": "base", **config}))
+    return folder
+
+
+def evaluated(run: Path, *words: str) -> EvaluateRun:
+    argv = [f"init={run}", *words]
+    overrides = ["stage=evaluate", *settings_of_run(argv), *argv]
+    found: Any = load_run({"evaluate": EvaluateRun}, None, overrides=overrides).run
+    return found
+
+
+TRAIN = [f"train-c{i % 3}-{i}" for i in range(18)]
+TEST = [f"test-c{i % 3}-{i}" for i in range(6)]
+KEYS = [TRAIN[3], TRAIN[7], TRAIN[8]]
+
+
+@pytest.mark.parametrize(
+    ("data", "bank", "images"),
+    [
+        ({}, TRAIN, TEST),
+        ({"first_percent": 50.0}, TRAIN[:9], TEST),
+        ({"only_classes": ["dog"]}, TRAIN[1::3], TEST[1::3]),
+        ({"only_keys": "KEYS"}, KEYS, TEST),
+        ({"dev_percent": 50.0}, TRAIN[:9], TRAIN[9:]),
+        ({"dev_percent": 50.0, "first_percent": 50.0, "val_split": None}, TRAIN[:5], TRAIN[5:9]),
+        ({"dev_percent": 50.0, "only_classes": ["dog"]}, TRAIN[1:9:3], TRAIN[10::3]),
+        ({"mixture": "MORE"}, [*TRAIN, "train-c0-0", "train-c1-1", "train-c2-2"], TEST),
+    ],
+)
+def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
+    shards: Path, mixed_in: Path, tmp_path: Path, data: Any, bank: list[str], images: list[str]
+) -> None:
+    (tmp_path / "keys.txt").write_text("\n".join(KEYS))
+    given = {"KEYS": str(tmp_path / "keys.txt"), "MORE": [{"path": str(mixed_in), "share": 0.1}]}
+    data = {k: given.get(v, v) if isinstance(v, str) else v for k, v in data.items()}
+    data = {"path": str(shards), "train_split": "train", "val_split": "test", **data}
+    evaluate = [{"name": "knn", "every_steps": 5}, {"name": "classification"}]
+    run = run_folder(tmp_path / "base", data=data, evaluate=evaluate)
+    train, val = splits(evaluated(run))
+    assert [key for part in train for key in _keys(part)] == bank
+    assert _keys(val) == images
+
+
+def _keys(index: Any) -> list[str]:
+    return sample_keys(index, range(index.num_samples))
+
+
+def test_words_on_the_command_line_win_over_the_run(
+    shards: Path, mixed_in: Path, tmp_path: Path
+) -> None:
+    data = {"path": str(shards), "train_split": "train", "val_split": "test", "dev_percent": 50.0}
+    config = {"data": data, "evaluate": [{"name": "knn"}], "engine": {"precision": "bf16"}}
+    run = run_folder(tmp_path / "base", **config)
+    assert evaluated(run).compute.precision == "bf16"
+    assert evaluated(run).data.evaluated == "the last 50 % of 'train'"
+    # Another split, without the dev part in the bank; other shards, whole.
+    train, val = splits(evaluated(run, "data.val_split=test"))
+    assert (len(_keys(train[0])), _keys(val)) == (9, TEST)
+    train, val = splits(evaluated(run, f"data.path={mixed_in}"))
+    assert (len(_keys(train[0])), len(_keys(val))) == (3, 3)
+
+
+def test_knn_equals_scikit_learns_on_the_same_part(shards: Path, tmp_path: Path) -> None:
+    """On the features of the images that the run's own settings leave."""
+    folder = saved(tmp_path / "model", small_model(num_classes=3, classes=CLASSES))
+    chosen = {"dev_percent": 50.0, "val_split": None}
+    run = evaluation(folder, shards, [{"name": "knn", "k": 1}], **chosen)
+    model = open_model(str(folder))
+    features, labels = [], []
+    dataset = ShardDataset(shards, transform=load_model(folder).preprocess)
+    with torch.no_grad():
+        for image, label in (dataset[number] for number in range(len(dataset))):
+            features.append(model.network(image[None], output="features")[0].numpy())
+            labels.append(label)
+    neighbours = KNeighborsClassifier(1, metric="cosine").fit(np.stack(features[:9]), labels[:9])
+    expected = float((neighbours.predict(np.stack(features[9:])) == labels[9:]).mean())
+    assert results(run)["knn_top1"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shots", [[-1], [0], [2, 0], []])
+def test_shots_are_at_least_one_image(shots: list[int]) -> None:
+    with pytest.raises(ValidationError):
+        FewShotSettings(shots=tuple(shots))

@@ -1,0 +1,378 @@
+"""Images become the pixels that each library's own processor makes for its weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+from safetensors.torch import save_file
+from timm.data import create_transform, resolve_data_config
+from timm.models import get_pretrained_cfg
+
+import vitscale
+from tests.support.engine.small_models import export, small_model
+from vitscale.config.errors import UserError
+from vitscale.evaluation.api import Preprocess
+from vitscale.evaluation.trained_model import Preprocessing, open_model
+from vitscale.models.settings import TimmSettings, ViTSettings
+from vitscale.models.weights.pixels import timm_preprocessing
+
+SIDE = 32
+TINY = "vit_tiny_patch16_224"
+SMALL: dict[str, Any] = {"img_size": SIDE, "embed_dim": 32, "depth": 1, "num_heads": 2}
+SMALL |= {"num_classes": 3}
+
+
+def photographs(count: int = 20) -> list[Image.Image]:
+    """Smooth images of many shapes, wide, high and small ones."""
+    random = np.random.default_rng(0)
+    found = []
+    for number in range(count):
+        coarse = Image.fromarray(random.integers(0, 256, (6, 5, 3), dtype=np.uint8))
+        sides = (40 + 5 * number, 41) if number % 3 else (48, 28 + 9 * number)
+        found.append(coarse.resize(sides, Image.Resampling.BICUBIC))
+    return found
+
+
+PHOTOGRAPHS = photographs()
+Transform = Callable[[Image.Image], torch.Tensor]
+
+
+def largest_difference(ours: Transform, theirs: Transform) -> float:
+    """The largest mean difference of an image's pixels, of their deviation."""
+    found = []
+    for image in PHOTOGRAPHS:
+        own, expected = ours(image), theirs(image)
+        assert own.shape == expected.shape
+        found.append(float((own - expected).abs().mean() / expected.std()))
+    return max(found)
+
+
+# ---- transformers --------------------------------------------------------------------------------
+
+SQUARE = {"height": SIDE, "width": SIDE}
+LARGER = {"height": 36, "width": 36}
+VIT: dict[str, Any] = {"image_processor_type": "ViTImageProcessor", "size": SQUARE}
+DEIT: dict[str, Any] = {"image_processor_type": "DeiTImageProcessor", "size": LARGER}
+DEIT |= {"crop_size": SQUARE}
+BIT: dict[str, Any] = {"image_processor_type": "BitImageProcessor", "crop_size": SQUARE}
+BIT |= {"size": {"shortest_edge": 36}}
+
+
+def hugging_face(folder: Path, kind: str, processor: dict[str, Any], **config: Any) -> Path:
+    name = {"deit": "DeiT", "dinov2": "Dinov2", "vit": "ViT"}[kind]
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": SIDE,
+    }
+    sizes |= {"patch_size": 4} | config
+    built = getattr(transformers, f"{name}Config")(**sizes, num_labels=3)
+    getattr(transformers, f"{name}ForImageClassification")(built).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "processor"),
+    [
+        ("vit", VIT),
+        ("vit", VIT | {"resample": 3, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4] * 3}),
+        ("vit", VIT | {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3}),
+        ("vit", VIT | {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [99.0] * 3}),
+        ("vit", VIT | {"do_normalize": False}),
+        ("vit", VIT | {"do_normalize": False, "do_rescale": False}),
+        ("vit", VIT | {"image_mean": 0.25, "image_std": [0.5]}),
+        ("vit", VIT | {"size": SIDE, "feature_extractor_type": "ViTFeatureExtractor"}),
+        ("vit", VIT | {"size": [SIDE, SIDE], "crop_size": 8}),
+        ("vit", VIT | {"image_processor_type": "ViTImageProcessorFast"}),
+        ("vit", VIT | {"size": LARGER, "crop_size": SQUARE, "do_center_crop": True}),
+        ("vit", BIT | {"image_processor_type": "CLIPImageProcessor"}),
+        ("deit", DEIT),
+        ("deit", DEIT | {"resample": 2, "do_center_crop": True}),
+        ("deit", DEIT | {"do_center_crop": False, "size": SQUARE}),
+        ("deit", {"feature_extractor_type": "DeiTFeatureExtractor", "size": 36, "crop_size": 32}),
+        ("dinov2", BIT),
+        ("dinov2", BIT | {"size": 36, "image_std": [0.2, 0.3, 0.4]}),
+        ("dinov2", BIT | {"size": {"shortest_edge": SIDE}}),
+        ("dinov2", VIT | {"resample": 3}),
+        # The images are smaller than those of the positions: 28 of 32 px.
+        ("dinov2", BIT | {"size": {"shortest_edge": 32}, "crop_size": 28}),
+    ],
+)
+def test_pixels_are_those_of_transformers(
+    tmp_path: Path, kind: str, processor: dict[str, Any]
+) -> None:
+    folder = hugging_face(tmp_path, kind, processor)
+    theirs = transformers.AutoImageProcessor.from_pretrained(folder)
+    ours = vitscale.load_model(folder).preprocess
+
+    def processed(image: Image.Image) -> torch.Tensor:
+        found: torch.Tensor = theirs(images=image, return_tensors="pt")["pixel_values"][0]
+        return found.float()
+
+    assert largest_difference(ours, processed) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (VIT | {"do_resize": False}, "do_resize: false"),
+        (VIT | {"resample": 0}, "resample 0"),
+        (VIT | {"do_pad": True}, "do_pad: true"),
+        (VIT | {"size": {"height": 32, "width": 24}}, "size .*24"),
+        (VIT | {"size": {"shortest_edge": 32, "longest_edge": 64}}, "size .*longest_edge"),
+        (VIT | {"size": {"shortest_edge": 32}}, "size: shortest_edge without a crop"),
+        (BIT | {"size": {"shortest_edge": 28}}, "crops 32 px of 28 px"),
+        (VIT | {"image_processor_type": "SamImageProcessor"}, "image_processor_type 'Sam"),
+    ],
+)
+def test_steps_that_no_setting_expresses_are_refused(
+    tmp_path: Path, processor: dict[str, Any], message: str
+) -> None:
+    folder = hugging_face(tmp_path, "vit", processor)
+    with pytest.raises(UserError, match=f"(?s)preprocessor_config.json: {message}.*not supported"):
+        open_model(str(folder))
+
+
+def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_path: Path) -> None:
+    """As DINOv2's, 518 px of positions and 224 px of images."""
+    torch.manual_seed(0)
+    folder = hugging_face(
+        tmp_path, "dinov2", BIT | {"size": {"shortest_edge": 28}, "crop_size": 24}, image_size=48
+    )
+    theirs: Any = transformers.Dinov2ForImageClassification.from_pretrained(folder).eval()
+    ours = open_model(str(folder))
+    assert "at 24 px as its preprocessor_config.json says" in ours.source
+    images = torch.randn(2, 3, 24, 24)
+    with torch.no_grad():
+        expected = theirs(pixel_values=images).logits
+        torch.testing.assert_close(ours.network(images), expected, atol=1e-5, rtol=1e-4)
+    assert open_model(str(folder), image_size=48).preprocessing.image_size == 48
+
+
+def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path: Path) -> None:
+    for kind, expected in (("dinov2", 1e-6), ("vit", 1e-12)):
+        folder = hugging_face(tmp_path / kind, kind, BIT if kind == "dinov2" else VIT)
+        config = json.loads((folder / "config.json").read_text())
+        del config["layer_norm_eps"]
+        (folder / "config.json").write_text(json.dumps(config))
+        arch: Any = open_model(str(folder)).arch
+        built: Any = transformers.AutoConfig.from_pretrained(folder)
+        assert arch.layer_norm_eps == built.layer_norm_eps == expected
+
+
+# ---- timm ----------------------------------------------------------------------------------------
+
+CONFIG: dict[str, Any] = {"input_size": [3, SIDE, SIDE], "mean": [0.5] * 3, "std": [0.25] * 3}
+CONFIG |= {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "center"}
+CONFIGS: list[dict[str, Any]] = [
+    CONFIG,
+    CONFIG | {"crop_mode": "squash", "interpolation": "bicubic"},
+    CONFIG | {"crop_mode": "squash", "crop_pct": 1.0},
+    CONFIG | {"crop_pct": 1.0},
+    {"input_size": [3, SIDE, SIDE]},
+]
+
+
+def timm_folder(folder: Path, config: dict[str, Any], *, is_old: bool) -> Path:
+    """is_old: as timm 0.6 wrote it, without the group pretrained_cfg."""
+    own = {"pretrained_cfg": config}
+    if is_old:
+        own = {**config, "labels": ["cat", "dog", "eel"]}
+    own |= {"architecture": TINY, "num_classes": 3, "model_args": SMALL}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(own))
+    save_file(timm.create_model(TINY, **SMALL).state_dict(), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_pixels_are_those_of_timm(tmp_path: Path, config: dict[str, Any], is_old: bool) -> None:
+    folder = timm_folder(tmp_path, config, is_old=is_old)
+    theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
+    for model in (None, TimmSettings(model=TINY, image_size=SIDE, arguments=SMALL_ARGUMENTS)):
+        opened = open_model(str(folder), model=model)
+        assert largest_difference(Preprocess(opened.preprocessing), theirs) < 0.01
+        assert ("assumed mean" in opened.source) == ("mean" not in config)
+        assert opened.classes == (("cat", "dog", "eel") if is_old else None)
+
+
+SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads")}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_base_patch16_clip_384.openai_ft_in12k_in1k",  # squash, crop_pct 0.95
+        "dm_nfnet_f0.dm_in1k",
+        "vit_base_patch16_224.augreg_in21k_ft_in1k",
+        "deit3_base_patch16_224.fb_in1k",
+        "vit_small_patch14_dinov2.lvd142m",
+    ],
+)
+def test_published_configurations_give_timms_pixels(name: str) -> None:
+    config = get_pretrained_cfg(name)
+    theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config.to_dict()))
+    how = timm_preprocessing(asdict(config), where=name)
+    ours = Preprocess(Preprocessing(image_size=config.input_size[-1], **how))
+    assert largest_difference(ours, theirs) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"crop_mode": "border"}, "crop_mode 'border'"),
+        ({"interpolation": "lanczos"}, "interpolation 'lanczos'"),
+        ({"input_size": [3, 32, 24]}, "32 x 24 px"),
+        ({"crop_pct": 1.1}, "a share 1.1"),
+    ],
+)
+def test_what_timm_does_otherwise_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        timm_preprocessing(CONFIG | change, where="here")
+
+
+TRAINED: dict[str, Any] = {"model": TINY, "model_kwargs": {**SMALL_ARGUMENTS, "img_size": SIDE}}
+TRAINED |= {"mean": [0.3, 0.4, 0.5], "std": [0.2], "interpolation": "bilinear", "crop_pct": 0.8}
+TRAINED |= {"img_size": SIDE, "input_size": None, "crop_mode": None, "gp": None}
+
+
+def trained_by_timm(path: Path, arguments: dict[str, Any], **more: Any) -> Any:
+    """A checkpoint of timm's train.py; returns the model."""
+    torch.manual_seed(0)
+    built = dict(arguments["model_kwargs"])
+    model = timm.create_model(TINY, num_classes=3, global_pool=arguments["gp"] or "token", **built)
+    content = {"arch": TINY, "args": argparse.Namespace(**arguments), "epoch": 3, **more}
+    torch.save({**content, "state_dict": model.state_dict()}, path)
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"input_size": [3, SIDE, SIDE], "crop_pct": None},
+        {"mean": None, "interpolation": ""},
+        {"gp": "avg"},
+        {"model_kwargs": TRAINED["model_kwargs"] | {"num_heads": 4, "act_layer": "gelu_tanh"}},
+    ],
+)
+@pytest.mark.parametrize("as_timm", [False, True])
+def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
+    tmp_path: Path, change: dict[str, Any], as_timm: bool
+) -> None:
+    arguments, path = TRAINED | change, tmp_path / "last.pth.tar"
+    theirs = trained_by_timm(path, arguments)
+    chosen = None
+    if as_timm:
+        built = {key: arguments["model_kwargs"][key] for key in arguments["model_kwargs"]}
+        del built["img_size"]
+        built |= {"global_pool": arguments["gp"]} if arguments["gp"] else {}
+        chosen = TimmSettings(model=TINY, image_size=SIDE, arguments=built)
+    ours = open_model(str(path), model=chosen)
+    assert "assumed" not in ours.source
+    images = torch.randn(2, 3, SIDE, SIDE)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.network(images), theirs(images), atol=1e-5, rtol=1e-4)
+    how = resolve_data_config(dict(arguments), pretrained_cfg=get_pretrained_cfg(TINY).to_dict())
+    assert largest_difference(Preprocess(ours.preprocessing), create_transform(**how)) < 0.01
+
+
+@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema"])
+def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
+    """`auto` takes it where there is one, as timm's create_model does."""
+    path = tmp_path / "last.pth.tar"
+    torch.manual_seed(1)
+    average = timm.create_model(TINY, **SMALL).state_dict()
+    wrapped = {f"module.{name}": value for name, value in average.items()}
+    raw = trained_by_timm(path, TRAINED, **{key: wrapped}).state_dict()
+    for weights, expected in (("auto", average), ("ema", average), ("model", raw)):
+        opened = open_model(str(path), weights=weights)
+        assert torch.equal(opened.network.state_dict()["cls_token"], expected["cls_token"])
+        assert (f"average of the weights ({key})" in opened.source) == (weights != "model")
+    trained_by_timm(path, TRAINED)
+    with pytest.raises(UserError, match="contains no averaged weights"):
+        open_model(str(path), weights="ema")
+    save_file(raw, tmp_path / "raw.safetensors")
+    with pytest.raises(UserError, match="contains no averaged weights"):
+        open_model(str(tmp_path / "raw.safetensors"), weights="ema")
+
+
+@pytest.mark.parametrize(
+    "prefix", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model._orig_mod."]
+)
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_names_of_compiled_models_are_read(tmp_path: Path, prefix: str, suffix: str) -> None:
+    plain = timm.create_model(TINY, **SMALL).state_dict()
+    named = {f"{prefix}{name}": value for name, value in plain.items()}
+    # Blocks that are compiled one by one have the prefix inside.
+    named = {name.replace("blocks.0.", "blocks.0._orig_mod."): named[name] for name in named}
+    path = tmp_path / f"model{suffix}"
+    if suffix == ".pth":
+        torch.save({"state_dict": named}, path)
+    else:
+        save_file(named, path)
+    settings = TimmSettings(model=TINY, image_size=SIDE, arguments=SMALL_ARGUMENTS)
+    for chosen in (ViTSettings(num_heads=2), settings):
+        found = open_model(str(path), model=chosen).network.state_dict()
+        assert torch.equal(found["pos_embed"], plain["pos_embed"])
+
+
+def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
+    save_file(timm.create_model(TINY, **SMALL).state_dict(), tmp_path / "model.safetensors")
+    path, chosen = str(tmp_path / "model.safetensors"), ViTSettings(num_heads=2)
+    (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
+    assert open_model(path, model=chosen).classes == ("cat", "dog", "eel")
+    (tmp_path / "classes.json").write_text('["cat", "dog"]')  # of another model
+    assert open_model(path, model=chosen).classes is None
+
+
+# ---- Google and our own --------------------------------------------------------------------------
+
+
+def test_googles_pixels_are_resized_without_antialiasing(tmp_path: Path) -> None:
+    """tf.image.resize: half-pixel centres, bilinear, whole images, no smoothing; [-1, 1]."""
+    folder = export(small_model(), "npz", tmp_path / "exported")
+    (folder / "vitscale.json").unlink()
+    ours = open_model(str(folder / "model.npz"))
+    assert "eval_antialias=False" in ours.source
+    side = ours.preprocessing.image_size
+
+    def tensorflows(image: Image.Image) -> torch.Tensor:
+        pixels_13HW = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None].float()
+        resized = F.interpolate(
+            pixels_13HW, size=(side, side), mode="bilinear", align_corners=False
+        )
+        return resized[0] / 127.5 - 1
+
+    assert largest_difference(Preprocess(ours.preprocessing), tensorflows) < 0.01
+
+
+def test_squashed_centres_travel_with_an_export(tmp_path: Path) -> None:
+    """Through timm's and transformers' folders, whose own processors give the same pixels."""
+    how = {"eval_resize": "squash_crop", "eval_crop_fraction": 0.8, "eval_interpolation": "bicubic"}
+    model = small_model(gelu="erf", layer_norm_eps=1e-6)
+    changed = Preprocessing(image_size=model.preprocessing.image_size, **how)
+    for to in ("timm", "huggingface"):
+        folder = export(replace(model, preprocessing=changed), to, tmp_path / to)
+        found = open_model(str(folder)).preprocessing
+        assert found.eval_resize.removesuffix("_down") == "squash_crop"
+        assert found.eval_crop_fraction == pytest.approx(0.8)
+        if to == "timm":
+            config = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
+            theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
+            assert largest_difference(Preprocess(found), theirs) < 0.02

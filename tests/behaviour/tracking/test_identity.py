@@ -1,0 +1,259 @@
+"""Which MLflow run a folder is: of its own, whatever was copied, moved, renamed or resumed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vitscale.tracking import mlflow_sync
+from vitscale.tracking.journal import read_rows
+from vitscale.tracking.mlflow_sync import MlflowRun, own_record, stored_runs
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker
+from vitscale.tracking.wandb_sync import Reader as WandbReader
+
+Points = list[tuple[str, int, float]]
+
+
+@pytest.fixture
+def uri(mlflow_database: Path) -> str:
+    return f"sqlite:///{mlflow_database}"
+
+
+@pytest.fixture
+def store(mlflow_database: Path) -> sqlite3.Connection:
+    return sqlite3.connect(mlflow_database, isolation_level=None)
+
+
+def train(
+    folder: Path, *, first: int, last: int, value: float, uri: str | None = None, name: str = "base"
+) -> None:
+    """An attempt from the checkpoint of step `first` on, without a store or with one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"stage": "pretrain", "name": name}))
+    tracker = Tracker(
+        folder,
+        settings=TrackingSettings(uri=uri, system_metrics=False),
+        name=name,
+        stage="pretrain",
+        tags={},
+        resume_step=first,
+        is_writer=True,
+        say=lambda text: None,
+    )
+    with tracker:
+        for step in range(first + 10, last + 1, 10):
+            tracker.log({"train/loss": value, "vitals/images_per_s": time.time()}, step=step)
+
+
+def send(folder: Path, uri: str) -> str:
+    run = MlflowRun(folder, uri, say=print)
+    run.sync("FINISHED")
+    return run.run_id
+
+
+def points(store: sqlite3.Connection, run_id: str) -> dict[int, list[float]]:
+    """Step -> values of train/loss, in the order in which they were logged."""
+    sql = "select step, value from metrics where run_uuid = ? and key = 'train/loss'"
+    found: dict[int, list[float]] = {}
+    for step, value in store.execute(f"{sql} order by step, timestamp", [run_id]):
+        found.setdefault(step, []).append(value)
+    return found
+
+
+def journal_points(folder: Path) -> dict[int, list[float]]:
+    rows = read_rows(folder / "journal.jsonl")
+    return {row.step: [row.metrics["train/loss"]] for row, _ in rows}
+
+
+def num_runs(store: sqlite3.Connection) -> int:
+    return int(store.execute("select count(*) from runs").fetchone()[0])
+
+
+@pytest.mark.parametrize("same_name", [True, False])
+@pytest.mark.parametrize("in_mlflow_before", [True, False])
+def test_a_copy_that_goes_on_is_another_run(
+    same_name: bool, in_mlflow_before: bool, tmp_path: Path, uri: str, store: sqlite3.Connection
+) -> None:
+    base, branch = tmp_path / "base", tmp_path / "branch"
+    train(base, first=0, last=30, value=1.0, uri=uri if in_mlflow_before else None)
+    shutil.copytree(base, branch)
+    train(branch, first=20, last=60, value=2.0, name="base" if same_name else "branch")
+    train(base, first=30, last=50, value=3.0)
+    runs = {folder: send(folder, uri) for folder in (branch, base)}
+    assert runs[base] != runs[branch] and num_runs(store) == 2
+    for folder, run_id in runs.items():
+        assert points(store, run_id) == journal_points(folder)
+    # A second time nothing is sent, and a third attempt continues each of the two.
+    train(branch, first=60, last=80, value=4.0, name="base" if same_name else "branch")
+    assert {folder: send(folder, uri) for folder in runs} == runs and num_runs(store) == 2
+    assert points(store, runs[branch]) == journal_points(branch)
+    origin = own_record(base)
+    tags = dict(store.execute("select key, value from tags where run_uuid = ?", [runs[branch]]))
+    assert origin is not None and tags["vitscale.copied_from"] == origin.tracking_id
+
+
+def test_copies_that_only_lie_there_are_runs_of_their_own(
+    tmp_path: Path, uri: str, store: sqlite3.Connection
+) -> None:
+    base = tmp_path / "base"
+    train(base, first=0, last=30, value=1.0)
+    folders = [base, *(Path(shutil.copytree(base, tmp_path / f"copy{i}")) for i in (1, 2))]
+    before = [sorted(path.name for path in each.rglob("*")) for each in folders]
+    found = [send(folder, uri) for folder in folders]
+    assert len({*found}) == 3 and found == [send(folder, uri) for folder in folders]
+    names = [name for (name,) in store.execute("select name from runs order by name")]
+    assert names == ["base", "copy1", "copy2"]
+    assert [sorted(path.name for path in each.rglob("*")) for each in folders] == before
+    ids = [WandbReader(each)._run.id for each in folders]
+    assert len({*ids}) == 3
+
+
+def test_a_moved_folder_stays_the_same_run(
+    tmp_path: Path, uri: str, store: sqlite3.Connection
+) -> None:
+    base, there = tmp_path / "base", tmp_path / "elsewhere/base"
+    train(base, first=0, last=30, value=1.0)
+    run_id = send(base, uri)
+    there.parent.mkdir()
+    base.rename(there)
+    assert send(there, uri) == run_id
+    twice = there.rename(tmp_path / "third")
+    train(twice, first=30, last=50, value=2.0)
+    assert send(twice, uri) == run_id and num_runs(store) == 1
+    assert points(store, run_id) == journal_points(twice)
+    # By another path to the same folder, too.
+    (tmp_path / "link").symlink_to(twice)
+    assert send(tmp_path / "link", uri) == run_id
+
+
+def test_a_folder_that_goes_on_under_another_name_is_another_run(
+    tmp_path: Path, uri: str, store: sqlite3.Connection
+) -> None:
+    base = tmp_path / "base"
+    train(base, first=0, last=30, value=1.0)
+    first = send(base, uri)
+    renamed = base.rename(tmp_path / "branch")
+    train(renamed, first=30, last=50, value=2.0, name="branch")
+    second = send(renamed, uri)
+    assert first != second and points(store, second) == journal_points(renamed)
+    assert max(points(store, first)) == 30
+
+
+def test_folders_that_cannot_see_each_other_never_share_a_run(
+    tmp_path: Path, uri: str, store: sqlite3.Connection
+) -> None:
+    """A copy on another machine: the path of the original is not there."""
+    base, far = tmp_path / "base", tmp_path / "far"
+    train(base, first=0, last=30, value=1.0)
+    first = send(base, uri)
+    shutil.copytree(base, far)
+    hidden = base.rename(tmp_path / "hidden")
+    train(far, first=30, last=50, value=2.0)
+    assert send(far, uri) == first  # as if it had been moved
+    far = far.rename(tmp_path / "far-hidden")
+    base = hidden.rename(base)
+    train(base, first=30, last=60, value=3.0)
+    second = send(base, uri)
+    assert second != first and points(store, second) == journal_points(base)
+    assert points(store, first) == journal_points(far)
+    assert send(base, uri) == second
+    # The original went on before the copy did.
+    train(base, first=60, last=90, value=5.0)
+    late = Path(shutil.copytree(base, tmp_path / "late"))
+    send(base, uri)
+    shutil.rmtree(base)
+    train(late, first=60, last=70, value=6.0)
+    assert send(late, uri) not in (first, second)
+
+
+def test_a_run_of_an_earlier_version_is_told_by_mlflow(
+    tmp_path: Path, uri: str, store: sqlite3.Connection
+) -> None:
+    """Its events do not name the folder."""
+    base = tmp_path / "base"
+    train(base, first=0, last=30, value=1.0)
+    (events,) = (base / "events").glob("*.jsonl")
+    rows = [json.loads(line) for line in events.read_text().splitlines() if line]
+    lines = [json.dumps({k: v for k, v in row.items() if k != "folder"}) for row in rows]
+    events.write_text("\n".join(lines) + "\n")
+    first = send(base, uri)
+    copy = Path(shutil.copytree(base, tmp_path / "copy"))
+    second = send(copy, uri)
+    assert first != second and send(base, uri) == first and send(copy, uri) == second
+
+
+def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
+    tmp_path: Path, uri: str, capsys: pytest.CaptureFixture[str], store: sqlite3.Connection
+) -> None:
+    folder = tmp_path / "run"
+    train(folder, first=0, last=130, value=9.0)
+    run_id = send(folder, uri)
+    train(folder, first=100, last=200, value=1.0)
+    assert send(folder, uri) == run_id
+    assert "steps 110 to 130 were trained again, with other values" in capsys.readouterr().out
+    ((_, rows),) = stored_runs(uri, "attributes.run_name = 'base'", limit=9)
+    assert {row.step: [row.metrics["train/loss"]] for row in rows} == journal_points(folder)
+    assert points(store, run_id)[110] == [9.0, 1.0] and points(store, run_id)[100] == [9.0]
+    before = points(store, run_id)
+    send(folder, uri)
+    assert points(store, run_id) == before
+    # Equal values, as of a resume with the same settings, NaN and infinity too, are not sent twice.
+    for name, value in (("a", 0.5), ("b", float("nan")), ("c", float("inf")), ("d", 0.0)):
+        train(tmp_path / name, first=0, last=130, value=value, name=name)
+        again = send(tmp_path / name, uri)
+        train(tmp_path / name, first=100, last=150, value=value, name=name)
+        assert send(tmp_path / name, uri) == again
+        assert {len(values) for values in points(store, again).values()} == {1}
+
+
+def add_experiments(store: sqlite3.Connection, num: int) -> None:
+    """Newer ones than any that is there."""
+    columns = [row[1] for row in store.execute("pragma table_info(experiments)")]
+    row = dict(zip(columns, store.execute("select * from experiments").fetchone(), strict=True))
+    marks = ",".join("?" * len(columns))
+    now = int(time.time() * 1000) + 10**6
+    store.execute("begin")
+    for i in range(num):
+        times = {"creation_time": now + i, "last_update_time": now + i}
+        values = row | times | {"experiment_id": 10_000 + i, "name": f"other{i}"}
+        store.execute(f"insert into experiments values ({marks})", [values[c] for c in columns])
+    store.execute("commit")
+
+
+def test_a_run_is_found_among_thousands_of_experiments(
+    tmp_path: Path, uri: str, store: sqlite3.Connection
+) -> None:
+    parent, child = tmp_path / "parent", tmp_path / "child"
+    train(parent, first=0, last=30, value=1.0)
+    first = send(parent, uri)
+    moved = MlflowRun(parent, uri, experiment="mine", say=print).run_id
+    add_experiments(store, 2100)
+    assert moved == send(parent, uri) == first
+    # In another experiment than the folder says: on the last of three pages.
+    train(child, first=0, last=30, value=2.0)
+    second = MlflowRun(child, uri, experiment="mine", say=print)
+    second.sync("FINISHED")
+    assert send(child, uri) == second.run_id != first and num_runs(store) == 2
+    found = stored_runs(uri, "metrics.`train/loss` > 0", limit=9)
+    assert [run.info.run_id for run, _ in found] == [second.run_id, first]
+    found = stored_runs(uri, "metrics.`train/loss` > 0", limit=1)
+    assert [run.info.run_id for run, _ in found] == [second.run_id]
+
+
+def test_a_server_that_repeats_its_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Page(list[Any]):
+        token = "again"
+
+    class Client:
+        def search_experiments(self, page_token: str | None) -> Page:
+            return Page()
+
+    assert [*mlflow_sync._pages_of_experiments(Client())] == []  # type: ignore[arg-type]

@@ -1,0 +1,325 @@
+"""A run folder or a server of somebody else: no private file leaves, nothing hangs or is written.
+
+Each attack is tried on each file that a page, MLflow or `compare.py sync` reads.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.comparison.differences import compare
+from launch.comparison.page import render
+from launch.comparison.runs import load_runs
+from launch.comparison.sync import sync
+from vitscale.config.errors import UserError
+from vitscale.config.redaction import short_reason
+from vitscale.tracking.journal import MAX_LINE_BYTES, read_rows
+from vitscale.tracking.mlflow_sync import MlflowRun, upload
+from vitscale.tracking.run_files import MIB, check_records
+
+SECRET = b"-----BEGIN OPENSSH PRIVATE KEY----- hunter2"
+PNG = b"\x89PNG\r\n\x1a\n"
+PER_CLASS = "label,class,images,correct,top1\n"
+
+
+def link(path: Path, secret: Path) -> None:
+    path.symlink_to(secret)
+
+
+def relative_link(path: Path, secret: Path) -> None:
+    path.symlink_to(os.path.relpath(secret, path.parent))
+
+
+def link_to_link(path: Path, secret: Path) -> None:
+    between = path.with_name("between")
+    between.symlink_to(secret)
+    path.symlink_to("between")
+
+
+def hard_link(path: Path, secret: Path) -> None:
+    path.hardlink_to(secret)
+
+
+def pipe(path: Path, secret: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path, secret: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def circle(path: Path, secret: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def huge(path: Path, secret: Path) -> None:
+    with open(path, "wb") as file:
+        file.write(secret.read_bytes())
+        file.truncate(1 << 42)
+
+
+def linked_folder(path: Path, secret: Path) -> None:
+    outside = secret.parent / "folder"
+    outside.mkdir()
+    (outside / path.name).write_bytes(secret.read_bytes())
+    path.parent.rmdir()
+    path.parent.symlink_to(outside)
+
+
+ATTACKS = [link, relative_link, link_to_link, hard_link, pipe, device, circle, huge]
+ATTACKS_ON_FOLDERS = [*ATTACKS, linked_folder]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs/theirs"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("stage: pretrain\nname: theirs\n")
+    (folder / "journal.jsonl").write_text('{"step": 1, "time": 1.7e9, "val/top1": 0.5}\n')
+    return folder
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "home/id_ed25519"
+    path.parent.mkdir()
+    # Would pass as a picture, and as a table.
+    path.write_bytes(PNG + SECRET)
+    return path
+
+
+def placed(run: Path, name: str, attack: Callable[[Path, Path], None], secret: Path) -> Path:
+    path = run / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    attack(path, secret)
+    return path
+
+
+def holds_secret(page: str) -> bool:
+    pictures = re.findall(r"data:image/png;base64,([^\"']*)", page.partition("<script>")[0])
+    return "hunter2" in page or any(SECRET in base64.b64decode(each) for each in pictures)
+
+
+@pytest.mark.parametrize("attack", ATTACKS_ON_FOLDERS)
+@pytest.mark.parametrize("name", ["pictures/x.png", "evaluation/x.png", "evaluation/per_class.csv"])
+def test_the_page_shows_files_of_the_run_alone(
+    name: str, attack: Callable[[Path, Path], None], run: Path, secret: Path
+) -> None:
+    if name.endswith(".csv"):
+        secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
+    path = placed(run, name, attack, secret)
+    said: list[str] = []
+    page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
+    assert not holds_secret(page)
+    assert any(text.startswith(f"left out: {path}: ") for text in said)
+
+
+def test_the_page_shows_what_is_a_picture(run: Path) -> None:
+    for name in ("pictures/a_b.png", "evaluation/worst_classes.png"):
+        (run / name).parent.mkdir()
+        (run / name).write_bytes(PNG + name.encode())
+    (run / "pictures/key.png").write_bytes(SECRET)
+    said: list[str] = []
+    page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
+    assert re.findall("<h3>(.*)</h3>", page) == ["a b", "worst classes"]
+    assert not holds_secret(page)
+    assert said == [f"left out: {run}/pictures/key.png: is no PNG"]
+
+
+@pytest.mark.parametrize("attack", ATTACKS_ON_FOLDERS)
+@pytest.mark.parametrize("name", ["pictures/x.png", "evaluation/a.csv"])
+def test_mlflow_gets_files_of_the_run_alone(
+    name: str,
+    attack: Callable[[Path, Path], None],
+    run: Path,
+    secret: Path,
+    mlflow_database: Path,
+) -> None:
+    path = placed(run, name, attack, secret)
+    (run / "results.csv").write_text("fine\n")
+    said: list[str] = []
+    sent = MlflowRun(run, f"sqlite:///{mlflow_database}", say=said.append)
+    sent.sync("FINISHED")
+    assert sent.num_files == 2  # with the configuration
+    stored = [each for each in mlflow_database.parent.rglob("*") if each.is_file()]
+    assert not any(SECRET in each.read_bytes() for each in stored)
+    assert [text.partition(": ")[2].partition(": ")[0] for text in said] == [str(path)]
+
+
+@pytest.mark.parametrize("attack", [*ATTACKS, linked_folder])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "journal.jsonl", "events/n1.jsonl", "classes.json"]
+)
+def test_a_record_that_is_no_file_of_the_run_is_one_error(
+    name: str,
+    attack: Callable[[Path, Path], None],
+    run: Path,
+    secret: Path,
+    mlflow_database: Path,
+) -> None:
+    if attack is linked_folder and "/" not in name:
+        return
+    path = placed(run, name, attack, secret)
+    if attack is hard_link:
+        # A backup of one's own; of another user's folder it is the reader's private file.
+        check_records(run)
+        if os.getuid() != 0:
+            return
+        os.chown(secret, 12345, 12345)
+    uri = f"sqlite:///{mlflow_database}"
+    for read in (
+        lambda: load_runs([str(run)], uri=None),
+        lambda: sync([str(run), "--uri", uri]),
+    ):
+        with pytest.raises(UserError) as caught:
+            read()
+        assert str(path) in caught.value.text() and "hunter2" not in caught.value.text()
+
+
+def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path: Path) -> None:
+    good = b'{"step": 7, "time": 5, "a": 1}\n'
+    odd = (
+        b"[" * (MAX_LINE_BYTES - 2) + b"\n",
+        b"x" * (3 * MAX_LINE_BYTES + 5) + b"\n",
+        b'{"step": 1, "time": 1, "a": ' + b"9" * 400 + b"}\n",
+        b'{"step": ' + b"9" * 300 + b', "time": 1, "a": 1}\n',
+        b'{"step": 1, "time": Infinity, "a": 1}\n',
+        b'{"step": 1, "time": "NaN", "a": 1}\n',
+        b'{"step": true, "time": 1, "a": 1}\n',
+        b'{"step": 1, "time": 1e12, "a": 1}\n',
+        b"\0" * 100 + b"\n",
+    )
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b"".join(line + good for line in odd) + b'{"step": 8, "ti')
+    found = [*read_rows(path)]
+    assert [row.step for row, _ in found] == [7] * len(odd)
+    assert found[-1][1] == path.stat().st_size - len(b'{"step": 8, "ti')
+    # A later read goes on behind any row.
+    assert len([*read_rows(path, offset=found[2][1])]) == len(odd) - 3
+
+
+# ---- a server -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def hostile_server(
+    artifact_uri: str, *, listed: str = "x", **more: Any
+) -> Iterator[tuple[str, list[str]]]:
+    """Its address, and the paths that it was asked for. more: further keys of its runs."""
+    info = {
+        "run_id": "a" * 32, "run_uuid": "a" * 32, "experiment_id": "0", "run_name": "r",
+        "status": "RUNNING", "start_time": 1, "artifact_uri": artifact_uri,
+        "lifecycle_stage": "active",
+    }  # fmt: skip
+    one_run = {"info": info | more, "data": {}}
+    experiment = {"experiment_id": "0", "name": "vitscale", "lifecycle_stage": "active"}
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            path = self.path.partition("?")[0]
+            asked.append(path)
+            answer: dict[str, Any] = {}
+            if path.endswith("runs/search"):
+                answer = {"runs": []}
+            elif path.endswith("experiments/search"):
+                answer = {"experiments": [experiment]}
+            elif "experiments" in path:
+                answer = {"experiment": experiment, "experiment_id": "0"}
+            elif "/runs/" in path and "log" not in path:
+                answer = {"run": one_run}
+            elif "artifacts" in path:
+                answer = {"files": [{"path": listed, "is_dir": False, "file_size": 1}]}
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_PATCH = do_PUT = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["file://{}", "{}", "file:{}", "FILE://{}", "file://localhost{}", "runs:/abc{}", "models:/x{}",
+     "sftp://localhost{}", "sqlite://{}", " {}", "", "../../{}"],
+)  # fmt: skip
+def test_no_server_chooses_where_files_are_written(form: str, run: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "config.yaml").write_text("mine: untouched\n")
+    (run / "results.md").write_text("x\n")
+    before = sorted(str(each) for each in tmp_path.rglob("*"))
+    said: list[str] = []
+    with hostile_server(form.format(home)) as (uri, _):
+        sent = MlflowRun(run, uri, say=said.append)
+        sent.sync("FINISHED")
+        (run / "events").mkdir()
+        record = {"event": "tracked", "time": 1.0, "tracking_id": "x", "name": "r", "uri": uri}
+        (run / "events/n.jsonl").write_text(json.dumps(record) + "\n")
+        upload(run, [run / "results.md"], say=said.append)
+    assert sent.num_points == 1 and sent.num_files == 0
+    assert len([text for text in said if "must not choose" in text]) >= 2
+    after = sorted(str(each) for each in tmp_path.rglob("*") if "events" not in str(each))
+    assert after == before and (home / "config.yaml").read_text() == "mine: untouched\n"
+
+
+@pytest.mark.parametrize("listed", ["results.md", "../../../x", "/etc/x", "a/../../x"])
+def test_a_server_that_takes_files_itself_gets_them(listed: str, run: Path, tmp_path: Path) -> None:
+    """Names that it lists are compared, and lead nowhere; MLflow refuses those with `..`."""
+    (run / "results.md").write_text("some text\n")
+    said: list[str] = []
+    with hostile_server("mlflow-artifacts:/0/abc/artifacts", listed=listed) as (uri, asked):
+        sent = MlflowRun(run, uri, say=said.append)
+        sent.sync("FINISHED")
+    if listed == "results.md":
+        assert sent.num_files == 2 and not said
+        assert any(path.endswith("artifacts/0/abc/artifacts/results.md") for path in asked)
+    else:
+        assert sent.num_files == 0 and "files were not uploaded" in said[0]
+    assert not [*tmp_path.rglob("x")]
+
+
+def test_what_a_server_says_is_printed_as_text(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b]0;owned\x07"
+    with hostile_server(f"file:///{evil}", run_id=f"a{evil}", experiment_id=f"0{evil}") as (uri, _):
+        sync([str(run), "--uri", uri])
+    out = "".join(capsys.readouterr())
+    assert "\x1b" not in out and "\x07" not in out
+    assert short_reason(ConnectionError(f"{evil}\nmore")) == "?]0;owned?"
+
+
+def test_sizes_of_files_have_a_limit(run: Path) -> None:
+    (run / "pictures").mkdir()
+    (run / "pictures/a.png").write_bytes(PNG + bytes(2 * MIB))
+    said: list[str] = []
+    render(compare(load_runs([str(run)], uri=None)), say=said.append)
+    assert said == [
+        f"left out: {run}/pictures/a.png: has {2 * MIB + 8:,} bytes; at most {2 * MIB:,} are read"
+    ]

@@ -1,0 +1,67 @@
+"""Tests do not inherit what the shell of a cluster, a container or nohup hands down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from tests.contract.tree import ROOT
+
+# What a test sees, and a process that it starts.
+DESCRIBE = """
+import json, os, signal, sys
+ignored = [line.split()[1] for line in open("/proc/self/status") if line.startswith("SigIgn")]
+blocked = list(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+umask = os.umask(0)
+facts = {"environment": dict(os.environ), "ignored": int(ignored[0], 16), "blocked": blocked}
+print(json.dumps(facts | {"umask": umask}))
+"""
+CLEAN = """
+import subprocess, sys
+from tests.support.clean_environment import clean_environment
+clean_environment()
+raise SystemExit(subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode)
+"""
+HOSTILE = {
+    **{"RANK": "3", "WORLD_SIZE": "64", "LOCAL_RANK": "5", "MASTER_ADDR": "192.0.2.1"},
+    **{"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SBATCH_PARTITION": "none", "SLURM_CONF": "/no"},
+    **{"GLOO_SOCKET_IFNAME": "ib7", "OMP_NUM_THREADS": "2,1", "TORCHELASTIC_RUN_ID": "a"},
+    **{"LC_ALL": "C", "LANG": "de_DE", "COLUMNS": "20", "NO_COLOR": "1", "FORCE_COLOR": "1"},
+    **{"TERM": "dumb", "PYTHONSTARTUP": "/no", "TZ": "Asia/Kathmandu", "MPLBACKEND": "tkagg"},
+    **{"MLFLOW_TRACKING_URI": "http://192.0.2.1", "HF_TOKEN": "x", "AWS_PROFILE": "no"},
+    **{"WANDB_MODE": "online", "VITSCALE_SITE": "/no", "VITSCALE_ATTEMPT": "9"},
+    **{"HTTP_PROXY": "http://192.0.2.1:1", "NO_PROXY": "example.org"},
+}
+
+
+def become_hostile() -> None:
+    os.umask(0o077)
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
+
+
+def test_a_test_inherits_nothing_of_the_shell_that_starts_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLEAN, DESCRIBE],
+        cwd=ROOT,
+        env=HOSTILE | {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+        preexec_fn=become_hostile,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    own = facts["environment"]
+    kept = {name for name, value in HOSTILE.items() if own.get(name) == value}
+    assert kept == {"HTTP_PROXY"}, "a proxy may be the only way to a package index"
+    assert own["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert (own["VITSCALE_SITE"], own["LC_ALL"]) == ("", "C.UTF-8")
+    assert own["PATH"] == os.environ["PATH"]
+    # Python itself ignores two, which are about its own output.
+    python_ignores = {signal.SIGPIPE, signal.SIGXFSZ}
+    assert facts["ignored"] == sum(1 << (number - 1) for number in python_ignores)
+    assert facts["blocked"] == [] and facts["umask"] == 0o022

@@ -1,0 +1,258 @@
+"""A training written out in plain PyTorch, from the papers: what the engine's numbers must be.
+
+Owns: the order of samples over micro-batches and ranks, rounding in half precision, sums of
+gradients, clipping, schedule, optimisers, decay groups, layer decay and the average of the weights.
+Ranks run one after another in one process. Optimisers compute in fp64. Shares with the product only
+the model, the samples, and what is drawn for each sample; a contract test reads the imports.
+The losses are in `reference_losses`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+# Takes normalised pixels in fp32 and a function that runs the model on them.
+Loss = Callable[[Callable[..., Any], torch.Tensor, "Sample"], torch.Tensor]
+TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    optimizer: str = "adamw"
+    peak: float = 1e-3
+    curve: str = "cosine"
+    warmup: int = 5
+    total: int = 20
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    is_independent: bool = False
+    layer_decay: float = 1.0
+    depth: int = 2
+    clip: float = math.inf
+    average: float | None = None
+    drop_seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """How many ranks and micro-batches make a step, and what is rounded."""
+
+    ranks: int = 1
+    accumulation: int = 1
+    stage: int = 0
+    in_bf16: bool = False
+    sent_in_bf16: bool = True
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A micro-batch. positions, int64 [B]: of its images in training."""
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    positions: np.ndarray
+
+
+@dataclass
+class Result:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    average: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def train(
+    model: nn.Module,
+    loss_of: Loss,
+    samples: Callable[[np.ndarray], tuple[torch.Tensor, torch.Tensor]],
+    *,
+    recipe: Recipe,
+    machine: Machine,
+    global_batch: int,
+    spoil: Callable[[int, int, int], float] = lambda step, micro, rank: 1.0,
+) -> Result:
+    """Train for `recipe.total` steps. samples: uint8 images and labels of positions in training.
+
+    spoil: factor on the loss of a micro-batch of a rank, NaN to make its update be skipped.
+    """
+    masters = {n: p.detach().double() for n, p in model.named_parameters() if p.requires_grad}
+    states: dict[str, dict[str, Any]] = {name: {} for name in masters}
+    result = Result(average={name: value.clone() for name, value in masters.items()})
+    size = global_batch // machine.ranks // machine.accumulation
+    run = _prepared(model, machine)
+    for step in range(recipe.total):
+        _set_weights(model, masters, machine)
+        losses = []
+        sums: list[list[dict[str, torch.Tensor]]] = []
+        for micro in range(machine.accumulation):
+            of_ranks = []
+            for rank in range(machine.ranks):
+                first = step * global_batch + (micro * machine.ranks + rank) * size
+                positions = np.arange(first, first + size)
+                _seed(recipe.drop_seed, step, micro, rank)
+                images, labels = samples(positions)
+                pixels = (images.float() / 255 - 0.5) / 0.5
+                loss = loss_of(run, pixels, Sample(images, labels, positions))
+                loss = loss * spoil(step, micro, rank)
+                losses.append(loss.item())
+                model.zero_grad()
+                (loss / machine.accumulation).backward()
+                of_ranks.append(
+                    {
+                        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                        for n, p in model.named_parameters()
+                        if n in masters
+                    }
+                )
+            sums.append(of_ranks)
+
+        gradients = {name: _mean(sums, name, machine) for name in masters}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        result.losses.append(sum(losses) / len(losses))
+        result.norms.append(norm)
+        if math.isfinite(norm) and all(map(math.isfinite, losses)):
+            shrink = min(1.0, recipe.clip / (norm + 1e-6))
+            for name, gradient in gradients.items():
+                masters[name] = _updated(
+                    name, masters[name], gradient.double() * shrink, states[name], step, recipe
+                )
+
+        if recipe.average is not None:
+            kept = min(recipe.average, (2 + step) / (11 + step))
+            for name, value in masters.items():
+                result.average[name] = kept * result.average[name] + (1 - kept) * value
+    result.weights = masters
+    return result
+
+
+# ---- half precision, micro-batches and ranks -----------------------------------------------------
+
+
+def _prepared(model: nn.Module, machine: Machine) -> Callable[..., Any]:
+    """The forward pass on fp32 pixels. At stage 0 bf16 products of fp32 weights; else bf16."""
+    rounds_weights = machine.in_bf16 and machine.stage > 0
+    if rounds_weights:
+        model.to(torch.bfloat16)
+
+    def run(pixels: torch.Tensor, **options: Any) -> Any:
+        with ExitStack() as stack:
+            if machine.in_bf16 and machine.stage == 0:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+            if machine.in_bf16 and machine.stage == 3:
+                stack.enter_context(patch.object(F, "linear", _rounded_before_bias))
+            return model(pixels.bfloat16() if rounds_weights else pixels, **options)
+
+    return run
+
+
+def _rounded_before_bias(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    """A layer at stage 3, whose kernel frees the weights: DeepSpeed's runtime/zero/linear.py."""
+    product = x.matmul(weight.t())
+    return product if bias is None else product + bias
+
+
+@torch.no_grad()
+def _set_weights(model: nn.Module, masters: dict[str, torch.Tensor], machine: Machine) -> None:
+    """Round the fp32 weights for the forward pass; the classifier adds what rounding took."""
+    for name, parameter in model.named_parameters():
+        if name in masters:
+            parameter.copy_(masters[name].float())
+    if machine.in_bf16 and machine.stage > 0:
+        for prefix, module in model.named_modules():
+            if hasattr(module, "remainders"):
+                module.remainders = {
+                    name: (masters[f"{prefix}.{name}"].float() - rounded.float()).bfloat16()
+                    for name, rounded in module.named_parameters(recurse=False)
+                }
+
+
+def _mean(sums: Any, name: str, machine: Machine) -> torch.Tensor:
+    """Sum over micro-batches in fp32, mean over ranks; sums[micro][rank] are gradients."""
+    num_ranks = machine.ranks
+    is_rounded = machine.in_bf16 and machine.stage > 0 and machine.sent_in_bf16 and num_ranks > 1
+    sent_as = torch.bfloat16 if is_rounded else torch.float32
+
+    def over_ranks(values: list[torch.Tensor]) -> torch.Tensor:
+        total = (values[0].float() / num_ranks).to(sent_as)
+        for value in values[1:]:
+            total = total + (value.float() / num_ranks).to(sent_as)
+        return total.float()
+
+    # Stages 2 and 3 send every micro-batch, the others the sum of all.
+    if machine.stage >= 2:
+        return sum((over_ranks([of[name] for of in micro]) for micro in sums), torch.zeros(()))
+    return over_ranks([sum(m[r][name].float() for m in sums) for r in range(num_ranks)])
+
+
+def _seed(*position: int) -> None:
+    digest = hashlib.sha256(repr(("step", *position)).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+# ---- schedule and optimisers ---------------------------------------------------------------------
+
+
+def rate_at(step: int, recipe: Recipe) -> float:
+    """Dosovitskiy et al. 2021, appendix B.1: linear warm-up, then the curve down to 0."""
+    if step < recipe.warmup:
+        return recipe.peak * (step + 1) / recipe.warmup
+    progress = (step - recipe.warmup) / (recipe.total - recipe.warmup)
+    shares = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress}
+    return recipe.peak * shares.get(recipe.curve, 1.0)
+
+
+def _layers_above(name: str, depth: int) -> int:
+    """BEiT and MAE: 0 for head and last norm, depth + 1 for patches, positions and tokens."""
+    if name.startswith("blocks."):
+        return depth - int(name.split(".")[1])
+    return depth + 1 if name.startswith(("patch_embed.", *TOKENS)) else 0
+
+
+def _updated(
+    name: str, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], step: int, recipe: Recipe
+) -> torch.Tensor:
+    """One step of one tensor, in fp64."""
+    scale = recipe.layer_decay ** _layers_above(name, recipe.depth)
+    rate = rate_at(step, recipe) * scale
+    is_kernel = w.ndim >= 2 and name.rpartition(".")[2] not in TOKENS
+    decay = recipe.weight_decay if is_kernel else 0.0
+    if recipe.optimizer == "sgd":  # Sutskever et al. 2013, as torch: no dampening, no Nesterov
+        g = g + decay * w
+        state["v"] = g if "v" not in state else recipe.momentum * state["v"] + g
+        return w - rate * state["v"]
+
+    # Kingma & Ba 2015, algorithm 1.
+    b1, b2 = recipe.betas
+    state["t"] = t = state.get("t", 0) + 1
+    if recipe.optimizer == "adamw bf16 momentum":  # optax, mu_dtype=bfloat16: product in bf16
+        kept = (torch.tensor(b1).bfloat16() * state.get("m", torch.zeros(())).bfloat16()).double()
+        m = kept + (1 - b1) * g
+        state["m"] = m.bfloat16()
+    else:
+        state["m"] = m = b1 * state.get("m", 0.0) + (1 - b1) * g
+    state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g * g
+    direction = m / (1 - b1**t) / ((state["v"] / (1 - b2**t)).sqrt() + recipe.eps)
+    if recipe.optimizer == "lamb":  # You et al. 2020, algorithm 2; undecayed tensors as in apex
+        if not decay:
+            return w - rate * direction
+        direction = direction + decay * w
+        size, change = w.norm(), direction.norm()
+        ratio = size / change if size > 0 and change > 0 else 1.0
+        return w - rate * ratio * direction
+
+    # Loshchilov & Hutter 2019, algorithm 2; independent: times the schedule alone (big_vision).
+    factor = rate / (recipe.peak * scale) if recipe.is_independent else rate
+    return w - rate * direction - factor * decay * w

@@ -1,0 +1,84 @@
+"""Keep what comes from outside from harm: text in terminals and CSV, and content beyond its file.
+
+Owns: which characters a terminal obeys, which cells a spreadsheet computes, how far a packed file
+may unpack. Leaves out: secrets (`redaction`).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+from vitscale.config.errors import UserError
+
+# Control characters (C0, DEL, C1), which terminals obey; a line of text ends with a line feed.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROL_IN_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# First characters of a formula (OWASP, "CSV injection").
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+# Of weights and tables in packed files: published ones unpack to at most twice their size.
+MAX_EXPANSION = 20
+ALWAYS_ALLOWED_BYTES = 64 << 20
+
+
+def visible(text: str) -> str:
+    """Return a name with control characters as \\xNN."""
+    return _CONTROL.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\x{ord(match[0]):02x}"
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula: an apostrophe comes before such text.
+
+    Numbers, also those in text, stay.
+    """
+    if not isinstance(value, str):
+        return value
+    shown = visible(value)
+    if not value.startswith(_FORMULA):
+        return shown
+    try:
+        float(value)
+    except ValueError:
+        return f"'{shown}"
+    return shown
+
+
+class _Terminal:
+    """A stream that a program prints to, without the control characters in what it prints."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(_CONTROL_IN_TEXT.sub(_escaped, text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def guard_terminal() -> None:
+    """Print names from outside, in results and in errors, without what a terminal would obey."""
+    if not isinstance(sys.stdout, _Terminal):
+        streams: Any = sys
+        streams.stdout = _Terminal(sys.stdout)
+        streams.stderr = _Terminal(sys.stderr)
+
+
+def check_expansion(
+    content_bytes: int, *, file_bytes: int, where: str, times: int = MAX_EXPANSION
+) -> None:
+    """Raise UserError if a file unpacks to more than `times` its size, and to more than 64 MiB."""
+    if content_bytes > max(ALWAYS_ALLOWED_BYTES, times * file_bytes):
+        raise UserError(
+            f"unpacks to {content_bytes:,} bytes or more, "
+            f"{content_bytes // max(1, file_bytes):,} times its size",
+            where=where,
+            allowed=f"{times} times the size of the file",
+            next_step="do not use this file unless you trust who made it; then save it unpacked",
+        )

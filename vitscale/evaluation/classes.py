@@ -1,0 +1,178 @@
+"""How a model's outputs meet the classes of a data set: the one rule for all that compare them.
+
+Needs no torch. Leaves out: the lists of ImageNet's releases (`data.label_spaces`).
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import (
+    LABEL_SPACES,
+    SUBSETS,
+    known_space,
+    space_of_length,
+    timm_file,
+)
+
+LACKING = -1
+# Libraries word up to 3 % of ImageNet's classes in their own way.
+MIN_AGREEING = 0.9
+
+
+class ClassMap(NamedTuple):
+    """The model's output for each class of a data set."""
+
+    columns: tuple[int, ...]
+    """By label of the data: the position of its output, LACKING without one."""
+    how: str = ""
+    """A sentence on how they were matched; empty where names and order are the same."""
+
+    def lacking(self, data: Sequence[str]) -> list[str]:
+        """The classes of `data` that the model has no output for."""
+        pairs = zip(data, self.columns, strict=True)
+        return [name for name, column in pairs if column == LACKING]
+
+    @property
+    def is_identity(self) -> bool:
+        return self.columns == tuple(range(len(self.columns)))
+
+
+def column_of_each_class(
+    model: Sequence[str] | None, data: Sequence[str], *, num_outputs: int
+) -> ClassMap:
+    """Find the model's output for each class of a data set.
+
+    By name; else by what names mean in ImageNet's releases: WordNet ids, WordNet's words, or
+    numbers, in any mixture of the two sides; by position only where neither side has names.
+
+    model: name of each output; None: unknown. data: class names by label.
+    Raises UserError where the data's classes alone have names.
+    """
+    named = _columns([_plain(name) for name in model or ()], [_plain(name) for name in data])
+    if LACKING not in named:
+        is_same = named == tuple(range(num_outputs))
+        return ClassMap(named, "" if is_same else "matched by name")
+
+    if model is None and num_outputs == len(data) and (numbers := _numbers(data)):
+        return ClassMap(numbers, "matched by position, since neither side has names")
+
+    # A name says more than a meaning, which the other classes may still have.
+    theirs, ours = _meanings(model, data, num_outputs=num_outputs)
+    pairs = zip(named, _columns(theirs, ours), strict=True)
+    meant = tuple(by_meaning if by_name == LACKING else by_name for by_name, by_meaning in pairs)
+    if meant.count(LACKING) < named.count(LACKING):
+        origin = "" if model else f", the model's {num_outputs:,} outputs taken as ImageNet's"
+        return ClassMap(meant, f"matched by WordNet's ids and words{origin}")
+
+    if model is None:
+        raise UserError(
+            f"the classes of the model's {num_outputs:,} outputs are unknown, and the data's have "
+            f"names, such as {data[0]!r}",
+            where="init",
+            allowed="names of the outputs, or as many outputs as a release of ImageNet has",
+            next_step="put their names by label into a JSON list classes.json beside the "
+            "weights, or give a folder of timm or Hugging Face that has them",
+        )
+    return ClassMap(named, "matched by name")
+
+
+def _plain(name: str) -> str:
+    """Accents have two spellings in Unicode; macOS writes folders in the other one."""
+    return unicodedata.normalize("NFC", name)
+
+
+def _columns(outputs: Sequence[str | None], classes: Sequence[str | None]) -> tuple[int, ...]:
+    """A name that two outputs or two classes have is the name of none."""
+    twice = {name for side in (outputs, classes) for name, n in Counter(side).items() if n > 1}
+    twice.add(None)
+    places = {name: column for column, name in enumerate(outputs) if name not in twice}
+    return tuple(LACKING if name in twice else places.get(name, LACKING) for name in classes)
+
+
+def _numbers(names: Sequence[str]) -> tuple[int, ...] | None:
+    """Names that are the numbers from 0 on, in any order, as numbers; None for others."""
+    if not all(name.isascii() and name.isdigit() for name in names):
+        return None
+    numbers = tuple(map(int, names))
+    return numbers if sorted(numbers) == list(range(len(numbers))) else None
+
+
+def _meanings(
+    model: Sequence[str] | None, data: Sequence[str], *, num_outputs: int
+) -> tuple[list[str | None], list[str | None]]:
+    """The WordNet id of each output and of each class; None where there is none."""
+    outputs = _in_order(model, num_outputs)
+    classes = _in_order(data, len(data))
+    # Words are looked up among few ids: 43 of 21,843 synsets are called "bay".
+    ids = [name for name in (*(outputs or model or ()), *(classes or data)) if name in _words()]
+    among = tuple(dict.fromkeys(ids)) or known_space("imagenet_1k")
+    theirs = outputs or _by_word(model or (), among)
+    ours = classes or _by_word(data, among)
+
+    # Numbers are positions in the list that the model has, or in the release with as many classes.
+    if numbers := _numbers(data):
+        listed = theirs if len(theirs) == len(data) and outputs is not None else ()
+        space = space_of_length(len(data))
+        listed = listed or (known_space(space) if space else ())
+        ours = [listed[number] for number in numbers] if listed else ours
+    return list(theirs), list(ours)
+
+
+def _in_order(names: Sequence[str] | None, count: int) -> Sequence[str] | None:
+    """The ids of a list of ImageNet that these names are, in its order; None if they are none.
+
+    names: None: unknown; then their number tells the release.
+    """
+    if names is None:
+        space = space_of_length(count)
+        return None if space is None else known_space(space)
+    for name in LABEL_SPACES | SUBSETS:
+        ids = known_space(name)
+        if len(ids) == count:
+            agreeing = sum(map(_means, names, ids))
+            if agreeing >= MIN_AGREEING * count:
+                return ids
+    return None
+
+
+def _means(name: str, synset: str) -> bool:
+    return name == synset or bool(_terms(name) & _terms(_words()[synset]))
+
+
+def _by_word(names: Sequence[str], among: Sequence[str]) -> list[str | None]:
+    """The id in `among` that each name is, or whose words it is; None for none and for several."""
+    by_words: dict[frozenset[str], set[str]] = {}
+    by_term: dict[str, set[str]] = {}
+    for synset in among:
+        terms = _terms(_words()[synset])
+        by_words.setdefault(terms, set()).add(synset)
+        for term in terms:
+            by_term.setdefault(term, set()).add(synset)
+
+    found: list[str | None] = []
+    for name in names:
+        terms = _terms(name)
+        same = by_words.get(terms) or set().union(*(by_term.get(term, ()) for term in terms))
+        if name in _words():
+            same = {name}
+        found.append(same.pop() if len(same) == 1 else None)
+    return found
+
+
+def _terms(words: str) -> frozenset[str]:
+    """`Great_white shark, white shark: a fish` -> {great white shark, white shark}."""
+    plain = _plain(words).casefold().replace("_", " ").partition(": ")[0]
+    return frozenset(term.strip() for term in plain.split(","))
+
+
+@cache
+def _words() -> dict[str, str]:
+    """WordNet's words of each of ImageNet's ids, such as `tench, Tinca tinca`."""
+    lines = timm_file("imagenet_synset_to_lemma.txt", where="data.path").read_text("utf-8")
+    return dict(line.split("\t", 1) for line in lines.splitlines())

@@ -1,0 +1,89 @@
+"""Read files of a run folder that somebody else may have made.
+
+A link may lead to a private file of the reader, whose content a page or a server would then show; a
+named pipe, a device or a huge file never ends.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from vitscale.config.errors import UserError
+from vitscale.tracking.journal import JOURNAL_NAME
+
+MIB = 1 << 20
+# Files that say what a run is, and the most bytes that each may have. All are read as texts.
+RECORDS = {
+    "config.yaml": MIB,
+    JOURNAL_NAME: 1024 * MIB,
+    "events/*.jsonl": 64 * MIB,
+    "classes.json": 64 * MIB,
+    "results.json": 64 * MIB,
+    ".lock": MIB,
+    "*/config-*.yaml": MIB,
+    "slurm/*/*.failed_starts": MIB,
+}
+HARD_LINK = "has a second name (a hard link)"
+
+
+def check_records(folder: Path) -> None:
+    """Raise UserError for a record that is not a file of this run folder, or cannot be read."""
+    for pattern, max_bytes in RECORDS.items():
+        for path in _matching(folder, pattern):
+            reason = why_unsafe(path, folder=folder, max_bytes=max_bytes)
+            # Backups share the files of their owner, who may read them anyway.
+            if reason is not None and not (reason == HARD_LINK and _has_same_owner(path, folder)):
+                raise UserError(
+                    reason,
+                    where=str(path),
+                    allowed="a file of its own in the run folder",
+                    next_step="leave this run out, or ask who made it",
+                )
+
+
+def safe_files(
+    folder: Path, patterns: Sequence[str], *, max_bytes: int, say: Callable[[str], None]
+) -> Iterator[Path]:
+    """Yield the files of a run folder that match, in order; say which ones are left out."""
+    for pattern in patterns:
+        for path in _matching(folder, pattern):
+            if path.is_dir() and not path.is_symlink():
+                continue
+            reason = why_unsafe(path, folder=folder, max_bytes=max_bytes)
+            if reason is None:
+                yield path
+            else:
+                say(f"left out: {path}: {reason}")
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    """What matches, links that lead nowhere included."""
+    if "*" in pattern:
+        return sorted(folder.glob(pattern))
+    path = folder / pattern
+    return [path] if os.path.lexists(path) else []
+
+
+def why_unsafe(path: Path, *, folder: Path, max_bytes: int) -> str | None:
+    """Say why a file is not to be read; None for a small file of this run folder alone."""
+    try:
+        is_inside = path.resolve().is_relative_to(folder.resolve())
+        found = path.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+    if not is_inside:
+        return "is a link that leads out of the run folder"
+    if not stat.S_ISREG(found.st_mode):
+        return "is no regular file"
+    if found.st_nlink > 1:
+        return HARD_LINK
+    if found.st_size > max_bytes:
+        return f"has {found.st_size:,} bytes; at most {max_bytes:,} are read"
+    return None
+
+
+def _has_same_owner(path: Path, folder: Path) -> bool:
+    return path.stat().st_uid == folder.stat().st_uid
