@@ -81,9 +81,19 @@ def list_samples(folder: Path) -> pa.Table:
 
 
 def source_paths(folder: Path, keys: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the path in the source of each sample, from the ledger."""
+    """Return the path in the source of each sample, from the ledger.
+
+    Raises UserError if samples share a key, since what is written goes by key.
+    """
     ledger = pq.read_table(folder / LEDGER_NAME, columns=["key", "path"])
     ledger = ledger.filter(pc.is_valid(ledger["key"])).combine_chunks()
+    if len(ledger["key"].unique()) < len(ledger):
+        raise UserError(
+            "samples of several splits have the same keys, by which copies are left out",
+            where=str(folder),
+            next_step="index the tars of each split alone by source.splits, and name the index "
+            "of the others by --against",
+        )
     return ledger["path"].take(pc.index_in(keys, value_set=ledger["key"].combine_chunks()))
 
 

@@ -119,7 +119,7 @@ def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path: Path
     source = write_folder(tmp_path / "in", {"train/ant": 2, "train/dog": 1, "val/dog": 2})
     (source / "train/dog/0.png").write_bytes(picture(3)[:60])
     text = refused(tmp_path, source, images=ANY_BAD)
-    assert "no usable image is left in train of 1 classes: dog" in text and "dog/0.png" in text
+    assert "no usable image is left of 1 classes: dog (in train)" in text and "dog/0.png" in text
 
 
 def test_names_that_look_alike_are_refused_within_train(tmp_path: Path) -> None:
@@ -344,6 +344,17 @@ def test_unique_keys_stay_as_they_are(tmp_path: Path) -> None:
     index(tmp_path / "tars", tmp_path / "index")
     split = read_split(tmp_path / "index", split="train")
     assert sample_keys(split, range(4)) == ["k0", "0/same", "k1", "1/same"]
+
+
+def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path: Path) -> None:
+    for split, first in (("train", 0), ("val", 5)):
+        members = {"0.png": picture(first), "0.cls": b"0"}
+        write_tars(tmp_path / "tars", {f"{split}-0.tar": members})
+    index(tmp_path / "tars", tmp_path / "index")
+    for split in ("train", "val"):
+        assert sample_keys(read_split(tmp_path / "index", split=split), [0]) == ["0"]
+    with pytest.raises(UserError, match="samples of several splits have the same keys"):
+        source_paths(tmp_path / "index", pa.chunked_array([["0"]]))
 
 
 def test_a_list_refuses_an_index_whose_keys_repeat(indexed: Path, tmp_path: Path) -> None:
