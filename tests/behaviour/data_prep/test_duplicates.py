@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageOps
 
 from data_prep.duplicates import similar as search
+from data_prep.duplicates.second_look import look_at, nearly_equal
 from data_prep.duplicates.similar import (
     SIDE_PX,
     describe_images,
@@ -21,7 +23,7 @@ from data_prep.duplicates.similar import (
     picture_descriptors,
     pictures_correlate,
 )
-from tests.support.corpora.image_samples import encoded
+from tests.support.corpora.image_samples import encoded, photograph
 
 NUM_IMAGES = 240
 RESIZED = Image.Resampling.BICUBIC
@@ -100,6 +102,57 @@ def test_copies_are_found(kind: str) -> None:
 def test_different_pictures_do_not_match() -> None:
     first, second = np.triu_indices(NUM_IMAGES, 1)
     assert not are_duplicates(originals()[first], originals()[second]).any()
+
+
+def surface(seed: int, *, num_defects: int = 1) -> Image.Image:
+    """A grey surface under a lamp that hardly moves, with fine grain and small scratches."""
+    chance = np.random.default_rng(seed)
+    y, x = np.mgrid[:200, :200] / 200 - 0.5
+    tilt = chance.normal(0, 2, 2)
+    grey = 128 - 60 * (x**2 + y**2) + (40 + tilt[0]) * x + tilt[1] * y
+    image = Image.fromarray((grey + chance.normal(0, 4, grey.shape)).clip(0, 255).astype(np.uint8))
+    for left, top in chance.uniform(20, 180, (num_defects, 2)):
+        ImageDraw.Draw(image).line((left, top, left + 12, top + 7), fill=50, width=3)
+    return image
+
+
+def test_surfaces_that_differ_in_small_defects_are_no_copies() -> None:
+    contents = [encoded(surface(seed), "PNG") for seed in range(40)]
+    likely = first_similar(described(*contents))
+    pairs = [(i, int(first)) for i, first in enumerate(likely) if first != i]
+    assert len(pairs) >= 8, "the descriptors alone take these for copies"
+    looks = [look_at(content) for content in contents]
+    assert sum(nearly_equal(looks[a], looks[b]) for a, b in pairs) <= 0.05 * len(contents)
+
+
+@pytest.mark.parametrize("draw", [surface, lambda seed: photograph(320, 240 + seed)])
+def test_copies_stand_the_second_look_also_without_a_narrow_border(draw: Any) -> None:
+    for seed in range(3):
+        image = draw(seed).convert("RGB")
+        width, height = image.size
+        inner = image.crop((2, 3, width - 3, height - 1))
+        copies = [make(image) for make in COPIES.values()]
+        copies += [encoded(inner, "JPEG", quality=90), encoded(ImageOps.mirror(inner), "PNG")]
+        look = look_at(encoded(image, "PNG"))
+        assert all(nearly_equal(look, look_at(copy)) for copy in copies)
+        assert all(nearly_equal(look_at(copy), look) for copy in copies)
+        assert not nearly_equal(look, None) and look_at(b"no image") is None
+
+
+def test_the_nearest_earlier_images_are_those_of_highest_correlation() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.integers(-99, 99, (1, 64)) + rng.integers(-9, 9, (40, 64))
+    descriptors = rows.astype(np.int16)
+    wanted = np.array([0, 3, 39])
+    with mock.patch.multiple(search, BATCH_ROWS=7, NEAREST_ROWS=2):
+        found = search.nearest_before(descriptors, wanted)
+    _, _, signs = search._frequencies()
+    for row, places in zip(wanted, found, strict=True):
+        pairs = [(rows[row], rows[i] * sign) for i in range(row) for sign in (1, signs)]
+        cosines = [a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs]
+        best = np.reshape(cosines, (row, 2)).max(axis=1) if row else np.zeros(0)
+        expected = [i for i in np.argsort(-best) if best[i] >= search.MIN_CORRELATION]
+        assert [i for i in places.tolist() if i >= 0] == expected[: search.NUM_NEAREST]
 
 
 def test_blank_pictures_match_nothing() -> None:
