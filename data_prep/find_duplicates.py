@@ -78,6 +78,7 @@ def main() -> None:
     arguments = parse_arguments()
     folder = local_folder(arguments.shards, where="SHARDS")
     samples = list_samples(folder)
+    paths = source_paths(folder, samples["name"])
     # Others come first: of two copies the first is kept.
     others = [local_folder(path, where="--against") for path in arguments.against]
     images = pa.concat_tables([*map(list_images, others), samples])
@@ -105,7 +106,7 @@ def main() -> None:
     table = pa.table(
         {
             "key": samples["name"],
-            "path": source_paths(folder, samples["name"]),
+            "path": paths,
             "keep": ~is_copy[own],
             "copy_of": images["name"].take(pa.array(first[own], mask=~is_copy[own])),
             "similarity": pa.array(alike[own], pa.float32(), from_pandas=True),

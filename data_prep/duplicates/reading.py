@@ -20,9 +20,10 @@ from data_prep.duplicates.second_look import look_at, nearly_equal
 from data_prep.duplicates.similar import describe_images
 from data_prep.formats.index_files import tar_files
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.sources.files import folders_below, is_image_name
+from data_prep.sources.files import is_image_name
 from data_prep.sources.protocol import printable
 from vitscale.config.errors import UserError
+from vitscale.data.folders import files_below
 from vitscale.data.index import INDEX_NAME, read_manifest, read_shard
 from vitscale.distributed.atomic_files import blake3_of_file
 
@@ -50,11 +51,8 @@ def list_images(folder: Path) -> pa.Table:
         return samples.set_column(0, "name", names)
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
-    files = list[str]()
-    for path, names in folders_below(folder):
-        shown = (name for name in names if name[0] != "." and is_image_name(name))
-        files += [os.path.join(path, name) for name in shown]
-    files.sort()
+    below = files_below(folder, follow_links=True)
+    files = sorted(path for path in below if is_image_name(os.path.basename(path)))
     try:
         hashes = [bytes.fromhex(blake3_of_file(file)) for file in files]
         sizes = [os.path.getsize(file) for file in files]
@@ -83,9 +81,19 @@ def list_samples(folder: Path) -> pa.Table:
 
 
 def source_paths(folder: Path, keys: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the path in the source of each sample, from the ledger."""
+    """Return the path in the source of each sample, from the ledger.
+
+    Raises UserError if samples share a key, since what is written goes by key.
+    """
     ledger = pq.read_table(folder / LEDGER_NAME, columns=["key", "path"])
     ledger = ledger.filter(pc.is_valid(ledger["key"])).combine_chunks()
+    if len(ledger["key"].unique()) < len(ledger):
+        raise UserError(
+            "samples of several splits have the same keys, by which copies are left out",
+            where=str(folder),
+            next_step="index the tars of each split alone by source.splits, and name the index "
+            "of the others by --against",
+        )
     return ledger["path"].take(pc.index_in(keys, value_set=ledger["key"].combine_chunks()))
 
 

@@ -27,6 +27,7 @@ from vitscale.data.index import (
     MANIFEST_NAME,
     Manifest,
     SplitEntry,
+    label_map_sha256,
     location_of_tars,
 )
 from vitscale.data.remote import Location, is_url, location_of
@@ -116,12 +117,6 @@ def write_card(
 
 def write_manifest(folder: Path, *, manifest: Manifest) -> None:
     write_json(folder / MANIFEST_NAME, asdict(manifest))
-
-
-def label_map_sha256(classes: Sequence[str]) -> str:
-    """Hash of the class names in label order."""
-    text = json.dumps(list(classes), ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def split_fingerprint(content: Iterable[np.ndarray], *, shard_lengths: Sequence[int]) -> str:

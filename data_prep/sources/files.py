@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
+from vitscale.data.folders import files_below
 from vitscale.data.split_names import splits_of_files
 from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
@@ -110,34 +112,21 @@ def _refuse_deeper_files(
     folder: Path, is_wanted: Callable[[str], bool], *, kind: str, where: str
 ) -> None:
     """Raise UserError for wanted files in sub-folders, which may be splits or other corpora."""
-    for path, names in folders_below(folder):
-        deeper = sorted(filter(is_wanted, names))
-        if deeper and path != str(folder):
-            example = os.path.relpath(os.path.join(path, deeper[0]), folder)
-            raise UserError(
-                f"{printable(str(folder))!r} has {kind} in sub-folders, such as "
-                f"{printable(example)!r}: are these splits, or more of the same?",
-                where=where,
-                allowed=f"{kind} in one folder for each split",
-                next_step="name each split's folder, or a pattern such as '*' for the files of "
-                "this folder alone, in source.splits; or move or link the files into one folder",
-            )
-
-
-def folders_below(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield (path, names of its files) of a folder and of all visible ones below it, once each.
-
-    Links to folders are followed; those that lead in circles end there.
-    """
-    seen = set[str]()
-    for path, folders, names in os.walk(root, followlinks=True):
-        real = os.path.realpath(path)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = [name for name in folders if name[0] != "."]
-        yield path, names
+    deeper = None
+    with suppress(OSError):  # a closed folder
+        below = files_below(folder, follow_links=True)
+        wanted = (path for path in below if is_wanted(os.path.basename(path)))
+        deeper = next((path for path in wanted if os.path.dirname(path) != str(folder)), None)
+    if deeper is not None:
+        example = printable(os.path.relpath(deeper, folder))
+        raise UserError(
+            f"{printable(str(folder))!r} has {kind} in sub-folders, such as {example!r}: are these "
+            "splits, or more of the same?",
+            where=where,
+            allowed=f"{kind} in one folder for each split",
+            next_step="name each split's folder, or a pattern such as '*' for the files of "
+            "this folder alone, in source.splits; or move or link the files into one folder",
+        )
 
 
 def stem_and_suffix(name: str) -> tuple[str, str]:

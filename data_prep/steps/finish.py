@@ -25,7 +25,6 @@ from blake3 import blake3
 from data_prep.formats.index_files import (
     INDEX_SCHEMA,
     folder_fingerprint,
-    label_map_sha256,
     sample_bytes,
     split_fingerprint,
     write_card,
@@ -57,6 +56,7 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    label_map_sha256,
 )
 from vitscale.data.order import check_mixed
 from vitscale.data.remote import Location, Url
@@ -119,9 +119,9 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
     lost = [name for name in plan.present if plan.classes and name not in kept]
     if not tars or (lost and load_labels(work.run.labels).space is None):
         shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
-        where = f" in {TRAIN}" if lost and has_train else ""
+        where = f" (in {TRAIN})" if lost and has_train else ""
         raise UserError(
-            f"no usable image is left{where}{shown}\n{sums.describe()}",
+            f"no usable image is left{shown}{where}\n{sums.describe()}",
             where="source.path",
             next_step="fix these files" + (" or remove the classes" if lost else ""),
         )
@@ -132,10 +132,14 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
     root, tars, unknown = root_of(work), [], Counter[str]()
     units = dict(zip(tar_units(work), read_containers(work), strict=True))
-    repeated = _repeated_keys(work, [*units])
+    of_split = dict[str, list[str]]()
+    for outcomes, container in units.items():
+        of_split.setdefault(container.split, []).append(outcomes)
+    repeated = {split: _repeated_keys(work, names) for split, names in of_split.items()}
 
     def outcomes_of(unit: str) -> pa.Table:
-        return _with_unique_keys(work.table(unit), repeated, tar=units[unit].path)
+        box = units[unit]
+        return _with_unique_keys(work.table(unit), repeated[box.split], tar=box.path)
 
     for outcomes, container in units.items():
         facts, table = facts_of(work, outcomes), outcomes_of(outcomes)

@@ -160,9 +160,9 @@ def _differing(runs: Sequence[ComparedRun]) -> set[str]:
         first = first_of_kind.setdefault(run.is_evaluation, run)
         differing |= changed_settings(first.params, run.params, purpose="table").keys()
 
-    first, last = (first_of_kind.get(kind, runs[0]).params for kind in (False, True))
-    changed = changed_settings(first, last, purpose="table")
-    return differing | (changed.keys() & first.keys() & last.keys())
+    trained, evaluated = (first_of_kind.get(kind, runs[0]).params for kind in (False, True))
+    changed = changed_settings(trained, evaluated, purpose="table")
+    return differing | (changed.keys() & trained.keys() & evaluated.keys())
 
 
 def parse_budget(text: str) -> tuple[str, float | None]:

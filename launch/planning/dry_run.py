@@ -313,7 +313,6 @@ def _cost_rows(
         world_size=plan.world_size,
         precision=precision,
         micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
         bucket_elements=BUCKET_ELEMENTS,
         activation_checkpointing=run.engine.activation_checkpointing,
         optimizer_bytes=run.optim.state_bytes_per_parameter,

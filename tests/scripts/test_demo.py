@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.demo import link_some
+from launch.demo import folder_of_classes, link_some, name_of
 from tests.contract.tree import PACKAGES
 from tests.support.waiting import ROOT
 from vitscale.config.errors import UserError
@@ -115,3 +115,24 @@ def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
         assert taken == {"cat": 150, "dog": 3}
     with pytest.raises(UserError, match="no class folders with images"):
         link_some(tmp_path / "in/cat/sub", tmp_path / "out")
+
+
+def test_folders_of_one_name_are_different_demos(tmp_path: Path) -> None:
+    folders = [tmp_path / "a/photos", tmp_path / "b/photos", tmp_path / "b/photos!"]
+    names = {name_of(folder) for folder in folders}
+    assert len(names) == 3 and all(name.startswith("demo-photos-") for name in names)
+    assert name_of(None) == "demo" and len(name_of(tmp_path / ("x" * 200))) < 100
+
+
+def test_the_demo_takes_classes_and_not_splits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("Train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / "in" / split / name).mkdir(parents=True)
+    assert folder_of_classes(tmp_path / "in") == tmp_path / "in/Train"
+    assert "takes images of train alone" in capsys.readouterr().out
+    assert folder_of_classes(tmp_path / "in/Train") == tmp_path / "in/Train"
+    (tmp_path / "in/preview").mkdir()
+    with pytest.raises(UserError, match="DATA=.*named like splits.*(.|\n)*such as .*/in/train"):
+        folder_of_classes(tmp_path / "in")

@@ -14,7 +14,14 @@ import numpy as np
 
 from vitscale.config.errors import UserError
 from vitscale.data.class_names import closest
-from vitscale.data.index import MANIFEST_NAME, SplitIndex, choose_by_key, read_manifest, read_split
+from vitscale.data.index import (
+    MANIFEST_NAME,
+    SplitIndex,
+    choose_by_key,
+    label_map_sha256,
+    read_manifest,
+    read_split,
+)
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.remote import RemoteFile
 from vitscale.data.settings import DataSettings, RemoteSettings
@@ -103,15 +110,14 @@ def _streamed_set(settings: DataSettings) -> TrainingSet:
     return TrainingSet(
         num_samples=num_samples,
         classes=classes,
-        # As in a manifest.
-        label_map_sha256=_hash(classes, ensure_ascii=False, separators=(",", ":")),
+        label_map_sha256=label_map_sha256(classes),
         fingerprint=_hash(["webdataset", [tar.name for tar in tars], num_samples, classes]),
         tars=tuple(tars),
     )
 
 
-def _hash(facts: Any, **how: Any) -> str:
-    return hashlib.sha256(json.dumps(facts, **how).encode()).hexdigest()
+def _hash(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def class_names(settings: DataSettings) -> tuple[str, ...]:

@@ -348,8 +348,14 @@ def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:
 def failure_of_node(error: NodeError, *, reported_by: int, step: int | None = None) -> Failure:
     """The report of what a rank lacks, also by another rank than that one."""
     kind, text = kind_and_text(error)
-    culprit = {"rank": error.rank, "node": error.node}
-    return Failure(kind=kind, what=text, step=step, reported_by=reported_by, **culprit)
+    return Failure(
+        kind=kind,
+        what=text,
+        rank=error.rank,
+        node=error.node,
+        step=step,
+        reported_by=reported_by,
+    )
 
 
 def record_start_failure(folder: Path, error: UserError) -> None:

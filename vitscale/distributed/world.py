@@ -206,10 +206,10 @@ def _join(
             # Unless all ranks lack it, another node may help.
             raise fault from None
 
-    error = odd or problem
-    if error is not None:
+    raised = odd or problem
+    if raised is not None:
         _leave_store(store, world)
-        raise error
+        raise raised
     return device, store
 
 

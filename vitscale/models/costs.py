@@ -121,13 +121,12 @@ def memory_estimate(
     micro_batch: int,
     activation_checkpointing: bool,
     optimizer_bytes: int,
-    accumulation: int = 1,
     bucket_elements: int = 0,
 ) -> MemoryEstimate:
     """Bytes one rank needs at its peak: model states after ZeRO plus activations.
 
     optimizer_bytes: per parameter (`OptimSettings.state_bytes_per_parameter`).
-    accumulation: micro-batches of an update; bucket_elements: of a gradient bucket.
+    bucket_elements: of a gradient bucket.
     costs: `costs_of(arch)`, or an objective that adds to the model.
     ZeRO stage 1 spreads master weights and optimiser states over the ranks, stage 2 gradients too,
     stage 3 everything: Rajbhandari et al. 2020 (ZeRO), section 3.1 and figure 1.
@@ -154,7 +153,7 @@ def memory_estimate(
         parameters += 2 * count
     return MemoryEstimate(
         parameters=parameters,
-        gradients=gradient * (-(-count // gradient_ranks) + bucket_elements),
+        gradients=gradient * -(-count // gradient_ranks) + weight * bucket_elements,
         optimizer=-(-count * (master + optimizer_bytes) // (world_size if zero_stage else 1)),
         activations=micro_batch
         * costs.activation_bytes_per_image(

@@ -476,17 +476,17 @@ def build_engine(
         decayed=family.decayed,
         layers_above=lambda name: family.layers_above(name, arch),
     )
-    config = deepspeed_config(
-        run.engine,
-        micro_batch=plan.micro_batch,
-        accumulation=plan.accumulation,
-        world_size=world.world_size,
-        largest_parameter=max(each.numel() for each in model.parameters()),
-        clip_norm=run.optim.clip_norm,
-        dtype=dtype,
-        raw=run.deepspeed,
-    )
     try:
+        config = deepspeed_config(
+            run.engine,
+            micro_batch=plan.micro_batch,
+            accumulation=plan.accumulation,
+            world_size=world.world_size,
+            largest_parameter=max(each.numel() for each in model.parameters()),
+            clip_norm=run.optim.clip_norm,
+            dtype=dtype,
+            raw=run.deepspeed,
+        )
         return Engine(
             model,
             optimizer=build_optimizer(groups, settings=run.optim),

@@ -335,6 +335,22 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, changes: A
     assert load_run_file(STAGES, "resolved.yaml") == run
 
 
+@pytest.mark.parametrize("text", ["007", "1e3", "0.50", "1.0", "true", "TRUE"])
+def test_the_advice_to_quote_shows_a_value_as_it_was_written(text: str, tmp_path: Path) -> None:
+    """Another text would name another class."""
+    (tmp_path / "a.yaml").write_text(VALID)
+    listed = VALID.replace("  path: shards\n", f"  path: shards\n  only_classes: [cat, {text}]\n")
+    (tmp_path / "b.yaml").write_text(listed)
+    for file, *overrides in (
+        ("b.yaml",),
+        ("a.yaml", f"data.only_classes=[cat, {text}]"),
+        ("a.yaml", f"data.train_split={text}"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_run(PretrainRun, tmp_path / file, overrides=overrides)
+        assert f'put it in quotes: "{text}"' in caught.value.text()
+
+
 # ---- homes in paths ---------------------------------------------------------------------------
 
 RUN_TYPES = (

@@ -95,6 +95,15 @@ def start(starter: WarmStarter, cases: list[str], folder: Path) -> Iterator[Trai
         assert [rank.wait(timeout_s=PATIENCE_S) for rank in ranks] == [0] * len(ranks)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors gain nothing from several, which wait for each other beside the ranks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def asked_for(request: pytest.FixtureRequest, fixture: str) -> list[str]:
     """The cases of the tests that run, which may be few of the file's."""
     cases: dict[str, None] = {}
@@ -148,7 +157,9 @@ def check(name: str, ours: Result, right: Result, *, exact: bool) -> None:
     initial = {key: value.detach() for key, value in model.named_parameters()}
 
     assert ours.losses == pytest.approx(right.losses, rel=close, nan_ok=True)
-    assert ours.norms == pytest.approx(right.norms, rel=close, nan_ok=True)
+    # DeepSpeed's norm of an update that is skipped is infinite.
+    norms = [norm if math.isfinite(norm) else math.nan for norm in ours.norms]
+    assert norms == pytest.approx(right.norms, rel=close, nan_ok=True)
     assert distance(ours.weights, right.weights, initial) < close
     if right.average and TASKS[task].recipe.average is not None:
         assert distance(ours.average, right.average, initial) < close

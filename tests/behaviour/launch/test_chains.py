@@ -308,6 +308,10 @@ def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder
     config["labels"]["map_blake3"] = "0"
     manifest.write_text(json.dumps(content | {"config": config}))
     assert texts(chain, "shards") == {"done"}
+    for place, state in (("images", "done"), ("elsewhere", "changed"), ("", "done")):
+        made_from = str(folder / place) if place else ""  # an earlier version did not note it
+        manifest.write_text(json.dumps(content | {"config": config, "source_path": made_from}))
+        assert texts(chain, "shards") == {state}
     manifest.write_text(json.dumps(content | {"config": {"seed": 9, "launch": {"nodes": 7}}}))
     with pytest.raises(UserError, match="(?s)shards: exists already.*seed: made with 9, now 0"):
         check_unchanged(chain_states(chain))

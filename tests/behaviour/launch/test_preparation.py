@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.jobs.preparation import prepare_job, submitting
+from launch.jobs.preparation import job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
 from vitscale.config.errors import UserError
@@ -148,6 +148,24 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     Path(job.config).mkdir()
     with pytest.raises(UserError, match="output=.*: cannot be written"):
         prepare_job(run, cluster="slurm")
+
+
+def test_preparations_of_different_outputs_have_different_job_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    def folder_of(output: str) -> Path:
+        values = {"output": output, "source": {"path": "images"}}
+        return job_folder(DataPrepRun.model_validate(values), cluster="slurm")
+
+    outputs = ["shards", "a/shards", "b/shards", "a/b/shards", "/a/shards", "~/shards", "../shards"]
+    assert len({folder_of(output) for output in outputs}) == len(outputs)
+    same = ["a/shards", "./a/shards/", "b/../a/shards", str(tmp_path / "a/shards")]
+    assert len({folder_of(output) for output in same}) == 1
+    assert folder_of("shards") == tmp_path / "runs/data_prep-shards/slurm"
+    assert folder_of("a/shards").parent.name.startswith("data_prep-shards-")
 
 
 # ---- what the shell that submits has ------------------------------------------------------------

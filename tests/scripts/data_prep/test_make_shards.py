@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -46,7 +47,12 @@ def test_order_of_creation_does_not_change_the_shards(
     one_core = f"import os, sys; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); "
     code = one_core + f"os.execv(sys.executable, {command_line!r})"
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
-    assert contents(tmp_path / "again") == contents(shards)
+    made_again, made_first = contents(tmp_path / "again"), contents(shards)
+    manifests = [json.loads(each.pop("manifest.json")) for each in (made_again, made_first)]
+    assert made_again == made_first
+    assert manifests[0].pop("source_path") == str(other)
+    assert manifests[1].pop("source_path") != str(other)
+    assert manifests[0] == manifests[1]
 
 
 def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_path: Path) -> None:
@@ -118,7 +124,7 @@ def plant_faults(root: Path) -> dict[str, str | None]:
     (cat / "outside_folder").symlink_to("/usr")
     (cat / "loop").symlink_to(cat)
     (cat / "nowhere.jpg").symlink_to("nothing.jpg")
-    (cat / "inside.jpg").symlink_to(root / "dog" / "000.jpg")
+    (cat / "inside.jpg").symlink_to(root / "dog" / "000.jpg")  # one image, two classes
     os.mkfifo(cat / "pipe.jpg")
     expected = {f"cat/{name}": reason for name, (_, reason) in files.items()}
     return expected | {
@@ -128,7 +134,8 @@ def plant_faults(root: Path) -> dict[str, str | None]:
         "cat/outside_folder": "linked_folder",
         "cat/loop": "linked_folder",
         "cat/nowhere.jpg": "link_broken",
-        "cat/inside.jpg": None,
+        "cat/inside.jpg": "duplicate_path",
+        "dog/000.jpg": "duplicate_path",
         "cat/pipe.jpg": "not_a_file",
     }
 

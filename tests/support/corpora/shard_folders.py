@@ -14,7 +14,6 @@ from PIL import Image
 from data_prep.formats.index_files import (
     INDEX_SCHEMA,
     folder_fingerprint,
-    label_map_sha256,
     sample_bytes,
     split_fingerprint,
     write_index,
@@ -31,6 +30,7 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
+    label_map_sha256,
 )
 from vitscale.distributed.atomic_files import blake3_of_file
 
