@@ -17,6 +17,7 @@ try:
     from collections.abc import Sequence
     from pathlib import Path
     from shlex import quote
+    from typing import Any
 
     import numpy as np
     import pyarrow as pa
@@ -94,7 +95,7 @@ def main() -> None:
         rows = np.flatnonzero(likely != positions)
         num, imports = arguments.num_workers or num_cores(), [copied_image.__module__]
         with Workers(copied_image, num=num, imports=imports) as workers:
-            look_again(workers, images, [[row, likely[row]] for row in rows], first)
+            look_again(workers, images, [*zip(rows, likely[rows], strict=True)], first)
             rest = rows[first[rows] == rows]
             nearest = zip(rest, nearest_before(descriptors, rest), strict=True)
             look_again(workers, images, [[row, *others] for row, others in nearest], first)
@@ -142,7 +143,7 @@ def main() -> None:
 
 
 def look_again(
-    workers: Workers, images: pa.Table, groups: Sequence[Sequence[int]], first: np.ndarray
+    workers: Workers, images: pa.Table, groups: Sequence[Sequence[Any]], first: np.ndarray
 ) -> None:
     """Note in `first` which of its likely originals each image copies, if any.
 

@@ -213,10 +213,10 @@ def _check_sample(
     if blake3(image).digest() != row["blake3"]:
         return "the image's bytes differ from the index (BLAKE3)", image
     try:
-        opened = open_image(image, format_of(image))
+        format = format_of(image)
+        found = SUFFIXES[format], *open_image(image, format).size
     except Rejected as error:
         return f"the image cannot be read ({error})", image
-    found = SUFFIXES[format_of(image)], *opened.size
     expected = row["format"], row["width"], row["height"]
     return (None if found == expected else f"is {found}, but the index says {expected}"), image
 
@@ -244,8 +244,7 @@ def _key_hashes(path: Path, *status: str) -> dict[str, bytes]:
 
 
 def _check_info(folder: Path, manifest: Manifest) -> Iterator[str]:
-    info = info_of(manifest.splits, shards_root=manifest.shards_root)
-    if json.loads((folder / INFO_NAME).read_text()) != info:
+    if json.loads((folder / INFO_NAME).read_text()) != info_of(manifest):
         yield "is not what the manifest says"
 
 

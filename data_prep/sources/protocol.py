@@ -99,6 +99,12 @@ class Source(ABC):
         """The folder that all paths are relative to."""
         return source_root(self.settings)
 
+    def labelled(self, item: Input) -> Input:
+        """Reject an input without a label."""
+        if item.reason is None and item.class_name is None and self.labels.values != "none":
+            item.reason = "no_label"
+        return item
+
     @abstractmethod
     def containers(self) -> list[Container]:
         """All containers, ordered. Raises UserError(s) for an unusable source."""

@@ -113,13 +113,10 @@ class ParquetImages(Source):
         item = Input(f"{container.path}/{number}", container.split, class_name, name, 0)
         item.file, data = container.path, image.get("bytes")
         item.num_bytes = len(data or b"")
+        item.data = data
         if data is None:
             item.reason = "no_image"
-        elif class_name is None and self.labels.values != "none":
-            item.reason = "no_label"
-        else:
-            item.data = data
-        return item
+        return self.labelled(item)
 
 
 class PathTable(Source):
@@ -207,9 +204,7 @@ class PathTable(Source):
         item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
         item.inode = status.st_ino or 1
         item.reason = None if stat.S_ISREG(status.st_mode) else "not_a_file"
-        if item.reason is None and class_name is None and self.labels.values != "none":
-            item.reason = "no_label"
-        return item
+        return self.labelled(item)
 
 
 def _batches(

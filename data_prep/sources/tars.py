@@ -158,12 +158,10 @@ class WebDataset(Source):
                 else:
                     path += f" (byte {member.offset})"
                 class_name = class_from_cell(label, None, self.labels)
-                if reason is None and class_name is None and self.labels.values != "none":
-                    reason = "no_label"
                 item = Input(path, container.split, class_name, name, member.num_bytes, reason)
                 item.file, item.offset = container.path, member.offset
                 item.modified_ns = modified_ns
-                yield item
+                yield self.labelled(item)
 
     def _rows(self, file: BinaryIO) -> Iterator[tuple[Member, str, str | None, str | None]]:
         """Yield (member, name, label, reason) of samples, and of members outside them.

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
@@ -29,7 +28,6 @@ from data_prep.formats.index_files import (
     split_fingerprint,
     write_card,
     write_index,
-    write_info,
     write_manifest,
 )
 from data_prep.formats.ledger import Outcomes, write_ledger
@@ -75,8 +73,9 @@ class Tar:
     samples: pa.Table
 
     @classmethod
-    def of(cls, facts: Mapping[str, str], table: pa.Table, *, split: str, name: str) -> Tar:
-        """table: the outcome of each input. facts: stored with it."""
+    def of(cls, table: pa.Table, *, split: str, name: str) -> Tar:
+        """table: the outcome of each input, with facts about the tar."""
+        facts = facts_of(table)
         samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
         num, num_bytes = len(samples), int(facts["bytes"])
         entry = ShardEntry(name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"])
@@ -98,7 +97,7 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
     for outcomes in plan.units:
         split = split_of(outcomes)
         name = f"{split}-{numbers[split]:06d}.tar"
-        tar = Tar.of(facts_of(work, outcomes), work.table(outcomes), split=split, name=name)
+        tar = Tar.of(work.table(outcomes), split=split, name=name)
         if not tar.entry.samples:
             continue
         tars.append(tar)
@@ -131,50 +130,46 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
 def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
     root, labels = root_of(work), load_labels(work.run.labels)
-    units = dict(zip(tar_units(work), read_containers(work), strict=True))
-    for outcomes, container in units.items():
-        _check_unchanged(root, container.path, facts_of(work, outcomes))
-    tables = _with_unique_keys(units, {outcomes: work.table(outcomes) for outcomes in units})
-    census = take_census(tables.values())
+    containers = read_containers(work)
+    tables = _with_unique_keys([work.table(unit) for unit in tar_units(work)], containers)
+    for table, container in zip(tables, containers, strict=True):
+        _check_unchanged(root, container.path, facts_of(table))
+    census = take_census(tables)
     found = census.images
     labels.check(census.unknown, found=found)
-    sums, fingerprint = _write_ledger(work, tables.values())
+    sums, fingerprint = _write_ledger(work, tables)
     if not found:
         raise UserError("contains no usable samples", where=f"source.path={root}")
     check_classes(census, labels=labels.settings, are_values=True)
 
     tars = [
-        Tar.of(facts_of(work, outcomes), table, split=box.split, name=box.path)
-        for (outcomes, table), box in zip(tables.items(), units.values(), strict=True)
+        Tar.of(table, split=container.split, name=container.path)
+        for table, container in zip(tables, containers, strict=True)
     ]
     tars = sorted((tar for tar in tars if tar.entry.samples), key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
-    train = [tar.rows(classes)["label"] for tar in tars if tar.split == TRAIN]
-    labels_of_train = np.concatenate([np.zeros(0, np.int32), *train])
-    check_mixed(labels_of_train, shard_lengths=list(map(len, train)), where="source.path")
     place = root_of_tars(root, output=work.output)
     _commit(work, tars, classes, inputs=sums, source_fingerprint=fingerprint, shards_root=place)
 
 
 def _with_unique_keys(
-    units: Mapping[str, Container], tables: Mapping[str, pa.Table]
-) -> dict[str, pa.Table]:
+    tables: Sequence[pa.Table], containers: Sequence[Container]
+) -> list[pa.Table]:
     """Put the tar's name before keys that other tars of the split have, too: lists go by key.
 
     Writers often begin each tar with 00000.
     """
-    keys = pa.concat_tables(table.select(["split", "key"]) for table in tables.values())
+    rows = pa.concat_tables(table.select(["split", "key"]) for table in tables)
     again = {
-        split: repeated(keys["key"].filter(pc.equal(keys["split"], split)))
-        for split in keys["split"].unique().to_pylist()
+        split: repeated(rows["key"].filter(pc.equal(rows["split"], split)))
+        for split in {container.split for container in containers}
     }
-    found = {}
-    for unit, rows in tables.items():
-        tar, own = units[unit], rows["key"]
-        longer = pc.binary_join_element_wise(printable(stem_and_suffix(tar.path)[0]), own, "/")
-        is_again = pc.is_in(own, value_set=again.get(tar.split, pa.array([], pa.string())))
-        unique = pc.if_else(is_again, longer, own)
-        found[unit] = rows.set_column(rows.column_names.index("key"), "key", unique)
+    found = []
+    for table, container in zip(tables, containers, strict=True):
+        keys, prefix = table["key"], printable(stem_and_suffix(container.path)[0])
+        is_again = pc.is_in(keys, value_set=again[container.split])
+        unique = pc.if_else(is_again, pc.binary_join_element_wise(prefix, keys, "/"), keys)
+        found.append(table.set_column(table.column_names.index("key"), "key", unique))
     return found
 
 
@@ -246,14 +241,16 @@ def _commit(
         own = [table for tar, table in zip(tars, tables, strict=True) if tar.split == split]
         shards = tuple(tar.entry for tar in tars if tar.split == split)
         lengths = [shard.samples for shard in shards]
-        hashes[split] = pa.concat_tables(own)["blake3"]
+        rows = pa.concat_tables(own)
+        hashes[split] = rows["blake3"]
+        if split == TRAIN and shards_root != ".":  # tars of others are not shuffled
+            check_mixed(rows["label"].to_numpy(), shard_lengths=lengths, where="source.path")
         splits[split] = SplitEntry(
             num_samples=sum(lengths),
             num_bytes=sum(shard.bytes for shard in shards),
             fingerprint=split_fingerprint(map(sample_bytes, own), shard_lengths=lengths),
             shards=shards,
         )
-    write_info(final, splits=splits, shards_root=shards_root)
     if shards_root == ".":
         formats = {name for table in tables for name in table["format"].unique().to_pylist()}
         write_card(final, splits=splits, classes=classes, formats=sorted(formats))

@@ -84,7 +84,8 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     rows = pa.concat_tables([work.table(name) for name in list_units(work)])
     rows, order = _ordered(rows)
     again = repeated_files(rows, order, source=work.source)
-    rows = _with_reason(rows, "duplicate_path", positions=again)
+    reasons = pc.if_else(_marked(rows, again), "duplicate_path", rows["reason"])
+    rows = _with(rows, "reason", reasons)
 
     # Classes that are too small leave the corpus.
     census = take_census([rows])
@@ -159,10 +160,10 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
     high, low = (rows[name].to_numpy()[order] for name in ("order_high", "order_low"))
     same = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
     # Few. Keys equal in lower case come from equal order hashes, or end in a hash already.
-    equal = order[np.union1d(same, same + 1)]
+    equal = np.sort(order[np.union1d(same, same + 1)])
     if not len(equal):
         return rows, order
-    found = rows.take(equal).select(["path", "split", "key"]).to_pylist()
+    found = rows.select(["path", "split", "key"]).take(equal).to_pylist()
     names = [f"{row['split']}-{row['key'].lower()}" for row in found]
     counts = Counter(names)
     keys = [
@@ -170,16 +171,17 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
         for row, name in zip(found, names, strict=True)
     ]
     column = rows["key"].combine_chunks()
-    mask = np.zeros(len(rows), bool)
-    mask[equal] = True
-    new = pa.array([keys[i] for i in np.argsort(equal)], column.type)
-    return _with(rows, "key", pc.replace_with_mask(column, mask, new)), order
+    is_new = _marked(rows, equal)
+    return _with(
+        rows, "key", pc.replace_with_mask(column, is_new, pa.array(keys, column.type))
+    ), order
 
 
-def _with_reason(rows: pa.Table, reason: str, *, positions: np.ndarray) -> pa.Table:
-    mask = np.zeros(len(rows), bool)
-    mask[positions] = True
-    return _with(rows, "reason", pc.if_else(pa.array(mask), reason, rows["reason"]))
+def _marked(rows: pa.Table, positions: np.ndarray) -> pa.Array:
+    """True for the rows at some positions."""
+    marks = np.zeros(len(rows), bool)
+    marks[positions] = True
+    return pa.array(marks)
 
 
 def _rejected(work: WorkFolder, rows: pa.Table, positions: np.ndarray) -> pa.Table:
