@@ -197,7 +197,14 @@ TASKS = {
         sections=objective("masked_patch_prediction"),
     ),
     # Switches.
-    "average": Task(recipe=adamw(average=0.6), sections={"optim": ADAMW | {"ema": {"decay": 0.6}}}),
+    # At a rate that falls to zero the average would end where the weights do.
+    "average": Task(
+        recipe=adamw(average=0.6, curve="constant"),
+        sections={
+            "optim": ADAMW | {"ema": {"decay": 0.6}},
+            "schedule": {"decay": "constant"},
+        },
+    ),
     "clip": Task(recipe=adamw(clip=0.3), sections={"optim": ADAMW | {"clip_norm": 0.3}}),
     "layer decay": Task(
         recipe=adamw(layer_decay=0.6, is_independent=True, weight_decay=0.05),
