@@ -49,6 +49,13 @@ from vitscale.models.vit import build_model
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
 
 
+@pytest.fixture(autouse=True)
+def original_linear() -> Iterator[None]:
+    """An engine at ZeRO 3 that is not closed leaves its own in the process."""
+    yield
+    torch.nn.functional.linear = torch._C._nn.linear
+
+
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 3), (3, 0)])
 def test_a_training_goes_on_at_another_stage(world: World, source: int, target: int) -> None:
     """Clipping, skipped updates, the average of the weights, and all counters are the same."""
@@ -74,16 +81,17 @@ def test_a_trained_model_is_evaluated_as_in_training(world: World) -> None:
 
 def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World) -> None:
     """Relative to the spread of the logits; autocast keeps weights, norms and residuals in fp32."""
-    deep = ViTSettings(**MODEL | {"depth": 32, "width": 48, "image_size": 32})
+    arch = ViTSettings(**MODEL | {"depth": 32, "width": 48, "image_size": 32}).resolved(
+        num_classes=7
+    )
     pixels = torch.Generator().manual_seed(5)
     images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=pixels)
 
     @torch.no_grad()
     def logits(stage: int, precision: str) -> torch.Tensor:
-        model = build_model(deep.resolved(num_classes=7), seed=0)
-        torch.nn.init.normal_(
-            model.head.weight, std=0.1, generator=torch.Generator().manual_seed(1)
-        )  # type: ignore[arg-type]  # a layer
+        model = build_model(arch, seed=0)
+        head: Any = model.head
+        torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
         machine = Machine(stage=stage, precision=precision)
         return new_engine("adamw", machine, world, model=model).logits(images).float()
 
@@ -92,7 +100,8 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World
     off = [((logits(stage, "bf16") - exact).norm() / spread).item() for stage in LAYOUTS]
     assert 0 < off[0] < 0.03
     assert off[0] < off[1] < 0.06
-    assert off[2] == pytest.approx(off[1], rel=0.1)
+    # At ZeRO 3 a product is rounded once more, before its bias is added.
+    assert off[2] == pytest.approx(off[1], rel=0.15)
 
 
 @pytest.mark.parametrize("stage", LAYOUTS)
