@@ -15,6 +15,7 @@ from benchmarks.training_loops import EngineLoop, Task
 from pretrain.run import PretrainRun
 from tests.support.engine.reference_cases import (
     ALL,
+    EXACT,
     STEPS,
     Training,
     check,
@@ -92,7 +93,10 @@ def test_precisions_zero_stages_and_compiled_blocks_train_alike(world: World, st
 
 
 def reference_cases() -> Iterator[Any]:
-    """The fast cases of one rank; those in bf16 also in fp16, and compiled, where these exist."""
+    """The fast cases of one rank; those in bf16 also in fp16, and compiled in fp32.
+
+    Compiled kernels round less in bf16 than the reference, which rounds after every operation.
+    """
     for task_name, machine in map(ALL.__getitem__, pairwise()):
         # A GPU draws other random numbers.
         if machine.ranks > 1 or task_name == "drop path":
@@ -101,7 +105,7 @@ def reference_cases() -> Iterator[Any]:
         if machine.in_bf16 and machine.stage > 0:
             chosen.append((replace(machine, precision="fp16"), False))
         if machine.in_bf16 and machine.stage < 3:
-            chosen.append((machine, True))
+            chosen.append((replace(machine, precision="fp32"), True))
         for variant, compiled in chosen:
             name = name_of(task_name, variant) + ", compiled" * compiled
             yield pytest.param(task_name, variant, compiled, id=name)
@@ -113,8 +117,12 @@ def test_a_training_is_that_of_the_reference(
 ) -> None:
     training = Training(task_name, machine, world, compiled=compiled)
     training.train(STEPS)
-    right = train_reference(task_name, machine)
-    check(task_name, training.finish(), right, exact=machine.precision == "fp32")
+    ours = training.finish()
+    is_exact = machine.precision == "fp32"
+    check(task_name, ours, train_reference(task_name, machine), exact=is_exact)
+    if not is_exact:
+        exact = train_reference(task_name, replace(machine, precision="fp32"))
+        assert ours.losses != pytest.approx(exact.losses, rel=EXACT), "computed in fp32"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
