@@ -104,12 +104,9 @@ def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
 
 def copied_image(rows: Sequence[Mapping[str, Any]]) -> int:
     """Return the position in `rows` of the first image that the first one copies; 0: none."""
-    looks = [look_at(image_of(rows[0]))]
-    for number, row in enumerate(rows[1:], 1):
-        looks.append(look_at(image_of(row)))
-        if nearly_equal(looks[0], looks[number]):
-            return number
-    return 0
+    looks = map(look_at, map(image_of, rows))
+    first = next(looks)
+    return next((i for i, look in enumerate(looks, 1) if nearly_equal(first, look)), 0)
 
 
 def image_of(row: Mapping[str, Any]) -> bytes:

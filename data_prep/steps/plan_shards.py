@@ -25,9 +25,8 @@ from data_prep.steps.corpus_check import (
     TRAIN,
     check_classes,
     check_listed,
-    count_images,
-    counts_of,
     repeated_files,
+    take_census,
 )
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, hashed_key, left_out, list_units
@@ -88,27 +87,20 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     rows = _with_reason(rows, "duplicate_path", positions=again)
 
     # Classes that are too small leave the corpus.
-    is_usable = pc.is_null(rows["reason"])
-    found = counts_of(rows["class"].filter(is_usable))
-    unknown = counts_of(rows["class"].filter(pc.equal(rows["reason"], "unknown_class")))
+    census = take_census([rows])
+    found = census.images
     present = {name: num for name, num in found.items() if num >= source.min_images_per_class}
-    is_large = pc.is_in(rows["class"], value_set=pa.array(present, pa.string()))
-    is_small = pc.and_(is_usable, pc.invert(is_large))
+    is_small = pc.is_in(rows["class"], value_set=pa.array(found.keys() - present, pa.string()))
+    is_small = pc.and_(is_small, pc.is_null(rows["reason"]))
     rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
     kept = pc.is_null(rows["reason"]).to_numpy()
 
     listed, rejected = Outcomes(), _rejected(work, rows, order[~kept[order]])
     listed.add(rejected)
-    check_listed(work, found, unknown=unknown, listed=listed, num_left=len(present))
-    are_values = open_source(source, work.run.labels).has_label_values
-
-    def example(name: str) -> str:
-        is_one = pc.and_(pc.equal(rows["class"], name), pa.array(kept))
-        return printable(rows["path"][pc.index(is_one, True).as_py()].as_py())
-
-    counts = count_images(rows.select(["split", "class"]).filter(pa.array(kept)))
+    check_listed(work, census, listed=listed, num_left=len(present))
     settings = work.run.labels
-    check_classes(counts, labels=settings, are_values=are_values, example=example)
+    are_values = open_source(source, settings).has_label_values
+    check_classes(take_census([rows]), labels=settings, are_values=are_values)
     classes = load_labels(settings).label_map(present, keep_numbers=are_values)
 
     taken = np.zeros(len(rows), bool)
