@@ -9,6 +9,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -196,43 +197,37 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], list[str
     return start
 
 
-@pytest.mark.parametrize("name", [MANIFEST_NAME, INDEX_NAME, "train-000001.tar", "entry_points"])
+def first_key_of_stream(folder: Path) -> str:
+    how: dict[str, int] = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
+    return next(tar_samples([folder / "train-000001.tar"], num_processes=1, **how))[1]
+
+
+READS: dict[str, Callable[[Path], Any]] = {
+    "index": lambda folder: keys(read_split(folder, split="train")),
+    "listing": lambda folder: tars_of_split(folder, "train", where="data.train_split"),
+    "stream": first_key_of_stream,
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        *product(["index"], [MANIFEST_NAME, INDEX_NAME, "train-000001.tar", "entry_points"]),
+        ("listing", "copy"),
+        ("stream", "train-000001.tar"),
+    ],
+)
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_a_start_waits_for_storage_that_fails_for_a_moment(
-    copy: Path, flaky: Any, name: str, error: int
+    copy: Path, flaky: Any, read: str, name: str, error: int
 ) -> None:
     """For longer it is a failure of storage, which a job is started again after; not bad input."""
-    failed = flaky(name, error, 2)
-    assert keys(read_split(copy, split="train")) == NAMES
+    expected, failed = READS[read](copy), flaky(name, error, 2)
+    assert READS[read](copy) == expected
     assert len(failed) == 2
     flaky(name, error, 10**6)
     with pytest.raises(StorageError, match=f"{name}: cannot be read"):
-        read_split(copy, split="train")
-
-
-def test_tars_are_listed_again_where_storage_fails_for_a_moment(copy: Path, flaky: Any) -> None:
-    failed = flaky(copy.name, errno.ESTALE, 2)
-    found = tars_of_split(copy, "train", where="data.train_split")
-    assert [tar.name for tar in found] == [f"train-00000{number}.tar" for number in range(3)]
-    assert len(failed) == 2
-    flaky(copy.name, errno.ESTALE, 10**6)
-    with pytest.raises(StorageError, match=f"{copy.name}: cannot be read"):
-        tars_of_split(copy, "train", where="data.train_split")
-
-
-def test_a_streamed_tar_is_opened_again_where_storage_fails_for_a_moment(
-    copy: Path, flaky: Any
-) -> None:
-    def first_key() -> str:
-        tars = [copy / "train-000001.tar"]
-        how: dict[str, int] = {"num_classes": 0, "seed": 0, "start": 0, "process": 0}
-        return next(tar_samples(tars, num_processes=1, **how))[1]
-
-    expected, failed = first_key(), flaky("train-000001.tar", errno.ESTALE, 2)
-    assert first_key() == expected and len(failed) == 2
-    flaky("train-000001.tar", errno.ESTALE, 10**6)
-    with pytest.raises(StorageError, match="train-000001.tar: cannot be read"):
-        first_key()
+        READS[read](copy)
 
 
 def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import struct
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -302,19 +301,6 @@ def test_transparent_palette_entries_are_laid_over_white() -> None:
         verdict = converted(data)
         assert (verdict.changes, verdict.extension) == ("transparency", "png")
         assert np.array_equal(decoded(verdict.content), over_white(colours, alpha[..., None]))
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4, 8])
-def test_transparent_grey_of_every_depth_is_white(depth: int) -> None:
-    values = np.arange(1 << depth, dtype=np.uint8)
-    width, key = len(values), (1 << depth) - 2
-    bits = "".join(f"{value:0{depth}b}" for value in values).ljust(8, "0")
-    row = b"\0" + int(bits, 2).to_bytes(len(bits) // 8)
-    trns = chunk(b"tRNS", struct.pack(">H", key))
-    data = png(width, 1, depth=depth, colour=0, rows=row, before=trns)
-    expected = values * (255 // ((1 << depth) - 1))
-    expected[key] = 255
-    assert np.array_equal(decoded(converted(data).content)[0], expected)
 
 
 @pytest.mark.parametrize("format, extension", [("PNG", "png"), ("WEBP", "png")])

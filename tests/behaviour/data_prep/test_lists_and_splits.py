@@ -27,8 +27,10 @@ def touch(root: Path, *names: str) -> Path:
     return root
 
 
-def inputs(path: Path, **settings: Any) -> list[Input]:
-    source = open_source(SourceSettings(path=str(path), **settings), LabelSettings())
+def inputs(path: Path, *, values: Any = "name", **settings: Any) -> list[Input]:
+    """values: of the settings of labels."""
+    labels = LabelSettings(values=values)
+    source = open_source(SourceSettings(path=str(path), **settings), labels)
     return [row for box in source.containers() for row in source.inputs(box)]
 
 
@@ -53,6 +55,8 @@ REFUSED = [
     ("train", "val", "a", "b", "c", "d", "e"),
     ("train", "annotations"),
     ("train", "dev", "val"),
+    ("train", "val", "Val"),
+    ("Train", "valid", "dog"),
     ("val", "test"),
     ("test",),
     ("train2017", "val2017", "annotations"),
@@ -64,9 +68,12 @@ REFUSED = [
 @pytest.mark.parametrize("folders", RECOGNISED)
 def test_folders_named_by_keywords_are_splits(folders: tuple[str, ...], tmp_path: Path) -> None:
     touch(tmp_path, *(f"{name}/{label}/1.jpg" for name in folders for label in ("cat", "dog")))
+    touch(tmp_path, ".cache/x/3.jpg")
     rows = inputs(tmp_path)
     assert {row.split for row in rows} == RECOGNISED[folders]
     assert {row.class_name for row in rows} == {"cat", "dog"}
+    unlabelled = inputs(tmp_path, values="none")
+    assert {row.split for row in unlabelled} == RECOGNISED[folders]
 
 
 @pytest.mark.parametrize("folders", REFUSED)
@@ -306,6 +313,7 @@ def test_other_bytes_are_refused_with_their_line(data: bytes, message: str, tmp_
         ("image,label\n0.jpg,a\n".encode("utf-16-le"), "t.csv' cannot be read: it is UTF-16"),
         (b"image;label\n0.jpg;a;b\n", "Expected 2 columns, got 3"),
         (b"image|label\n0.jpg|a\n", "has no column 'image'"),
+        (b"image,other\n0.jpg,a\n", "has no column 'label'"),
     ],
 )
 def test_tables_in_other_encodings_are_refused(data: bytes, message: str, tmp_path: Path) -> None:

@@ -140,19 +140,23 @@ def test_16_bit_colours_are_compared_in_16_bits(
         assert np.array_equal(rgb_pixels(image), np.broadcast_to(expected, (*is_key.shape, 3)))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("depth", [1, 2, 4, 8])
 def test_grey_of_few_bits_is_compared_as_stored(depth: int) -> None:
-    """Also where an image was not prepared; bits above the depth do not count."""
-    width = 8
+    """Prepared or not, in every value of the depth; bits above the depth do not count."""
+    width = max(8, 1 << depth)
     values = np.arange(width) % (1 << depth)
-    key = int(values[1])
+    key = (1 << depth) - 2
     bits = "".join(f"{value:0{depth}b}" for value in values)
-    trns = chunk(b"tRNS", struct.pack(">H", key | 0x100))
-    row = b"\0" + int(bits, 2).to_bytes(depth)
+    # Of 1 bit Pillow keeps only whether the key is 0.
+    above = 0 if depth == 1 else 0x100
+    trns = chunk(b"tRNS", struct.pack(">H", key | above))
+    row = b"\0" + int(bits, 2).to_bytes(len(bits) // 8)
     data = png(width, 1, depth=depth, colour=0, rows=row, before=trns)
     expected = np.where(values == key, 255, values * 255 // ((1 << depth) - 1))
     with Image.open(io.BytesIO(data)) as image:
         assert np.array_equal(rgb_pixels(image)[0, :, 1], expected)
+    prepared = check_image(data, settings=ImageSettings()).content
+    assert np.array_equal(decoded(prepared)[0], expected)
 
 
 def test_pillow_warns_of_nothing_in_a_log() -> None:

@@ -27,7 +27,6 @@ from vitscale.distributed.world import (
     _complete_environment,
     _join,
     _pick_device,
-    odd_rank,
 )
 
 
@@ -91,24 +90,6 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_find_is_a_fault_of_the_node(
 # ---- devices of several ranks --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "odd"),
-    [
-        (["cuda"] * 4, None),
-        (["cpu"], None),
-        (["cuda", "cuda", "cpu", "cuda"], 2),
-        (["cpu", "cuda", "cuda"], 0),
-        (["cpu", "cpu", "cuda"], 2),
-        (["cuda", "cpu"], 1),
-        (["cuda", "no GPU", "cuda", "no GPU"], 1),
-        (["no GPU: 0", "cpu"], 0),
-        (["no GPU: 0", "no GPU: 1"], None),
-    ],
-)
-def test_the_odd_rank(words: list[str], odd: int | None) -> None:
-    assert odd_rank(words) == odd
-
-
 def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list[Any]:
     """The device type or the error of each rank, a thread; None: a rank without its GPU."""
 
@@ -152,6 +133,10 @@ def test_ranks_with_devices_of_one_type_join(
         (["cuda", "cpu", "cuda"], 1, "engine.device=auto is cpu here"),
         (["cpu", "cuda", "cuda"], 0, "engine.device=auto is cpu here"),
         (["cpu", "cpu", "cuda"], 2, "engine.device=auto is cuda here"),
+        # Of as many on both sides, it is the one on the CPU, or without its GPU.
+        (["cuda", "cpu"], 1, "engine.device=auto is cpu here"),
+        (["cuda", None, "cuda", None], 1, "local rank 1 has no GPU"),
+        ([None, "cpu"], 0, "local rank 0 has no GPU"),
     ],
 )
 def test_every_rank_names_the_one_whose_device_is_unlike_the_others(

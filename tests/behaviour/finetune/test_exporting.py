@@ -270,18 +270,27 @@ def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize("fraction", [None, 0.8, 1.0])
+@pytest.mark.parametrize(
+    "resize",
+    [
+        {},
+        {"eval_resize": "center_crop", "eval_crop_fraction": 0.8},
+        {"eval_resize": "center_crop", "eval_crop_fraction": 1.0},
+        {"eval_resize": "squash_crop", "eval_crop_fraction": 0.8},
+    ],
+)
 def test_timm_makes_the_same_pixels(
-    tmp_path: Path, fraction: float | None, interpolation: str
+    tmp_path: Path, resize: dict[str, Any], interpolation: str
 ) -> None:
     """A crop on noise, where half a pixel of shift changes every value; else a photo squashed."""
-    how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation}
-    if fraction is not None:
-        how |= {"eval_resize": "center_crop", "eval_crop_fraction": fraction}
+    how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation} | resize
     folder = exported(tmp_path / "out", "timm", how)
+    found = open_model(str(folder)).preprocessing
+    assert found.eval_resize.removesuffix("_down") == resize.get("eval_resize", "squash")
+    is_crop = resize.get("eval_resize") == "center_crop"
     for width, height in ((101, 100), (250, 187), (187, 251)):
         noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        image = PHOTO if fraction is None else Image.fromarray(noise)
+        image = Image.fromarray(noise) if is_crop else PHOTO
         data = encoded(image, "JPEG", quality=95)
         found = timm_pixels(folder, Image.open(io.BytesIO(data)))
         assert (found - own_pixels(how, data)).abs().max() <= 1, (width, height)
@@ -289,7 +298,7 @@ def test_timm_makes_the_same_pixels(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["timm", "huggingface"])
-@pytest.mark.parametrize("resize", ["squash", "center_crop"])
+@pytest.mark.parametrize("resize", ["squash", "center_crop", "squash_crop"])
 def test_transformers_sees_the_pixels_of_timm(tmp_path: Path, to: str, resize: str) -> None:
     from transformers import AutoConfig, AutoImageProcessor
 

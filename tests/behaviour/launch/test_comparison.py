@@ -17,7 +17,6 @@ import pytest
 from launch.comparison.differences import compare, dependences, parse_budget
 from launch.comparison.page import (
     MAX_CLASSES,
-    MAX_PICTURE_BYTES,
     MAX_POINTS,
     PNG_SIGNATURE,
     render,
@@ -28,6 +27,7 @@ from launch.comparison.sync import final_status, sync
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.states import read_state
 from pretrain.run import PretrainRun
+from tests.support.run_folders import logged_run
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.distributed.events import append_event
@@ -54,14 +54,6 @@ def run(
 def logged(*metrics: dict[str, float], label: str = "a", **params: str) -> ComparedRun:
     rows = tuple(Row(step=i, time=float(i), metrics=each) for i, each in enumerate(metrics, 1))
     return ComparedRun(label=label, source=label, params=params, rows=rows)
-
-
-def trained(folder: Path) -> Path:
-    """The folder of a run that has logged a step."""
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
-    (folder / "journal.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1}\n')
-    return folder
 
 
 # ---- budgets and metrics ----------------------------------------------------------------------
@@ -190,10 +182,16 @@ def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
 def test_runs_of_a_chain_are_told_by_their_stage(tmp_path: Path) -> None:
     names = ["evaluate/lr-1", "finetune/lr-1", "pretrain/seed-0", "scratch"]
     for name in names:
-        trained(tmp_path / name)
+        logged_run(tmp_path / name)
     assert sorted(run.label for run in load_runs([str(tmp_path)], uri=None)) == names
     one, two = load_runs([f"{tmp_path}/evaluate/lr-1", f"{tmp_path}/finetune/lr-1"], uri=None)
     assert (one.label, two.label) == ("evaluate/lr-1", "finetune/lr-1")
+    # Of two chains, by the chain too.
+    chains = [f"{tmp_path}/small", f"{tmp_path}/large"]
+    for chain in chains:
+        logged_run(Path(chain) / "pretrain/seed-0")
+    labels = [run.label for run in load_runs(chains, uri=None)]
+    assert labels == ["small/pretrain/seed-0", "large/pretrain/seed-0"]
 
 
 def test_runs_of_a_chain_vary_in_its_keys() -> None:
@@ -343,15 +341,6 @@ def test_two_chains_are_two_groups(names: tuple[str, str]) -> None:
     assert list(compare(evaluations).seeds.values()) == [(0, 1), (2, 3)]
 
 
-def test_labels_say_which_chain(tmp_path: Path) -> None:
-    for chain in ("small", "large"):
-        for seed in (0, 1):
-            trained(tmp_path / chain / f"pretrain/seed-{seed}")
-    names = [str(tmp_path / "small"), str(tmp_path / "large")]
-    labels = [each.label for each in load_runs(names, uri=None)]
-    assert labels == [f"{c}/pretrain/seed-{s}" for c in ("small", "large") for s in (0, 1)]
-
-
 def test_evaluations_are_not_ranked_beside_trainings() -> None:
     a, b = (run(name, [v], lr=name) for name, v in (("a", 0.5), ("b", 0.6)))
     every = [replace(run("e", [0.7]), params={"stage": "evaluate", "k": "20"}), a, b]
@@ -396,7 +385,7 @@ def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
     # Evaluations draw into another folder; of one name both are shown.
     (tmp_path / "b/evaluation").mkdir()
     (tmp_path / "b/evaluation/a_first.png").write_bytes(PNG_SIGNATURE + b"c")
-    (tmp_path / "b/pictures/large.png").write_bytes(bytes(MAX_PICTURE_BYTES + 1))
+
     page = render(compare(runs))
     assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
     found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
@@ -471,10 +460,10 @@ def test_a_run_ended_as_it_says_or_as_its_last_attempt_shows(tmp_path: Path) -> 
 
 
 def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
-    good = trained(tmp_path / "good")
+    good = logged_run(tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/config.yaml").write_text("stage: pretrain\n")
-    (trained(tmp_path / "odd") / "config.yaml").write_text("- 1\n")
+    (logged_run(tmp_path / "odd") / "config.yaml").write_text("- 1\n")
     store = tmp_path / "store.db"
     names = [str(good), str(tmp_path / "bad"), str(tmp_path / "odd")]
     with pytest.raises(UserErrors) as caught:
@@ -486,7 +475,7 @@ def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
-    folder = trained(tmp_path / "run")
+    folder = logged_run(tmp_path / "run")
     before = {path.name for path in folder.iterdir()}
     with pytest.raises(UserError, match="(?s)cannot copy .*same command again"):
         sync([str(folder), "--uri", "http://127.0.0.1:1"])
@@ -494,7 +483,7 @@ def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
 
 
 def test_names_that_mlflow_refuses_are_one_error_before_any_write(tmp_path: Path) -> None:
-    folder = trained(tmp_path / "run")
+    folder = logged_run(tmp_path / "run")
     rows = ({"what?": 1.0}, {"a/../b": 2.0, "fine": 1.0}, {"x" * 251: 1.0})
     lines = [json.dumps({"step": i, "time": 1.0, **row}) for i, row in enumerate(rows, 1)]
     (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")

@@ -17,6 +17,7 @@ from launch.jobs import queue
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
 from launch.jobs.states import RunState, as_text, find_runs, jobs_for, line_of, read_state
+from tests.support.run_folders import logged_run
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import FAILED, STARTED, append_event, read_start, record_start
 from vitscale.distributed.processes import node_name
@@ -320,15 +321,8 @@ def shared(tmp_path: Path) -> Iterator[Path]:
             each.chmod(0o700)
 
 
-def ended_run(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
-    (folder / "journal.jsonl").write_text('{"step": 1, "time": 1, "train/loss": 1}\n')
-    return folder
-
-
 def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared: Path) -> None:
-    ended_run(shared / "private run").chmod(0o0)
+    logged_run(shared / "private run").chmod(0o0)
     for name in (shared / "private run", shared):
         with as_somebody_else(), pytest.raises(UserError) as caught:
             find_runs([str(name)])
@@ -338,7 +332,7 @@ def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared: Path
 
 def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path) -> None:
     """As `chmod -R g+rX` leaves it, or a folder that was made with 2750 before the run."""
-    folder = ended_run(shared / "run")
+    folder = logged_run(shared / "run")
     (folder / "slurm").mkdir()
     (folder / "slurm/.submission_file_1.sh").touch()
     (folder / "slurm").chmod(0o0)
@@ -376,20 +370,15 @@ def test_slurm_is_asked_only_for_runs_without_an_end(
     script: str | None,
     endings: list[Ending | None],
     asks: bool,
+    squeue: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = ended_run(tmp_path / "run")
+    folder = logged_run(tmp_path / "run")
     attempts_of(folder, *endings)
     if script is not None:
         (folder / "slurm").mkdir()
         (folder / "slurm/.submission_file_1.sh").touch()
         moment = 1.0 if script == "before" else time.time() + 99
         os.utime(folder / "slurm/.submission_file_1.sh", (moment, moment))
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "squeue").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
-    (programs / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    load_runs([str(folder), str(ended_run(tmp_path / "local"))], uri=None)
-    assert (tmp_path / "asked").exists() == asks
+    load_runs([str(folder), str(logged_run(tmp_path / "local"))], uri=None)
+    assert Path(f"{squeue}.env").exists() == asks

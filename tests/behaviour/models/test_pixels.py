@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -360,19 +360,3 @@ def test_googles_pixels_are_resized_without_antialiasing(tmp_path: Path) -> None
         return resized[0] / 127.5 - 1
 
     assert largest_difference(Preprocess(ours.preprocessing), tensorflows) < 0.01
-
-
-def test_squashed_centres_travel_with_an_export(tmp_path: Path) -> None:
-    """Through timm's and transformers' folders, whose own processors give the same pixels."""
-    how = {"eval_resize": "squash_crop", "eval_crop_fraction": 0.8, "eval_interpolation": "bicubic"}
-    model = small_model(gelu="erf", layer_norm_eps=1e-6)
-    changed = Preprocessing(image_size=model.preprocessing.image_size, **how)
-    for to in ("timm", "huggingface"):
-        folder = export(replace(model, preprocessing=changed), to, tmp_path / to)
-        found = open_model(str(folder)).preprocessing
-        assert found.eval_resize.removesuffix("_down") == "squash_crop"
-        assert found.eval_crop_fraction == pytest.approx(0.8)
-        if to == "timm":
-            config = json.loads((folder / "config.json").read_text())["pretrained_cfg"]
-            theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
-            assert largest_difference(Preprocess(found), theirs) < 0.02

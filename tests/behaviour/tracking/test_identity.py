@@ -33,7 +33,13 @@ def store(mlflow_database: Path) -> sqlite3.Connection:
 
 
 def train(
-    folder: Path, *, first: int, last: int, value: float, uri: str | None = None, name: str = "base"
+    folder: Path,
+    *,
+    last: int,
+    first: int = 0,
+    value: float = 1.0,
+    uri: str | None = None,
+    name: str = "base",
 ) -> None:
     """An attempt from the checkpoint of step `first` on, without a store or with one."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +89,7 @@ def test_a_copy_that_goes_on_is_another_run(
     same_name: bool, in_mlflow_before: bool, tmp_path: Path, uri: str, store: sqlite3.Connection
 ) -> None:
     base, branch = tmp_path / "base", tmp_path / "branch"
-    train(base, first=0, last=30, value=1.0, uri=uri if in_mlflow_before else None)
+    train(base, last=30, uri=uri if in_mlflow_before else None)
     shutil.copytree(base, branch)
     train(branch, first=20, last=60, value=2.0, name="base" if same_name else "branch")
     train(base, first=30, last=50, value=3.0)
@@ -104,7 +110,7 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(
     tmp_path: Path, uri: str, store: sqlite3.Connection
 ) -> None:
     base = tmp_path / "base"
-    train(base, first=0, last=30, value=1.0)
+    train(base, last=30)
     folders = [base, *(Path(shutil.copytree(base, tmp_path / f"copy{i}")) for i in (1, 2))]
     before = [sorted(path.name for path in each.rglob("*")) for each in folders]
     found = [send(folder, uri) for folder in folders]
@@ -120,7 +126,7 @@ def test_a_moved_folder_stays_the_same_run(
     tmp_path: Path, uri: str, store: sqlite3.Connection
 ) -> None:
     base, there = tmp_path / "base", tmp_path / "elsewhere/base"
-    train(base, first=0, last=30, value=1.0)
+    train(base, last=30)
     run_id = send(base, uri)
     there.parent.mkdir()
     base.rename(there)
@@ -138,7 +144,7 @@ def test_a_folder_that_goes_on_under_another_name_is_another_run(
     tmp_path: Path, uri: str, store: sqlite3.Connection
 ) -> None:
     base = tmp_path / "base"
-    train(base, first=0, last=30, value=1.0)
+    train(base, last=30)
     first = send(base, uri)
     renamed = base.rename(tmp_path / "branch")
     train(renamed, first=30, last=50, value=2.0, name="branch")
@@ -152,7 +158,7 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
 ) -> None:
     """A copy on another machine: the path of the original is not there."""
     base, far = tmp_path / "base", tmp_path / "far"
-    train(base, first=0, last=30, value=1.0)
+    train(base, last=30)
     first = send(base, uri)
     shutil.copytree(base, far)
     hidden = base.rename(tmp_path / "hidden")
@@ -179,7 +185,7 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(
 ) -> None:
     """Its events do not name the folder."""
     base = tmp_path / "base"
-    train(base, first=0, last=30, value=1.0)
+    train(base, last=30)
     (events,) = (base / "events").glob("*.jsonl")
     rows = [json.loads(line) for line in events.read_text().splitlines() if line]
     lines = [json.dumps({k: v for k, v in row.items() if k != "folder"}) for row in rows]
@@ -194,7 +200,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     tmp_path: Path, uri: str, capsys: pytest.CaptureFixture[str], store: sqlite3.Connection
 ) -> None:
     folder = tmp_path / "run"
-    train(folder, first=0, last=130, value=9.0)
+    train(folder, last=130, value=9.0)
     run_id = send(folder, uri)
     train(folder, first=100, last=200, value=1.0)
     assert send(folder, uri) == run_id
@@ -206,11 +212,12 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     send(folder, uri)
     assert points(store, run_id) == before
     # Equal values, as of a resume with the same settings, NaN and infinity too, are not sent twice.
-    for name, value in (("a", 0.5), ("b", float("nan")), ("c", float("inf")), ("d", 0.0)):
-        train(tmp_path / name, first=0, last=130, value=value, name=name)
-        again = send(tmp_path / name, uri)
-        train(tmp_path / name, first=100, last=150, value=value, name=name)
-        assert send(tmp_path / name, uri) == again
+    for value in (0.5, float("nan"), float("inf"), 0.0):
+        equal = tmp_path / str(value)
+        train(equal, last=130, value=value)
+        again = send(equal, uri)
+        train(equal, first=100, last=150, value=value)
+        assert send(equal, uri) == again
         assert {len(values) for values in points(store, again).values()} == {1}
 
 
@@ -232,13 +239,13 @@ def test_a_run_is_found_among_thousands_of_experiments(
     tmp_path: Path, uri: str, store: sqlite3.Connection
 ) -> None:
     parent, child = tmp_path / "parent", tmp_path / "child"
-    train(parent, first=0, last=30, value=1.0)
+    train(parent, last=30)
     first = send(parent, uri)
     moved = MlflowRun(parent, uri, experiment="mine", say=print).run_id
     add_experiments(store, 2100)
     assert moved == send(parent, uri) == first
     # In another experiment than the folder says: on the last of three pages.
-    train(child, first=0, last=30, value=2.0)
+    train(child, last=30, value=2.0)
     second = MlflowRun(child, uri, experiment="mine", say=print)
     second.sync("FINISHED")
     assert send(child, uri) == second.run_id != first and num_runs(store) == 2

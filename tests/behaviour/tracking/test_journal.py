@@ -178,11 +178,12 @@ def test_secrets_in_text_are_removed() -> None:
         "see s3://key:pw@bucket and http://h/a@b": "see s3://bucket and http://h/a@b",
         "postgresql+psycopg://u:p@h/db?password=p&x=1": "postgresql+psycopg://h/db?***",
         "https://h/d?X-Amz-Signature=abc": "https://h/d?***",
+        "a://b://u:p@h": "a://b://h",
         "mail me@host": "mail me@host",
         '+ setup: ["export HF_TOKEN=hf_abc", x]': '+ setup: ["export HF_TOKEN=***", x]',
         "num_tokens=5 token=$(cat f)": "num_tokens=5 token=$(cat f)",
         "a:\n  hub_token: abc d\n  tokens: 3\n": "a:\n  hub_token: '***'\n  tokens: 3\n",
-        "+  my-api_key: x\n   class_token: true": "+  my-api_key: '***'\n   class_token: true",
+        "+\tmy-api_key: x y\n   class_token: true": "+\tmy-api_key: '***'\n   class_token: true",
     }.items():
         assert redact(text) == expected
     keys = re.findall(r"^- \*\*`([\w.]+)`\*\*", (ROOT / "docs/configuration.md").read_text(), re.M)

@@ -126,16 +126,21 @@ def test_the_page_shows_files_of_the_run_alone(
     assert any(text.startswith(f"left out: {path}: ") for text in said)
 
 
-def test_the_page_shows_what_is_a_picture(run: Path) -> None:
+def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path) -> None:
     for name in ("pictures/a_b.png", "evaluation/worst_classes.png"):
         (run / name).parent.mkdir()
         (run / name).write_bytes(PNG + name.encode())
     (run / "pictures/key.png").write_bytes(SECRET)
+    (run / "pictures/large.png").write_bytes(PNG + bytes(2 * MIB))
     said: list[str] = []
     page = render(compare(load_runs([str(run)], uri=None)), say=said.append)
     assert re.findall("<h3>(.*)</h3>", page) == ["a b", "worst classes"]
     assert not holds_secret(page)
-    assert said == [f"left out: {run}/pictures/key.png: is no PNG"]
+    large = f"has {2 * MIB + 8:,} bytes; at most {2 * MIB:,} are read"
+    assert said == [
+        f"left out: {run}/pictures/key.png: is no PNG",
+        f"left out: {run}/pictures/large.png: {large}",
+    ]
 
 
 @pytest.mark.parametrize("attack", ATTACKS_ON_FOLDERS)
@@ -313,13 +318,3 @@ def test_what_a_server_says_is_printed_as_text(
     out = "".join(capsys.readouterr())
     assert "\x1b" not in out and "\x07" not in out
     assert short_reason(ConnectionError(f"{evil}\nmore")) == "?]0;owned?"
-
-
-def test_sizes_of_files_have_a_limit(run: Path) -> None:
-    (run / "pictures").mkdir()
-    (run / "pictures/a.png").write_bytes(PNG + bytes(2 * MIB))
-    said: list[str] = []
-    render(compare(load_runs([str(run)], uri=None)), say=said.append)
-    assert said == [
-        f"left out: {run}/pictures/a.png: has {2 * MIB + 8:,} bytes; at most {2 * MIB:,} are read"
-    ]

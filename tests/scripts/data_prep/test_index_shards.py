@@ -103,14 +103,6 @@ def test_indexing_our_shards_reproduces_their_index(tmp_path: Path) -> None:
     assert old.to_pylist() == new.to_pylist()
 
 
-def test_labels_without_a_space_keep_their_numbers(tmp_path: Path) -> None:
-    rows = [{"__key__": f"k{i}", "jpg": photo(i), "cls": label} for i, label in enumerate([2, 10])]
-    write_tar(tmp_path / "tars/a.tar", rows)
-    index(tmp_path / "tars", tmp_path / "index")
-    assert read_split(tmp_path / "index", split="train").label.tolist() == [2, 10]
-    assert len(read_manifest(tmp_path / "index").classes) == 11
-
-
 def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> None:
     rows = [{"__key__": f"k{i}", "jpg": photo(i)} for i in range(3)]
     write_tar(tmp_path / "tars/a.tar", [*rows, {"__key__": "k3", "jpg": photo(3), "cls": 7}])

@@ -86,7 +86,8 @@ def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> N
 )
 def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=100, side=96)
-    kill(started(source, tmp_path / "shards", start_new_session=True))
+    process = started(source, tmp_path / "shards", start_new_session=True)
+    kill(process, tmp_path / ".shards.preparing")
     victim = source / "cat" / "003.jpg"
     if change == "content":
         victim.write_bytes(victim.read_bytes()[:-1] + b"x")
@@ -118,6 +119,7 @@ def test_late_array_tasks_get_the_result_of_their_job(tmp_path: Path) -> None:
         texts.append(done.stdout + done.stderr)
         assert done.returncode == rc, texts
         assert (tmp_path / ".shards.preparing/failed.json").exists() == bool(rc)
+        assert not (tmp_path / ".shards.preparing/tars").exists()
     assert "1 of 24 images are bad" in texts[0] and texts[1] == texts[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
 
