@@ -83,6 +83,11 @@ class Input:
     data: bytes | None = None
     """Bytes that can be read only once, such as a cell of a compressed table: for the spool."""
 
+    def set_status(self, status: os.stat_result) -> None:
+        self.num_bytes = status.st_size
+        self.modified_ns = status.st_mtime_ns
+        self.inode = status.st_ino or 1
+
 
 @dataclass(frozen=True)
 class Source(ABC):

@@ -110,10 +110,10 @@ class ParquetImages(Source):
         name = stem_and_suffix("/".join(parts))[0]
         if not name.strip("./"):
             name = f"{stem_and_suffix(os.path.basename(container.path))[0]}-{number}"
-        item = Input(f"{container.path}/{number}", container.split, class_name, name, 0)
-        item.file, data = container.path, image.get("bytes")
-        item.num_bytes = len(data or b"")
-        item.data = data
+        data = image.get("bytes")
+        path, num_bytes = f"{container.path}/{number}", len(data or b"")
+        item = Input(path, container.split, class_name, name, num_bytes, data=data)
+        item.file = container.path
         if data is None:
             item.reason = "no_image"
         return self.labelled(item)
@@ -201,8 +201,7 @@ class PathTable(Source):
         except OSError as error:
             raise_if_outage(error, item.path)
             return item
-        item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
-        item.inode = status.st_ino or 1
+        item.set_status(status)
         item.reason = None if stat.S_ISREG(status.st_mode) else "not_a_file"
         return self.labelled(item)
 

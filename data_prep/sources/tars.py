@@ -99,10 +99,17 @@ class ClassTars(Source):
                 if self.labels.values == "none":
                     # Without classes, nothing but the tar tells its images apart.
                     stem = f"{container.class_name}/{stem}"
-                item = Input(full, container.split, container.class_name, stem, member.num_bytes)
-                item.reason, item.file, item.offset = reason, path, member.offset
-                item.modified_ns = modified_ns
-                yield item
+                yield Input(
+                    full,
+                    container.split,
+                    container.class_name,
+                    stem,
+                    member.num_bytes,
+                    reason,
+                    file=path,
+                    offset=member.offset,
+                    modified_ns=modified_ns,
+                )
 
 
 def _class_of(tar: str) -> str:
@@ -158,9 +165,17 @@ class WebDataset(Source):
                 else:
                     path += f" (byte {member.offset})"
                 class_name = class_from_cell(label, None, self.labels)
-                item = Input(path, container.split, class_name, name, member.num_bytes, reason)
-                item.file, item.offset = container.path, member.offset
-                item.modified_ns = modified_ns
+                item = Input(
+                    path,
+                    container.split,
+                    class_name,
+                    name,
+                    member.num_bytes,
+                    reason,
+                    file=container.path,
+                    offset=member.offset,
+                    modified_ns=modified_ns,
+                )
                 yield self.labelled(item)
 
     def _rows(self, file: BinaryIO) -> Iterator[tuple[Member, str, str | None, str | None]]:

@@ -69,12 +69,6 @@ def take_census(tables: Iterable[pa.Table]) -> Census:
     return census
 
 
-def repeated(values: pa.ChunkedArray) -> pa.Array:
-    """Return the values that occur more than once."""
-    counts = values.drop_null().value_counts()
-    return counts.field("values").filter(pc.greater(counts.field("counts"), 1))
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -85,8 +79,9 @@ def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.nda
     nothing that is evaluated is trained on. Of different classes none is right.
     """
     is_file = pc.and_(pc.is_null(rows["reason"]), pc.not_equal(rows["inode"], 0))
-    inodes = pc.if_else(is_file, rows["inode"], None)
-    is_repeated = pc.is_in(inodes, value_set=repeated(inodes)).to_numpy()
+    inodes = pc.if_else(is_file, rows["inode"], 0).to_numpy()
+    numbers = np.sort(inodes[inodes != 0])
+    is_repeated = np.isin(inodes, numbers[1:][numbers[1:] == numbers[:-1]])
 
     # Few. Hard links have equal numbers, too, but paths of their own.
     chosen = order[is_repeated[order]]

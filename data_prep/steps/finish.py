@@ -38,7 +38,6 @@ from data_prep.steps.corpus_check import (
     TRAIN,
     check_classes,
     notes_on,
-    repeated,
     take_census,
 )
 from data_prep.steps.labels import load_labels
@@ -161,7 +160,7 @@ def _with_unique_keys(
     """
     rows = pa.concat_tables(table.select(["split", "key"]) for table in tables)
     again = {
-        split: repeated(rows["key"].filter(pc.equal(rows["split"], split)))
+        split: _repeated(rows["key"].filter(pc.equal(rows["split"], split)))
         for split in {container.split for container in containers}
     }
     found = []
@@ -171,6 +170,12 @@ def _with_unique_keys(
         unique = pc.if_else(is_again, pc.binary_join_element_wise(prefix, keys, "/"), keys)
         found.append(table.set_column(table.column_names.index("key"), "key", unique))
     return found
+
+
+def _repeated(values: pa.ChunkedArray) -> pa.Array:
+    """Return the values that occur more than once."""
+    counts = values.drop_null().value_counts()
+    return counts.field("values").filter(pc.greater(counts.field("counts"), 1))
 
 
 def root_of_tars(tars: Location, *, output: Path) -> str:
