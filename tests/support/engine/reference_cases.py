@@ -216,7 +216,7 @@ TASKS = {
             "schedule": {"decay": "constant"},
         },
     ),
-    "clip": Task(recipe=adamw(clip=0.3), sections={"optim": ADAMW | {"clip_norm": 0.3}}),
+    "clip": Task(recipe=adamw(clip=1.0), sections={"optim": ADAMW | {"clip_norm": 1.0}}),
     "layer decay": Task(
         recipe=adamw(layer_decay=0.6, is_independent=True, weight_decay=0.05),
         sections={
@@ -241,9 +241,9 @@ TASKS = {
     "skipped block": Task(recipe=adamw(), loss=supervised_with_skips, skips=True, stages=(0, 1)),
     "drop path": Task(recipe=adamw(), sections={"model": {"drop_path": 0.3, "dropout": 0.1}}),
     "skipped": Task(
-        recipe=adamw(average=0.6, clip=0.3, curve="constant"),
+        recipe=adamw(average=0.6, clip=1.0, curve="constant"),
         sections={
-            "optim": ADAMW | {"ema": {"decay": 0.6}, "clip_norm": 0.3},
+            "optim": ADAMW | {"ema": {"decay": 0.6}, "clip_norm": 1.0},
             "schedule": {"decay": "constant"},
         },
         spoiled=True,
