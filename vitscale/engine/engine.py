@@ -231,8 +231,8 @@ class Engine:
         return math.nan if norm is None else float(norm)
 
     def close(self) -> None:
-        """Remove DeepSpeed's hooks, so that another engine can be built."""
-        self._engine.destroy()
+        """Remove all hooks, so that another engine can be built."""
+        self._layout.close()
         # ZeRO 3 replaces it in the whole process; compiled blocks lose gradients then (torch 2.11).
         nn.functional.linear = torch._C._nn.linear
         if self._is_compiled:

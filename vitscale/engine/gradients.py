@@ -78,6 +78,7 @@ class GradientSums:
         # at the end of the backward pass only, and nothing else shall wait for them.
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._buckets: list[_Bucket] = []
+        self._hooks: list[Any] = []
         for group, start in zip(groups, starts, strict=True):
             self._buckets.append(_Bucket(start, start))
             for parameter in group:
@@ -104,7 +105,8 @@ class GradientSums:
         view = self._added.narrow(0, start, parameter.numel()).view(parameter.shape)
         self._views.append((parameter, view))
         if self._num_ranks > 1:
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, bucket))
+            arrived = partial(self._arrived, bucket)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def _arrived(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
         bucket.num_arrived += 1
@@ -156,6 +158,11 @@ class GradientSums:
             self.values.zero_()
         for parameter, view in self._views:
             parameter.grad = view
+
+    def close(self) -> None:
+        """Watch the parameters no more, so that another engine can train them."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

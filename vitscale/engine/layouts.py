@@ -96,6 +96,10 @@ class Layout(ABC):
     def norm(self) -> Any:
         """Global norm of the unclipped gradients of the update; None before the first."""
 
+    def close(self) -> None:
+        """Remove all hooks, so that another engine can be built."""
+        self._engine.destroy()
+
 
 class OwnLayout(Layout):
     """A layout whose gradients `GradientSums` adds up and whose optimiser is torch's alone."""
@@ -126,6 +130,11 @@ class OwnLayout(Layout):
 
     def norm(self) -> torch.Tensor | None:
         return self._norm
+
+    def close(self) -> None:
+        super().close()
+        if self._sums is not None:
+            self._sums.close()
 
     @abstractmethod
     def _global_norm(self) -> torch.Tensor:

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 from vitscale.config.section import choice_of
 from vitscale.evaluation.classification import Classification
 from vitscale.evaluation.confusion import Confusion
-from vitscale.evaluation.evaluation import Evaluation, SettingsBase, Subject, results
+from vitscale.evaluation.evaluation import (
+    Evaluation,
+    NonFiniteOutputs,
+    SettingsBase,
+    Subject,
+    results,
+)
 from vitscale.evaluation.few_shot import FewShot
 from vitscale.evaluation.knn import Knn
 from vitscale.evaluation.linear_heads import LinearHeads
@@ -77,8 +83,15 @@ class ScheduledEvaluations:
                 yield {f"val/{name}": value for name, value in metrics.items()}
             if self._has_average:
                 folder = None if subject.folder is None else subject.folder / "ema"
+                not_finite: NonFiniteOutputs | None = None
                 with engine.averaged():
-                    for metrics in results(due, replace(subject, folder=folder)):
-                        yield {f"val/ema_{name}": value for name, value in metrics.items()}
+                    try:
+                        for metrics in results(due, replace(subject, folder=folder)):
+                            yield {f"val/ema_{name}": value for name, value in metrics.items()}
+                    except NonFiniteOutputs as error:
+                        # All ranks have it here, and training goes on: with its own weights.
+                        not_finite = error
+                if not_finite is not None:
+                    raise not_finite
         finally:
             engine.train()

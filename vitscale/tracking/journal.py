@@ -115,10 +115,16 @@ class Journal:
             self.refused = error
 
     def flush(self) -> None:
-        """Let the written lines survive power loss. Any thread may call it. Raises OSError."""
+        """Let the written lines survive power loss. Any thread may call it.
+
+        Raises OSError, also where the disk has refused lines, which only this process has.
+        """
+        refused = self.refused
         with suppress(ValueError):  # closed, and flushed by that
             try:
                 os.fsync(self._file.fileno())
+                if refused is not None:
+                    raise refused
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self.path)) from None
 

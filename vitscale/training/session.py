@@ -441,7 +441,30 @@ def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> n
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_key("objective", run.seed) >> 1)
         objective.extend_model(model, arch)
+    _refuse_unfit_parameters(model, run.model.title)
     return model
+
+
+def _refuse_unfit_parameters(model: nn.Module, title: str) -> None:
+    """Raise UserError for parameters that DeepSpeed or a checkpoint cannot hold.
+
+    At the start: one with two names would end the training at its first save.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    once = {name for name, _ in model.named_parameters()}
+    again = [name for name in named if name not in once]
+    scalars = [name for name, parameter in named.items() if parameter.ndim == 0]
+    what = ""
+    if again:
+        what = f"uses {len(again)} parameters under two names ({again[0]})"
+    elif scalars:
+        what = f"has {len(scalars)} parameters without a dimension ({scalars[0]})"
+    if what:
+        raise UserError(
+            f"{title} {what}, which cannot be trained here",
+            where="model",
+            next_step="take another model; as a teacher and in evaluations any will do",
+        )
 
 
 def start_from(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
@@ -39,7 +40,7 @@ from tests.support.engine.reference_cases import (
 from tests.support.reference_training import Machine, rate_at
 from vitscale.config.errors import RankError, UserError
 from vitscale.distributed.world import World
-from vitscale.engine import deepspeed_parts
+from vitscale.engine import deepspeed_parts, gradients
 from vitscale.engine.deepspeed_parts import PartitionedLayout
 from vitscale.engine.layouts import FlatLayout, PlainLayout
 from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
@@ -243,3 +244,25 @@ def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage: int
     kept = 1 - rate_at(0, recipe) * recipe.weight_decay
     unused = whole_state(training.engine)["model.unused"]
     assert unused.flatten().tolist() == pytest.approx([kept] * 6)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_closed_engine_watches_its_model_no_more(world: World, stage: int) -> None:
+    """On several ranks it would send its own sums between those of the next engine."""
+    model = new_model("adamw")
+    with patch.object(gradients.dist, "get_world_size", return_value=2):
+        sums = gradients.GradientSums(
+            [list(model.parameters())],
+            starts=[0],
+            size=sum(each.numel() for each in model.parameters()),
+            forward_order=list(model.parameters()),
+            bucket_elements=1,
+            sent_as=torch.float32,
+            is_last=lambda: True,
+        )
+    engine = new_engine("adamw", Machine(stage=stage), world, model=model)
+    engine._layout._sums = sums  # type: ignore[attr-defined]  # of several ranks
+    hooked = [each for each in model.parameters() if each._post_accumulate_grad_hooks]
+    assert hooked
+    engine.close()
+    assert not any(each._post_accumulate_grad_hooks for each in model.parameters())

@@ -32,6 +32,7 @@ from vitscale.evaluation.confusion import Confusion, ConfusionSettings, examples
 from vitscale.evaluation.evaluation import (
     Evaluation,
     Features,
+    NonFiniteOutputs,
     Output,
     Outputs,
     SettingsBase,
@@ -199,6 +200,33 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers() ->
     assert line.startswith("step 4: not evaluated: outputs of the model are not finite")
     assert line.endswith(": 1 of 4 images")
     assert engine.training
+
+
+class FiniteWeights(Weights):
+    """Refuses the average of the weights."""
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        found = super().metrics(subject)
+        if 2.0 in found.values():
+            raise NonFiniteOutputs("outputs of the model are not finite", where="init")
+        return found
+
+
+def test_a_training_goes_on_with_its_weights_when_outputs_of_their_average_are_no_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It went on with the average as its weights, and without a word of it."""
+    monkeypatch.setattr(registry, "EVALUATIONS", {"a": FiniteWeights})
+    engine: Any = FakeEngine()
+    subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)
+    chosen = [SettingsBase(name="a", every_steps=4)]
+    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=True)
+    found = []
+    with pytest.raises(NonFiniteOutputs):
+        for metrics in evaluations.run(4, is_last=False):
+            found.append(metrics)
+    assert found == [{"val/a_value": 1.0}]
+    assert engine.training and engine.value == 1.0
 
 
 def test_every_entry_is_named_by_its_settings() -> None:

@@ -237,11 +237,24 @@ def test_a_published_encoder_may_name_no_classifier() -> None:
     assert classifiers(PretrainedCfg(classifier=None)) == ()
 
 
-def test_statistics_of_batches_are_not_trained() -> None:
+def build_for_training(name: str, **arguments: Any) -> torch.nn.Module:
     values = {"name": "x", "data": {"path": "x", "global_batch": 1}, "schedule": {"steps": 1}}
-    model = {"name": "timm", "model": "test_resnet", "num_classes": 5, "image_size": SIZE}
+    model = {"name": "timm", "model": name, "num_classes": 5, "image_size": SIZE}
+    model["arguments"] = arguments
     run = PretrainRun.model_validate({**values, "optim": {"lr": 1.0}, "model": model})
-    arch = run.model.resolved(num_classes=5)
+    return session.build_model(run, run.make_objective(), run.model.resolved(num_classes=5))
+
+
+def test_statistics_of_batches_are_not_trained() -> None:
     with pytest.raises(UserError, match="timm test_resnet has BatchNorm"):
-        session.build_model(run, run.make_objective(), arch)
+        build_for_training("test_resnet")
     assert built("test_resnet")(images()).shape == (2, 5)
+
+
+def test_parameters_that_no_engine_or_checkpoint_holds_are_refused() -> None:
+    """CoaT shares layers, which ended a training at its first save; NFNets scale by one number."""
+    with pytest.raises(UserError, match=r"coat_lite_tiny uses \d+ parameters under two names"):
+        build_for_training("coat_lite_tiny")
+    with pytest.raises(UserError, match="has 12 parameters without a dimension .stages.0.0.skip"):
+        build_for_training("dm_nfnet_f0")
+    build_for_training("test_vit")

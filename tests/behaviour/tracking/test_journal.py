@@ -145,6 +145,22 @@ def test_a_flush_that_storage_refuses_names_the_journal(
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(journal.path))
 
 
+def test_a_flush_tells_of_lines_that_a_full_disk_has_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a checkpoint would be committed without them and without a word."""
+    journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
+    with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as context:
+        context.setattr(journal._file, "write", full.write, raising=False)
+        journal.append({"train/loss": 1.0}, step=5)
+        with pytest.raises(OSError) as caught:
+            journal.flush()
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(journal.path))
+    journal.append({"train/loss": 0.5}, step=6)
+    journal.flush()
+    assert steps_in(journal.path) == [5, 6]
+
+
 def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
     config = {
         "optim": {"lr": 1e-4, "betas": (0.9, 0.999), "clip_norm": None},
