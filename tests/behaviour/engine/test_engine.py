@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -25,6 +26,7 @@ from tests.support.engine.zero_checks import (
     CLOSE,
     FAR_HEAD,
     MODEL,
+    RESUMES,
     STAGES,
     data,
     keeps_the_head_in_fp32,
@@ -36,6 +38,8 @@ from tests.support.engine.zero_checks import (
     trains_as_plain_torch,
     whole_state,
 )
+from tests.support.ranks.fault_runs import wait_all
+from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from vitscale.config.errors import RankError, UserError
 from vitscale.distributed.world import World
 from vitscale.engine import deepspeed_parts
@@ -52,6 +56,19 @@ def test_training_equals_plain_torch_and_its_state_moves(
 ) -> None:
     """Clipping, skipped updates, the average of the weights, and all counters are the same."""
     trains_as_plain_torch(world, source=source, target=target)
+
+
+@pytest.mark.distributed
+def test_every_rank_resumes_with_what_the_others_read(
+    warm_starter: WarmStarter, tmp_path: Path
+) -> None:
+    """Moments without ZeRO, sliced weights, and layers that are not trained."""
+    script = [ROOT / "tests/support/engine/zero_checks.py", "resumes"]
+    ranks = warm_starter.start(script, num_ranks=2, folder=tmp_path)
+    wait_all(ranks)
+    for rank in ranks:
+        missing = [name for name in RESUMES if f"passed: {name}\n" not in rank.output()]
+        assert not missing, rank.output()[-3000:]
 
 
 def test_the_head_of_a_bf16_model_is_in_fp32(world: World) -> None:

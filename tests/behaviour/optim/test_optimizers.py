@@ -9,6 +9,7 @@ import torch
 
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model, decayed, layers_above
+from vitscale.optim import optimizers
 from vitscale.optim.optimizers import (
     Bf16MomentumAdamW,
     Lamb,
@@ -180,3 +181,18 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> No
         first.step()
         second.step()
     assert torch.equal(scaled, divided) and not torch.equal(scaled, torch.ones(5, 3))
+
+
+def test_a_model_of_several_chunks_is_updated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models are updated in parts; without decay LAMB's step is Adam's."""
+    monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 7)
+    random = torch.Generator().manual_seed(0)
+    slow = [torch.randn(4, generator=random).double() for _ in range(5)]
+    adams, fast = [Adam((0.9, 0.99), 1e-6) for _ in slow], [x.clone() for x in slow]
+    optimizer = Lamb(fast, lr=0.1, betas=(0.9, 0.99), eps=1e-6)
+    for _ in range(3):
+        for i, adam in enumerate(adams):
+            fast[i].grad = torch.randn(4, generator=random).double()
+            slow[i] = slow[i] - 0.1 * adam.direction(fast[i].grad)
+        optimizer.step()
+    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-12)

@@ -1,15 +1,16 @@
 """Check the engine on several ranks, beside a plain torch loop in one process.
 
-    zero_checks.py        (one rank; started by test_golden_curves.py)
+    zero_checks.py [resumes]    (one rank; started by test_golden_curves.py and test_engine.py)
 
 Owns: recipes for small ViTs, the slow loop without DeepSpeed, the same training with the engine,
-and CHECKS, which run one after another and print `passed: NAME`. The first that fails ends the run.
-test_engine.py runs some of them in one process.
+and CHECKS and RESUMES: those asked for run one after another and print `passed: NAME`. The first
+that fails ends the run. test_engine.py runs some of CHECKS in one process.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -59,6 +60,8 @@ class Recipe:
     optim: OptimSettings
     model: ViTSettings = MODEL
     decay: str = "cosine"
+    frozen: str | None = None
+    """Start of the names of parameters that are not trained."""
 
     def rate(self, step: int) -> float:
         schedule = ScheduleSettings(decay=self.decay)
@@ -78,6 +81,7 @@ RECIPES = {
     "layered": Recipe(optim=LAYERS, model=MODEL.model_copy(update=OPTIONS), decay="linear"),
 }
 ADAMW = RECIPES["adamw"]
+FROZEN = Recipe(optim=OptimSettings(lr=1e-3, weight_decay=0.1), frozen="blocks.0.")
 # The head works between -8 and -16, where bf16 has steps of 0.0625.
 FAR_HEAD = replace(ADAMW, model=MODEL.model_copy(update={"head_bias": -10.0}))
 
@@ -93,6 +97,9 @@ def new_model(recipe: Recipe) -> torch.nn.Module:
     vit = build_model(recipe.model.resolved(num_classes=7), seed=0)
     head = vit.head[-1] if recipe.model.representation_layer else vit.head
     torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    for name, parameter in vit.named_parameters():
+        if recipe.frozen is not None and name.startswith(recipe.frozen):
+            parameter.requires_grad_(False)
     return vit
 
 
@@ -303,6 +310,19 @@ def trains_as_plain_torch(
     assert name != "bf16 momentum" or plain.losses != train_plain(ADAMW).losses
 
 
+def resumes_on_every_rank(world: World, *, source: int, target: int) -> None:
+    """In an engine with other weights: a rank that gets none of the others' goes on with these."""
+    engine, vit = new_engine(world, stage=source, recipe=FROZEN), new_model(FROZEN)
+    losses = train(engine, 0, 2, recipe=FROZEN)
+    with torch.no_grad():
+        for parameter in vit.parameters():
+            parameter.fill_(0.3)
+    other = new_engine(world, stage=target, recipe=FROZEN, vit=vit)
+    moved(engine, other)
+    losses += train(other, 2, 8, recipe=FROZEN)
+    assert losses == pytest.approx(train_plain(FROZEN).losses[:8], rel=CLOSE)
+
+
 def health(engine: Engine) -> tuple[int, int, int | None, int | None]:
     found = engine.health()
     return found.skipped, found.longest, found.last_step, found.bad_micro_step
@@ -487,10 +507,19 @@ CHECKS: dict[str, Callable[[World], None]] = {
     "one GPU": takes_the_gpu_that_a_task_sees,
 }
 
+# These are fast.
+RESUMES: dict[str, Callable[[World], None]] = {
+    f"frozen layers, ZeRO {source} to {target}": partial(
+        resumes_on_every_rank, source=source, target=target
+    )
+    for source, target in ((1, 0), (2, 1), (3, 2), (0, 3))
+}
+
 
 def main() -> None:
+    checks = RESUMES if sys.argv[1:] == ["resumes"] else CHECKS
     with process_group(device="cpu", timeout_min=5, num_threads=1) as world:
-        for name, check in CHECKS.items():
+        for name, check in checks.items():
             check(world)
             print(f"passed: {name}", flush=True)
 
