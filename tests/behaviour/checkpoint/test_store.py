@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,30 @@ def test_storage_may_refuse_saves_for_an_hour(
         store.save({"model.a": torch.zeros(3)}, step=6, progress={}, description={})
         store.wait(say=said.append)
     assert len(said) == 5 and "training goes on" in said[0]
+
+
+def test_the_hour_without_a_checkpoint_begins_with_the_last_one(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, said = 0.0, list[str]()
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=time.sleep, time=time.time)
+    for module in (store, folders):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(atomic_files, "PAUSES_S", ())
+
+    def save_at(seconds: float) -> None:
+        nonlocal now
+        now = seconds
+        ours.save({"model.a": torch.zeros(3)}, step=int(now), progress={}, description={})
+        ours.wait(say=said.append)
+
+    ours = CheckpointStore(tmp_path, keep=1, world=world)
+    save_at(3000.0)
+    monkeypatch.setattr(folders, "write_new_file", refuse)
+    save_at(6500.0)
+    assert len(said) == 1
+    with pytest.raises(folders.OverdueError):
+        save_at(6700.0)
 
 
 @pytest.mark.parametrize("own_is_over", [False, True])

@@ -23,6 +23,7 @@ from data_prep.formats import index_files
 from data_prep.formats.index_files import write_index
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
 from vitscale.config.errors import StorageError, UserError
+from vitscale.data import index as index_module
 from vitscale.data.index import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -228,6 +229,28 @@ def test_a_start_waits_for_storage_that_fails_for_a_moment(
     flaky(name, error, 10**6)
     with pytest.raises(StorageError, match=f"{name}: cannot be read"):
         READS[read](copy)
+
+
+def test_keys_are_searched_anew_where_storage_fails_in_the_middle(
+    many_groups: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found before the failure does not count twice."""
+    calls, read = list[int](), pq.ParquetFile.read_row_groups
+
+    def failing(file: Any, *args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(file, *args, **more)
+
+    rows = pq.read_table(many_groups / INDEX_NAME).to_pylist()
+    names = [row["key"] for row in rows if row["split"] == "train"][1::6]
+    split = read_split(many_groups, split="train")
+    monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,))
+    monkeypatch.setattr(index_module, "GROUPS_AT_ONCE", 1)
+    monkeypatch.setattr(pq.ParquetFile, "read_row_groups", failing)
+    chosen = choose_by_key(split, listed(many_groups / "keys", names))
+    assert len(calls) == 2 + 1 + 11 and keys(chosen) == names
 
 
 def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:

@@ -155,6 +155,26 @@ def test_a_worker_that_makes_progress_is_not_hung() -> None:
     assert loader_module._reply(worker, progress) == ([7], [])
 
 
+class NumberedSamples(Samples):
+    """All pixels of an image are its position."""
+
+    image_size = 2
+
+    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        out.fill_(position)
+        return position, []
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_workers_that_are_ahead_leave_alone_what_is_read(workers: int) -> None:
+    """Pixels stay until the next batch is taken, however long that is."""
+    positions = [[number] for number in range(12)]
+    with loader_module._filled_by_workers(NumberedSamples(), positions, 1, workers) as filled:
+        for number, (pixels, labels, _) in enumerate(filled):
+            time.sleep(0.05)
+            assert (labels, pixels.unique().tolist()) == ([number], [number])
+
+
 class AwaySamples(Samples):
     """Storage that fails for longer than a retry helps, as a worker finds it."""
 

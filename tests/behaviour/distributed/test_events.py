@@ -34,8 +34,13 @@ from vitscale.distributed.events import (
     record_start,
 )
 from vitscale.distributed.processes import node_name
-from vitscale.distributed.watchdog import Watchdog, kind_and_text, record_start_failure
-from vitscale.distributed.world import HERE, World
+from vitscale.distributed.watchdog import (
+    Watchdog,
+    collectives_begun,
+    kind_and_text,
+    record_start_failure,
+)
+from vitscale.distributed.world import HERE, SAVES, World
 
 
 def test_failures_are_read_as_written_by_attempt(
@@ -263,3 +268,13 @@ def test_kinds_of_errors() -> None:
         assert kind_and_text(error)[0] is kind
     text = "data.path: no such file"
     assert kind_and_text(UserError("no such file", where="data.path"))[1] == text
+
+
+def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(world: World) -> None:
+    """Threads that save go on while the loop of their rank hangs."""
+    saves, stops = (dist.new_group(backend="gloo", group_desc=each) for each in (SAVES, "stop"))
+    begun = [collectives_begun()]
+    for group in (None, saves, stops, saves):
+        dist.all_reduce(torch.zeros(1), group=group)
+        begun.append(collectives_begun() - begun[0])
+    assert begun[1:] == [1, 1, 2, 2]

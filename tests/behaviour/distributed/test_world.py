@@ -279,3 +279,21 @@ def test_repeated_stop_signal_is_ignored(number: signal.Signals) -> None:
     for again in STOP_SIGNALS:
         assert signal.getsignal(again) is signal.SIG_IGN
         os.kill(os.getpid(), again)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_late_signal_is_ignored_where_another_rank_had_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SLURM sends them to one rank after the other; all stop by the first."""
+
+    def reduced(flag: torch.Tensor, *_: Any, **__: Any) -> Any:
+        flag.fill_(1)  # of the other rank
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(dist, "all_reduce", reduced)
+    with PreemptionFlag() as stop:
+        stop._group = SimpleNamespace()  # type: ignore[assignment]  # of two ranks
+        assert [stop.set_on_any_rank() for _ in range(2)] == [False, True]
+    for number in STOP_SIGNALS:
+        assert signal.getsignal(number) is signal.SIG_IGN

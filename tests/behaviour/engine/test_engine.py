@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from benchmarks.training_loops import BareLoop, Calls, EngineLoop, Task
 from pretrain.run import PretrainRun
 from tests.support.engine.engine_checks import (
     IMAGES,
+    RESUMES,
     STAGES,
     far_model,
     keeps_the_head_in_fp32,
@@ -37,6 +39,8 @@ from tests.support.engine.reference_cases import (
     train_reference,
     whole_state,
 )
+from tests.support.ranks.fault_runs import wait_all
+from tests.support.ranks.warm_ranks import ROOT, WarmStarter
 from tests.support.reference_training import Machine, rate_at
 from vitscale.config.errors import RankError, UserError
 from vitscale.distributed.world import World
@@ -61,6 +65,19 @@ def original_linear() -> Iterator[None]:
 def test_a_training_goes_on_at_another_stage(world: World, source: int, target: int) -> None:
     """Clipping, skipped updates, the average of the weights, and all counters are the same."""
     state_moves_in_the_middle(world, source=source, target=target)
+
+
+@pytest.mark.distributed
+def test_every_rank_resumes_with_what_the_others_read(
+    warm_starter: WarmStarter, tmp_path: Path
+) -> None:
+    """Moments without ZeRO, sliced weights, and layers that are not trained."""
+    script = [ROOT / "tests/support/engine/engine_checks.py", "resumes"]
+    ranks = warm_starter.start(script, num_ranks=2, folder=tmp_path)
+    wait_all(ranks)
+    for rank in ranks:
+        missing = [name for name in RESUMES if f"passed: {name}\n" not in rank.output()]
+        assert not missing, rank.output()[-3000:]
 
 
 def test_the_head_of_a_bf16_model_is_in_fp32(world: World) -> None:

@@ -77,6 +77,19 @@ def test_a_row_that_ended_before_it_was_looked_at_is_seen() -> None:
         assert update.health().longest == longest
 
 
+def test_a_row_that_began_before_a_resume_goes_on_after_it() -> None:
+    """Or a run that is stopped often would skip for ever."""
+    before, after = Update(), Update()
+    for norm in (1.0, math.nan, math.nan):
+        before.step(1.0, 0.0, norm=norm)
+    after.guard.load_state(before.guard.state())
+
+    after.step(1.0, 0.0, norm=math.nan)
+    assert (after.health().skipped, after.guard.state()["steps"]) == (3, 4)
+    after.step(1.0, 0.0, norm=math.nan)
+    assert after.health().longest == 4
+
+
 # ---- batches one ahead: streams and copies of a GPU are recorded instead of made ----------------
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)

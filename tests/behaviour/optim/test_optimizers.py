@@ -9,6 +9,7 @@ import torch
 
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model, decayed, layers_above
+from vitscale.optim import optimizers
 from vitscale.optim.optimizers import (
     Bf16MomentumAdamW,
     Lamb,
@@ -119,3 +120,20 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> No
         first.step()
         second.step()
     assert torch.equal(scaled, divided) and not torch.equal(scaled, torch.ones(5, 3))
+
+
+def test_a_model_of_several_chunks_is_updated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large models are updated in parts; without decay LAMB's step is that of torch's Adam."""
+    monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 7)
+    random = torch.Generator().manual_seed(0)
+    slow = [torch.randn(4, generator=random).double() for _ in range(5)]
+    fast = [value.clone() for value in slow]
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}
+    reference = torch.optim.Adam(slow, **options)
+    optimizer = Lamb(fast, **options)
+    for _ in range(3):
+        for ours, theirs in zip(fast, slow, strict=True):
+            ours.grad = theirs.grad = torch.randn(4, generator=random).double()
+        reference.step()
+        optimizer.step()
+    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-12)

@@ -106,6 +106,8 @@ def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
 def test_warmup_of_a_plan_may_be_given_in_epochs() -> None:
     short = run(schedule={"warmup_steps": 0, "warmup_epochs": 3})
     assert training_plan(short, world_size=1, num_samples=83).warmup_steps == 31
+    half = run(schedule={"warmup_steps": 0, "warmup_epochs": 0.5})
+    assert training_plan(half, world_size=1, num_samples=83).warmup_steps == 41 // 8
     with pytest.raises(UserError, match="schedule.warmup_epochs: 150 .* in 100 steps"):
         training_plan(short, world_size=1, num_samples=400)
 

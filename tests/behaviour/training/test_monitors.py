@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -222,6 +223,39 @@ def test_rates_leave_out_evaluations_and_saves(
     if log_every == 1:
         assert rates.pop(0) == pytest.approx(2 * 6 / 60)
     assert rates == [pytest.approx(2 * 6 / 3)] * len(rates) and len(rates) >= 100 // log_every - 1
+
+
+def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Seconds()
+    monkeypatch.setattr(interval_log, "time", clock)
+    monkeypatch.setattr(interval_log, "sum_over_ranks", lambda own: 4 * own)  # four equal ranks
+    log = opened(DATA, replace(WORLD, world_size=4))
+
+    log.add_batch(SimpleNamespace(labels=range(6), unreadable=()))  # type: ignore[arg-type]
+    with log.waiting():
+        clock.now += 2.0
+    clock.now += 6.0
+    assert log._speed() == {"vitals/images_per_s": 4 * 6 / 8, "vitals/data_wait": 2 / 8}
+
+
+def test_an_update_waits_until_a_save_has_read_the_weights() -> None:
+    """After the backward pass, which may run beside the copy."""
+    done: list[str] = []
+    session: Any = SimpleNamespace(
+        watchdog=SimpleNamespace(mark=lambda doing: None),
+        engine=SimpleNamespace(
+            backward=lambda loss: done.append("backward"), step=lambda: done.append("update")
+        ),
+        store=SimpleNamespace(wait_for_host_copy=lambda: done.append("copied")),
+        log=SimpleNamespace(means=IntervalMeans()),
+        objective=SimpleNamespace(recorded={}),
+        batches=SimpleNamespace(prefetch=lambda: None),
+        _waiting_for_data=nullcontext,
+    )
+    TrainingSession.update(session, torch.tensor(1.0))
+    assert done == ["backward", "copied", "update"]
 
 
 def health(skipped: int, *, longest: int = 1) -> Health:
