@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -56,7 +56,7 @@ RAW = {"zero_optimization": {"reduce_bucket_size": 2000}}
 class Task:
     """The settings of a run, and the same for the reference."""
 
-    recipe: Recipe
+    recipe: Recipe = Recipe(peak=1e-2, eps=EPS, weight_decay=2.0, drop_seed=SEED)
     loss: Callable[[], Loss] = losses.supervised
     sections: dict[str, Any] = field(default_factory=dict)
     frozen: str | None = None
@@ -132,12 +132,16 @@ def corruption_of(positions: np.ndarray) -> dict[str, torch.Tensor]:
     return objective.corruption(positions, torch.device("cpu"))
 
 
+MIXING = {"data": {"mixing": {"mixup_alpha": 0.8, "mode": "pair"}}}
 ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": EPS, "weight_decay": 2.0}
-BASE = Recipe(peak=1e-2, eps=EPS, weight_decay=2.0, drop_seed=SEED)
 
 
 def adamw(**changed: Any) -> Recipe:
-    return Recipe(**{**vars(BASE), **changed})
+    return replace(Task.recipe, **changed)
+
+
+def optim(**changed: Any) -> dict[str, Any]:
+    return {"optim": ADAMW | changed}
 
 
 def objective(name: str, **settings: Any) -> dict[str, Any]:
@@ -148,7 +152,7 @@ TEACHER = {"teacher": {"weights": "none"}, "alpha": 0.4}
 MAE = {"mask_ratio": 0.5, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
 TASKS = {
     # Optimisers.
-    "adamw": Task(recipe=adamw(), sections={}),
+    "adamw": Task(),
     "sgd": Task(
         recipe=adamw(optimizer="sgd", peak=0.1, weight_decay=0.0, curve="linear"),
         sections={"optim": {"name": "sgd", "lr": 0.1}, "schedule": {"decay": "linear"}},
@@ -163,68 +167,55 @@ TASKS = {
     ),
     "bf16 momentum": Task(
         recipe=adamw(optimizer="adamw bf16 momentum"),
-        sections={"optim": ADAMW | {"momentum_dtype": "bf16"}},
+        sections=optim(momentum_dtype="bf16"),
     ),
     # Objectives.
     "sigmoid": Task(
-        recipe=adamw(),
-        loss=lambda: losses.supervised("sigmoid", smoothing=0.1),
-        sections=objective("supervised", loss="sigmoid", label_smoothing=0.1),
+        loss=lambda: losses.supervised("sigmoid", smoothing=0.1, share_of=share_of),
+        sections=MIXING | objective("supervised", loss="sigmoid", label_smoothing=0.1),
     ),
     "bce": Task(
-        recipe=adamw(),
-        loss=lambda: losses.supervised("bce"),
-        sections=objective("supervised", loss="bce"),
+        loss=lambda: losses.supervised("bce", share_of=share_of),
+        sections=MIXING | objective("supervised", loss="bce"),
     ),
     "hard distillation": Task(
-        recipe=adamw(),
         loss=lambda: losses.distillation(teacher(), kind="hard", alpha=0.4, tau=1),
         sections=objective("distillation", kind="hard", **TEACHER),
     ),
     "soft distillation": Task(
-        recipe=adamw(),
         loss=lambda: losses.distillation(teacher(), kind="soft", alpha=0.4, tau=3),
         sections=objective("distillation", kind="soft", tau=3, **TEACHER),
     ),
     "mae": Task(
-        recipe=adamw(),
         loss=lambda: losses.masked_autoencoder(order_of, kept=2),
         sections=objective("mae", **MAE) | {"model": {"positions": "sincos2d_mae", "width": 32}},
     ),
     "masked patches": Task(
-        recipe=adamw(),
         loss=lambda: losses.masked_patches(corruption_of),
         sections=objective("masked_patch_prediction"),
     ),
     # Switches.
-    "average": Task(recipe=adamw(average=0.6), sections={"optim": ADAMW | {"ema": {"decay": 0.6}}}),
-    "clip": Task(recipe=adamw(clip=0.3), sections={"optim": ADAMW | {"clip_norm": 0.3}}),
+    "average": Task(recipe=adamw(average=0.6), sections=optim(ema={"decay": 0.6})),
+    "clip": Task(recipe=adamw(clip=0.3), sections=optim(clip_norm=0.3)),
     "layer decay": Task(
         recipe=adamw(layer_decay=0.6, is_independent=True, weight_decay=0.05),
-        sections={
-            "optim": ADAMW
-            | {"layer_decay": 0.6, "weight_decay_mode": "independent", "weight_decay": 0.05}
-        },
+        sections=optim(layer_decay=0.6, weight_decay_mode="independent", weight_decay=0.05),
     ),
     "mixing": Task(
-        recipe=adamw(),
         loss=lambda: losses.supervised(smoothing=0.1, share_of=share_of),
-        sections={"data": {"mixing": {"mixup_alpha": 0.8, "mode": "pair"}}}
-        | objective("supervised", label_smoothing=0.1),
+        sections=MIXING | objective("supervised", label_smoothing=0.1),
     ),
-    "activation checkpointing": Task(
-        recipe=adamw(), sections={"engine": {"activation_checkpointing": True}}
-    ),
+    "activation checkpointing": Task(sections={"engine": {"activation_checkpointing": True}}),
     "frozen": Task(
         recipe=adamw(average=0.6),
-        sections={"optim": ADAMW | {"ema": {"decay": 0.6}}},
+        sections=optim(ema={"decay": 0.6}),
         frozen="blocks.0.",
     ),
-    "skipped block": Task(recipe=adamw(), loss=supervised_with_skips, skips=True, stages=(0, 1)),
-    "drop path": Task(recipe=adamw(), sections={"model": {"drop_path": 0.3, "dropout": 0.1}}),
+    "skipped block": Task(loss=supervised_with_skips, skips=True, stages=(0, 1)),
+    "drop path": Task(sections={"model": {"drop_path": 0.3, "dropout": 0.1}}),
     "skipped": Task(
         recipe=adamw(average=0.6, clip=0.3),
-        sections={"optim": ADAMW | {"ema": {"decay": 0.6}, "clip_norm": 0.3}},
+        sections=optim(ema={"decay": 0.6}, clip_norm=0.3),
         spoiled=True,
     ),
 }
