@@ -14,9 +14,10 @@ import argparse
 import sys
 
 try:
-    from itertools import islice
+    from collections.abc import Sequence
     from pathlib import Path
     from shlex import quote
+    from typing import Any
 
     import numpy as np
     import pyarrow as pa
@@ -94,9 +95,10 @@ def main() -> None:
         rows = np.flatnonzero(likely != positions)
         num, imports = arguments.num_workers or num_cores(), [copied_image.__module__]
         with Workers(copied_image, num=num, imports=imports) as workers:
-            look_again(workers, images, rows, likely[rows, None], first)
+            look_again(workers, images, [*zip(rows, likely[rows], strict=True)], first)
             rest = rows[first[rows] == rows]
-            look_again(workers, images, rest, nearest_before(descriptors, rest), first)
+            nearest = zip(rest, nearest_before(descriptors, rest), strict=True)
+            look_again(workers, images, [[row, *others] for row, others in nearest], first)
         similar = np.flatnonzero(~exact & (first != positions))
         for start in range(0, len(similar), BATCH_ROWS):
             rows = similar[start : start + BATCH_ROWS]
@@ -141,26 +143,16 @@ def main() -> None:
 
 
 def look_again(
-    workers: Workers,
-    images: pa.Table,
-    rows: np.ndarray,
-    originals: np.ndarray,
-    first: np.ndarray,
+    workers: Workers, images: pa.Table, groups: Sequence[Sequence[Any]], first: np.ndarray
 ) -> None:
     """Note in `first` which of its likely originals each image copies, if any.
 
-    rows: positions, int64 [N]. originals: positions, [N, M], -1 for none.
+    groups: positions of an image, then of its likely originals.
     """
-    for start in range(0, len(rows), DESCRIBED_ROWS):
-        some = slice(start, start + DESCRIBED_ROWS)
-        chosen = [
-            np.append(row, others[others >= 0])
-            for row, others in zip(rows[some], originals[some], strict=True)
-        ]
-        found = iter(images.take(np.concatenate(chosen)).to_pylist())
-        tasks = [list(islice(found, len(each))) for each in chosen]
-        for number, _, copied in workers.results(tasks):
-            first[chosen[number][0]] = chosen[number][copied]
+    tasks = ([images.slice(i, 1).to_pylist()[0] for i in group] for group in groups)
+    for number, _, copied in workers.results(tasks):
+        group = groups[number]
+        first[group[0]] = group[copied]
 
 
 def describe_all(images: pa.Table, *, num_workers: int | None) -> np.ndarray:

@@ -46,7 +46,6 @@ from vitscale.tracking.journal import item_progress
 MAX_CLASSES, PER_CLASS = 40, 10
 
 BATCH_ROWS = 1 << 13
-NAMES = pa.schema([("split", pa.string()), ("key", pa.string())])
 
 Task = tuple[ShardEntry, pa.Table]
 """A tar, and its rows of the index; none if that cannot be read."""
@@ -60,7 +59,6 @@ def check_folder(
     write_entry_points: bool = False,
 ) -> list[str]:
     """Return all findings; none for a valid folder. Raises UserError for tars at a URL."""
-    index = partial(_batches, folder / INDEX_NAME)
     is_index = _is_index(folder / INDEX_NAME)
     found = [
         *_findings(INDEX_NAME, _check_index(folder, manifest, is_index=is_index)),
@@ -80,7 +78,8 @@ def check_folder(
         item_progress("verify", total=num_samples) as advance,
         Workers(check, num=num, imports=[__name__]) as workers,
     ):
-        tasks = tar_tasks(_readable(index()) if is_index else (), manifest)
+        pieces = _readable(_batches(folder / INDEX_NAME)) if is_index else ()
+        tasks = tar_tasks(pieces, manifest)
         for _, (shard, _), findings in workers.results(tasks):
             found += [f"{shard.name}: {finding}" for finding in findings]
             advance(shard.samples)
@@ -121,13 +120,13 @@ def _batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Ta
     """
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(BATCH_ROWS, columns=columns):
-            yield pa.Table.from_batches([batch])
+            yield pa.Table.from_batches([batch]).drop_null()
 
 
 def _readable(pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Yield whole rows up to the first damage, which is a finding of its own."""
+    """Yield the rows up to the first damage, which is a finding of its own."""
     with suppress(OSError, pa.ArrowException):
-        yield from (piece.drop_null() for piece in pieces)
+        yield from pieces
 
 
 def _check_index(folder: Path, manifest: Manifest, *, is_index: bool) -> Iterator[str]:
@@ -140,32 +139,25 @@ def _check_index(folder: Path, manifest: Manifest, *, is_index: bool) -> Iterato
         return
 
     low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
-    num_wrong = 0
-    found: list[tuple[str, int]] = []
-    for piece in _batches(path):
-        rows = piece.drop_null()
-        labels = rows["label"].to_numpy()
-        num_wrong += int(np.count_nonzero((labels < low) | (labels >= high)))
-        for name, group in groupby(rows["shard"].to_pylist()):
-            found.append((name, len(list(group))))
+    labels = (piece["label"].to_numpy() for piece in _batches(path))
+    num_wrong = sum(int(((some < low) | (some >= high)).sum()) for some in labels)
     if num_wrong:
         yield f"{num_wrong:,} labels are outside {low} to {high - 1:,}"
 
+    names = (name for piece in _batches(path) for name in piece["shard"].to_pylist())
+    found = [(name, sum(1 for _ in rows)) for name, rows in groupby(names)]
     shards = [shard for entry in manifest.splits.values() for shard in entry.shards]
-    expected = [(shard.name, shard.samples) for shard in shards if shard.samples]
-    tars = groupby(found, key=lambda run: run[0])
-    if [(name, sum(num for _, num in runs)) for name, runs in tars] != expected:
+    if found != [(shard.name, shard.samples) for shard in shards if shard.samples]:
         yield "does not have the samples of the manifest's tars, in their order"
     for split, entry in manifest.splits.items():
-        samples = map(sample_bytes, _of_split(path, split, ("blake3", "label")))
+        samples = map(sample_bytes, _of_split(path, split))
         if split_fingerprint(samples, shard_lengths=entry.shard_lengths) != entry.fingerprint:
             yield f"samples of split {split!r} do not have the manifest's fingerprint"
 
 
-def _of_split(path: Path, split: str, columns: Sequence[str]) -> Iterator[pa.Table]:
+def _of_split(path: Path, split: str) -> Iterator[pa.Table]:
     """Yield the rows of a split, some at a time."""
-    for piece in _batches(path, [*columns, "split"]):
-        rows = piece.drop_null()
+    for rows in _batches(path):
         yield rows.filter(pc.equal(rows["split"].cast(pa.string()), split))
 
 
@@ -221,10 +213,10 @@ def _check_sample(
     if blake3(image).digest() != row["blake3"]:
         return "the image's bytes differ from the index (BLAKE3)", image
     try:
-        opened = open_image(image, format_of(image))
+        format = format_of(image)
+        found = SUFFIXES[format], *open_image(image, format).size
     except Rejected as error:
         return f"the image cannot be read ({error})", image
-    found = SUFFIXES[format_of(image)], *opened.size
     expected = row["format"], row["width"], row["height"]
     return (None if found == expected else f"is {found}, but the index says {expected}"), image
 
@@ -237,47 +229,22 @@ def _check_ledger(folder: Path, manifest: Manifest, *, has_index: bool) -> Itera
     if not has_index:
         return
     # Both files have the samples of a split in their stored order.
-    same = []
-    for split in manifest.splits:
-        kept, stored = _kept(path, split), _of_split(folder / INDEX_NAME, split, ["key"])
-        same.append(_same_rows(map(_names, kept), map(_names, stored)))
-    num_kept = sum(len(rows) for rows in _kept(path))
-    if not all(same) or num_kept != sum(each.num_samples for each in manifest.splits.values()):
+    if _key_hashes(path, "status") != _key_hashes(folder / INDEX_NAME):
         yield "the inputs kept or repaired are not the samples of the index"
 
 
-def _kept(path: Path, split: str | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of the ledger that are samples, of one split or of all, some at a time."""
-    for rows in _batches(path, ["split", "key", "status"]):
-        is_wanted = pc.not_equal(rows["status"].cast(pa.string()), "rejected")
-        if split is not None:
-            is_wanted = pc.and_(is_wanted, pc.equal(rows["split"].cast(pa.string()), split))
-        yield rows.filter(is_wanted)
-
-
-def _names(rows: pa.Table) -> pa.Table:
-    """Split and key of each row."""
-    return rows.select(["split", "key"]).cast(NAMES)
-
-
-def _same_rows(left: Iterator[pa.Table], right: Iterator[pa.Table]) -> bool:
-    """Return True if two tables are equal. They come in pieces, cut at other places."""
-    a, b = NAMES.empty_table(), NAMES.empty_table()
-    while True:
-        a = a if len(a) else next(left, None)
-        b = b if len(b) else next(right, None)
-        if a is None or b is None:
-            rest = [*filter(None, (a, b)), *left, *right]
-            return not any(map(len, rest))
-        num = min(len(a), len(b))
-        if not a.slice(0, num).equals(b.slice(0, num)):
-            return False
-        a, b = a.slice(num), b.slice(num)
+def _key_hashes(path: Path, *status: str) -> dict[str, bytes]:
+    """Split -> hash of the keys of its samples. status: the column, if the file has it."""
+    hashes: dict[str, blake3] = {}
+    for rows in _batches(path, ["split", "key", *status]):
+        for row in rows.to_pylist():
+            if row.get("status") != "rejected":
+                hashes.setdefault(row["split"], blake3()).update(f"{row['key']}\0".encode())
+    return {split: found.digest() for split, found in hashes.items()}
 
 
 def _check_info(folder: Path, manifest: Manifest) -> Iterator[str]:
-    info = info_of(manifest.splits, shards_root=manifest.shards_root)
-    if json.loads((folder / INFO_NAME).read_text()) != json.loads(json.dumps(info)):
+    if json.loads((folder / INFO_NAME).read_text()) != info_of(manifest):
         yield "is not what the manifest says"
 
 

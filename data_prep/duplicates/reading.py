@@ -54,16 +54,22 @@ def list_images(folder: Path) -> pa.Table:
     below = files_below(folder, follow_links=True)
     files = sorted(path for path in below if is_image_name(os.path.basename(path)))
     try:
-        hashes = [bytes.fromhex(blake3_of_file(file)) for file in files]
-        sizes = [os.path.getsize(file) for file in files]
+        rows = [
+            {
+                "name": printable(file),
+                "blake3": bytes.fromhex(blake3_of_file(file)),
+                "file": os.fsencode(file),
+                "offset": 0,
+                "length": os.path.getsize(file),
+            }
+            for file in files
+        ]
     except OSError as error:
         where = printable(str(error.filename or folder))
         raise UserError(f"cannot be read ({error.strerror})", where=where) from None
     if not files:
         raise UserError("has no images", where=str(folder), allowed="image files, or shards")
-    names, paths = [printable(file) for file in files], [os.fsencode(file) for file in files]
-    columns = (names, hashes, paths, [0] * len(files), sizes)
-    return pa.table(dict(zip(IMAGES.names, columns, strict=True)), schema=IMAGES)
+    return pa.Table.from_pylist(rows, schema=IMAGES)
 
 
 def list_samples(folder: Path) -> pa.Table:
@@ -74,10 +80,9 @@ def list_samples(folder: Path) -> pa.Table:
     table = table.take(np.argsort(in_train, kind="stable")).combine_chunks()
     shards = table["shard"].cast(pa.string()).combine_chunks().dictionary_encode()
     tars = tar_files(folder, read_manifest(folder), shards.dictionary.to_pylist())
-    files = pa.array(map(os.fsencode, tars))
-    found = [table[name] for name in ("key", "blake3", "shard", "offset", "length")]
-    found[2] = pa.DictionaryArray.from_arrays(shards.indices, files)
-    return pa.table(found, schema=IMAGES)
+    files = pa.DictionaryArray.from_arrays(shards.indices, pa.array(map(os.fsencode, tars)))
+    columns = [table["key"], table["blake3"], files, table["offset"], table["length"]]
+    return pa.table(columns, schema=IMAGES)
 
 
 def source_paths(folder: Path, keys: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -104,12 +109,9 @@ def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
 
 def copied_image(rows: Sequence[Mapping[str, Any]]) -> int:
     """Return the position in `rows` of the first image that the first one copies; 0: none."""
-    looks = [look_at(image_of(rows[0]))]
-    for number, row in enumerate(rows[1:], 1):
-        looks.append(look_at(image_of(row)))
-        if nearly_equal(looks[0], looks[number]):
-            return number
-    return 0
+    looks = map(look_at, map(image_of, rows))
+    first = next(looks)
+    return next((i for i, look in enumerate(looks, 1) if nearly_equal(first, look)), 0)
 
 
 def image_of(row: Mapping[str, Any]) -> bytes:

@@ -55,7 +55,8 @@ BATCH_ROWS = 1 << 14
 MAX_PAIRS = 1 << 14
 # Of an image that is no copy of the first one that it looks like, so many others are looked at.
 NUM_NEAREST = 4
-NEAREST_ROWS = 1 << 8
+# So many images at a time, 4 bytes each for every other image.
+NEAREST_ROWS = 16
 
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
@@ -166,9 +167,8 @@ def similarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    product = (a * b).sum(axis=1)
-    norms = (a * a).sum(axis=1) * (b * b).sum(axis=1)
-    return product / np.sqrt(np.maximum(norms, 1))
+    norms = np.square(a).sum(axis=1) * np.square(b).sum(axis=1)
+    return (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
 
 
 def first_equal(rows: np.ndarray) -> np.ndarray:
@@ -195,31 +195,28 @@ def first_similar(descriptors: np.ndarray) -> np.ndarray:
     return found
 
 
-def nearest_before(descriptors: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """int64 [len(rows), NUM_NEAREST]: the earlier images that correlate most, best first; -1: none.
+def nearest_before(descriptors: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the earlier images that correlate most with each, at most NUM_NEAREST, best first.
 
     rows: positions. Keys do not matter here.
     """
     _, _, signs = _frequencies()
-    found = np.full((len(rows), NUM_NEAREST), -1)
     for start in range(0, len(rows), NEAREST_ROWS):
         some = rows[start : start + NEAREST_ROWS]
-        own = descriptors[some].astype(np.float64)
-        best = np.full((len(some), NUM_NEAREST), -1.0)
-        places = found[start : start + NEAREST_ROWS]
-        for first in range(0, int(some.max()), BATCH_ROWS):
-            block = descriptors[first : first + BATCH_ROWS].astype(np.float64)
-            norms = np.outer((own**2).sum(axis=1), (block**2).sum(axis=1))
-            alike = np.maximum(own @ block.T, (own * signs) @ block.T)
-            alike /= np.sqrt(np.maximum(norms, 1))
-            numbers = np.broadcast_to(first + np.arange(len(block)), alike.shape)
-            is_likely = (numbers < some[:, None]) & (alike >= MIN_CORRELATION)
-            both = np.hstack([best, np.where(is_likely, alike, -1)])
-            order = np.argsort(-both, axis=1, kind="stable")[:, :NUM_NEAREST]
-            best = np.take_along_axis(both, order, axis=1)
-            both_places = np.hstack([places, np.where(is_likely, numbers, -1)])
-            places[:] = np.take_along_axis(both_places, order, axis=1)
-    return found
+        own = _normalized(descriptors[some])
+        alike = np.empty((len(some), len(descriptors)), np.float32)
+        for first in range(0, len(descriptors), BATCH_ROWS):
+            block = slice(first, first + BATCH_ROWS)
+            others = _normalized(descriptors[block]).T
+            alike[:, block] = np.maximum(own @ others, (own * signs) @ others)
+        for row, values in zip(some, alike, strict=True):
+            likely = np.flatnonzero(values[:row] >= MIN_CORRELATION)
+            yield likely[np.argsort(-values[likely], kind="stable")[:NUM_NEAREST]]
+
+
+def _normalized(descriptors: np.ndarray) -> np.ndarray:
+    norms = np.linalg.norm(descriptors.astype(np.float64), axis=1, keepdims=True)
+    return descriptors / np.maximum(norms, 1)
 
 
 def _first_matches(descriptors: np.ndarray) -> np.ndarray:

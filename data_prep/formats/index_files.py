@@ -75,22 +75,18 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
                     writer.write_table(part)
 
 
-def info_of(splits: Mapping[str, SplitEntry], *, shards_root: str = ".") -> dict[str, Any]:
+def info_of(manifest: Manifest) -> dict[str, Any]:
     """`_info.json` in the form timm's WebDataset reader takes."""
     info = {
         name: {
             "name": name,
             "num_samples": entry.num_samples,
-            "filenames": [str(Path(shards_root, shard.name)) for shard in entry.shards],
+            "filenames": [str(Path(manifest.shards_root, shard.name)) for shard in entry.shards],
             "shard_lengths": list(entry.shard_lengths),
         }
-        for name, entry in splits.items()
+        for name, entry in manifest.splits.items()
     }
     return {"splits": info}
-
-
-def write_info(folder: Path, *, splits: Mapping[str, SplitEntry], shards_root: str = ".") -> None:
-    write_json(folder / INFO_NAME, info_of(splits, shards_root=shards_root))
 
 
 def write_card(
@@ -116,6 +112,8 @@ def write_card(
 
 
 def write_manifest(folder: Path, *, manifest: Manifest) -> None:
+    """Write manifest.json and `_info.json`."""
+    write_json(folder / INFO_NAME, info_of(manifest))
     write_json(folder / MANIFEST_NAME, asdict(manifest))
 
 

@@ -149,8 +149,7 @@ def _input_of(
     except OSError as error:
         item.reason = _fault(error, path, is_link=entry.is_symlink())
         return item
-    item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
-    item.inode = status.st_ino or 1
+    item.set_status(status)
     item.reason = name_reason(entry.name, status.st_mode, hidden=hidden)
     if item.reason is None and container.class_name is None:
         item.reason = "no_class"

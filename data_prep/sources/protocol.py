@@ -83,6 +83,11 @@ class Input:
     data: bytes | None = None
     """Bytes that can be read only once, such as a cell of a compressed table: for the spool."""
 
+    def set_status(self, status: os.stat_result) -> None:
+        self.num_bytes = status.st_size
+        self.modified_ns = status.st_mtime_ns
+        self.inode = status.st_ino or 1
+
 
 @dataclass(frozen=True)
 class Source(ABC):
@@ -98,6 +103,12 @@ class Source(ABC):
     def root(self) -> Path:
         """The folder that all paths are relative to."""
         return source_root(self.settings)
+
+    def labelled(self, item: Input) -> Input:
+        """Reject an input without a label."""
+        if item.reason is None and item.class_name is None and self.labels.values != "none":
+            item.reason = "no_label"
+        return item
 
     @abstractmethod
     def containers(self) -> list[Container]:

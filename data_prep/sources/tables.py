@@ -110,16 +110,13 @@ class ParquetImages(Source):
         name = stem_and_suffix("/".join(parts))[0]
         if not name.strip("./"):
             name = f"{stem_and_suffix(os.path.basename(container.path))[0]}-{number}"
-        item = Input(f"{container.path}/{number}", container.split, class_name, name, 0)
-        item.file, data = container.path, image.get("bytes")
-        item.num_bytes = len(data or b"")
+        data = image.get("bytes")
+        path, num_bytes = f"{container.path}/{number}", len(data or b"")
+        item = Input(path, container.split, class_name, name, num_bytes, data=data)
+        item.file = container.path
         if data is None:
             item.reason = "no_image"
-        elif class_name is None and self.labels.values != "none":
-            item.reason = "no_label"
-        else:
-            item.data = data
-        return item
+        return self.labelled(item)
 
 
 class PathTable(Source):
@@ -204,12 +201,9 @@ class PathTable(Source):
         except OSError as error:
             raise_if_outage(error, item.path)
             return item
-        item.num_bytes, item.modified_ns = status.st_size, status.st_mtime_ns
-        item.inode = status.st_ino or 1
+        item.set_status(status)
         item.reason = None if stat.S_ISREG(status.st_mode) else "not_a_file"
-        if item.reason is None and class_name is None and self.labels.values != "none":
-            item.reason = "no_label"
-        return item
+        return self.labelled(item)
 
 
 def _batches(

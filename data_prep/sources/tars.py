@@ -99,10 +99,17 @@ class ClassTars(Source):
                 if self.labels.values == "none":
                     # Without classes, nothing but the tar tells its images apart.
                     stem = f"{container.class_name}/{stem}"
-                item = Input(full, container.split, container.class_name, stem, member.num_bytes)
-                item.reason, item.file, item.offset = reason, path, member.offset
-                item.modified_ns = modified_ns
-                yield item
+                yield Input(
+                    full,
+                    container.split,
+                    container.class_name,
+                    stem,
+                    member.num_bytes,
+                    reason,
+                    file=path,
+                    offset=member.offset,
+                    modified_ns=modified_ns,
+                )
 
 
 def _class_of(tar: str) -> str:
@@ -158,12 +165,18 @@ class WebDataset(Source):
                 else:
                     path += f" (byte {member.offset})"
                 class_name = class_from_cell(label, None, self.labels)
-                if reason is None and class_name is None and self.labels.values != "none":
-                    reason = "no_label"
-                item = Input(path, container.split, class_name, name, member.num_bytes, reason)
-                item.file, item.offset = container.path, member.offset
-                item.modified_ns = modified_ns
-                yield item
+                item = Input(
+                    path,
+                    container.split,
+                    class_name,
+                    name,
+                    member.num_bytes,
+                    reason,
+                    file=container.path,
+                    offset=member.offset,
+                    modified_ns=modified_ns,
+                )
+                yield self.labelled(item)
 
     def _rows(self, file: BinaryIO) -> Iterator[tuple[Member, str, str | None, str | None]]:
         """Yield (member, name, label, reason) of samples, and of members outside them.

@@ -10,15 +10,18 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.formats.ledger import Outcomes
+from data_prep.sources.protocol import printable
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import left_out, read_containers
 from data_prep.steps.work import WorkFolder
@@ -32,22 +35,38 @@ WHOLE = re.compile(r"0|[1-9][0-9]*")
 NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 # What a number can be written with: blanks, commas and brackets of lists, marks of Windows, NUL.
 AROUND_NUMBERS = re.compile(r"[\s,;()\[\]\0\ufeff]+")
-Counts = Mapping[str, Mapping[str, int]]
-"""Split -> class -> number of images."""
 
 
-def counts_of(classes: pa.ChunkedArray) -> Counter[str]:
-    rows = classes.value_counts().to_pylist()
-    return Counter({row["values"] or "": row["counts"] for row in rows})
+@dataclass(frozen=True)
+class Census:
+    """How many images there are of each class."""
+
+    counts: dict[str, Counter[str]]
+    """Split -> class -> number of usable images."""
+    unknown: Counter[str]
+    """Class outside the label space or map -> number of images."""
+    examples: dict[str, str]
+    """Class -> path of a usable image."""
+
+    @property
+    def images(self) -> Counter[str]:
+        """Class -> number of usable images."""
+        return sum(self.counts.values(), Counter())
 
 
-def count_images(rows: pa.Table) -> Counts:
-    """Count usable rows: `split` and `class`."""
-    found: dict[str, Counter[str]] = {}
-    table = rows.group_by(["split", "class"]).aggregate([([], "count_all")])
-    for row in table.to_pylist():
-        found.setdefault(row["split"], Counter())[row["class"] or ""] += row["count_all"]
-    return found
+def take_census(tables: Iterable[pa.Table]) -> Census:
+    """Count inputs. tables: `split`, `class`, `reason` and `path`."""
+    census = Census({}, Counter(), {})
+    for table in tables:
+        groups = table.group_by(["split", "class", "reason"], use_threads=False)
+        for row in groups.aggregate([([], "count_all"), ("path", "first")]).to_pylist():
+            name = row["class"] or ""
+            if row["reason"] is None:
+                census.counts.setdefault(row["split"], Counter())[name] += row["count_all"]
+                census.examples.setdefault(name, printable(row["path_first"]))
+            elif row["reason"] == "unknown_class":
+                census.unknown[name] += row["count_all"]
+    return census
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -59,46 +78,38 @@ def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.nda
     Of equal classes the first row is kept, and one outside `train` before those of it, so that
     nothing that is evaluated is trained on. Of different classes none is right.
     """
-    inode = rows["inode"].to_numpy()[order]
-    usable = pc.is_null(rows["reason"]).to_numpy()[order] & (inode != 0)
-    numbers = np.sort(inode[usable])
-    again = numbers[1:][numbers[1:] == numbers[:-1]]
+    is_file = pc.and_(pc.is_null(rows["reason"]), pc.not_equal(rows["inode"], 0))
+    inodes = pc.if_else(is_file, rows["inode"], 0).to_numpy()
+    numbers = np.sort(inodes[inodes != 0])
+    is_repeated = np.isin(inodes, numbers[1:][numbers[1:] == numbers[:-1]])
+
     # Few. Hard links have equal numbers, too, but paths of their own.
-    chosen = order[usable & np.isin(inode, again)]
-    columns = ["path", "split", "class"]
-    groups: dict[bytes, list[tuple[int, str, str]]] = {}
-    for position, row in zip(
-        chosen.tolist(), rows.take(chosen).select(columns).to_pylist(), strict=True
-    ):
+    chosen = order[is_repeated[order]]
+    found = rows.select(["path", "split", "class"]).take(chosen).to_pylist()
+    groups: dict[bytes, list[dict[str, Any]]] = {}
+    for position, row in zip(chosen.tolist(), found, strict=True):
         real = os.path.realpath(os.path.join(os.fsencode(source), row["path"]))
-        groups.setdefault(real, []).append((position, row["split"], row["class"]))
+        groups.setdefault(real, []).append(row | {"position": position})
     rejected = list[int]()
     for group in groups.values():
-        kept = min(group, key=lambda row: row[1] == TRAIN)
-        is_one_class = len({class_name for _, _, class_name in group}) == 1
-        rejected += [row[0] for row in group if row != kept or not is_one_class]
+        kept = min(group, key=lambda row: row["split"] == TRAIN)
+        is_one_class = len({row["class"] for row in group}) == 1
+        rejected += [row["position"] for row in group if row is not kept or not is_one_class]
     return np.array(rejected, np.int64)
 
 
 # ---- classes -------------------------------------------------------------------------------------
 
 
-def check_listed(
-    work: WorkFolder,
-    found: Mapping[str, int],
-    *,
-    unknown: Mapping[str, int],
-    listed: Outcomes,
-    num_left: int,
-) -> None:
+def check_listed(work: WorkFolder, census: Census, *, listed: Outcomes, num_left: int) -> None:
     """Raise UserError for unknown classes, classes without images, and no images at all.
 
-    found: class -> usable images. listed: inputs that are rejected already.
+    listed: inputs that are rejected already.
     num_left: classes that `min_images_per_class` leaves.
     """
-    run, labels = work.run, load_labels(work.run.labels)
+    run, labels, found = work.run, load_labels(work.run.labels), census.images
     if run.labels.unknown == "refuse" or found:
-        labels.check(unknown, found=found)
+        labels.check(census.unknown, found=found)
     named = {box.class_name for box in read_containers(work)} - {None}
     empty = sorted(map(str, named - found.keys()))
     ignored = run.labels.values == "none" or labels.map or labels.space
@@ -123,27 +134,23 @@ def check_listed(
         raise UserError(what, where=where, next_step=advice)
 
 
-def check_classes(
-    counts: Counts, *, labels: LabelSettings, are_values: bool, example: Callable[[str], str]
-) -> None:
+def check_classes(census: Census, *, labels: LabelSettings, are_values: bool) -> None:
     """Raise UserError for classes that cannot be what the corpus means.
 
     A label space says what the classes are, so that nothing is left to check. are_values: the
-    source has labels, not names of folders. example: the path of an image of a class.
+    source has labels, not names of folders.
     """
     if labels.values == "none" or labels.space is not None:
         return
-    images = sum(map(Counter, counts.values()), Counter[str]())
     if labels.map is None:
-        _check_numbers(images, are_values=are_values, example=example)
-    _check_looks(images, example=example)
-    _check_training(counts, example=example)
+        _check_numbers(census, are_values=are_values)
+    _check_looks(census)
+    _check_training(census)
 
 
-def _check_numbers(
-    images: Mapping[str, int], *, are_values: bool, example: Callable[[str], str]
-) -> None:
+def _check_numbers(census: Census, *, are_values: bool) -> None:
     """Refuse numbers of which some are written in another way; they would all be sorted as text."""
+    images = census.images
     numbers = {name for name in images if _is_number(name)}
     whole = {name for name in numbers if WHOLE.fullmatch(name)}
     are_padded = len(set(map(len, numbers))) == 1 and all(map(str.isdecimal, numbers))
@@ -158,7 +165,7 @@ def _check_numbers(
         raise UserError(
             f"{num_images:,} of {sum(images.values()):,} images have numbers as labels, but "
             f"{len(odd):,} labels are no plain whole numbers, such as {ascii(name)} of "
-            f"{example(name)!r} ({images[name]:,} images)",
+            f"{census.examples[name]!r} ({images[name]:,} images)",
             where="source.path",
             allowed="whole numbers without leading zeros for all images, or names",
             next_step="correct these labels; or take all as names: list them in their order in a "
@@ -171,41 +178,39 @@ def _is_number(name: str) -> bool:
     return bool(words) and all(map(NUMBER.fullmatch, words))
 
 
-def _check_looks(images: Mapping[str, int], *, example: Callable[[str], str]) -> None:
+def _check_looks(census: Census) -> None:
     """Refuse names that nobody can tell apart, or that hide characters."""
+    images = census.images
     looks = names_by(look_of, images)
     for name in sorted(images):
         other = looks[look_of(name)]
-        problem = f"look like {ascii(other)} ({example(other)!r})" if other != name else ""
+        problem = f"look like {ascii(other)} ({census.examples[other]!r})" if other != name else ""
         if not problem and {"\0", "\ufeff"}.intersection(name):
             problem = "have characters that cannot be seen"
         if problem:
             raise UserError(
-                f"the {images[name]:,} images of class {ascii(name)} ({example(name)!r}) {problem}",
+                f"the {images[name]:,} images of class {ascii(name)} ({census.examples[name]!r}) "
+                f"{problem}",
                 where="source.path",
                 next_step="give one class one name; labels.map can replace names",
             )
 
 
-def _check_training(counts: Counts, *, example: Callable[[str], str]) -> None:
+def _check_training(census: Census) -> None:
     """Refuse classes without an image in `train`, if there is such a split."""
-    train = counts.get(TRAIN)
-    if not train:
-        return
-    lost = Counter[str]()
-    for classes in counts.values():
-        lost += Counter({name: num for name, num in classes.items() if name not in train})
-    if not lost:
+    train = census.counts.get(TRAIN)
+    lost = {name: num for name, num in census.images.items() if train and name not in train}
+    if not train or not lost:
         return
     name, num = min(lost.items(), key=lambda item: (-item[1], item[0]))
-    splits = " and ".join(sorted(split for split, classes in counts.items() if name in classes))
+    splits = " and ".join(sorted(split for split, of in census.counts.items() if name in of))
     close = closest(name, sorted(train))
     hint = f"; train has {ascii(close)}" if close else ""
     if _is_number(name) and not any(map(_is_number, train)):
         hint = f"; train has names, such as {min(train)!r}"
     raise UserError(
         f"{len(lost):,} classes have no image in train ({sum(lost.values()):,} images): "
-        f"{ascii(name)} has {num:,} in {splits}, such as {example(name)!r}{hint}",
+        f"{ascii(name)} has {num:,} in {splits}, such as {census.examples[name]!r}{hint}",
         where="source.path",
         next_step="correct their names or leave these images out; if the folder holds images of "
         "many classes, set source.splits and source.val_labels; if a model is to have classes that "
@@ -216,10 +221,10 @@ def _check_training(counts: Counts, *, example: Callable[[str], str]) -> None:
 # ---- what is said --------------------------------------------------------------------------------
 
 
-def notes_on(classes: Sequence[str], tables: Mapping[str, pa.Table]) -> list[str]:
+def notes_on(classes: Sequence[str], hashes: Mapping[str, pa.ChunkedArray]) -> list[str]:
     """Return a sentence for each thing about the corpus that people may not expect.
 
-    tables: split -> `blake3` and `label` of its samples.
+    hashes: split -> BLAKE3 of its samples.
     """
     notes = []
     numbers = [name for name in classes if WHOLE.fullmatch(name)]
@@ -232,17 +237,7 @@ def notes_on(classes: Sequence[str], tables: Mapping[str, pa.Table]) -> list[str
             break
     if len(classes) == 1:
         notes.append(f"all images have the class {classes[0]!r}")
-    hashes = {name: _hash_prefixes(table) for name, table in tables.items()}
     for one, other in combinations(sorted(hashes, key=lambda name: (name == TRAIN, name)), 2):
-        if num := int(np.isin(hashes[one], hashes[other]).sum()):
+        if num := pc.sum(pc.is_in(hashes[one], value_set=hashes[other])).as_py():
             notes.append(f"{num:,} images of {one} have the bytes of images of {other}")
     return notes
-
-
-def _hash_prefixes(table: pa.Table) -> np.ndarray:
-    """uint64 [samples]: the first 8 bytes of each BLAKE3."""
-    chunks = [
-        np.frombuffer(chunk.buffers()[1], "<u8")[4 * chunk.offset :][: 4 * len(chunk)]
-        for chunk in table["blake3"].chunks
-    ]
-    return np.concatenate([np.zeros(0, "<u8"), *chunks])[::4].copy()

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from blake3 import blake3
@@ -29,19 +28,17 @@ from data_prep.formats.index_files import (
     split_fingerprint,
     write_card,
     write_index,
-    write_info,
     write_manifest,
 )
 from data_prep.formats.ledger import Outcomes, write_ledger
 from data_prep.sources.files import stem_and_suffix
-from data_prep.sources.protocol import ChangedSource, printable
+from data_prep.sources.protocol import ChangedSource, Container, printable
 from data_prep.steps.corpus_check import (
     CLASSES_SHOWN,
     TRAIN,
     check_classes,
-    count_images,
-    counts_of,
     notes_on,
+    take_census,
 )
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
@@ -75,8 +72,9 @@ class Tar:
     samples: pa.Table
 
     @classmethod
-    def of(cls, facts: Mapping[str, str], table: pa.Table, *, split: str, name: str) -> Tar:
-        """table: the outcome of each input. facts: stored with it."""
+    def of(cls, table: pa.Table, *, split: str, name: str) -> Tar:
+        """table: the outcome of each input, with facts about the tar."""
+        facts = facts_of(table)
         samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
         num, num_bytes = len(samples), int(facts["bytes"])
         entry = ShardEntry(name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"])
@@ -93,18 +91,18 @@ class Tar:
 def finish_shards(work: WorkFolder, unit: str) -> None:
     plan, tars, numbers = read_plan(work), [], Counter[str]()
     sums, fingerprint = _write_ledger(work, map(work.table, [*plan.units, REJECTED]))
-    kept, final = Counter[str](), work.path / FINAL
+    kept, final = set[str](), work.path / FINAL
     has_train = any(split_of(outcomes) == TRAIN for outcomes in plan.units)
     for outcomes in plan.units:
         split = split_of(outcomes)
         name = f"{split}-{numbers[split]:06d}.tar"
-        tar = Tar.of(facts_of(work, outcomes), work.table(outcomes), split=split, name=name)
+        tar = Tar.of(work.table(outcomes), split=split, name=name)
         if not tar.entry.samples:
             continue
         tars.append(tar)
         numbers[split] += 1
         if split == TRAIN or not has_train:
-            kept += counts_of(tar.samples["class"])
+            kept.update(tar.samples["class"].unique().to_pylist())
         path = final / tar.entry.name
         with suppress(FileNotFoundError):  # of a process that died here
             os.rename((work.path / outcomes).with_suffix(".tar"), path)
@@ -130,64 +128,54 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
 
 def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
-    root, tars, unknown = root_of(work), [], Counter[str]()
-    units = dict(zip(tar_units(work), read_containers(work), strict=True))
-    of_split = dict[str, list[str]]()
-    for outcomes, container in units.items():
-        of_split.setdefault(container.split, []).append(outcomes)
-    repeated = {split: _repeated_keys(work, names) for split, names in of_split.items()}
-
-    def outcomes_of(unit: str) -> pa.Table:
-        box = units[unit]
-        return _with_unique_keys(work.table(unit), repeated[box.split], tar=box.path)
-
-    for outcomes, container in units.items():
-        facts, table = facts_of(work, outcomes), outcomes_of(outcomes)
-        _check_unchanged(root, container.path, facts)
-        unknown += counts_of(table["class"].filter(pc.equal(table["reason"], "unknown_class")))
-        tar = Tar.of(facts, table, split=container.split, name=container.path)
-        if tar.entry.samples:
-            tars.append(tar)
-
-    def example(name: str) -> str:
-        for table in map(work.table, units):
-            is_one = pc.and_(pc.equal(table["class"], name), pc.is_null(table["reason"]))
-            if (first := pc.index(is_one, True).as_py()) >= 0:
-                return str(table["path"][first])
-        raise AssertionError(name)
-
-    labels = load_labels(work.run.labels)
-    columns = [tar.samples.select(["split", "class"]) for tar in tars]
-    counts = count_images(pa.concat_tables(columns)) if tars else {}
-    found = sum(map(Counter, counts.values()), Counter[str]())
-    labels.check(unknown, found=found)
-    sums, fingerprint = _write_ledger(work, map(outcomes_of, units))
+    root, labels = root_of(work), load_labels(work.run.labels)
+    containers = read_containers(work)
+    tables = _with_unique_keys([work.table(unit) for unit in tar_units(work)], containers)
+    for table, container in zip(tables, containers, strict=True):
+        _check_unchanged(root, container.path, facts_of(table))
+    census = take_census(tables)
+    found = census.images
+    labels.check(census.unknown, found=found)
+    sums, fingerprint = _write_ledger(work, tables)
     if not found:
         raise UserError("contains no usable samples", where=f"source.path={root}")
-    check_classes(counts, labels=labels.settings, are_values=True, example=example)
+    check_classes(census, labels=labels.settings, are_values=True)
 
-    tars.sort(key=lambda tar: tar.split)
+    tars = [
+        Tar.of(table, split=container.split, name=container.path)
+        for table, container in zip(tables, containers, strict=True)
+    ]
+    tars = sorted((tar for tar in tars if tar.entry.samples), key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
-    train = [tar.rows(classes)["label"] for tar in tars if tar.split == TRAIN]
-    labels_of_train = np.concatenate([np.zeros(0, np.int32), *train])
-    check_mixed(labels_of_train, shard_lengths=list(map(len, train)), where="source.path")
     place = root_of_tars(root, output=work.output)
     _commit(work, tars, classes, inputs=sums, source_fingerprint=fingerprint, shards_root=place)
 
 
-def _repeated_keys(work: WorkFolder, units: Sequence[str]) -> pa.Array:
-    """Return the keys that several tars have: writers often begin each with 00000."""
-    keys = [chunk for unit in units for chunk in work.table(unit)["key"].chunks]
-    counts = pa.chunked_array(keys, pa.string()).drop_null().value_counts()
+def _with_unique_keys(
+    tables: Sequence[pa.Table], containers: Sequence[Container]
+) -> list[pa.Table]:
+    """Put the tar's name before keys that other tars of the split have, too: lists go by key.
+
+    Writers often begin each tar with 00000.
+    """
+    rows = pa.concat_tables(table.select(["split", "key"]) for table in tables)
+    again = {
+        split: _repeated(rows["key"].filter(pc.equal(rows["split"], split)))
+        for split in {container.split for container in containers}
+    }
+    found = []
+    for table, container in zip(tables, containers, strict=True):
+        keys, prefix = table["key"], printable(stem_and_suffix(container.path)[0])
+        is_again = pc.is_in(keys, value_set=again[container.split])
+        unique = pc.if_else(is_again, pc.binary_join_element_wise(prefix, keys, "/"), keys)
+        found.append(table.set_column(table.column_names.index("key"), "key", unique))
+    return found
+
+
+def _repeated(values: pa.ChunkedArray) -> pa.Array:
+    """Return the values that occur more than once."""
+    counts = values.drop_null().value_counts()
     return counts.field("values").filter(pc.greater(counts.field("counts"), 1))
-
-
-def _with_unique_keys(rows: pa.Table, repeated: pa.Array, *, tar: str) -> pa.Table:
-    """Put the tar's name before the keys that other tars have, too, since lists go by key."""
-    keys, number = rows["key"], rows.column_names.index("key")
-    longer = pc.binary_join_element_wise(printable(stem_and_suffix(tar)[0]), keys, "/")
-    unique = pc.if_else(pc.is_in(keys, value_set=repeated), longer, keys)
-    return rows.set_column(number, "key", unique)
 
 
 def root_of_tars(tars: Location, *, output: Path) -> str:
@@ -252,21 +240,22 @@ def _commit(
     final, splits = work.path / FINAL, {}
     tables = [tar.rows(classes) for tar in tars]
     sorted_classes = () if work.run.labels.space else classes
-    contents = dict[str, pa.Table]()
+    hashes = dict[str, pa.ChunkedArray]()
     write_index(final, tables=tables)
     for split in sorted({tar.split for tar in tars}):
-        own = [pair for pair in zip(tars, tables, strict=True) if pair[0].split == split]
-        shards = tuple(tar.entry for tar, _ in own)
+        own = [table for tar, table in zip(tars, tables, strict=True) if tar.split == split]
+        shards = tuple(tar.entry for tar in tars if tar.split == split)
         lengths = [shard.samples for shard in shards]
-        content = (sample_bytes(table) for _, table in own)
-        contents[split] = pa.concat_tables(table.select(["blake3", "label"]) for _, table in own)
+        rows = pa.concat_tables(own)
+        hashes[split] = rows["blake3"]
+        if split == TRAIN and shards_root != ".":  # tars of others are not shuffled
+            check_mixed(rows["label"].to_numpy(), shard_lengths=lengths, where="source.path")
         splits[split] = SplitEntry(
             num_samples=sum(lengths),
             num_bytes=sum(shard.bytes for shard in shards),
-            fingerprint=split_fingerprint(content, shard_lengths=lengths),
+            fingerprint=split_fingerprint(map(sample_bytes, own), shard_lengths=lengths),
             shards=shards,
         )
-    write_info(final, splits=splits, shards_root=shards_root)
     if shards_root == ".":
         formats = {name for table in tables for name in table["format"].unique().to_pylist()}
         write_card(final, splits=splits, classes=classes, formats=sorted(formats))
@@ -286,7 +275,7 @@ def _commit(
             config=content_config(work.run),
             shards_root=shards_root,
             source_path=work.run.source.place,
-            notes=tuple(notes_on(sorted_classes, contents)),
+            notes=tuple(notes_on(sorted_classes, hashes)),
         ),
     )
     commit_folder(final, work.output)

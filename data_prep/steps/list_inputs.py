@@ -112,10 +112,10 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
     ):
         while batch := list(islice(inputs, BATCH_ROWS)):
             for item in batch:
-                if item.data is not None:
+                if item.data is not None and item.reason is None:
                     item.file, item.offset, item.spooled = f"{number:06d}.bin", spooled.tell(), True
                     spooled.write(item.data)
-                    item.data = None
+                item.data = None
             writer.write_table(rows_table(batch, seed=run.seed))
         num_spooled = spooled.tell()
     if num_spooled:

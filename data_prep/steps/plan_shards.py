@@ -25,9 +25,8 @@ from data_prep.steps.corpus_check import (
     TRAIN,
     check_classes,
     check_listed,
-    count_images,
-    counts_of,
     repeated_files,
+    take_census,
 )
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, hashed_key, left_out, list_units
@@ -85,30 +84,24 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     rows = pa.concat_tables([work.table(name) for name in list_units(work)])
     rows, order = _ordered(rows)
     again = repeated_files(rows, order, source=work.source)
-    rows = _with_reason(rows, "duplicate_path", positions=again)
+    reasons = pc.if_else(_marked(rows, again), "duplicate_path", rows["reason"])
+    rows = _with(rows, "reason", reasons)
 
     # Classes that are too small leave the corpus.
-    is_usable = pc.is_null(rows["reason"])
-    found = counts_of(rows["class"].filter(is_usable))
-    unknown = counts_of(rows["class"].filter(pc.equal(rows["reason"], "unknown_class")))
+    census = take_census([rows])
+    found = census.images
     present = {name: num for name, num in found.items() if num >= source.min_images_per_class}
-    is_large = pc.is_in(rows["class"], value_set=pa.array(present, pa.string()))
-    is_small = pc.and_(is_usable, pc.invert(is_large))
+    is_small = pc.is_in(rows["class"], value_set=pa.array(found.keys() - present, pa.string()))
+    is_small = pc.and_(is_small, pc.is_null(rows["reason"]))
     rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
     kept = pc.is_null(rows["reason"]).to_numpy()
 
     listed, rejected = Outcomes(), _rejected(work, rows, order[~kept[order]])
     listed.add(rejected)
-    check_listed(work, found, unknown=unknown, listed=listed, num_left=len(present))
-    are_values = open_source(source, work.run.labels).has_label_values
-
-    def example(name: str) -> str:
-        is_one = pc.and_(pc.equal(rows["class"], name), pa.array(kept))
-        return printable(rows["path"][pc.index(is_one, True).as_py()].as_py())
-
-    counts = count_images(rows.select(["split", "class"]).filter(pa.array(kept)))
+    check_listed(work, census, listed=listed, num_left=len(present))
     settings = work.run.labels
-    check_classes(counts, labels=settings, are_values=are_values, example=example)
+    are_values = open_source(source, settings).has_label_values
+    check_classes(take_census([rows]), labels=settings, are_values=are_values)
     classes = load_labels(settings).label_map(present, keep_numbers=are_values)
 
     taken = np.zeros(len(rows), bool)
@@ -167,10 +160,10 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
     high, low = (rows[name].to_numpy()[order] for name in ("order_high", "order_low"))
     same = np.flatnonzero((high[1:] == high[:-1]) & (low[1:] == low[:-1]))
     # Few. Keys equal in lower case come from equal order hashes, or end in a hash already.
-    equal = order[np.union1d(same, same + 1)]
+    equal = np.sort(order[np.union1d(same, same + 1)])
     if not len(equal):
         return rows, order
-    found = rows.take(equal).select(["path", "split", "key"]).to_pylist()
+    found = rows.select(["path", "split", "key"]).take(equal).to_pylist()
     names = [f"{row['split']}-{row['key'].lower()}" for row in found]
     counts = Counter(names)
     keys = [
@@ -178,16 +171,17 @@ def _ordered(rows: pa.Table) -> tuple[pa.Table, np.ndarray]:
         for row, name in zip(found, names, strict=True)
     ]
     column = rows["key"].combine_chunks()
-    mask = np.zeros(len(rows), bool)
-    mask[equal] = True
-    new = pa.array([keys[i] for i in np.argsort(equal)], column.type)
-    return _with(rows, "key", pc.replace_with_mask(column, mask, new)), order
+    is_new = _marked(rows, equal)
+    return _with(
+        rows, "key", pc.replace_with_mask(column, is_new, pa.array(keys, column.type))
+    ), order
 
 
-def _with_reason(rows: pa.Table, reason: str, *, positions: np.ndarray) -> pa.Table:
-    mask = np.zeros(len(rows), bool)
-    mask[positions] = True
-    return _with(rows, "reason", pc.if_else(pa.array(mask), reason, rows["reason"]))
+def _marked(rows: pa.Table, positions: np.ndarray) -> pa.Array:
+    """True for the rows at some positions."""
+    marks = np.zeros(len(rows), bool)
+    marks[positions] = True
+    return pa.array(marks)
 
 
 def _rejected(work: WorkFolder, rows: pa.Table, positions: np.ndarray) -> pa.Table:

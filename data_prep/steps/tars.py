@@ -87,10 +87,9 @@ def commit_outcomes(
     work.commit_table(unit, table.replace_schema_metadata(text))
 
 
-@cache
-def facts_of(work: WorkFolder, unit: str) -> dict[str, str]:
-    """Return what `commit_outcomes` stored."""
-    stored = work.table(unit).schema.metadata
+def facts_of(table: pa.Table) -> dict[str, str]:
+    """Return what `commit_outcomes` stored with a table."""
+    stored = table.schema.metadata
     return {name.decode(): value.decode() for name, value in stored.items()}
 
 

@@ -426,10 +426,10 @@ def find_existing(work: WorkFolder) -> Manifest | None:
         what = f"exists already and was not made by this script\n{error.text()}"
         raise UserError(what, where="output", next_step=advice) from None
     changed = changed_settings(manifest.config, content_config(work.run), purpose="output")
+    difference = work.run.source.other_place(manifest.source_path)
     if changed:
-        what = f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}"
-        raise UserError(what, where="output", next_step=advice)
-    if difference := work.run.source.other_place(manifest.source_path):
+        difference = f"made with other settings: {', '.join(changed)}"
+    if difference:
         what = f"{str(output)!r} exists already, {difference}"
         raise UserError(what, where="output", next_step=advice)
     return manifest

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 
 from tests.contract.tree import ROOT, imports_of, module_files, parsed, scripts
@@ -17,6 +18,21 @@ def test_package_files_are_empty() -> None:
     filled = [m for m, p in module_files().items() if p.name == "__init__.py" and parsed(p).body]
     allowed = {"os", "typing", "vitscale.evaluation.api"}
     assert filled == ["vitscale"] and not imports_of("vitscale") - allowed
+
+
+def test_the_reference_of_trainings_imports_nothing_of_the_product() -> None:
+    """Nor of DeepSpeed: what both shared would be wrong in both."""
+    imported = set()
+    for name in ("reference_training", "reference_losses"):
+        for node in ast.walk(parsed(ROOT / f"tests/support/{name}.py")):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module and node.level == 0
+                imported.add(node.module)
+    others = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
+    torch_alone = {"numpy", "torch", "torch.nn.functional"}
+    assert others == torch_alone | {"tests.support.reference_training"}
 
 
 def test_nobody_imports_a_script() -> None:

@@ -3,8 +3,7 @@
 Owns: the order of samples over micro-batches and ranks, rounding in half precision, sums of
 gradients, clipping, schedule, optimisers, decay groups, layer decay and the average of the weights.
 Ranks run one after another in one process. Optimisers compute in fp64. Shares with the product only
-the model, the samples, and what is drawn for each sample; a contract test reads the imports.
-The losses are in `reference_losses`.
+the model, the samples, and what is drawn for each (a contract). The losses: `reference_losses`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -34,9 +34,7 @@ class Recipe:
     curve: str = "cosine"
     warmup: int = 5
     total: int = 20
-    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
-    momentum: float = 0.9
     weight_decay: float = 0.0
     is_independent: bool = False
     layer_decay: float = 1.0
@@ -53,8 +51,12 @@ class Machine:
     ranks: int = 1
     accumulation: int = 1
     stage: int = 0
-    in_bf16: bool = False
+    precision: str = "fp32"
     sent_in_bf16: bool = True
+
+    @property
+    def in_bf16(self) -> bool:
+        return self.precision == "bf16"
 
 
 @dataclass(frozen=True)
@@ -82,50 +84,44 @@ def train(
     recipe: Recipe,
     machine: Machine,
     global_batch: int,
-    spoil: Callable[[int, int, int], float] = lambda step, micro, rank: 1.0,
+    spoil: Callable[..., torch.Tensor] = lambda loss, step, micro, rank: loss,
 ) -> Result:
     """Train for `recipe.total` steps. samples: uint8 images and labels of positions in training.
 
-    spoil: factor on the loss of a micro-batch of a rank, NaN to make its update be skipped.
+    spoil: makes the loss of a micro-batch of a rank, or its gradient, not finite.
     """
-    masters = {n: p.detach().double() for n, p in model.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masters = {name: parameter.detach().double() for name, parameter in trained.items()}
     states: dict[str, dict[str, Any]] = {name: {} for name in masters}
     result = Result(average={name: value.clone() for name, value in masters.items()})
     size = global_batch // machine.ranks // machine.accumulation
     run = _prepared(model, machine)
     for step in range(recipe.total):
-        _set_weights(model, masters, machine)
+        _set_weights(model, trained, masters, machine)
         losses = []
-        sums: list[list[dict[str, torch.Tensor]]] = []
-        for micro in range(machine.accumulation):
-            of_ranks = []
-            for rank in range(machine.ranks):
-                first = step * global_batch + (micro * machine.ranks + rank) * size
-                positions = np.arange(first, first + size)
-                _seed(recipe.drop_seed, step, micro, rank)
-                images, labels = samples(positions)
-                pixels = (images.float() / 255 - 0.5) / 0.5
-                loss = loss_of(run, pixels, Sample(images, labels, positions))
-                loss = loss * spoil(step, micro, rank)
-                losses.append(loss.item())
-                model.zero_grad()
-                (loss / machine.accumulation).backward()
-                of_ranks.append(
-                    {
-                        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                        for n, p in model.named_parameters()
-                        if n in masters
-                    }
-                )
-            sums.append(of_ranks)
+        sums: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+        for micro, rank in product(range(machine.accumulation), range(machine.ranks)):
+            first = step * global_batch + (micro * machine.ranks + rank) * size
+            positions = np.arange(first, first + size)
+            _seed(recipe.drop_seed, step, micro, rank)
+            sample = Sample(*samples(positions), positions)
+            pixels = (sample.images.float() / 255 - 0.5) / 0.5
+            loss = spoil(loss_of(run, pixels, sample), step, micro, rank)
+            losses.append(loss.item())
+            gradients = torch.autograd.grad(
+                loss / machine.accumulation, trained.values(), materialize_grads=True
+            )
+            sums[micro, rank] = dict(zip(trained, gradients, strict=True))
 
-        gradients = {name: _mean(sums, name, machine) for name in masters}
-        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        means = {name: _mean(sums, name, machine) for name in masters}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in means.values()))
+        if not all(map(math.isfinite, losses)):
+            norm = math.nan
         result.losses.append(sum(losses) / len(losses))
         result.norms.append(norm)
-        if math.isfinite(norm) and all(map(math.isfinite, losses)):
+        if math.isfinite(norm):
             shrink = min(1.0, recipe.clip / (norm + 1e-6))
-            for name, gradient in gradients.items():
+            for name, gradient in means.items():
                 masters[name] = _updated(
                     name, masters[name], gradient.double() * shrink, states[name], step, recipe
                 )
@@ -165,11 +161,10 @@ def _rounded_before_bias(x: torch.Tensor, weight: torch.Tensor, bias: Any = None
 
 
 @torch.no_grad()
-def _set_weights(model: nn.Module, masters: dict[str, torch.Tensor], machine: Machine) -> None:
+def _set_weights(model: nn.Module, trained: Any, masters: Any, machine: Machine) -> None:
     """Round the fp32 weights for the forward pass; the classifier adds what rounding took."""
-    for name, parameter in model.named_parameters():
-        if name in masters:
-            parameter.copy_(masters[name].float())
+    for name, parameter in trained.items():
+        parameter.copy_(masters[name].float())
     if machine.in_bf16 and machine.stage > 0:
         for prefix, module in model.named_modules():
             if hasattr(module, "remainders"):
@@ -180,21 +175,20 @@ def _set_weights(model: nn.Module, masters: dict[str, torch.Tensor], machine: Ma
 
 
 def _mean(sums: Any, name: str, machine: Machine) -> torch.Tensor:
-    """Sum over micro-batches in fp32, mean over ranks; sums[micro][rank] are gradients."""
-    num_ranks = machine.ranks
-    is_rounded = machine.in_bf16 and machine.stage > 0 and machine.sent_in_bf16 and num_ranks > 1
+    """Sum over micro-batches in fp32, mean over ranks; sums[micro, rank] are gradients."""
+    micros, ranks = range(machine.accumulation), range(machine.ranks)
+    is_rounded = machine.in_bf16 and machine.stage > 0 and machine.sent_in_bf16 and len(ranks) > 1
     sent_as = torch.bfloat16 if is_rounded else torch.float32
 
     def over_ranks(values: list[torch.Tensor]) -> torch.Tensor:
-        total = (values[0].float() / num_ranks).to(sent_as)
-        for value in values[1:]:
-            total = total + (value.float() / num_ranks).to(sent_as)
-        return total.float()
+        parts = [(value.float() / len(ranks)).to(sent_as) for value in values]
+        return sum(parts[1:], parts[0]).float()
 
     # Stages 2 and 3 send every micro-batch, the others the sum of all.
     if machine.stage >= 2:
-        return sum((over_ranks([of[name] for of in micro]) for micro in sums), torch.zeros(()))
-    return over_ranks([sum(m[r][name].float() for m in sums) for r in range(num_ranks)])
+        means = (over_ranks([sums[micro, rank][name] for rank in ranks]) for micro in micros)
+        return sum(means, torch.zeros(()))
+    return over_ranks([sum(sums[micro, rank][name].float() for micro in micros) for rank in ranks])
 
 
 def _seed(*position: int) -> None:
@@ -231,11 +225,11 @@ def _updated(
     decay = recipe.weight_decay if is_kernel else 0.0
     if recipe.optimizer == "sgd":  # Sutskever et al. 2013, as torch: no dampening, no Nesterov
         g = g + decay * w
-        state["v"] = g if "v" not in state else recipe.momentum * state["v"] + g
+        state["v"] = g if "v" not in state else 0.9 * state["v"] + g
         return w - rate * state["v"]
 
     # Kingma & Ba 2015, algorithm 1.
-    b1, b2 = recipe.betas
+    b1, b2 = 0.9, 0.999
     state["t"] = t = state.get("t", 0) + 1
     if recipe.optimizer == "adamw bf16 momentum":  # optax, mu_dtype=bfloat16: product in bf16
         kept = (torch.tensor(b1).bfloat16() * state.get("m", torch.zeros(())).bfloat16()).double()
@@ -246,11 +240,9 @@ def _updated(
     state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g * g
     direction = m / (1 - b1**t) / ((state["v"] / (1 - b2**t)).sqrt() + recipe.eps)
     if recipe.optimizer == "lamb":  # You et al. 2020, algorithm 2; undecayed tensors as in apex
-        if not decay:
-            return w - rate * direction
         direction = direction + decay * w
         size, change = w.norm(), direction.norm()
-        ratio = size / change if size > 0 and change > 0 else 1.0
+        ratio = size / change if decay and size > 0 and change > 0 else 1.0
         return w - rate * ratio * direction
 
     # Loshchilov & Hutter 2019, algorithm 2; independent: times the schedule alone (big_vision).

@@ -1,6 +1,6 @@
 """The engine on one rank, for every layout in which DeepSpeed keeps weights.
 
-On two ranks, in half precision, compiled: test_golden_curves.
+Its numbers: test_reference. On two ranks, compiled, in fp16: test_golden_curves.
 """
 
 from __future__ import annotations
@@ -19,39 +19,47 @@ from deepspeed.runtime import torch_autocast
 
 from benchmarks.training_loops import BareLoop, Calls, EngineLoop, Task
 from pretrain.run import PretrainRun
-from tests.support.engine.zero_checks import (
-    ADAMW,
-    BF16,
-    CLOSE,
-    FAR_HEAD,
-    MODEL,
+from tests.support.engine.engine_checks import (
+    IMAGES,
     STAGES,
-    data,
+    far_model,
     keeps_the_head_in_fp32,
     moved,
+    state_moves_in_the_middle,
+)
+from tests.support.engine.reference_cases import (
+    MODEL,
+    TASKS,
+    Training,
     new_engine,
     new_model,
-    train,
-    train_plain,
-    trains_as_plain_torch,
+    train_reference,
     whole_state,
 )
+from tests.support.reference_training import Machine, rate_at
 from vitscale.config.errors import RankError, UserError
 from vitscale.distributed.world import World
 from vitscale.engine import deepspeed_parts
 from vitscale.engine.deepspeed_parts import PartitionedLayout
 from vitscale.engine.layouts import FlatLayout, PlainLayout
 from vitscale.evaluation.trained_model import InferenceModel, Preprocessing
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
 
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
 
 
+@pytest.fixture(autouse=True)
+def original_linear() -> Iterator[None]:
+    """An engine at ZeRO 3 that is not closed leaves its own in the process."""
+    yield
+    torch.nn.functional.linear = torch._C._nn.linear
+
+
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 3), (3, 0)])
-def test_training_equals_plain_torch_and_its_state_moves(
-    world: World, source: int, target: int
-) -> None:
+def test_a_training_goes_on_at_another_stage(world: World, source: int, target: int) -> None:
     """Clipping, skipped updates, the average of the weights, and all counters are the same."""
-    trains_as_plain_torch(world, source=source, target=target)
+    state_moves_in_the_middle(world, source=source, target=target)
 
 
 def test_the_head_of_a_bf16_model_is_in_fp32(world: World) -> None:
@@ -61,33 +69,39 @@ def test_the_head_of_a_bf16_model_is_in_fp32(world: World) -> None:
 @torch.no_grad()
 def test_a_trained_model_is_evaluated_as_in_training(world: World) -> None:
     """In bf16 to the bit; its last layer keeps the digits that the engine's remainders lack."""
-    engine = new_engine(world, stage=1, dtype=BF16, recipe=FAR_HEAD)
+    machine = Machine(stage=1, precision="bf16")
+    engine = new_engine("adamw", machine, world, model=far_model())
     engine.eval()
     loaded = InferenceModel(
-        new_model(FAR_HEAD), pixels=Preprocessing(image_size=8), world=world, dtype=BF16
+        far_model(), pixels=Preprocessing(image_size=8), world=world, dtype=torch.bfloat16
     )
-    images = data(0)[0]
-    assert torch.equal(loaded.forward(images, "features"), engine.forward(images, "features"))
-    torch.testing.assert_close(loaded.logits(images), engine.logits(images), atol=1e-4, rtol=0)
+    assert torch.equal(loaded.forward(IMAGES, "features"), engine.forward(IMAGES, "features"))
+    torch.testing.assert_close(loaded.logits(IMAGES), engine.logits(IMAGES), atol=1e-4, rtol=0)
 
 
 def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World) -> None:
     """Relative to the spread of the logits; autocast keeps weights, norms and residuals in fp32."""
-    deep = MODEL.model_copy(update={"depth": 32, "width": 48, "image_size": 32})
-    recipe, pixels = replace(ADAMW, model=deep), torch.Generator().manual_seed(5)
+    arch = ViTSettings(**MODEL | {"depth": 32, "width": 48, "image_size": 32}).resolved(
+        num_classes=7
+    )
+    pixels = torch.Generator().manual_seed(5)
     images = torch.randint(0, 256, (16, 3, 32, 32), dtype=torch.uint8, generator=pixels)
 
     @torch.no_grad()
-    def logits(stage: int, dtype: torch.dtype) -> torch.Tensor:
-        engine = new_engine(world, stage=stage, dtype=dtype, recipe=recipe)
-        return engine.logits(images).float()
+    def logits(stage: int, precision: str) -> torch.Tensor:
+        model = build_model(arch, seed=0)
+        head: Any = model.head
+        torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+        machine = Machine(stage=stage, precision=precision)
+        return new_engine("adamw", machine, world, model=model).logits(images).float()
 
-    exact = logits(0, torch.float32)
+    exact = logits(0, "fp32")
     spread = (exact - exact.mean(0)).norm()
-    off = [((logits(stage, BF16) - exact).norm() / spread).item() for stage in LAYOUTS]
+    off = [((logits(stage, "bf16") - exact).norm() / spread).item() for stage in LAYOUTS]
     assert 0 < off[0] < 0.03
     assert off[0] < off[1] < 0.06
-    assert off[2] == pytest.approx(off[1], rel=0.1)
+    # At ZeRO 3 a product is rounded once more, before its bias is added.
+    assert off[2] == pytest.approx(off[1], rel=0.15)
 
 
 @pytest.mark.parametrize("stage", LAYOUTS)
@@ -95,10 +109,10 @@ def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int) -> 
     """Buffers that are not persistent are computed."""
     engines = []
     for value in (torch.tensor([1.5, -2.0]), torch.zeros(2)):
-        vit = new_model(ADAMW)
-        vit.head.register_buffer("mean", value)  # type: ignore[union-attr]  # a layer
-        vit.register_buffer("computed", torch.ones(1), persistent=False)
-        engines.append(new_engine(world, stage=stage, vit=vit))
+        model = new_model("adamw")
+        model.head.register_buffer("mean", value)
+        model.register_buffer("computed", torch.ones(1), persistent=False)
+        engines.append(new_engine("adamw", Machine(stage=stage), world, model=model))
     assert type(engines[0]._layout) is LAYOUTS[stage]
     state = whole_state(engines[0])
     assert state["model.head.mean"].tolist() == [1.5, -2.0]
@@ -111,7 +125,7 @@ def test_another_release_of_deepspeed_is_refused(
 ) -> None:
     monkeypatch.setattr(deepspeed, "__version__", "0.19.9")
     with pytest.raises(UserError, match=r"DeepSpeed 0.19.9 is installed.*\n  allowed: deepspeed=="):
-        new_engine(world, stage=1)
+        new_engine("adamw", Machine(stage=1), world)
 
 
 def calls_of(loop: Any) -> int:
@@ -160,9 +174,9 @@ def test_an_update_asks_little_more_of_the_host_than_a_plain_loop(
 
 def test_autocast_ends_with_its_engine(world: World) -> None:
     """DeepSpeed remembers it for all later engines, which sum gradients in another precision."""
-    new_engine(world, stage=0, dtype=BF16)
+    new_engine("adamw", Machine(precision="bf16"), world)
     assert torch_autocast.is_autocast_initialized()
-    new_engine(world, stage=1)
+    new_engine("adamw", Machine(stage=1), world)
     assert not torch_autocast.is_autocast_initialized()
 
 
@@ -176,16 +190,18 @@ def seen_gpu() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_cpu_is_used_beside_gpus(
-    world: World, seen_gpu: None, stage: int, dtype: torch.dtype
+    world: World, seen_gpu: None, stage: int, precision: str
 ) -> None:
     assert get_accelerator().device_name() == "cuda"
-    engine = new_engine(world, stage=stage, dtype=dtype)
-    rel = CLOSE if dtype == torch.float32 else 2e-2
-    assert train(engine, 0, 2) == pytest.approx(train_plain(ADAMW).losses[:2], rel=rel)
-    assert {part.device.type for part in engine.export_state().values()} == {"cpu"}
-    engine.close()
+    training = Training("adamw", Machine(stage=stage, precision=precision), world)
+    training.train(2)
+    right = train_reference("adamw", Machine())
+    assert training.result.losses == pytest.approx(right.losses[:2], rel=2e-2)
+    state = training.engine.export_state()
+    assert {part.device.type for part in state.values()} == {"cpu"}
+    training.engine.close()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -194,10 +210,10 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
 ) -> None:
     """As one of two ranks, whose gradients DeepSpeed would add to those of other parameters."""
     two = replace(world, world_size=2)
-    images = data(0)[0][:4]
+    images = IMAGES[:4]
 
     def started(unused_by_the_other: frozenset[str]) -> Any:
-        engine = new_engine(world, stage=stage)
+        engine = new_engine("adamw", Machine(stage=stage), world)
         engine._layout._world = two
         monkeypatch.setattr(
             deepspeed_parts, "gather_objects", lambda unused: [unused, unused_by_the_other]
@@ -219,9 +235,11 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage: int) -> None:
     """Its gradient is zero, on one rank without ZeRO too: AdamW would leave out what has none."""
-    vit = new_model(ADAMW)
-    vit.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
-    engine = new_engine(world, stage=stage, vit=vit)
-    train(engine, 0, 1)
-    kept = 1 - ADAMW.rate(0) * ADAMW.optim.weight_decay
-    assert whole_state(engine)["model.unused"].flatten().tolist() == pytest.approx([kept] * 6)
+    model = new_model("adamw")
+    model.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
+    training = Training("adamw", Machine(stage=stage), world, model=model)
+    training.train(1)
+    recipe = TASKS["adamw"].recipe
+    kept = 1 - rate_at(0, recipe) * recipe.weight_decay
+    unused = whole_state(training.engine)["model.unused"]
+    assert unused.flatten().tolist() == pytest.approx([kept] * 6)

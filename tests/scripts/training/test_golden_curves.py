@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine.zero_checks import CHECKS
+from tests.support.engine.engine_checks import CHECKS
 from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
@@ -69,7 +69,7 @@ def test_finetuning_at_a_higher_resolution(
 @pytest.fixture(scope="module")
 def printed(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The output of two ranks that ran all checks."""
-    worker = [ROOT / "tests/support/engine/zero_checks.py"]
+    worker = [ROOT / "tests/support/engine/engine_checks.py"]
     ranks = warm_starter.start(worker, num_ranks=2, folder=tmp_path_factory.mktemp("zero"))
     wait_all(ranks)
     return [rank.output() for rank in ranks]
@@ -78,6 +78,6 @@ def printed(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("check", CHECKS)
-def test_every_zero_stage_equals_a_plain_loop(printed: list[str], check: str) -> None:
+def test_the_engine_on_two_ranks(printed: list[str], check: str) -> None:
     assert all(f"passed: {check}\n" in each for each in printed), "\n".join(printed)
     assert not any("deprecated" in each for each in printed)

@@ -17,7 +17,6 @@ from data_prep.formats.index_files import (
     sample_bytes,
     split_fingerprint,
     write_index,
-    write_info,
     write_manifest,
 )
 from data_prep.formats.ledger import LEDGER_SCHEMA, write_ledger
@@ -152,7 +151,6 @@ def write_folder(
             shards=tuple(shards),
         )
     write_index(folder, tables=tables)
-    write_info(folder, splits=entries)
     inputs += [
         {"path": path, "split": "train", "class": name, "reason": reason}
         for path, name, reason in rejected

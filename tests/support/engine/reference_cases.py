@@ -1,42 +1,52 @@
 """Train small models with the engine and by the reference trainer, and compare all their numbers.
 
-    reference_cases.py RANKS FOLDER CASE...       (one rank; started by test_reference.py)
+    reference_cases.py FOLDER       (one rank; started by test_reference.py)
 
-Owns: TASKS, what is trained (an optimiser, an objective or a switch each), CASES, which task on
-which machine, and the session that a task is trained in, without files. The engine's results go to
-FOLDER/CASE.pt. Leaves out: what is right (`reference_training`, `reference_losses`).
+Owns: TASKS, what is trained (an optimiser, an objective or a switch each), ALL, each task on each
+machine, the session that a task is trained in, without files, and how close its numbers must be.
+As a script it trains the cases of FOLDER/cases.txt; the engine's results go to FOLDER/CASE.pt.
+Leaves out: what is right (`reference_training`, `reference_losses`).
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
 from pretrain.run import PretrainRun
 from tests.support import reference_losses as losses
-from tests.support.engine.zero_checks import whole_state
 from tests.support.reference_training import Loss, Machine, Recipe, Result, train
+from vitscale.checkpoint.store import SLICE
 from vitscale.data.loader import Batch, draw_blend
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.random_numbers import stream_key, uniform_rows
-from vitscale.distributed.world import World, process_group, sum_over_ranks
+from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
+from vitscale.engine.engine import Engine
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
-from vitscale.runs.training import training_plan
+from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.session import TrainingSession, build_engine
+
+# fp32: of the way that a tensor moved. Both trainings round in other orders.
+EXACT = 1e-5
+# bf16 keeps 8 bits, so each product is off by up to 2^-9. What a gradient passes through rounds it
+# a few dozen times, and 20 steps carry on what that changes: 2^-4 of the way is 32 roundings.
+ROUNDED = 2.0**-4
 
 STEPS = 20
 SEED = 3
@@ -48,6 +58,7 @@ MODEL = {"image_size": 8, "patch_size": 4, "width": 30, "depth": 2, "num_heads":
 MODEL |= {"mlp_width": 44}
 # Far above the rounding of a gradient that is zero but for it, such as that of a key's bias.
 EPS = 1e-3
+FP16_POWER = 8
 # Buckets hold a few tensors each.
 RAW = {"zero_optimization": {"reduce_bucket_size": 2000}}
 
@@ -56,13 +67,13 @@ RAW = {"zero_optimization": {"reduce_bucket_size": 2000}}
 class Task:
     """The settings of a run, and the same for the reference."""
 
-    recipe: Recipe = Recipe(peak=1e-2, eps=EPS, weight_decay=2.0, drop_seed=SEED)
+    recipe: Recipe
     loss: Callable[[], Loss] = losses.supervised
     sections: dict[str, Any] = field(default_factory=dict)
     frozen: str | None = None
     """Start of the names of parameters that are not trained."""
     spoiled: bool = False
-    """Whether some losses are NaN."""
+    """Whether some losses or gradients are not finite, see `spoil`."""
     skips: bool = False
     """Whether every second micro-batch, so some ranks at a time, leaves out a block."""
     stages: tuple[int, ...] = (0, 1, 2, 3)
@@ -75,8 +86,8 @@ def teacher() -> nn.Module:
 class FixedTeacher:
     """Stands for a teacher read from a file."""
 
-    def __init__(self) -> None:
-        self.network = teacher()
+    def __init__(self, device: torch.device) -> None:
+        self.network = teacher().to(device)
 
     @torch.no_grad()
     def logits(self, images: torch.Tensor) -> torch.Tensor:
@@ -132,16 +143,12 @@ def corruption_of(positions: np.ndarray) -> dict[str, torch.Tensor]:
     return objective.corruption(positions, torch.device("cpu"))
 
 
-MIXING = {"data": {"mixing": {"mixup_alpha": 0.8, "mode": "pair"}}}
 ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": EPS, "weight_decay": 2.0}
+BASE = Recipe(peak=1e-2, eps=EPS, weight_decay=2.0, drop_seed=SEED)
 
 
 def adamw(**changed: Any) -> Recipe:
-    return replace(Task.recipe, **changed)
-
-
-def optim(**changed: Any) -> dict[str, Any]:
-    return {"optim": ADAMW | changed}
+    return Recipe(**{**vars(BASE), **changed})
 
 
 def objective(name: str, **settings: Any) -> dict[str, Any]:
@@ -152,7 +159,7 @@ TEACHER = {"teacher": {"weights": "none"}, "alpha": 0.4}
 MAE = {"mask_ratio": 0.5, "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}
 TASKS = {
     # Optimisers.
-    "adamw": Task(),
+    "adamw": Task(recipe=adamw(), sections={}),
     "sgd": Task(
         recipe=adamw(optimizer="sgd", peak=0.1, weight_decay=0.0, curve="linear"),
         sections={"optim": {"name": "sgd", "lr": 0.1}, "schedule": {"decay": "linear"}},
@@ -167,85 +174,98 @@ TASKS = {
     ),
     "bf16 momentum": Task(
         recipe=adamw(optimizer="adamw bf16 momentum"),
-        sections=optim(momentum_dtype="bf16"),
+        sections={"optim": ADAMW | {"momentum_dtype": "bf16"}},
     ),
     # Objectives.
     "sigmoid": Task(
-        loss=lambda: losses.supervised("sigmoid", smoothing=0.1, share_of=share_of),
-        sections=MIXING | objective("supervised", loss="sigmoid", label_smoothing=0.1),
+        recipe=adamw(),
+        loss=lambda: losses.supervised("sigmoid", smoothing=0.1),
+        sections=objective("supervised", loss="sigmoid", label_smoothing=0.1),
     ),
     "bce": Task(
-        loss=lambda: losses.supervised("bce", share_of=share_of),
-        sections=MIXING | objective("supervised", loss="bce"),
+        recipe=adamw(),
+        loss=lambda: losses.supervised("bce"),
+        sections=objective("supervised", loss="bce"),
     ),
     "hard distillation": Task(
+        recipe=adamw(),
         loss=lambda: losses.distillation(teacher(), kind="hard", alpha=0.4, tau=1),
         sections=objective("distillation", kind="hard", **TEACHER),
     ),
     "soft distillation": Task(
+        recipe=adamw(),
         loss=lambda: losses.distillation(teacher(), kind="soft", alpha=0.4, tau=3),
         sections=objective("distillation", kind="soft", tau=3, **TEACHER),
     ),
     "mae": Task(
+        recipe=adamw(),
         loss=lambda: losses.masked_autoencoder(order_of, kept=2),
         sections=objective("mae", **MAE) | {"model": {"positions": "sincos2d_mae", "width": 32}},
     ),
     "masked patches": Task(
+        recipe=adamw(),
         loss=lambda: losses.masked_patches(corruption_of),
         sections=objective("masked_patch_prediction"),
     ),
     # Switches.
-    "average": Task(recipe=adamw(average=0.6), sections=optim(ema={"decay": 0.6})),
-    "clip": Task(recipe=adamw(clip=0.3), sections=optim(clip_norm=0.3)),
+    # At a rate that falls to zero the average would end where the weights do.
+    "average": Task(
+        recipe=adamw(average=0.6, curve="constant"),
+        sections={
+            "optim": ADAMW | {"ema": {"decay": 0.6}},
+            "schedule": {"decay": "constant"},
+        },
+    ),
+    "clip": Task(recipe=adamw(clip=1.0), sections={"optim": ADAMW | {"clip_norm": 1.0}}),
     "layer decay": Task(
         recipe=adamw(layer_decay=0.6, is_independent=True, weight_decay=0.05),
-        sections=optim(layer_decay=0.6, weight_decay_mode="independent", weight_decay=0.05),
+        sections={
+            "optim": ADAMW
+            | {"layer_decay": 0.6, "weight_decay_mode": "independent", "weight_decay": 0.05}
+        },
     ),
     "mixing": Task(
+        recipe=adamw(),
         loss=lambda: losses.supervised(smoothing=0.1, share_of=share_of),
-        sections=MIXING | objective("supervised", label_smoothing=0.1),
+        sections={"data": {"mixing": {"mixup_alpha": 0.8, "mode": "pair"}}}
+        | objective("supervised", label_smoothing=0.1),
     ),
-    "activation checkpointing": Task(sections={"engine": {"activation_checkpointing": True}}),
+    "activation checkpointing": Task(
+        recipe=adamw(), sections={"engine": {"activation_checkpointing": True}}
+    ),
     "frozen": Task(
         recipe=adamw(average=0.6),
-        sections=optim(ema={"decay": 0.6}),
+        sections={"optim": ADAMW | {"ema": {"decay": 0.6}}},
         frozen="blocks.0.",
     ),
-    "skipped block": Task(loss=supervised_with_skips, skips=True, stages=(0, 1)),
-    "drop path": Task(sections={"model": {"drop_path": 0.3, "dropout": 0.1}}),
+    "skipped block": Task(recipe=adamw(), loss=supervised_with_skips, skips=True, stages=(0, 1)),
+    "drop path": Task(recipe=adamw(), sections={"model": {"drop_path": 0.3, "dropout": 0.1}}),
     "skipped": Task(
-        recipe=adamw(average=0.6, clip=0.3),
-        sections=optim(ema={"decay": 0.6}, clip_norm=0.3),
+        recipe=adamw(average=0.6, clip=1.0, curve="constant"),
+        sections={
+            "optim": ADAMW | {"ema": {"decay": 0.6}, "clip_norm": 1.0},
+            "schedule": {"decay": "constant"},
+        },
         spoiled=True,
     ),
 }
 MACHINES = [
-    Machine(stage=stage, in_bf16=in_bf16, accumulation=accumulation, ranks=ranks)
-    for stage, in_bf16, accumulation, ranks in product(
-        (0, 1, 2, 3), (False, True), (1, 2, 3, 8), (1, 2, 4)
+    Machine(stage=stage, precision=precision, accumulation=accumulation, ranks=ranks)
+    for stage, precision, accumulation, ranks in product(
+        (0, 1, 2, 3), ("fp32", "bf16"), (1, 2, 3, 8), (1, 2, 4)
     )
 ]
 # As on more than 64 ranks: gradients are sent in fp32.
 MACHINES += [
-    Machine(stage=stage, in_bf16=True, sent_in_bf16=False, accumulation=accumulation, ranks=2)
+    Machine(stage=stage, precision="bf16", sent_in_bf16=False, accumulation=accumulation, ranks=2)
     for stage, accumulation in product((1, 2, 3), (1, 2, 3, 8))
 ]
-
-
-@dataclass(frozen=True, order=True)
-class Case:
-    ranks: int
-    name: str
-
-    @property
-    def task(self) -> str:
-        return self.name.partition(",")[0]
 
 
 def name_of(task: str, machine: Machine) -> str:
     sent = "" if machine.sent_in_bf16 else ", sent in fp32"
     return (
-        f"{task}, ZeRO {machine.stage}, {'bf16' if machine.in_bf16 else 'fp32'}{sent}, "
+        f"{task}, ZeRO {machine.stage}, {machine.precision}{sent}, "
         f"{machine.accumulation} accumulated, ranks {machine.ranks}"
     )
 
@@ -267,7 +287,7 @@ def pairwise() -> tuple[str, ...]:
         facts = [
             ("task", task),
             ("stage", machine.stage),
-            ("precision", machine.in_bf16, machine.sent_in_bf16),
+            ("precision", machine.precision, machine.sent_in_bf16),
             ("accumulation", machine.accumulation),
             ("ranks", machine.ranks),
         ]
@@ -291,19 +311,29 @@ def cost(machine: Machine) -> float:
 # ---- both trainings ------------------------------------------------------------------------------
 
 
-def make_run(task: str, machine: Machine) -> PretrainRun:
+def make_run(
+    task: str, machine: Machine, *, device: str = "cpu", compiled: bool = False
+) -> PretrainRun:
+    raw: dict[str, Any] = dict(RAW)
+    if not machine.sent_in_bf16:
+        raw["communication_data_type"] = "fp32"
+    if machine.precision == "fp16":
+        # No update overflows at first, as it would at the default.
+        raw["fp16"] = {"initial_scale_power": FP16_POWER}
+
     values: dict[str, dict[str, Any]] = {
         "data": {"path": "none", "global_batch": GLOBAL_BATCH},
         "model": dict(MODEL),
         "optim": dict(ADAMW),
         "schedule": {"steps": STEPS, "warmup_steps": 5},
         "engine": {
-            "device": "cpu",
-            "precision": "bf16" if machine.in_bf16 else "fp32",
+            "device": device,
+            "compile": compiled,
+            "precision": machine.precision,
             "zero_stage": machine.stage,
             "max_micro_batch": GLOBAL_BATCH // machine.ranks // machine.accumulation,
         },
-        "deepspeed": RAW | ({} if machine.sent_in_bf16 else {"communication_data_type": "fp32"}),
+        "deepspeed": raw,
     }
     for section, changed in TASKS[task].sections.items():
         values[section] = changed if section == "optim" else values.get(section, {}) | changed
@@ -331,9 +361,15 @@ def randomized(model: nn.Module, seed: int = 1) -> nn.Module:
     return model
 
 
-def new_model(task: str, run: PretrainRun) -> Any:
+def arch_of(run: PretrainRun) -> Any:
+    has_classes = run.make_objective().trains_classifier
+    return run.model.resolved(num_classes=CLASSES if has_classes else 0)
+
+
+def new_model(task: str) -> Any:
+    run = make_run(task, Machine())
     objective = run.make_objective()
-    arch = run.model.resolved(num_classes=CLASSES if objective.trains_classifier else 0)
+    arch = arch_of(run)
     model = build_model(arch, seed=0)
     torch.manual_seed(0)
     objective.extend_model(model, arch)
@@ -346,24 +382,32 @@ def new_model(task: str, run: PretrainRun) -> Any:
     return model
 
 
-def spoil(step: int, micro: int, rank: int) -> float:
-    """Some losses are NaN: of the first and the last micro-batch, the first and the last rank."""
-    return float("nan") if (step, micro + rank) in ((3, 0), (4, 1), (9, 0)) else 1.0
+def spoil(loss: torch.Tensor, step: int, micro: int, rank: int) -> torch.Tensor:
+    """Four updates are to be skipped. The first two, and the last two, are in a row."""
+    if (step, micro + rank) in ((3, 0), (10, 0)):
+        return loss * math.nan
+    if (step, micro + rank) == (4, 1):
+        return loss + math.inf  # its gradient is finite
+    if (step, micro + rank) == (9, 0):
+        loss.register_hook(lambda gradient: gradient * math.nan)
+    return loss
 
 
-def train_reference(name: str) -> Result:
-    """In fp32 the truth is the training of one rank and one micro-batch, where that is the same."""
-    task, machine = ALL[name]
+def train_reference(task: str, machine: Machine) -> Result:
+    """In fp32 the truth is the training of one rank and one micro-batch, where that is the same.
+
+    fp16 has more digits than bf16: its truth is fp32.
+    """
     by_micro_batch = TASKS[task].spoiled or TASKS[task].skips or task == "drop path"
-    by_micro_batch |= machine.in_bf16
-    return _train_reference(task, machine if by_micro_batch else Machine())
+    if machine.precision == "fp16":
+        machine = replace(machine, precision="fp32")
+    return _train_reference(task, machine if by_micro_batch or machine.in_bf16 else Machine())
 
 
 @cache
 def _train_reference(task: str, machine: Machine) -> Result:
-    run = make_run(task, machine)
     return train(
-        new_model(task, run),
+        new_model(task),
         TASKS[task].loss(),
         samples,
         recipe=TASKS[task].recipe,
@@ -374,16 +418,17 @@ def _train_reference(task: str, machine: Machine) -> Result:
 
 
 class SyntheticBatches:
-    """The micro-batches of a rank, as its loader gives them."""
+    """The micro-batches of a rank from a step on, as its loader gives them."""
 
-    def __init__(self, micro_batch: int, accumulation: int, world: World) -> None:
-        self._order = self._batches(micro_batch, accumulation, world)
+    def __init__(self, start: int, plan: TrainingPlan, world: World) -> None:
+        self._order = self._batches(start, plan, world)
 
-    def _batches(self, size: int, accumulation: int, world: World) -> Iterator[Batch]:
-        for number in range(STEPS * accumulation):
+    def _batches(self, start: int, plan: TrainingPlan, world: World) -> Iterator[Batch]:
+        size = plan.micro_batch
+        for number in range(start * plan.accumulation, STEPS * plan.accumulation):
             first = (number * world.world_size + world.rank) * size
             images, labels = samples(np.arange(first, first + size))
-            yield Batch(images, labels, torch.ones(size))
+            yield Batch(images, labels, torch.ones(size)).to(world.device)
 
     def __next__(self) -> Batch:
         return next(self._order)
@@ -392,64 +437,144 @@ class SyntheticBatches:
         pass
 
 
-def train_engine(name: str, world: World) -> Result:
-    """Train in a session that has no files."""
-    task, machine = ALL[name]
-    run = make_run(task, machine)
-    session: Any = object.__new__(TrainingSession)
-    session.run = run
-    session.world = world
-    session.objective = objective = run.make_objective()
-    session.plan = plan = training_plan(run, world_size=world.world_size, num_samples=1000)
-    assert plan.accumulation == machine.accumulation
-    model = new_model(task, run)
-    objective.extend_model = lambda model, arch: None  # type: ignore[method-assign]  # it was
-    arch = run.model.resolved(num_classes=CLASSES if objective.trains_classifier else 0)
-    if hasattr(objective, "patch_size") or "mae" in run.objective.name:
-        objective.patch_size = arch.patch_size  # type: ignore[attr-defined]  # of MAE
-    objective._arch = arch  # type: ignore[attr-defined]  # of masked patches
-    objective.teacher = FixedTeacher()  # type: ignore[attr-defined]  # of distillation
-    session.engine = engine = build_engine(run, plan, world, arch, model)
-    session.start_step = 0
-    session.batches = SyntheticBatches(plan.micro_batch, plan.accumulation, world)
-    session.watchdog = SimpleNamespace(mark=lambda doing: None)
-    session.store = SimpleNamespace(wait=lambda: None, wait_for_host_copy=lambda: None)
-    sums = torch.zeros(1, dtype=torch.float64)
-    session.log = SimpleNamespace(
-        add_batch=lambda batch: None,
-        waiting=nullcontext,
-        say=lambda line: None,
-        means=SimpleNamespace(add=lambda values: sums.add_(values["train/loss"].item())),
-    )
-    session.folder = "none"
+def new_engine(
+    task: str,
+    machine: Machine,
+    world: World,
+    *,
+    model: nn.Module | None = None,
+    compiled: bool = False,
+) -> Engine:
+    """model: in place of the task's."""
+    run = make_run(task, machine, device=world.device.type, compiled=compiled)
+    plan = training_plan(run, world_size=world.world_size, num_samples=1000)
+    return build_engine(run, plan, world, arch_of(run), model or new_model(task))
 
-    result = Result()
-    for step in session.steps():
-        sums.zero_()
-        for micro, batch in enumerate(session.micro_batches(step)):
-            if TASKS[task].skips:
-                Skippable.choose(batch.positions)
-            loss = objective.loss(engine, batch)
-            if TASKS[task].spoiled:
-                loss = loss * spoil(step, micro, world.rank)
-            session.update(loss)
-        total = sum_over_ranks(sums)
-        result.losses.append(float(total) / plan.accumulation / world.world_size)
-        result.norms.append(engine.gradient_norm())
-    state = whole_state(engine)
-    engine.close()
-    trained = {n for n, p in new_model(task, run).named_parameters() if p.requires_grad}
-    result.weights = {n: state[f"model.{n}"].clone() for n in trained}
-    if run.optim.ema is not None:
-        result.average = {n: state[f"ema.{n}"].clone() for n in trained}
-    return result
+
+class Training:
+    """The engine in a session that has no files, and the numbers of all steps so far."""
+
+    def __init__(
+        self,
+        task: str,
+        machine: Machine,
+        world: World,
+        *,
+        before: Result | None = None,
+        **model: Any,
+    ) -> None:
+        """before: of the steps that another machine made. model: as in `new_engine`."""
+        self.task = task
+        self.world = world
+        self.result = before or Result()
+        self.engine = new_engine(task, machine, world, **model)
+
+        session: Any = object.__new__(TrainingSession)
+        session.run = run = make_run(task, machine)
+        session.world = world
+        session.engine = self.engine
+        session.plan = training_plan(run, world_size=world.world_size, num_samples=1000)
+        assert session.plan.accumulation == machine.accumulation
+        session.objective = objective = run.make_objective()
+        arch = arch_of(run)
+        if hasattr(objective, "patch_size") or "mae" in run.objective.name:
+            objective.patch_size = arch.patch_size  # type: ignore[attr-defined]  # of MAE
+        objective._arch = arch  # type: ignore[attr-defined]  # of masked patches
+        objective.teacher = FixedTeacher(world.device)  # type: ignore[attr-defined]  # of distillation
+
+        session.start_step = len(self.result.losses)
+        session.batches = SyntheticBatches(session.start_step, session.plan, world)
+        session.watchdog = SimpleNamespace(mark=lambda doing: None)
+        session.store = SimpleNamespace(wait_for_host_copy=lambda: None)
+        self._sum = torch.zeros(1, dtype=torch.float64, device=world.device)
+        session.log = SimpleNamespace(
+            add_batch=lambda batch: None,
+            waiting=nullcontext,
+            means=SimpleNamespace(add=lambda values: self._sum.add_(values["train/loss"].item())),
+        )
+        self._session = session
+        self._steps = session.steps()
+
+    def train(self, stop: int) -> None:
+        """Train until so many steps are done."""
+        task = TASKS[self.task]
+        session = self._session
+        for step in islice(self._steps, stop - len(self.result.losses)):
+            self._sum.zero_()
+            for micro, batch in enumerate(session.micro_batches(step)):
+                if task.skips:
+                    Skippable.choose(batch.positions)
+                loss = session.objective.loss(self.engine, batch)
+                if task.spoiled:
+                    loss = spoil(loss, step, micro, self.world.rank)
+                session.update(loss)
+            total = float(sum_over_ranks(self._sum))
+            self.result.losses.append(total / session.plan.accumulation / self.world.world_size)
+            self.result.norms.append(self.engine.gradient_norm())
+
+    def finish(self) -> Result:
+        """Close the engine."""
+        state = whole_state(self.engine)
+        self.engine.close()
+        trained = [n for n, p in new_model(self.task).named_parameters() if p.requires_grad]
+        self.result.weights = {n: state[f"model.{n}"] for n in trained}
+        if TASKS[self.task].recipe.average is not None:
+            self.result.average = {n: state[f"ema.{n}"] for n in trained}
+        return self.result
+
+
+def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks, put together of their slices, on the CPU."""
+    state: dict[str, torch.Tensor] = {}
+    for share in gather_objects(engine.export_state()):
+        for key, part in share.items():
+            if piece := SLICE.fullmatch(key):
+                shape = [int(size) for size in piece["shape"].split("x") if size]
+                whole = state.setdefault(piece["name"], torch.empty(shape, dtype=part.dtype))
+                whole.view(-1)[int(piece["start"]) :][: part.numel()] = part
+            else:
+                state[key] = part.to("cpu", copy=True)
+    return state
+
+
+# ---- how close both are --------------------------------------------------------------------------
+
+
+def distance(
+    ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]
+) -> float:
+    """The largest distance of a tensor from where it should be, of the way that it moved."""
+    assert ours.keys() == right.keys()
+    distances = {}
+    for name, value in right.items():
+        way = (value.double() - initial[name].double()).norm()
+        assert way > 0, f"{name} has not moved"
+        distances[name] = ((ours[name].double() - value.double()).norm() / way).item()
+    return max(distances.values())
+
+
+def check(task: str, ours: Result, right: Result, *, exact: bool) -> None:
+    close = EXACT if exact else ROUNDED
+    if TASKS[task].recipe.optimizer == "adamw bf16 momentum":
+        close = ROUNDED  # one bit in fp32 may change how the kept moment rounds
+    initial = {key: value.detach() for key, value in new_model(task).named_parameters()}
+
+    assert ours.losses == pytest.approx(right.losses, rel=close, nan_ok=True)
+    # DeepSpeed's norm of an update that is skipped is infinite.
+    norms = [norm if math.isfinite(norm) else math.nan for norm in ours.norms]
+    assert norms == pytest.approx(right.norms, rel=close, nan_ok=True)
+    assert distance(ours.weights, right.weights, initial) < close
+    if right.average and TASKS[task].recipe.average is not None:
+        assert distance(ours.average, right.average, initial) < close
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     with process_group(device="cpu", timeout_min=5, num_threads=1) as world:
         for line in (folder / "cases.txt").read_text().splitlines():
-            result = train_engine(line, world)
+            training = Training(*ALL[line], world)
+            training.train(STEPS)
+            result = training.finish()
             if world.is_first:
                 torch.save(vars(result), folder / f"{line}.pt")
                 print(f"trained: {line}", flush=True)

@@ -1,0 +1,307 @@
+"""Check on several ranks what a training from start to end in one place does not show.
+
+    engine_checks.py        (one rank; started by test_golden_curves.py)
+
+Owns CHECKS, which run one after another and print `passed: NAME`. The first that fails ends the
+run. test_engine.py runs some of them in one process. What is trained, and what is right, is in
+`reference_cases`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from tests.support.engine.reference_cases import (
+    FP16_POWER,
+    STEPS,
+    TASKS,
+    Training,
+    check,
+    new_engine,
+    new_model,
+    samples,
+    train_reference,
+    whole_state,
+)
+from tests.support.reference_training import Machine
+from vitscale.config.errors import UserError
+from vitscale.distributed.processes import run_rank_script
+from vitscale.distributed.world import World, gather_objects, process_group
+from vitscale.engine.engine import Engine
+from vitscale.models.vit import checkpoint_activations, compile_blocks
+
+HALF = STEPS // 2
+IMAGES, _ = samples(np.arange(16))
+
+
+def machine_of(world: World, stage: int, precision: str = "fp32") -> Machine:
+    return Machine(ranks=world.world_size, accumulation=2, stage=stage, precision=precision)
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def moved(first: Engine, second: Engine) -> None:
+    """Give the second engine the state of the first."""
+    tensors = whole_state(first)
+    counts = []
+
+    def read(name: str, start: int, count: int) -> torch.Tensor:
+        counts.append(count)
+        return tensors[name].flatten()[start : start + count]
+
+    second.import_state(read, optimizer_steps=first.optimizer_steps())
+    second.import_counters(first.export_counters())
+    assert equal(whole_state(second), tensors)
+    num_elements = sum(tensor.numel() for tensor in tensors.values())
+    assert sum(gather_objects(sum(counts))) == num_elements, "read once by all ranks together"
+
+
+def continued(first: Training, machine: Machine) -> Training:
+    second = Training(first.task, machine, first.world, before=first.result)
+    moved(first.engine, second.engine)
+    return second
+
+
+def health(training: Training) -> tuple[int, int, int | None, int | None]:
+    health = training.engine.health()
+    return health.skipped, health.longest, health.last_step, health.bad_micro_step
+
+
+# --- the checks ----------------------------------------------------------------------------------
+
+
+def state_moves_in_the_middle(
+    world: World, *, source: int, target: int, task: str = "skipped", precision: str = "fp32"
+) -> None:
+    """Half of the steps at one stage, the others at another: the training is the reference's."""
+    machine = machine_of(world, source, precision)
+    is_exact = precision == "fp32"
+    first = Training(task, machine, world)
+    first.train(5)
+    if TASKS[task].spoiled:
+        assert health(first) == (2, 2, 5, 1 - world.rank)
+    first.train(HALF)
+    if TASKS[task].spoiled:
+        assert health(first) == (3, 1, 10, None)
+    if TASKS[task].recipe.average is not None:
+        uses_the_average(first, atol=1e-4 if is_exact else 0.1)
+
+    second = continued(first, replace(machine, stage=target))
+    second.train(STEPS)
+    if TASKS[task].spoiled:
+        assert health(second) == (4, 2, 11, 0 if world.is_first else None)
+    check(task, second.finish(), train_reference(task, machine), exact=is_exact)
+
+
+@torch.no_grad()
+def uses_the_average(training: Training, *, atol: float) -> None:
+    """The average is used for a while, and leaves no trace."""
+    engine = training.engine
+    state = whole_state(engine)
+    plain = new_model(training.task)
+    for name, parameter in plain.named_parameters():
+        parameter.copy_(state[f"ema.{name}"])
+    pixels = (IMAGES.float() / 255 - 0.5) / 0.5
+    features = plain.forward_head(plain.forward_features(pixels), pre_logits=True)
+    right = torch.cat([plain(pixels), features], dim=1)
+
+    def outputs() -> torch.Tensor:
+        both = [engine.logits(IMAGES), engine.forward(IMAGES, "features")]
+        return torch.cat([each.float() for each in both], dim=1)
+
+    engine.eval()
+    before = outputs()
+    with engine.averaged():
+        shown = outputs()
+    after = outputs()
+    engine.train()
+    torch.testing.assert_close(shown, right, rtol=0, atol=atol)
+    assert (shown - before).abs().max() > atol
+    assert torch.equal(before, after)
+    assert equal(state, whole_state(engine))
+
+
+def far_model() -> nn.Module:
+    """Its head works between -8 and -16, where bf16 has steps of 0.0625."""
+    model = new_model("average")
+    nn.init.constant_(model.head.bias, -10.0)
+    return model
+
+
+@torch.no_grad()
+def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
+    """In bf16 training starts from the unrounded weights, and logits are those of fp32 heads."""
+    given = {f"model.{name}": value for name, value in far_model().named_parameters()}
+    training = Training("average", machine_of(world, stage, "bf16"), world, model=far_model())
+    engine = training.engine
+    started = whole_state(engine)
+    assert all(torch.equal(started[name], value) for name, value in given.items())
+
+    def logits() -> torch.Tensor:
+        logits = engine.logits(IMAGES)
+        state = whole_state(engine)  # inside `averaged` the average is in `model`
+        features = engine.forward(IMAGES, "features").float()
+        right = features @ state["model.head.weight"].T + state["model.head.bias"]
+        torch.testing.assert_close(logits, right, rtol=0, atol=1e-4)
+        return logits
+
+    with torch.enable_grad():
+        training.train(3)
+    engine.eval()
+    shown = logits()
+    with engine.averaged():
+        logits()
+    gaps = shown[shown < -8].sort().values.diff()
+    assert gaps[gaps > 0].min() < 0.0625 / 32
+
+
+def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
+    """All blocks share their graphs: forward and backward passes in training, and one without."""
+    counters = torch._dynamo.utils.counters
+    torch._dynamo.reset()
+    counters.clear()
+    model = new_model("adamw")
+    checkpoint_activations(model)
+    compile_blocks(model, backend="aot_eager")
+    machine = machine_of(world, stage)
+    training = Training("adamw", machine, world, model=model)
+    training.train(HALF)
+    training.engine.eval()
+    with torch.no_grad():
+        training.engine.logits(IMAGES[:4])
+    training.engine.train()
+    training.train(STEPS)
+    check("adamw", training.finish(), train_reference("adamw", machine), exact=True)
+    assert not counters["graph_break"]
+    assert 1 <= counters["stats"]["unique_graphs"] <= 4
+
+
+def sends_gradients_in_the_backward_pass(world: World, *, stage: int, precision: str) -> None:
+    """In buckets, once an update."""
+    training = Training("adamw", machine_of(world, stage, precision), world)
+    sizes: list[int] = []
+    send = dist.all_reduce
+
+    def recorded(tensor: torch.Tensor, *given: Any, **options: Any) -> Any:
+        if torch._C._current_graph_task_id() != -1:  # autograd runs
+            sizes.append(tensor.numel())
+        return send(tensor, *given, **options)
+
+    with patch.object(dist, "all_reduce", recorded):
+        training.train(3)
+    num_parameters = sum(parameter.numel() for parameter in new_model("adamw").parameters())
+    assert len(sizes) >= 3 * 4
+    assert max(sizes) < num_parameters / 3
+    assert sum(sizes) == pytest.approx(3 * num_parameters, rel=0.01)  # with padding
+
+
+def resumes_the_loss_scale(world: World) -> None:
+    """fp16 halves it at the second overflow; the state moves between the first and the second.
+
+    DeepSpeed refuses fp16 on CPUs without fast kernels for it, and so do we; slow ones exist.
+    """
+    get_accelerator().is_fp16_supported = lambda: True
+    machine = machine_of(world, 1, "fp16")
+    with patch("vitscale.training.session.resolve_precision", lambda *given: torch.float16):
+        first = Training("skipped", machine, world)
+        first.train(4)
+        second = continued(first, machine)
+    second.train(STEPS)
+    # All skipped updates but the first halved the scale.
+    assert second.engine.health().skipped == 4
+    assert second.engine.loss_scale == 2.0 ** (FP16_POWER - 3)
+    check("skipped", second.finish(), train_reference("skipped", machine), exact=False)
+
+
+def takes_the_gpu_that_a_task_sees(world: World) -> None:
+    """DeepSpeed took the local rank for its number: 1 on the second rank, which has GPU 0 alone."""
+    chosen: list[str] = []
+    alone = replace(world, device=torch.device("cpu", 0))
+    with patch.object(get_accelerator(), "set_device", lambda device: chosen.append(str(device))):
+        for stage in (0, 1, 3):
+            new_engine("adamw", machine_of(world, stage), alone).close()
+    assert torch.nn.functional.linear is torch._C._nn.linear  # ZeRO 3 had replaced it
+    assert chosen == ["0", "0", "0", "cpu"] and os.environ["LOCAL_RANK"] == str(world.rank)
+
+
+def refuses_other_graphs(world: World, *, stage: int) -> None:
+    """Ranks whose losses use other parameters, from the start or later, get no wrong gradients."""
+    for is_first_loss in (True, False):
+        engine = new_engine("adamw", machine_of(world, stage), world)
+        if not is_first_loss:
+            engine.backward(engine.logits(IMAGES[:4]).sum())
+            engine.step()
+        loss = engine.logits(IMAGES[:4]).sum()
+        if not world.is_first:
+            loss = engine._engine.module.head.bias.sum()  # no other parameter
+
+        # Later the rank whose own graph changes ends, and the others see that it is gone.
+        if is_first_loss or not world.is_first:
+            with pytest.raises(UserError, match="does not use"):
+                engine.backward(loss)
+        if not is_first_loss:
+            dist.barrier()
+        engine.close()
+
+
+STAGES = (0, 1, 2, 3)
+# Each stage comes first and second.
+MOVES = [("skipped", 0, 3), ("skipped", 3, 1), ("skipped", 1, 2), ("skipped", 2, 0), ("sgd", 1, 3)]
+MOVES += [("lamb", 0, 0), ("bf16 momentum", 1, 3), ("layer decay", 1, 3), ("layer decay", 3, 0)]
+CHECKS: dict[str, Callable[[World], None]] = {
+    **{
+        f"{task} moves from ZeRO {source} to {target}": partial(
+            state_moves_in_the_middle, source=source, target=target, task=task
+        )
+        for task, source, target in MOVES
+    },
+    # DeepSpeed has other wrappers in bf16 than in fp32.
+    **{
+        f"{precision} at ZeRO {stage} sends in the backward pass": partial(
+            sends_gradients_in_the_backward_pass, stage=stage, precision=precision
+        )
+        for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16"))
+    },
+    **{
+        f"bf16 moves at ZeRO {stage}": partial(
+            state_moves_in_the_middle, source=stage, target=stage, precision="bf16"
+        )
+        for stage in STAGES
+    },
+    **{f"head at ZeRO {stage}": partial(keeps_the_head_in_fp32, stage=stage) for stage in STAGES},
+    **{
+        f"compiled at ZeRO {stage}": partial(compiles_without_graph_breaks, stage=stage)
+        for stage in (0, 2)
+    },
+    **{
+        f"other graphs at ZeRO {stage}": partial(refuses_other_graphs, stage=stage)
+        for stage in (2, 3)
+    },
+    "fp16": resumes_the_loss_scale,
+    "one GPU": takes_the_gpu_that_a_task_sees,
+}
+
+
+def main() -> None:
+    with process_group(device="cpu", timeout_min=5, num_threads=1) as world:
+        for name, run_check in CHECKS.items():
+            run_check(world)
+            print(f"passed: {name}", flush=True)
+
+
+if __name__ == "__main__":
+    run_rank_script(main)
