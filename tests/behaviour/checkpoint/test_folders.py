@@ -7,9 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -206,39 +204,3 @@ def test_ranks_share_the_verification_and_agree(
         assert checkpoint.step == 1 and "step-00000002/rank-00003.safetensors" in complaints[0]
     else:
         assert "none that can be read" in found[0]
-
-
-@pytest.mark.parametrize("is_one", [True, False])
-def test_ranks_that_look_for_weights_share_the_verification(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_one: bool
-) -> None:
-    """Of one checkpoint or the newest of a run; the last rank's node does not see the folder."""
-    num_ranks, hashed = 3, list[str]()
-    run_ranks(
-        num_ranks,
-        lambda rank, gather: light_save(
-            tmp_path / "run/checkpoints", step=7, rank=rank, gather=gather
-        ),
-    )
-    blake3_of_file = folders.blake3_of_file
-    monkeypatch.setattr(
-        folders,
-        "blake3_of_file",
-        lambda path, **o: hashed.append(path.name) or blake3_of_file(path),
-    )
-
-    def find(rank: int, gather: Gather, *, blind: int | None = None) -> int | str:
-        path = tmp_path / ("nowhere" if rank == blind else "run")
-        if is_one:
-            path = path / "checkpoints/step-00000007"
-        try:
-            ranks: dict[str, Any] = {"rank": rank, "world_size": num_ranks, "gather": gather}
-            return folders.resolve_weights(str(path), **ranks)[0].step
-        except UserError as error:
-            return str(error)
-
-    assert run_ranks(num_ranks, find) == [7] * num_ranks
-    assert sorted(hashed) == [f"rank-0000{rank}.safetensors" for rank in range(num_ranks)]
-    if is_one:  # the folders in a run are those of rank 0
-        found = run_ranks(num_ranks, partial(find, blind=2))
-        assert len(set(found)) == 1 and "nowhere" in str(found[0])

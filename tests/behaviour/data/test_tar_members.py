@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import webdataset
 
-from data_prep.sources.protocol import open_source, with_damage
 from tests.support.corpora.external_tars import tar_bytes, write_tars
 from tests.support.corpora.shard_folders import photo
+from tests.support.corpora.sources import listed, opened
 from vitscale.config.errors import UserError
 from vitscale.data import webdataset as stream
 from vitscale.data.tar_members import TarDefect, members
-from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 BLOCK = 512
 
@@ -38,7 +37,7 @@ A, B = samples(0, 3), samples(10, 2)
 END = bytes(2 * BLOCK)
 
 
-def listed(content: bytes) -> tuple[list[str], str]:
+def members_of(content: bytes) -> tuple[list[str], str]:
     """Names of the members, and the defect behind them."""
     names = []
     try:
@@ -69,16 +68,16 @@ JOINED = {
 
 @pytest.mark.parametrize("content", JOINED.values(), ids=JOINED)
 def test_tars_that_were_joined_are_read_to_the_end(content: bytes, tmp_path: Path) -> None:
-    assert listed(content) == (names_by_tarfile(content), "")
+    assert members_of(content) == (names_by_tarfile(content), "")
     # As one file of a source, as the tar of a class in a larger tar, and as a stream.
     expected = [name for name in names_by_tarfile(content) if name.endswith(".jpg")]
     write_tars(tmp_path / "all", {"all.tar": {"cat.tar": content, "dog.tar": A}})
     (tmp_path / "train-0.tar").write_bytes(content)
     for kind, path in (("webdataset", "train-0.tar"), ("class_tars", "all/all.tar")):
-        source = open_source(SourceSettings(kind=kind, path=str(tmp_path / path)), LabelSettings())
-        box = source.containers()[0]
-        rows = [row for row in with_damage(box, source.inputs(box)) if row.reason != "other_name"]
-        assert [row.path.partition(".tar/")[2].removeprefix("cat.tar/") for row in rows] == expected
+        rows = listed(opened(kind, tmp_path / path))
+        kept = [row.path for row in rows if row.reason != "other_name"]
+        names = [path.partition(".tar/")[2].removeprefix("cat.tar/") for path in kept]
+        assert [name for name in names if "dog.tar" not in name] == expected
     read = [
         f"{key}.jpg" for _, key, _, _ in stream._samples_of(tmp_path / "train-0.tar", num_classes=0)
     ]
@@ -87,9 +86,7 @@ def test_tars_that_were_joined_are_read_to_the_end(content: bytes, tmp_path: Pat
 
 def test_a_tar_of_tars_that_were_joined_has_all_classes(tmp_path: Path) -> None:
     (tmp_path / "all.tar").write_bytes(tar_bytes({"cat.tar": A}) + tar_bytes({"dog.tar": B}))
-    source = open_source(
-        SourceSettings(kind="class_tars", path=str(tmp_path / "all.tar")), LabelSettings()
-    )
+    source = opened("class_tars", tmp_path / "all.tar")
     assert [box.class_name for box in source.containers()] == ["cat", "dog"]
 
 
@@ -107,9 +104,7 @@ BEHIND = {
 @pytest.mark.parametrize("tail", BEHIND.values(), ids=BEHIND)
 def test_other_bytes_behind_the_end_mark_are_a_defect(tail: bytes, tmp_path: Path) -> None:
     (tmp_path / "train-0.tar").write_bytes(A + tail)
-    source = open_source(SourceSettings(kind="webdataset", path=str(tmp_path)), LabelSettings())
-    (box,) = source.containers()
-    rows = list(with_damage(box, source.inputs(box)))
+    rows = listed(opened("webdataset", tmp_path))
     assert [row.name for row in rows if row.reason is None][:3] == ["0", "1", "2"]
     assert [row.reason for row in rows][-1] == "truncated_tar"
     with pytest.raises(UserError, match=r"train-0\.tar: cannot be read"):
@@ -160,11 +155,7 @@ HOSTILE = {
 def test_hostile_headers_end_in_a_row(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "train-0.tar").write_bytes(ONE + content + ONE.replace(b"a.jpg", b"z.jpg"))
     for kind in ("webdataset", "class_tars"):
-        source = open_source(
-            SourceSettings(kind=kind, path=str(tmp_path)), LabelSettings(values="none")
-        )
-        (box,) = source.containers()
-        rows = list(with_damage(box, source.inputs(box)))
+        rows = listed(opened(kind, tmp_path, {"values": "none"}))
         assert "train-0.tar/a.jpg" in {row.path for row in rows if row.reason is None}
         assert rows[-1].reason == "truncated_tar" and len(rows) < 5
     with pytest.raises(UserError, match="cannot be read"):

@@ -12,26 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.sources.protocol import Input, open_source
 from data_prep.steps.labels import load_space, read_map
 from tests.support.corpora.external_tars import write_tars
+from tests.support.corpora.sources import listed, opened, touch
 from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells, read_text
-from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 
-def touch(root: Path, *names: str) -> Path:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
-    return root
-
-
-def inputs(path: Path, *, values: Any = "name", **settings: Any) -> list[Input]:
+def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **options: Any) -> Any:
     """values: of the settings of labels."""
-    labels = LabelSettings(values=values)
-    source = open_source(SourceSettings(path=str(path), **settings), labels)
-    return [row for box in source.containers() for row in source.inputs(box)]
+    return listed(opened(kind, path, {"values": values}, **options))
 
 
 # ---- folders that are splits ---------------------------------------------------------------------

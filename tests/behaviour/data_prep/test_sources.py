@@ -22,26 +22,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.formats.ledger import REASONS
-from data_prep.sources.protocol import Container, Input, Source, open_source, with_damage
+from data_prep.sources.protocol import Container, Input, Source
 from data_prep.sources.tars import split_member_name
 from tests.support.corpora.external_tars import Members, tar_bytes, write_tars
+from tests.support.corpora.sources import listed, opened, touch
 from vitscale.config.errors import StorageError, UserError
-from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 UNLABELLED: dict[str, Any] = {"values": "none"}
-
-
-def opened(
-    kind: Any, path: Path, labels: Mapping[str, Any] | None = None, **options: Any
-) -> Source:
-    return open_source(
-        SourceSettings(kind=kind, path=str(path), **options), LabelSettings(**(labels or {}))
-    )
-
-
-def listed(source: Source) -> list[Input]:
-    boxes = source.containers()
-    return [row for box in boxes for row in with_damage(box, source.inputs(box))]
 
 
 def inputs(kind: str, path: Path, *args: Any, **options: Any) -> list[Input]:
@@ -58,12 +45,6 @@ def fates(kind: str, path: Path, *args: Any, **options: Any) -> dict[str, str | 
 
 def content(source: Source, row: Input) -> bytes:
     return (source.root / (row.file or row.path)).read_bytes()[row.offset :][: row.num_bytes]
-
-
-def touch(root: Path, *names: str) -> None:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).touch()
 
 
 def table(columns: Mapping[str, Any], **options: Any) -> bytes:

@@ -203,13 +203,12 @@ OF_SITE = {
     "SBATCH_QOS": ("low", {"sbatch": {"qos": "high"}}),
     "SBATCH_RESERVATION": ("x", {"sbatch": {"reservation": "y"}}),
 }
+Submit = Callable[[LaunchSettings], dict[str, str]]
 CLUSTER = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTERS": "c1"}
 
 
 @pytest.fixture
-def seen_by_sbatch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[LaunchSettings], dict[str, str]]]:
+def seen_by_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
     """Submit a job with these settings; return the environment of sbatch."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -234,7 +233,7 @@ def seen_by_sbatch(
 
 
 def test_variables_of_the_shell_override_nothing_that_a_run_says(
-    seen_by_sbatch: Callable[[LaunchSettings], dict[str, str]],
+    seen_by_sbatch: Submit,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -257,7 +256,7 @@ def test_variables_of_the_shell_override_nothing_that_a_run_says(
 
 
 def test_the_site_decides_what_a_run_leaves_to_it(
-    seen_by_sbatch: Callable[[LaunchSettings], dict[str, str]],
+    seen_by_sbatch: Submit,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -270,7 +269,7 @@ def test_the_site_decides_what_a_run_leaves_to_it(
 
 
 def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
-    seen_by_sbatch: Callable[[LaunchSettings], dict[str, str]],
+    seen_by_sbatch: Submit,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

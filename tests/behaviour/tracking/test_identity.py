@@ -19,8 +19,6 @@ from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 from vitscale.tracking.wandb_sync import Reader as WandbReader
 
-Points = list[tuple[str, int, float]]
-
 
 @pytest.fixture
 def uri(mlflow_database: Path) -> str:

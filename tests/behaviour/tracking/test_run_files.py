@@ -9,10 +9,8 @@ import base64
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from launch.comparison.differences import compare
 from launch.comparison.page import render
 from launch.comparison.runs import load_runs
 from launch.comparison.sync import sync
+from tests.support.range_server import Answering, listening
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import short_reason
 from vitscale.tracking.journal import MAX_LINE_BYTES, read_rows
@@ -232,9 +231,9 @@ def hostile_server(
     experiment = {"experiment_id": "0", "name": "vitscale", "lifecycle_stage": "active"}
     asked: list[str] = []
 
-    class Handler(BaseHTTPRequestHandler):
+    class Hostile(Answering):
         def do_GET(self) -> None:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.rfile.read(int(self.headers["content-length"] or 0))
             path = self.path.partition("?")[0]
             asked.append(path)
             answer: dict[str, Any] = {}
@@ -248,24 +247,12 @@ def hostile_server(
                 answer = {"run": one_run}
             elif "artifacts" in path:
                 answer = {"files": [{"path": listed, "is_dir": False, "file_size": 1}]}
-            body = json.dumps(answer).encode()
-            self.send_response(200)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(200, json.dumps(answer).encode(), {"content-type": "application/json"})
 
         do_POST = do_PATCH = do_PUT = do_GET
 
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(Hostile) as url:
+        yield url, asked
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import local
 from typing import Any
@@ -32,6 +33,7 @@ from vitscale.checkpoint.folders import (
     read_manifest,
     step_folders,
 )
+from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.distributed.events import cause, read_events, read_failures, read_start
 from vitscale.evaluation import trained_model
@@ -134,13 +136,15 @@ def test_it_predicts(
     golden.json(f"training/predictions/step_{step}.json", rows, rel=REL)
 
 
+@pytest.mark.parametrize("place", ["checkpoints/step-00000010", ""])
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 def test_ranks_that_open_it_share_its_verification(
-    stored: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+    stored: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int, place: str
 ) -> None:
     """Each file is hashed once, by one of them: it has more than the model that all read."""
-    folder, hashed, of_thread = stored / "checkpoints/step-00000010", list[Path](), local()
-    expected = open_model(str(folder)).network.state_dict()
+    init, hashed, of_thread = str(stored / place), list[Path](), local()
+    files = stored / (place or "checkpoints/step-00000016")
+    expected = open_model(init).network.state_dict()
     whole = folders.blake3_of_file
 
     def counted(path: Path, **how: Any) -> str:
@@ -150,16 +154,22 @@ def test_ranks_that_open_it_share_its_verification(
     monkeypatch.setattr(folders, "blake3_of_file", counted)
     monkeypatch.setattr(trained_model, "gather_objects", lambda value: of_thread.gather(value))
 
-    def work(rank: int, gather: Any) -> TrainedModel:
+    def work(rank: int, gather: Any, *, blind: int | None = None) -> TrainedModel | str:
         of_thread.gather = gather
         world = replace(WORLD, rank=rank, world_size=num_ranks)
-        return open_model(str(folder), world=world)
+        try:
+            return open_model("nowhere" if rank == blind else init, world=world)
+        except UserError as error:
+            return str(error)
 
     found = run_ranks(num_ranks, work)
-    assert sorted(hashed) == sorted(folder.glob("*.safetensors")) and len(hashed) == 2
+    assert sorted(hashed) == sorted(files.glob("*.safetensors"))
     for model in found:
         tensors = model.network.state_dict()
         assert all(tensors[name].equal(value) for name, value in expected.items())
+    if place:  # the folders in a run are those of rank 0
+        (said,) = set(run_ranks(num_ranks, partial(work, blind=num_ranks - 1)))
+        assert "nowhere" in said
 
 
 @pytest.mark.slow

@@ -1,0 +1,31 @@
+"""Open a source of data_prep and list its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_prep.sources.protocol import Input, Source, open_source, with_damage
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
+
+
+def opened(
+    kind: Any, path: Path, labels: Mapping[str, Any] | None = None, **options: Any
+) -> Source:
+    """options: more settings of `source`."""
+    settings = SourceSettings(kind=kind, path=str(path), **options)
+    return open_source(settings, LabelSettings(**(labels or {})))
+
+
+def listed(source: Source) -> list[Input]:
+    """Inputs of all containers, and what is damaged of them."""
+    boxes = source.containers()
+    return [row for box in boxes for row in with_damage(box, source.inputs(box))]
+
+
+def touch(root: Path, *names: str) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+    return root
