@@ -42,10 +42,11 @@ from vitscale.models.vit import build_model
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.session import TrainingSession, build_engine
 
-# fp32: of the way that a tensor moved. Both trainings round in other orders.
+# fp32: of the way that each tensor moved. Both trainings round in other orders.
 EXACT = 1e-5
 # bf16 keeps 8 bits, so each product is off by up to 2^-9. What a gradient passes through rounds it
-# a few dozen times, and 20 steps carry on what that changes: 2^-4 of the way is 32 roundings.
+# a few dozen times, and 20 steps carry on what that changes: 2^-4 of the way that all weights moved
+# is 32 roundings.
 ROUNDED = 2.0**-4
 
 STEPS = 20
@@ -541,32 +542,39 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
 # ---- how close both are --------------------------------------------------------------------------
 
 
-def distance(
+def distances(
     ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]
-) -> float:
-    """The largest distance of a tensor from where it should be, of the way that it moved."""
+) -> tuple[float, float]:
+    """How far tensors are from where they should be, of the way that they moved.
+
+    Returns this of all tensors together, and the largest of one.
+    """
     assert ours.keys() == right.keys()
-    distances = {}
-    for name, value in right.items():
-        way = (value.double() - initial[name].double()).norm()
-        assert way > 0, f"{name} has not moved"
-        distances[name] = ((ours[name].double() - value.double()).norm() / way).item()
-    return max(distances.values())
+    gaps = torch.stack([(ours[name].double() - right[name].double()).norm() for name in right])
+    ways = torch.stack([(right[name].double() - initial[name].double()).norm() for name in right])
+    assert ways.min() > 0, "a tensor has not moved"
+    return (gaps.norm() / ways.norm()).item(), (gaps / ways).max().item()
 
 
 def check(task: str, ours: Result, right: Result, *, exact: bool) -> None:
-    close = EXACT if exact else ROUNDED
-    if TASKS[task].recipe.optimizer == "adamw bf16 momentum":
-        close = ROUNDED  # one bit in fp32 may change how the kept moment rounds
+    # One bit in fp32 may change how the moment that is kept in bf16 rounds.
+    is_exact = exact and TASKS[task].recipe.optimizer != "adamw bf16 momentum"
+    close = EXACT if is_exact else ROUNDED
     initial = {key: value.detach() for key, value in new_model(task).named_parameters()}
 
     assert ours.losses == pytest.approx(right.losses, rel=close, nan_ok=True)
     # DeepSpeed's norm of an update that is skipped is infinite.
     norms = [norm if math.isfinite(norm) else math.nan for norm in ours.norms]
     assert norms == pytest.approx(right.norms, rel=close, nan_ok=True)
-    assert distance(ours.weights, right.weights, initial) < close
-    if right.average and TASKS[task].recipe.average is not None:
-        assert distance(ours.average, right.average, initial) < close
+
+    pairs = [(ours.weights, right.weights)]
+    if TASKS[task].recipe.average is not None:
+        pairs.append((ours.average, right.average))
+    for trained, expected in pairs:
+        together, largest = distances(trained, expected, initial)
+        # In bf16 the few values of a bias may be off by more than all weights together.
+        largest_allowed = EXACT if is_exact else 4 * ROUNDED
+        assert together < close and largest < largest_allowed, (together, largest)
 
 
 def main() -> None:
