@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,8 @@ from vitscale.data.folders import files_below, folders_in
 
 
 @pytest.fixture
-def deep(tmp_path: Path) -> Path:
-    """cat/a.jpg, and a file below 1,200 folders."""
+def deep(tmp_path: Path) -> Iterator[Path]:
+    """cat/a.jpg, and a file below 1,200 folders, which pytest could not remove."""
     (tmp_path / "in/cat").mkdir(parents=True)
     (tmp_path / "in/cat/a.jpg").touch()
     before = Path.cwd()
@@ -27,7 +29,8 @@ def deep(tmp_path: Path) -> Path:
         Path("b.jpg").touch()
     finally:
         os.chdir(before)
-    return tmp_path / "in"
+    yield tmp_path / "in"
+    subprocess.run(["rm", "-r", tmp_path / "in"], check=True)
 
 
 def test_folders_may_be_deeper_than_calls(deep: Path, tmp_path: Path) -> None:
