@@ -28,7 +28,7 @@ from data_prep.sources.protocol import (
     raise_if_outage,
 )
 from vitscale.config.errors import UserError
-from vitscale.config.outside import MAX_EXPANSION, check_expansion
+from vitscale.config.packed_files import MAX_EXPANSION, check_expansion
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
 # Rows that are read at a time: so many, or fewer, so that they cannot exceed so many bytes.

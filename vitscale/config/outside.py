@@ -1,7 +1,7 @@
-"""Keep what comes from outside from harm: text in terminals and CSV, and content beyond its file.
+"""Keep text that comes from outside from harm in terminals and CSV.
 
-Owns: which characters a terminal obeys, which cells a spreadsheet computes, how far a packed file
-may unpack. Leaves out: secrets (`redaction`).
+Owns: which characters a terminal obeys, which cells a spreadsheet computes. Leaves out: secrets
+(`redaction`), and how far a packed file may unpack (`packed_files`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,11 @@ import re
 import sys
 from typing import Any
 
-from vitscale.config.errors import UserError
-
 # Control characters (C0, DEL, C1), which terminals obey; a line of text ends with a line feed.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _CONTROL_IN_TEXT = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 # First characters of a formula (OWASP, "CSV injection").
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-# Of weights and tables in packed files: published ones unpack to at most twice their size.
-MAX_EXPANSION = 20
-ALWAYS_ALLOWED_BYTES = 64 << 20
 
 
 def visible(text: str) -> str:
@@ -68,17 +63,3 @@ def guard_terminal() -> None:
         streams: Any = sys
         streams.stdout = _Terminal(sys.stdout)
         streams.stderr = _Terminal(sys.stderr)
-
-
-def check_expansion(
-    content_bytes: int, *, file_bytes: int, where: str, times: int = MAX_EXPANSION
-) -> None:
-    """Raise UserError if a file unpacks to more than `times` its size, and to more than 64 MiB."""
-    if content_bytes > max(ALWAYS_ALLOWED_BYTES, times * file_bytes):
-        raise UserError(
-            f"unpacks to {content_bytes:,} bytes or more, "
-            f"{content_bytes // max(1, file_bytes):,} times its size",
-            where=where,
-            allowed=f"{times} times the size of the file",
-            next_step="do not use this file unless you trust who made it; then save it unpacked",
-        )

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch.serialization import safe_globals
 
 from vitscale.config.errors import UserError
-from vitscale.config.outside import check_expansion
+from vitscale.config.packed_files import check_expansion
 
 SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".tar")
 CONFIG = "config.json"
