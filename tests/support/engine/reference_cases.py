@@ -42,7 +42,7 @@ from vitscale.models.vit import build_model
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.session import TrainingSession, build_engine
 
-# fp32: of the way that each tensor moved. Both trainings round in other orders.
+# fp32: of the way that all weights moved. Both trainings round in other orders.
 EXACT = 1e-5
 # bf16 keeps 8 bits, so each product is off by up to 2^-9. What a gradient passes through rounds it
 # a few dozen times, and 20 steps carry on what that changes: 2^-4 of the way that all weights moved
@@ -58,7 +58,7 @@ GLOBAL_BATCH = 64 * 3
 MODEL = {"image_size": 8, "patch_size": 4, "width": 30, "depth": 2, "num_heads": 2}
 MODEL |= {"mlp_width": 44}
 # Far above the rounding of a gradient that is zero but for it, such as that of a key's bias.
-EPS = 1e-3
+EPS = 1e-2
 FP16_POWER = 8
 # Buckets hold a few tensors each.
 RAW = {"zero_optimization": {"reduce_bucket_size": 2000}}
@@ -572,8 +572,8 @@ def check(task: str, ours: Result, right: Result, *, exact: bool) -> None:
         pairs.append((ours.average, right.average))
     for trained, expected in pairs:
         together, largest = distances(trained, expected, initial)
-        # In bf16 the few values of a bias may be off by more than all weights together.
-        largest_allowed = EXACT if is_exact else 4 * ROUNDED
+        # The few values of a bias, and what hardly moves, may be off by more than all weights.
+        largest_allowed = 10 * EXACT if is_exact else 4 * ROUNDED
         assert together < close and largest < largest_allowed, (together, largest)
 
 
