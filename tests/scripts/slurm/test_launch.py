@@ -56,7 +56,11 @@ def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit) -> None:
 
 def test_only_the_settings_reach_slurm_and_unchanged(slurm, submit, tmp_path, monkeypatch) -> None:
     # As if submitted inside another job.
-    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "x"}.items():
+    for name, value in {
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "7",
+        "SBATCH_ARRAY_INX": "0-3",
+    }.items():
         monkeypatch.setenv(name, value)
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
     job = submit(

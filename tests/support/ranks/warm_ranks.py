@@ -101,7 +101,11 @@ class WarmRank:
 
     def poll(self, *, wait_s: float = 0.0) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
-        if self._code is None and select.select([self.status], [], [], wait_s)[0]:
+        # Unlike select, it takes descriptors above 1023.
+        poller = select.poll()
+        if self._code is None:
+            poller.register(self.status, select.POLLIN)
+        if self._code is None and poller.poll(1000 * wait_s):
             self._code = read_signed(self.status)
             os.close(self.status)
         return self._code
