@@ -45,6 +45,12 @@ WARMED = (
     "vitscale.evaluation.classification",
     "vitscale.models.vit",
     "vitscale.training.losses",
+    "vitscale.config.command_line",
+    "pretrain.run",
+    "finetune.run",
+    "finetune.settings",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
     "deepspeed.runtime.zero.muon.original_muon",
 )
 
