@@ -232,7 +232,10 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
         private_folder()
 
 
-def test_random_numbers_follow_the_position_in_training() -> None:
+def test_random_numbers_follow_the_position_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It keeps the callers' stack, and so reads their source files.
+    monkeypatch.delattr("torch.cuda._lazy_call")
+
     def drawn(**changes: int) -> float:
         session.seed_step(**{"seed": 0, "step": 0, "micro_step": 0, "rank": 0} | changes)
         return torch.rand(()).item()
