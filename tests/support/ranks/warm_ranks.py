@@ -44,7 +44,8 @@ WARMED = (
     "vitscale.training.session",
     "vitscale.evaluation.classification",
     "vitscale.models.vit",
-    "vitscale.training.losses",
+    "vitscale.evaluation.teacher",
+    "vitscale.models.losses",
     "deepspeed.runtime.zero.muon.original_muon",
 )
 
