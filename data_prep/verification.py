@@ -35,10 +35,10 @@ from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
 from data_prep.images.sheet import draw_rows
-from data_prep.worker_processes import Workers
 from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.processes import num_cores
+from vitscale.distributed.worker_processes import Workers
 from vitscale.images.jpeg import entry_points
 from vitscale.tracking.journal import item_progress
 

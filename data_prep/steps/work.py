@@ -37,7 +37,6 @@ from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
-from data_prep.worker_processes import Workers
 from vitscale.config.changes import changed_settings, keys_without_effect
 from vitscale.config.errors import (
     EXIT_STOPPED_RESUMABLE,
@@ -52,6 +51,7 @@ from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
 from vitscale.distributed.processes import environment_number, num_cores, num_gpus
+from vitscale.distributed.worker_processes import Workers
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.journal import item_progress
 

@@ -15,11 +15,11 @@ import pytest
 
 from data_prep.steps import work as sharing
 from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder
-from data_prep.worker_processes import Workers
 from tests.support.corpora.image_corpus import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import FailureKind, WorkerError
 from vitscale.distributed.processes import descendants
+from vitscale.distributed.worker_processes import Workers
 
 # Above the largest that Linux gives.
 NO_PID = 1 << 23
