@@ -110,20 +110,23 @@ def check_listed(work: WorkFolder, census: Census, *, listed: Outcomes, num_left
     run, labels, found = work.run, load_labels(work.run.labels), census.images
     if run.labels.unknown == "refuse" or found:
         labels.check(census.unknown, found=found)
+    if not found:
+        raise UserError(
+            f"no images were found: all {listed.num_rows:,} inputs are rejected\n"
+            f"{listed.describe()}".rstrip(),
+            where="source.path",
+            next_step="fix these names, paths, labels or files, or choose another source",
+        )
+
+    # Classes without images would shift the labels of others.
     named = {box.class_name for box in read_containers(work)} - {None}
     empty = sorted(map(str, named - found.keys()))
     ignored = run.labels.values == "none" or labels.map or labels.space
     where, what, advice = "source.path", "", ""
-    if empty and not ignored and (found or not listed.reasons):
+    if empty and not ignored:
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
         what = f"{len(empty)} of {len(named)} classes hold no images: {shown}"
-        advice = "remove these classes, or add their images"  # or labels would shift
-    elif not found and not listed.reasons:
-        what, advice = "is empty", "check the source"
-    elif not found:
-        num = sum(listed.reasons.values())
-        what = f"no images were found: all {num:,} inputs are rejected\n{listed.describe()}"
-        advice = "fix these names, paths, labels or files, or choose another source"
+        advice = "remove these classes, or add their images"
     elif left_out(run.source.leave_out) and not listed.reasons["left_out"]:
         where, what = "source.leave_out", f"{run.source.leave_out!r} names no image of the source"
         advice = "take what `vitscale prepare duplicates` wrote for shards of this source"
