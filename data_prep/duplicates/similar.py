@@ -41,13 +41,8 @@ BIT_THRESHOLD = 0.1
 KEY_BITS = 32
 UNCERTAIN_BITS = 3
 NUM_KEYS = 1 << UNCERTAIN_BITS
-# Correlation of the coefficients of two pictures, unweighted, and weighted by frequency, which
-# raises the weight of details.
+# Of the coefficients of two pictures.
 MIN_CORRELATION = 0.99
-MIN_DETAIL_CORRELATION = 0.985
-# A difference in detail up to this, in grey values, counts as encoding noise: faint smooth pictures
-# have little detail of their own.
-MAX_NOISE = 2.0
 MAX_PIXELS = 1 << 28
 BATCH_ROWS = 1 << 14
 # Candidates per batch. What one batch settles, the next ones do not compare again, so in a large
@@ -148,27 +143,15 @@ def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.ndarray:
     """Mark the pairs left[i], right[i] that correlate; mirrored: after mirroring left[i]."""
-    _, frequency, signs = _frequencies()
-    a, b = left.astype(np.float64), right.astype(np.float64)
-    a = a * signs if mirrored else a
-    same = _correlation(a, b) >= MIN_CORRELATION
-    a, b = np.rint(a * frequency), np.rint(b * frequency)
-    noise = (MAX_NOISE * SCALE) ** 2 * (frequency**2).sum()
-    details = _correlation(a, b) >= MIN_DETAIL_CORRELATION
-    alike: np.ndarray = same & (details | (((a - b) ** 2).sum(axis=1) <= noise))
-    return alike
-
-
-def similarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Correlation of descriptors left[i] and right[i], direct or mirrored, which is larger."""
     _, _, signs = _frequencies()
-    a, b = left.astype(np.float64), right.astype(np.float64)
-    return np.maximum(_correlation(a, b), _correlation(a * signs, b))
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a = left.astype(np.float64)
+    b = right.astype(np.float64)
+    if mirrored:
+        a *= signs
     norms = np.square(a).sum(axis=1) * np.square(b).sum(axis=1)
-    return (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
+    correlation = (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
+    alike: np.ndarray = correlation >= MIN_CORRELATION
+    return alike
 
 
 def first_equal(rows: np.ndarray) -> np.ndarray:
