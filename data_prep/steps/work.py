@@ -211,10 +211,6 @@ class Step:
     """Make one of them, with the same bytes in any process."""
     images: Callable[[WorkFolder], Sequence[int]] | None = None
     """Images in each unit, which progress counts instead of units."""
-    inside: Callable[[WorkFolder, str], int] | None = None
-    """Files in a finished unit, where their total is not known before."""
-    check: Callable[[WorkFolder, str], None] | None = None
-    """Called for each finished unit; raises UserError if the work can no longer succeed."""
 
 
 class _NoPandas:
@@ -280,9 +276,7 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
                 if not is_done:
                     busy.append(unit)
                     continue
-                advance(sizes[unit], step.inside(work, unit) if step.inside else 0)
-                if step.check:
-                    step.check(work, unit)
+                advance(sizes[unit])
             now = time.monotonic()
             if len(busy) < len(waiting):
                 progressed = said = now
