@@ -35,8 +35,8 @@ try:
     from data_prep.duplicates.similar import (
         NUM_FREQUENCIES,
         describe_images,
-        first_similar,
         has_contrast,
+        nearest_similar,
     )
     from vitscale.config.errors import UserError, run_script
     from vitscale.images.crops import FORMATS
@@ -151,7 +151,7 @@ def compared_copies(job: tuple[int, bytes]) -> np.ndarray:
     look = look_at(content)
     caught = []
     for i, copy in enumerate(copies, start=1):
-        is_likely = first_similar(rows[[0, i]])[1] == 0
+        is_likely = nearest_similar(rows[[0, i]])[1] == 0
         caught.append(is_likely and likeness(look, look_at(copy)) > 0)
     return np.array(caught)
 
@@ -250,7 +250,7 @@ def report_search(num: int) -> None:
     descriptors[num // 2 : num // 2 + share] = descriptors[:share] + np.int16(3)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     start = time.perf_counter()
-    first = first_similar(descriptors)
+    first = nearest_similar(descriptors)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(

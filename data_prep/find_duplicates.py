@@ -14,17 +14,15 @@ import argparse
 import sys
 
 try:
-    from collections.abc import Sequence
     from pathlib import Path
     from shlex import quote
-    from typing import Any
 
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from data_prep.duplicates.reading import (
-        copied_image,
+        compare,
         describe,
         image_of,
         list_images,
@@ -34,8 +32,7 @@ try:
     from data_prep.duplicates.similar import (
         NUM_FREQUENCIES,
         first_equal,
-        first_similar,
-        nearest_before,
+        nearest_similar,
     )
     from data_prep.formats.index_files import local_folder
     from data_prep.images.sheet import draw_rows, writing
@@ -142,32 +139,15 @@ def find_similar(
     """Note in `first` which image each one copies, and in `alike` how much; other bytes alone."""
     descriptors = describe_all(images, num_workers=num_workers)
     positions = np.arange(len(images))
-    likely = np.where(first == positions, first_similar(descriptors), positions)
+    likely = np.where(first == positions, nearest_similar(descriptors), positions)
     rows = np.flatnonzero(likely != positions)
-    with Workers(copied_image, num=num_workers, imports=[copied_image.__module__]) as workers:
-        look_again(workers, images, [*zip(rows, likely[rows], strict=True)], first, alike)
-        rest = rows[first[rows] == rows]
-        nearest = zip(rest, nearest_before(descriptors, rest), strict=True)
-        look_again(workers, images, [[row, *others] for row, others in nearest], first, alike)
-
-
-def look_again(
-    workers: Workers,
-    images: pa.Table,
-    groups: Sequence[Sequence[Any]],
-    first: np.ndarray,
-    alike: np.ndarray,
-) -> None:
-    """Note in `first` and `alike` which of its likely originals each image copies, if any.
-
-    groups: positions of an image, then of its likely originals.
-    """
-    tasks = ([images.slice(i, 1).to_pylist()[0] for i in group] for group in groups)
-    for number, _, (copied, likeness) in workers.results(tasks):
-        if copied:
-            row = groups[number][0]
-            first[row] = groups[number][copied]
-            alike[row] = likeness
+    pairs = ([images.slice(i, 1).to_pylist()[0] for i in (likely[row], row)] for row in rows)
+    with Workers(compare, num=num_workers, imports=[compare.__module__]) as workers:
+        for number, _, likeness in workers.results(pairs):
+            if likeness:
+                row = rows[number]
+                first[row] = likely[row]
+                alike[row] = likeness
 
 
 def describe_all(images: pa.Table, *, num_workers: int) -> np.ndarray:

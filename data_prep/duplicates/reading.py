@@ -107,17 +107,10 @@ def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
     return describe_images([image_of(row) for row in images])
 
 
-def copied_image(rows: Sequence[Mapping[str, Any]]) -> tuple[int, float]:
-    """Return the position in `rows` of the first image that the first one copies, and how much
-    both are alike; (0, 0): none.
-    """
-    looks = map(look_at, map(image_of, rows))
-    first = next(looks)
-    for position, look in enumerate(looks, start=1):
-        alike = likeness(first, look)
-        if alike:
-            return position, alike
-    return 0, 0.0
+def compare(pair: Sequence[Mapping[str, Any]]) -> float:
+    """Return how much two images are alike; 0 if they are no copies."""
+    left, right = (look_at(image_of(row)) for row in pair)
+    return likeness(left, right)
 
 
 def image_of(row: Mapping[str, Any]) -> bytes:

@@ -26,7 +26,7 @@ BLOCK_PX = 8
 BLUR_PX = 5
 # Largest difference of a block, as a share of its own detail plus NOISE grey values, about what
 # JPEG of quality 30 changes in smooth parts.
-MAX_BLOCK_DIFFERENCE = 1.2
+MAX_BLOCK_DIFFERENCE = 1.5
 NOISE = 2.5
 # A block with at least STRONG_DETAIL grey values of detail has this share of it in a copy too.
 # Details finer than 2 x 2 pixels do not count: resizing removes them.
