@@ -6,7 +6,8 @@ import errno
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from data_prep.sources.files import (
@@ -34,6 +35,8 @@ CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # Without classes a split is divided into about so many units of listing, where it has the folders.
 UNLABELLED_FOLDERS = 64
 VAL_LABELS = "source.val_labels"
+# Of name and class in such a list. A blank is one only where the name ends.
+SEPARATORS = "\t;,|: "
 
 
 class ImageFolder(Source):
@@ -58,7 +61,12 @@ class ImageFolder(Source):
             folder = self.root / path
             names = folders_in(folder)
             if self.settings.val_labels is not None and not names:
-                _listed_classes(self.settings.val_labels, folder)
+                _, others = _listed_classes(self.settings.val_labels, folder)
+                if others:
+                    print(
+                        f"note: {len(others):,} lines of {VAL_LABELS} name no image of "
+                        f"{str(folder)!r}, such as {others[-1]!r}"
+                    )
             elif not names:
                 num = len(_images_in(folder))
                 raise UserError(
@@ -89,12 +97,10 @@ class ImageFolder(Source):
 
     def _inside(self, folder: str) -> list[str]:
         """Names of the visible sub-folders that are no links; none of a closed folder."""
-        try:
-            names = folders_in(self.root / folder)
-        except OSError as error:
-            _fault(error, folder)
-            return []
-        return [name for name in names if not (self.root / folder / name).is_symlink()]
+        full = self.root / folder
+        with suppress(OSError):  # the listing of this folder says which
+            return [name for name in folders_in(full) if not (full / name).is_symlink()]
+        return []
 
     def inputs(self, container: Container) -> Iterator[Input]:
         """Yield all files below a class folder; without a class, those beside the class folders.
@@ -106,7 +112,7 @@ class ImageFolder(Source):
         if self.settings.val_labels is not None and class_name is None:
             top = self.root / container.path
             if not folders_in(top):
-                classes = _listed_classes(self.settings.val_labels, top)
+                classes, _ = _listed_classes(self.settings.val_labels, top)
 
         # Where the name of an input begins in its path.
         base = container.base or container.path
@@ -171,14 +177,15 @@ def _images_in(folder: Path) -> list[str]:
     return sorted(names, key=os.fsencode)
 
 
-def _listed_classes(file: str, folder: Path) -> dict[str, str]:
-    """File name -> class of the images of a folder, by the list `source.val_labels`.
+def _listed_classes(file: str, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Read the list `source.val_labels` of the images of a folder.
 
-    Raises UserError for a list that can be read in several ways, or names no image.
+    Returns (file name -> class, what the list names that is no image of the folder). Raises
+    UserError for a list that can be read in several ways, or names no image.
     """
     names = _images_in(folder)
     file_of = {form: name for name in names for form in (name, stem_and_suffix(name)[0])}
-    tables = {separator: read_cells(file, separator, where=VAL_LABELS) for separator in "\t;, "}
+    tables = {separator: read_cells(file, separator, where=VAL_LABELS) for separator in SEPARATORS}
 
     # The separator by which most lines begin with the name of an image.
     def num_known(separator: str) -> int:
@@ -187,44 +194,46 @@ def _listed_classes(file: str, folder: Path) -> dict[str, str]:
 
     separator = max(tables, key=num_known)
     if not num_known(separator):
-        return _classes_in_order(file, names, known=file_of, folder=folder)
+        return _classes_in_order(file, names, folder=folder), []
     rows = tables[separator]
     if separator == " ":
         rows = [(number, [row[0], " ".join(row[1:])]) for number, row in rows]
     width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
     # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
     with_boxes = rows[0][1][1:] == ["PredictionString"]
-    classes, lines = dict[str, str](), dict[str, int]()
+    classes = dict[str, str]()
+    lines = dict[str, int]()
+    others = []
     for number, row in rows:
-        problem, name = "", file_of.get(os.path.basename(row[0]))
+        problem = ""
+        name = file_of.get(os.path.basename(row[0]))
         if len(row) != width:
             problem = (
                 f"{len(row)} values instead of {width}; quote a class that has a {separator!r}"
             )
-        elif name is not None:
+        elif name is None:
+            others.append(row[0])
+        else:
             class_name = row[1].split(" ")[0] if with_boxes else row[1]
             if classes.setdefault(name, class_name) != class_name:
                 problem = f"{name!r} has another class than in line {lines[name]}"
             lines.setdefault(name, number)
         if problem:
             raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
-    return classes
+
+    header = rows[0][1][0]
+    if header in others and not is_image_name(header):
+        others.remove(header)
+    return classes, others
 
 
-def _classes_in_order(
-    file: str, names: Sequence[str], *, known: Collection[str], folder: Path
-) -> dict[str, str]:
+def _classes_in_order(file: str, names: Sequence[str], *, folder: Path) -> dict[str, str]:
     """File name -> class, from lines of classes alone. names: of the images, sorted by bytes."""
-    lines = read_cells(file, "\n", where=VAL_LABELS)
+    classes = [line for _, (line,) in read_cells(file, "\n", where=VAL_LABELS)]
     allowed = "lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748"
-    for number, (line,) in lines:
-        start = re.split(r"[\s,;|:]", line)[0]
-        if start != line and start in known:
-            what = f"{file}:{number}: {line!r} has another separator than comma, tab or semicolon"
-            raise UserError(what, where=VAL_LABELS, allowed=allowed)
-    if len(lines) != len(names):
+    if len(classes) != len(names):
         raise UserError(
-            f"{file!r} with {len(lines):,} lines names no image of the {len(names):,} in "
+            f"{file!r} with {len(classes):,} lines names no image of the {len(names):,} in "
             f"{str(folder)!r}",
             where=VAL_LABELS,
             allowed=f"{allowed}; or one class per image, in the order of their names",
@@ -236,7 +245,7 @@ def _classes_in_order(
                 f"{first!r} is before {by_number!r}, sorted by number it is after it"
             )
             raise UserError(what, where=VAL_LABELS, allowed=allowed)
-    return {name: line for name, (_, (line,)) in zip(names, lines, strict=True)}
+    return dict(zip(names, classes, strict=True))
 
 
 def _natural(name: str) -> list[str | int]:

@@ -182,6 +182,8 @@ FORMS = {
     "semicolon": written(rows_of(LOOSE), delimiter=";"),
     "tab": written(rows_of(LOOSE), delimiter="\t"),
     "blanks": written(rows_of(LOOSE), delimiter="\t").replace("\t", " \t"),
+    "bar": written(rows_of(LOOSE), delimiter="|"),
+    "colon": written(rows_of(LOOSE), delimiter=":"),
     "all quoted": written(rows_of(LOOSE), quoting=csv.QUOTE_ALL),
     "header": written([["file", "class"], *rows_of(LOOSE)]),
     "more columns": written([[*row, "0.9"] for row in rows_of(LOOSE)]),
@@ -204,10 +206,29 @@ def test_a_list_gives_each_image_its_class(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "note"),
+    [
+        (["v_0.jpg,cat", "gone.jpg,hen", "v_9.jpg,hen"], "2 lines of source.val_labels name no"),
+        (["file,class", "v_0.jpg,cat", "v_9,hen"], "1 lines of source.val_labels name no image of"),
+        (["v_7.jpg,hen", "v_9.jpg,hen", "v_0.jpg,cat"], "2 lines of source.val_labels name no"),
+        (["file,class", "v_0.jpg,cat"], ""),
+        (["v_0.jpg,cat"], ""),
+    ],
+)
+def test_lines_that_name_no_image_are_counted(
+    lines: list[str], note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    touch(tmp_path / "in", "train/cat/1.jpg", "val/v_0.jpg")
+    (tmp_path / "list").write_text("\n".join(lines))
+    inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+    printed = capsys.readouterr().out
+    assert note in printed and printed.count("\n") == bool(note)
+    assert not note or "'v_9" in printed
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a.jpg|cat\nb.jpg|dog\n", "list:1: 'a.jpg|cat' has another separator"),
-        ("a.jpg:cat\nb.jpg:dog\n", "has another separator"),
         ("a.jpg,cat\nb.jpg,dog\na.jpg,dog\n", "list:3: 'a.jpg' has another class than in line 1"),
         ("a.jpg,cat\nb.jpg,great, white\n", "list:2: 3 values instead of 2"),
         ("a.jpg,cat\nb.jpg\n", "list:2: 1 values instead of 2"),

@@ -17,7 +17,8 @@ from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch
 from vitscale.engine.settings import EngineSettings
-from vitscale.training.losses import Teacher, hard_loss, label_loss, open_teacher, soft_loss
+from vitscale.evaluation.teacher import Teacher, open_teacher
+from vitscale.models.losses import hard_loss, label_loss, soft_loss
 from vitscale.training.objective import Distillation, DistillationSettings, TeacherSettings
 
 MIXED = [False, True]
