@@ -95,7 +95,7 @@ def file_containers(
             raise UserError(what, where=where, next_step=advice)
         by_name = {}
         if not settings.splits and full.is_dir():
-            by_name = splits_of_files(names)
+            by_name = splits_of_files(names, are_classes=settings.kind == "class_tars")
         for name in sorted(names, key=os.fsencode):
             found.append(Container(os.path.join(folder, name), by_name.get(name, split)))
     first = dict[str, Container]()

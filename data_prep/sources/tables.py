@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ from data_prep.sources.protocol import (
 )
 from vitscale.config.errors import UserError
 from vitscale.config.packed_files import MAX_EXPANSION, check_expansion
+from vitscale.data.split_names import SPLIT_OF_NAME
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
 # Rows that are read at a time: so many, or fewer, so that they cannot exceed so many bytes.
@@ -184,9 +184,8 @@ class PathTable(Source):
         split = container.split
         if SPLIT_COLUMN in cells:
             split = str(cells[SPLIT_COLUMN] or "").strip()
-            # Other spellings of three splits; further names are splits of their own.
-            known = re.fullmatch(r"(train|val|test)(ing|id|idation)?", split.lower())
-            split = known[1] if known else split
+            # Names without a keyword are splits of their own.
+            split = SPLIT_OF_NAME.get(split.lower(), split)
         if not can_name_split(split):
             what = f"{printable(name)}: {split!r} cannot name a split"
             raise UserError(what, where="source.path", allowed=SPLIT_NAMES)

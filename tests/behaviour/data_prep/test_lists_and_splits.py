@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from data_prep.steps.labels import load_space, read_map
+from data_prep.steps.list_inputs import CONTAINERS, read_containers
+from data_prep.steps.tars import list_tars
+from data_prep.steps.work import WorkFolder
 from tests.support.corpora.external_tars import write_tars
+from tests.support.corpora.image_corpus import run_of
 from tests.support.corpora.sources import listed, opened, touch
 from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells, read_text
+from vitscale.runs.data_prep import SourceSettings
 
 
 def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **options: Any) -> Any:
@@ -124,14 +131,55 @@ def test_files_named_by_keywords_are_splits(tmp_path: Path) -> None:
             Path(row.path).parts[0].partition(".")[0]: row.split for row in inputs(root, kind=kind)
         }
         assert found == dict(zip(names, ["train", "train", "val", "test"], strict=True))
-    touch(tmp_path / "tars", "more.tar")
-    with pytest.raises(UserError, match="named like splits.*'more.tar'"):
-        inputs(tmp_path / "tars", kind="webdataset")
-    # All tars of one split, or of none, are one split.
-    write_tars(
-        tmp_path / "one", {f"x-val-{n}.tar": {"0.jpg": b"x", "0.cls": b"a"} for n in range(2)}
-    )
-    assert {row.split for row in inputs(tmp_path / "one", kind="webdataset")} == {"train"}
+
+
+# Names of tars -> their splits; none: refused.
+FILES = {
+    "trainval-000 test-000": "",
+    "train_val-0 test-0": "",
+    "trainset-0 testset-0": "",
+    "imgs_trainA imgs_testA": "",
+    "trn-0 tst-0": "",
+    "train-0 test-0 extra-0 extra-1 extra-2": "",
+    "train-0 more": "",
+    "val-0 part-0": "",
+    "dev-0 val-0 train-0": "",
+    "val-0 test-0": "",
+    "Training PublicTest PrivateTest": "",
+    "train-0 minival-0": "",
+    "x-val-0 x-val-1": "train train",
+    "trainval-0 trainval-1": "train train",
+    "00000 00001": "train train",
+    "valley-0 contest-0 developer-0": "train train train",
+    "valley-train-0 valley-TEST-0 valley-train-1": "train test train",
+    "train2017-0 val2017-0": "train val",
+}
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+@pytest.mark.parametrize("names", FILES)
+def test_files_are_splits_one_split_or_refused(names: str, place: str, tmp_path: Path) -> None:
+    tars = touch(tmp_path, *(f"{name}.tar" for name in names.split()))
+    work = WorkFolder(run_of(tars, tmp_path / "out"))
+    work.path.mkdir()
+
+    def found(**settings: Any) -> str:
+        path = tars if place == "folder" else "s3://bucket/tars"
+        source = SourceSettings(kind="webdataset", path=str(path), **settings)
+        work.run = work.run.model_copy(update={"source": source})
+        # Only the listing of the bucket is made up.
+        with mock.patch("data_prep.steps.tars.names_below", lambda root: os.listdir(tars)):
+            list_tars(work, CONTAINERS)
+        splits = {box.path: box.split for box in read_containers(work)}
+        return " ".join(splits[f"{name}.tar"] for name in names.split())
+
+    if FILES[names]:
+        assert found() == FILES[names]
+        return
+    with pytest.raises(UserError, match="named like splits.*\n.*if they are splits") as caught:
+        found()
+    assert """source.splits={train: "*"}""" in caught.value.text()
+    assert set(found(splits={"train": "*"}).split()) == {"train"}
 
 
 def test_spellings_of_splits_in_a_table_are_one_split(tmp_path: Path) -> None:
@@ -145,6 +193,8 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path: Path) -> None:
         "Testing",
         "extra",
         "dev",
+        "EVAL",
+        "holdout",
     ]
     touch(tmp_path, *(f"{n}.jpg" for n in range(len(spelled))))
     rows = [
@@ -154,7 +204,7 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path: Path) -> None:
     with open(tmp_path / "t.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     found = [row.split for row in inputs(tmp_path / "t.csv", kind="path_table")]
-    assert found == ["train"] * 4 + ["val"] * 2 + ["test", "extra", "dev"]
+    assert found == ["train"] * 4 + ["val"] * 2 + ["test", "extra", "val", "test", "test"]
 
 
 # ---- lists of the classes of loose images --------------------------------------------------------
