@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -33,7 +32,7 @@ def splits_of_folders(root: Path) -> dict[str, str]:
     names = folders_in(root)
     keywords = [name for name in names if name.lower() in SPLIT_OF_NAME]
     splits = {SPLIT_OF_NAME[name.lower()]: name for name in keywords}
-    if names and len(splits) == len(names) and "train" in splits:
+    if len(splits) == len(names) and "train" in splits:
         return splits
 
     like_train = set(filter(OF_TRAIN.search, names))
@@ -85,16 +84,15 @@ def ambiguous_splits(names: Sequence[str], *, everything: str = ".") -> UserErro
 
     everything: what stands for all of them in `source.splits`.
     """
-    shown = [os.fsencode(name).decode("utf-8", "backslashreplace") for name in names]
     example = dict[str, str]()
-    for name in shown:
+    for name in names:
         if OF_TRAIN.search(name):
             example.setdefault("train", name)
         elif OF_OTHERS.search(name):
             example.setdefault("test" if re.search("te?st|hold", name, re.I) else "val", name)
     places = ", ".join(f"{split}: {name!r}" for split, name in example.items())
     return UserError(
-        f"these are named like splits, all or some: {', '.join(map(repr, shown[:NAMES_SHOWN]))}",
+        f"these are named like splits, all or some: {', '.join(map(repr, names[:NAMES_SHOWN]))}",
         where="source.path",
         next_step=f'if they are splits, say which are which: "source.splits={{{places}}}", which '
         f"ignores all others; if they are not: 'source.splits={{train: {everything}}}'",
