@@ -28,12 +28,15 @@ from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells
 from vitscale.data.folders import folders_in, is_folder
 from vitscale.data.split_names import splits_of_folders
+from vitscale.runs.data_prep import SourceSettings
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
 CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # Without classes a split is divided into about so many units of listing, where it has the folders.
 UNLABELLED_FOLDERS = 64
 VAL_LABELS = "source.val_labels"
+# A class that is no number, with numbers alone behind it, such as the boxes of tiny-imagenet.
+BEFORE_NUMBERS = re.compile(r".*\n.*[^-+.\d\n].*(\n[-+.\d]*)*\Z")
 # Of name and class in such a list. A blank is one only where the name ends.
 SEPARATORS = "\t;,|: "
 
@@ -49,6 +52,7 @@ class ImageFolder(Source):
 
     def containers(self) -> list[Container]:
         found: list[Container] = []
+        used_lines = set[int]()
         places = split_places(self.settings, kind="folder")
         if not self.settings.splits and (splits := splits_of_folders(self.root)):
             named = self.settings.model_copy(update={"splits": splits})
@@ -60,7 +64,7 @@ class ImageFolder(Source):
             folder = self.root / path
             names = folders_in(folder)
             if self.settings.val_labels is not None and not names:
-                _, others = _listed_classes(self.settings.val_labels, folder)
+                _, others = _listed_classes(self.settings, folder, used_lines)
                 if others:
                     print(
                         f"note: {len(others):,} lines of {VAL_LABELS} name no image of "
@@ -113,7 +117,7 @@ class ImageFolder(Source):
         if self.settings.val_labels is not None and class_name is None:
             top = self.root / container.path
             if not folders_in(top):
-                classes, _ = _listed_classes(self.settings.val_labels, top)
+                classes, _ = _listed_classes(self.settings, top, set())
 
         # Where the name of an input begins in its path.
         base = container.base or container.path
@@ -178,59 +182,75 @@ def _images_in(folder: Path) -> list[str]:
     return sorted(names, key=os.fsencode)
 
 
-def _listed_classes(file: str, folder: Path) -> tuple[dict[str, str], list[str]]:
+def _listed_classes(
+    settings: SourceSettings, folder: Path, used_lines: set[int]
+) -> tuple[dict[str, str], list[str]]:
     """Read the list `source.val_labels` of the images of a folder.
 
+    used_lines: for the images of other splits; those used here are added.
     Returns (file name -> class, what the list names that is no image of the folder). Raises
     UserError for a list that can be read in several ways, or names no image.
     """
+    file = settings.val_labels or ""
     names = _images_in(folder)
     file_of = {form: name for name in names for form in (name, stem_and_suffix(name)[0])}
     tables = {separator: read_cells(file, separator, where=VAL_LABELS) for separator in SEPARATORS}
 
+    def image_at(path: str) -> str | None:
+        """A path without folders, or through this one."""
+        return file_of.get(f"/{path}".rpartition(f"/{folder.name}/")[2].lstrip("/"))
+
     # The separator by which most lines begin with the name of an image.
     def num_known(separator: str) -> int:
-        rows = tables[separator]
-        return sum(len(row) > 1 and os.path.basename(row[0]) in file_of for _, row in rows)
+        return sum(len(row) > 1 and image_at(row[0]) is not None for _, row in tables[separator])
 
     separator = max(tables, key=num_known)
-    if not num_known(separator):
-        return _classes_in_order(file, names, folder=folder), []
     rows = tables[separator]
-    if separator == " ":
+    if not num_known(separator):
+        rows = _rows_in_order(file, names, folder=folder)
+    elif separator == " ":
         rows = [(number, [row[0], " ".join(row[1:])]) for number, row in rows]
     width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
+    titles = {title: number for number, title in enumerate(rows[0][1])}
+    column = titles.get(settings.label, 1)
     # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
-    with_boxes = rows[0][1][1:] == ["PredictionString"]
+    with_boxes = "PredictionString" in titles
     classes = dict[str, str]()
     lines = dict[str, int]()
     others = []
     for number, row in rows:
         problem = ""
-        name = file_of.get(os.path.basename(row[0]))
+        name = image_at(row[0])
         if len(row) != width:
             problem = (
                 f"{len(row)} values instead of {width}; quote a class that has a {separator!r}"
             )
         elif name is None:
             others.append(row[0])
+        elif number in used_lines:
+            problem = "fits an image of another split, too; write names with folders: val/NAME"
+        elif (
+            width > 2 and settings.label not in titles and not BEFORE_NUMBERS.match("\n".join(row))
+        ):
+            problem = f"which of these is the class? Give it the title {settings.label!r} in line 1"
         else:
-            class_name = row[1].split(" ")[0] if with_boxes else row[1]
+            class_name = row[column].split(" ")[0] if with_boxes else row[column]
             if classes.setdefault(name, class_name) != class_name:
                 problem = f"{name!r} has another class than in line {lines[name]}"
             lines.setdefault(name, number)
         if problem:
             raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
 
+    used_lines.update(lines.values())
     header = rows[0][1][0]
     if header in others and not is_image_name(header):
         others.remove(header)
     return classes, others
 
 
-def _classes_in_order(file: str, names: Sequence[str], *, folder: Path) -> dict[str, str]:
-    """File name -> class, from lines of classes alone. names: of the images, sorted by bytes."""
-    classes = [line for _, (line,) in read_cells(file, "\n", where=VAL_LABELS)]
+def _rows_in_order(file: str, names: Sequence[str], *, folder: Path) -> list[tuple[int, list[str]]]:
+    """Rows of name and class, from lines of classes alone. names: of images, sorted by bytes."""
+    classes = read_cells(file, "\n", where=VAL_LABELS)
     allowed = "lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748"
     if len(classes) != len(names):
         raise UserError(
@@ -246,7 +266,7 @@ def _classes_in_order(file: str, names: Sequence[str], *, folder: Path) -> dict[
                 f"{first!r} is before {by_number!r}, sorted by number it is after it"
             )
             raise UserError(what, where=VAL_LABELS, allowed=allowed)
-    return dict(zip(names, classes, strict=True))
+    return [(line, [name, *row]) for name, (line, row) in zip(names, classes, strict=True)]
 
 
 def _natural(name: str) -> list[str | int]:

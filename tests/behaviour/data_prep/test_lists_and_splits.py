@@ -232,6 +232,9 @@ FORMS = {
     "all quoted": written(rows_of(LOOSE), quoting=csv.QUOTE_ALL),
     "header": written([["file", "class"], *rows_of(LOOSE)]),
     "more columns": written([[*row, "0.9"] for row in rows_of(LOOSE)]),
+    "a title": written(
+        [["image", "x", "label"], *([name, "owl", label] for name, label in rows_of(LOOSE))]
+    ),
     "in folders": written([[f"some/val/{name}", label] for name, label in rows_of(LOOSE)]),
     "stems": written([[name.removesuffix(".jpg"), label] for name, label in rows_of(LOOSE)]),
     "twice": written([*rows_of(LOOSE), *rows_of(LOOSE)]),
@@ -277,6 +280,8 @@ def test_lines_that_name_no_image_are_counted(
         ("a.jpg,cat\nb.jpg,dog\na.jpg,dog\n", "list:3: 'a.jpg' has another class than in line 1"),
         ("a.jpg,cat\nb.jpg,great, white\n", "list:2: 3 values instead of 2"),
         ("a.jpg,cat\nb.jpg\n", "list:2: 1 values instead of 2"),
+        ("a.jpg,0,1\nb.jpg,1,0\n", "list:1: which of these is the class?"),
+        ("image,species,fold\na.jpg,cat,x\nb.jpg,dog,y\n", "Give it the title 'label' in line 1"),
         ("cat\n", "with 1 lines names no image of the 2"),
         ("class\ncat\ndog\n", "with 3 lines names no image"),
     ],
@@ -286,6 +291,20 @@ def test_a_list_that_fits_no_form_is_refused(text: str, message: str, tmp_path: 
     (tmp_path / "list").write_text(text)
     with pytest.raises(UserError, match=re.escape(message)):
         inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+
+
+@pytest.mark.parametrize("text", ["a.jpg,cat\nb.jpg,dog\n", "cat\ndog\n"])
+def test_a_line_is_for_one_image(text: str, tmp_path: Path) -> None:
+    names = [f"{split}/{name}.jpg" for split in ("test", "val") for name in "ab"]
+    touch(tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", *names)
+    (tmp_path / "list").write_text(text)
+    with pytest.raises(UserError, match="list:1: fits an image of another split"):
+        inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+    # The folders tell them apart.
+    expected = dict(zip(names, ["cat", "dog", "dog", "cat"], strict=True))
+    (tmp_path / "list").write_text(written([["x/" + name, expected[name]] for name in names]))
+    rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+    assert {row.path: row.class_name for row in rows if row.split != "train"} == expected
 
 
 @pytest.mark.parametrize(
