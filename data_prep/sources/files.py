@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
-from vitscale.data.folders import files_below
+from vitscale.data.folders import files_below, is_hidden
 from vitscale.data.split_names import splits_of_files
 from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
@@ -143,13 +143,6 @@ def is_image_name(name: str) -> bool:
 def is_tar_name(name: str) -> bool:
     """Match names of tars; compressed ones are refused when they are opened."""
     return TAR_SUFFIX.search(name) is not None and not is_hidden(name)
-
-
-def is_hidden(path: str) -> bool:
-    """Return True if a part of a relative path starts with a dot, other than `.` and `..`."""
-    return (path.startswith(".") or "/." in path) and any(
-        part.startswith(".") and part not in (".", "..") for part in path.split("/")
-    )
 
 
 def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:

@@ -26,8 +26,8 @@ from data_prep.sources.protocol import (
 )
 from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells
-from vitscale.data.folders import folders_in, is_folder
-from vitscale.data.split_names import splits_of_folders
+from vitscale.data.folders import folders_in, is_folder, is_hidden
+from vitscale.data.split_names import SPLIT_OF_NAME, splits_of_folders
 from vitscale.runs.data_prep import SourceSettings
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
@@ -127,7 +127,8 @@ class ImageFolder(Source):
         only_files = container.only_files or class_name is None
         folders = [("" if container.path == "." else container.path, False)]
         while folders:
-            folder, is_hidden = folders.pop()
+            folder, below_hidden = folders.pop()
+            splits = set[str | None]()
             try:
                 with os.scandir(self.root / folder) as listed:
                     entries = list(listed)
@@ -136,8 +137,11 @@ class ImageFolder(Source):
                 continue
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
-                hidden = is_hidden or entry.name.startswith(".")
+                hidden = below_hidden or is_hidden(entry.name)
                 if entry.is_dir(follow_symlinks=False):
+                    if not hidden:
+                        words = set(re.findall("[a-z]+", entry.name.lower()))
+                        splits.update(map(SPLIT_OF_NAME.get, words & SPLIT_OF_NAME.keys()))
                     if hidden or not only_files:
                         folders.append((path, hidden))
                     continue
@@ -147,6 +151,16 @@ class ImageFolder(Source):
                 if item.reason == "no_class" and entry.name in classes:
                     item.class_name, item.reason = classes[entry.name], None
                 yield item
+
+            # Not where the classes or splits themselves are.
+            is_inside = class_name is not None and (folder or ".") != container.base
+            if is_inside and not self.settings.splits and "train" in splits and len(splits) > 1:
+                raise UserError(
+                    f"{printable(folder)!r} has sub-folders that are named like splits",
+                    where="source.path",
+                    next_step="if they are splits, link to the images in folders SPLIT/CLASS, or "
+                    "list them in a path_table; if they are not: 'source.splits={train: .}'",
+                )
 
 
 def _input_of(

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
+from data_prep.sources.files import file_containers, stem_and_suffix
 from data_prep.sources.protocol import (
     Container,
     Input,
@@ -28,6 +29,7 @@ from data_prep.sources.protocol import (
 )
 from vitscale.config.errors import UserError
 from vitscale.config.packed_files import MAX_EXPANSION, check_expansion
+from vitscale.data.folders import is_hidden
 from vitscale.data.split_names import SPLIT_OF_NAME
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
@@ -71,12 +73,17 @@ class ParquetImages(Source):
             columns = self._columns(table.schema_arrow, container.path)
             if self.labels.values != "index":
                 names = class_label_names(table.schema_arrow, label)
+            if SPLIT_COLUMN in table.schema_arrow.names and not self.settings.splits:
+                columns.append(SPLIT_COLUMN)
             for batch in _batches(table, columns, path=self.root / container.path):
                 for row in batch.to_pylist():
                     image = row[self.settings.image_column]
                     image = image if isinstance(image, dict) else {"bytes": image}
                     class_name = class_from_cell(row.get(label), names, self.labels)
-                    yield self._input(container, next(number), image, class_name)
+                    item = self._input(container, next(number), image, class_name)
+                    if SPLIT_COLUMN in columns:
+                        item.split = _split_of(row[SPLIT_COLUMN], row=item.path)
+                    yield item
 
     def _columns(self, schema: pa.Schema, path: str) -> list[str]:
         """Columns to read. Raises UserError for missing columns and wrong types."""
@@ -169,6 +176,7 @@ class PathTable(Source):
             parsing.newlines_in_values = True
             converting = pa.csv.ConvertOptions(column_types=types)
             table = pa.csv.read_csv(full, parse_options=parsing, convert_options=converting)
+            _refuse_swallowed_rows(table, delimiter, path)
         for key, name in keys.items():
             column_type(table.schema, name, path=path, key=key)
         if not self.settings.splits and SPLIT_COLUMN in table.column_names:
@@ -183,12 +191,7 @@ class PathTable(Source):
         cells = {column: _text(value, column, row=name) for column, value in values.items()}
         split = container.split
         if SPLIT_COLUMN in cells:
-            split = str(cells[SPLIT_COLUMN] or "").strip()
-            # Names without a keyword are splits of their own.
-            split = SPLIT_OF_NAME.get(split.lower(), split)
-        if not can_name_split(split):
-            what = f"{printable(name)}: {split!r} cannot name a split"
-            raise UserError(what, where="source.path", allowed=SPLIT_NAMES)
+            split = _split_of(cells[SPLIT_COLUMN], row=name)
         class_name = class_from_cell(cells.get(self.settings.label), None, self.labels)
         item = Input(name, split, class_name, "", 0, "unreadable")
         if not isinstance(path, str) or not path or "\0" in path:
@@ -246,6 +249,30 @@ def _text(cell: object, column: str, *, row: str) -> object:
         what = f"{printable(row)}: column {column!r} is not UTF-8: {printable(cell)!r}"
         step = 'save the table as UTF-8; in Excel as "CSV UTF-8"'
         raise UserError(what, where="source.path", next_step=step) from None
+
+
+def _refuse_swallowed_rows(table: pa.Table, delimiter: str, path: str) -> None:
+    """Raise UserError for a cell with a line's end and a delimiter, as an unclosed quote makes."""
+    for column in table.columns:
+        if column.type in (pa.string(), pa.binary()):
+            both = rf"(?s)[\r\n].*{delimiter}|{delimiter}.*[\r\n]"
+            row = pc.index(pc.match_substring_regex(column, both), value=True).as_py()
+            if row >= 0:
+                raise UserError(
+                    f"{printable(path)}, line {row + 2}: a quote in it goes on over the next line",
+                    where="source.path",
+                    next_step='close or double the quote (""), or write the cell in one line',
+                )
+
+
+def _split_of(cell: object, *, row: str) -> str:
+    """The split that a cell names: a keyword, or one of its own. Raises UserError."""
+    split = str(cell or "").strip()
+    split = SPLIT_OF_NAME.get(split.lower(), split)
+    if not can_name_split(split):
+        what = f"{printable(row)}: {split!r} cannot name a split"
+        raise UserError(what, where="source.path", allowed=SPLIT_NAMES)
+    return split
 
 
 def _is_parquet(name: str) -> bool:

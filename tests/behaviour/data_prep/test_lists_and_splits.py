@@ -406,7 +406,7 @@ def test_tables_in_other_encodings_are_refused(data: bytes, message: str, tmp_pa
 def test_what_needs_no_text_may_be_any_bytes(tmp_path: Path) -> None:
     name = b"caf\xe9.jpg"
     touch(tmp_path, "0.jpg", "1.jpg", name.decode("utf-8", "surrogateescape"))
-    (tmp_path / "t.csv").write_bytes(b"image,label,note\n" + name + b",a,\xe9\n0.jpg,b,\xff\n")
+    (tmp_path / "t.csv").write_bytes(b"image,label,note\n" + name + b',a,"\xe9\n"\n0.jpg,b,\xff\n')
     assert [row.reason for row in inputs(tmp_path / "t.csv", kind="path_table")] == [None, None]
     # Excel separates by semicolons where a comma is the decimal point.
     (tmp_path / "s.csv").write_text("image;label;share\n0.jpg;great, white;0,5\n1.jpg;b;1\n")
