@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from data_prep.sources.files import (
@@ -100,12 +101,10 @@ class ImageFolder(Source):
 
     def _inside(self, folder: str) -> list[str]:
         """Names of the visible sub-folders that are no links; none of a closed folder."""
-        try:
-            names = folders_in(self.root / folder)
-        except OSError as error:
-            _fault(error, folder)
-            return []
-        return [name for name in names if not (self.root / folder / name).is_symlink()]
+        full = self.root / folder
+        with suppress(OSError):  # the listing of this folder says which
+            return [name for name in folders_in(full) if not (full / name).is_symlink()]
+        return []
 
     def inputs(self, container: Container) -> Iterator[Input]:
         """Yield all files below a class folder; without a class, those beside the class folders.

@@ -209,8 +209,6 @@ def _check_training(census: Census) -> None:
     splits = " and ".join(sorted(split for split, of in census.counts.items() if name in of))
     close = closest(name, sorted(train))
     hint = f"; train has {ascii(close)}" if close else ""
-    if _is_number(name) and not any(map(_is_number, train)):
-        hint = f"; train has names, such as {min(train)!r}"
     raise UserError(
         f"{len(lost):,} classes have no image in train ({sum(lost.values()):,} images): "
         f"{ascii(name)} has {num:,} in {splits}, such as {census.examples[name]!r}{hint}",

@@ -6,20 +6,18 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
 from data_prep.sources.protocol import printable, source_read_error, with_damage
 from data_prep.sources.tars import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, read_containers, set_class
-from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
+from data_prep.steps.plan_shards import OUTCOMES, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
@@ -30,8 +28,6 @@ from vitscale.distributed.atomic_files import blake3_of_file, write_json
 
 # Reason for sound images that must be converted to be usable, which would mean rewriting the tar.
 PACKED = "packed"
-# So many inputs are read in any case, so that the error for a small corpus has all of its faults.
-COMPLETE_ROWS = 5000
 
 
 def shard_units(work: WorkFolder) -> list[str]:
@@ -92,25 +88,6 @@ def facts_of(table: pa.Table) -> dict[str, str]:
     """Return what `commit_outcomes` stored with a table."""
     stored = table.schema.metadata
     return {name.decode(): value.decode() for name, value in stored.items()}
-
-
-@cache
-def _so_far(work: WorkFolder) -> Outcomes:
-    """Outcomes of the inputs that were rejected unread, and of the units done since."""
-    found = Outcomes()
-    found.add(work.table(REJECTED))
-    return found
-
-
-def check_bad(work: WorkFolder, unit: str) -> None:
-    """Add a unit that is done; raise UserError if too many images are bad among those so far.
-
-    Never stricter than the check at the end: it compares them with all images.
-    """
-    found, limit = _so_far(work), work.run.images.max_bad_fraction
-    found.add(work.table(unit).select(["path", "reason"]))
-    if found.num_rows > COMPLETE_ROWS:
-        found.check(max_bad_fraction=limit, num_images=read_plan(work).num_images)
 
 
 def list_tars(work: WorkFolder, unit: str) -> None:
