@@ -29,7 +29,6 @@ from data_prep.sources.protocol import (
 )
 from vitscale.config.errors import UserError
 from vitscale.config.packed_files import MAX_EXPANSION, check_expansion
-from vitscale.data.folders import is_hidden
 from vitscale.data.split_names import SPLIT_OF_NAME
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
@@ -81,8 +80,7 @@ class ParquetImages(Source):
                     image = image if isinstance(image, dict) else {"bytes": image}
                     class_name = class_from_cell(row.get(label), names, self.labels)
                     item = self._input(container, next(number), image, class_name)
-                    if SPLIT_COLUMN in columns:
-                        item.split = _split_of(row[SPLIT_COLUMN], row=item.path)
+                    item.split = _split_of(row, container, row=item.path)
                     yield item
 
     def _columns(self, schema: pa.Schema, path: str) -> list[str]:
@@ -176,7 +174,7 @@ class PathTable(Source):
             parsing.newlines_in_values = True
             converting = pa.csv.ConvertOptions(column_types=types)
             table = pa.csv.read_csv(full, parse_options=parsing, convert_options=converting)
-            _refuse_swallowed_rows(table, delimiter, path)
+            _refuse_swallowed_rows(table, delimiter)
         for key, name in keys.items():
             column_type(table.schema, name, path=path, key=key)
         if not self.settings.splits and SPLIT_COLUMN in table.column_names:
@@ -189,9 +187,7 @@ class PathTable(Source):
         if isinstance(path, bytes):  # file names need not be UTF-8
             path = os.fsdecode(path)
         cells = {column: _text(value, column, row=name) for column, value in values.items()}
-        split = container.split
-        if SPLIT_COLUMN in cells:
-            split = _split_of(cells[SPLIT_COLUMN], row=name)
+        split = _split_of(cells, container, row=name)
         class_name = class_from_cell(cells.get(self.settings.label), None, self.labels)
         item = Input(name, split, class_name, "", 0, "unreadable")
         if not isinstance(path, str) or not path or "\0" in path:
@@ -251,23 +247,21 @@ def _text(cell: object, column: str, *, row: str) -> object:
         raise UserError(what, where="source.path", next_step=step) from None
 
 
-def _refuse_swallowed_rows(table: pa.Table, delimiter: str, path: str) -> None:
-    """Raise UserError for a cell with a line's end and a delimiter, as an unclosed quote makes."""
+def _refuse_swallowed_rows(table: pa.Table, delimiter: str) -> None:
+    """Raise ArrowInvalid for a cell with a line's end and a delimiter."""
+    both = rf"(?s)[\r\n].*{delimiter}|{delimiter}.*[\r\n]"
     for column in table.columns:
         if column.type in (pa.string(), pa.binary()):
-            both = rf"(?s)[\r\n].*{delimiter}|{delimiter}.*[\r\n]"
             row = pc.index(pc.match_substring_regex(column, both), value=True).as_py()
             if row >= 0:
-                raise UserError(
-                    f"{printable(path)}, line {row + 2}: a quote in it goes on over the next line",
-                    where="source.path",
-                    next_step='close or double the quote (""), or write the cell in one line',
-                )
+                raise pa.ArrowInvalid(f"line {row + 2}: a quote that is not closed there")
 
 
-def _split_of(cell: object, *, row: str) -> str:
-    """The split that a cell names: a keyword, or one of its own. Raises UserError."""
-    split = str(cell or "").strip()
+def _split_of(cells: Mapping[str, object], container: Container, *, row: str) -> str:
+    """The split that a row names: a keyword, or one of its own. Raises UserError."""
+    if SPLIT_COLUMN not in cells:
+        return container.split
+    split = str(cells[SPLIT_COLUMN] or "").strip()
     split = SPLIT_OF_NAME.get(split.lower(), split)
     if not can_name_split(split):
         what = f"{printable(row)}: {split!r} cannot name a split"
@@ -276,11 +270,11 @@ def _split_of(cell: object, *, row: str) -> str:
 
 
 def _is_parquet(name: str) -> bool:
-    return _suffix(name) == "parquet" and not is_hidden(name)
+    return _suffix(name) == "parquet"
 
 
 def _is_table(name: str) -> bool:
-    return _suffix(name) in (*DELIMITERS, "parquet") and not is_hidden(name)
+    return _suffix(name) in (*DELIMITERS, "parquet")
 
 
 def _suffix(name: str) -> str:

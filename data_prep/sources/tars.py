@@ -65,7 +65,7 @@ class ClassTars(Source):
             try:
                 for tar in members(file):
                     name = _normalized(tar.name)
-                    if not tar.is_file or not is_tar_name(os.path.basename(name)):
+                    if not tar.is_file or not is_tar_name(name) or _is_hidden(name):
                         continue
                     if name in found:
                         raise TarDefect(f"it has {printable(name)!r} twice")
@@ -76,10 +76,10 @@ class ClassTars(Source):
             except TarDefect as defect:
                 problem = f"cannot be read as a tar file to its end ({defect})"
                 found = {}
-        if len({os.path.dirname(name) for name in found}) > 1:
+        folders = {os.path.dirname(name) for name in found}
+        if len(folders) > 1:
             problem = "has tars in several folders, which may be splits"
-            found = {}
-        if not found:
+        if len(folders) != 1:
             what = f"{printable(path)!r} {problem}"
             allowed = "one tar of images per class, all in one folder"
             raise UserError(what, where="source.path", allowed=allowed)

@@ -97,14 +97,12 @@ def list_tars(work: WorkFolder, unit: str) -> None:
         if root.scheme not in ("http", "https"):
             listed = [name for name in names_below(root) if name.endswith(".tar")]
         found = []
-        by_name = {}
-        if listed and not source.splits:
-            by_name = splits_of_files(set(listed))
         for split, pattern in (source.splits or {"train": "*.tar"}).items():
             where = f"source.splits.{split}"
             if not (names := matching(pattern, listed, where=where)):
                 advice = "correct the pattern; a web server cannot list its files: name them"
                 raise UserError(f"no tars {pattern!r}", where=where, next_step=advice)
+            by_name = {} if source.splits else splits_of_files(names)
             found += [(name, by_name.get(name, split)) for name in sorted(names)]
     else:
         containers = WebDataset(source, work.run.labels).containers()

@@ -64,16 +64,17 @@ def splits_of_files(names: Set[str], *, are_classes: bool = False) -> dict[str, 
         words[name] = set(filter(WORD_OF_SPLIT.fullmatch, re.findall("[a-z]+", name.lower())))
     common = set.intersection(*words.values())
 
-    # Several words of one name make none that is a keyword.
-    word_of = {name: "".join(own - common) for name, own in words.items()}
-    num_others = list(word_of.values()).count("")
+    # A word that is no keyword stays, and so do several.
+    found = dict[str, str]()
+    for name in names:
+        word = "".join(words[name] - common)
+        found[name] = SPLIT_OF_NAME.get(word, word)
+    num_others = list(found.values()).count("")
     if num_others == len(names) or (are_classes and 2 * num_others > len(names)):
         return {}
 
-    # Two words of one split, such as dev and val, may be two splits.
-    found = {name: SPLIT_OF_NAME.get(word, "") for name, word in word_of.items()}
     splits = set(found.values())
-    if "" in splits or "train" not in splits or len(set(word_of.values())) > len(splits):
+    if "train" not in splits or not splits.issubset(SPLIT_OF_NAME.values()):
         patterns = {re.sub("[0-9]+", "*", name) for name in names}
         raise ambiguous_splits(sorted(patterns), everything='"*"')
     return found

@@ -80,7 +80,8 @@ def open_training_set(
         if part.label_map_sha256 != first.label_map_sha256:
             what = f"its {num} classes differ from the {len(first.classes)} of {settings.path}"
             raise UserError(what, where=where, next_step="prepare both with the same labels.space")
-        if dev is not None and (num := _num_shared(dev, part)):
+        # By their bytes, since a copy or shards with another seed have the same images.
+        if dev is not None and (num := np.isin(dev.hash_prefix, part.hash_prefix).sum()):
             what = f"training would read {num:,} of the images that data.dev_percent holds out"
             raise UserError(what, where=where, next_step="mix in other images, or none")
     _check_cache(parts, settings.remote)
@@ -149,14 +150,9 @@ def open_val_split(
     if settings.only_classes:
         split = _of_classes(split, settings.only_classes)
     for part in parts[1:]:
-        if num := _num_shared(split, part):
+        if num := np.isin(split.hash_prefix, part.hash_prefix).sum():
             print(f"{part.folder}: training reads {num:,} images of {split.split!r}", flush=True)
     return split
-
-
-def _num_shared(held_out: SplitIndex, part: SplitIndex) -> int:
-    """Number of images held out that a part has, too: the same bytes, from whatever file."""
-    return int(np.isin(held_out.hash_prefix, part.hash_prefix).sum())
 
 
 def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:

@@ -143,7 +143,6 @@ FILES = {
     "train-0 test-0 extra-0 extra-1 extra-2": "",
     "train-0 more": "",
     "val-0 part-0": "",
-    "dev-0 val-0 train-0": "",
     "val-0 test-0": "",
     "Training PublicTest PrivateTest": "",
     "train-0 minival-0": "",
@@ -152,7 +151,7 @@ FILES = {
     "00000 00001": "train train",
     "valley-0 contest-0 developer-0": "train train train",
     "valley-train-0 valley-TEST-0 valley-train-1": "train test train",
-    "train2017-0 val2017-0": "train val",
+    "train2017-0 val2017-0 dev-0": "train val val",
 }
 
 
@@ -281,7 +280,10 @@ def test_lines_that_name_no_image_are_counted(
         ("a.jpg,cat\nb.jpg,great, white\n", "list:2: 3 values instead of 2"),
         ("a.jpg,cat\nb.jpg\n", "list:2: 1 values instead of 2"),
         ("a.jpg,0,1\nb.jpg,1,0\n", "list:1: which of these is the class?"),
-        ("image,species,fold\na.jpg,cat,x\nb.jpg,dog,y\n", "Give it the title 'label' in line 1"),
+        (
+            "image,species,fold\na.jpg,cat,x\nb.jpg,dog,y\n",
+            "Line 1 has no title equal to source.label",
+        ),
         ("cat\n", "with 1 lines names no image of the 2"),
         ("class\ncat\ndog\n", "with 3 lines names no image"),
     ],
