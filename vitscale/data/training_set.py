@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from vitscale.config.errors import UserError
 from vitscale.data.class_names import closest
@@ -80,8 +82,7 @@ def open_training_set(
         if part.label_map_sha256 != first.label_map_sha256:
             what = f"its {num} classes differ from the {len(first.classes)} of {settings.path}"
             raise UserError(what, where=where, next_step="prepare both with the same labels.space")
-        # By their bytes, since a copy or shards with another seed have the same images.
-        if dev is not None and (num := np.isin(dev.hash_prefix, part.hash_prefix).sum()):
+        if dev is not None and (num := _num_shared(dev, part)):
             what = f"training would read {num:,} of the images that data.dev_percent holds out"
             raise UserError(what, where=where, next_step="mix in other images, or none")
     _check_cache(parts, settings.remote)
@@ -150,9 +151,18 @@ def open_val_split(
     if settings.only_classes:
         split = _of_classes(split, settings.only_classes)
     for part in parts[1:]:
-        if num := np.isin(split.hash_prefix, part.hash_prefix).sum():
+        if num := _num_shared(split, part):
             print(f"{part.folder}: training reads {num:,} images of {split.split!r}", flush=True)
     return split
+
+
+def _num_shared(held_out: SplitIndex, part: SplitIndex) -> int:
+    """Number of images of a part that are held out, by their bytes: copies have the same.
+
+    A hash table of the smaller set takes a second for 14 million; NumPy sorts both for 25.
+    """
+    held = pa.array(held_out.hash_prefix)
+    return pc.sum(pc.is_in(pa.array(part.hash_prefix), value_set=held)).as_py() or 0
 
 
 def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
