@@ -119,8 +119,10 @@ def _batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Ta
     Rows that lack a value are left out.
     """
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(BATCH_ROWS, columns=columns):
-            yield pa.Table.from_batches([batch]).drop_null()
+        for number in range(file.num_row_groups):
+            # One group at a time: a reader of several keeps the bytes of all that it has read.
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[number], columns=columns):
+                yield pa.Table.from_batches([batch]).drop_null()
 
 
 def _readable(pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:

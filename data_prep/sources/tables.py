@@ -229,10 +229,13 @@ def _batches(
 
     num_rows = min(PATH_ROWS, max(1, CELL_BYTES // max(1, *sizes)))
     num_bytes = 0
-    for batch in table.iter_batches(num_rows, columns=columns, use_threads=False):
-        num_bytes += batch.nbytes
-        check(num_bytes, times=times)
-        yield batch
+    for number in range(table.num_row_groups):
+        # One group at a time: a reader of several keeps the bytes of all that it has read.
+        group = {"row_groups": [number], "columns": columns, "use_threads": False}
+        for batch in table.iter_batches(num_rows, **group):
+            num_bytes += batch.nbytes
+            check(num_bytes, times=times)
+            yield batch
 
 
 def _text(cell: object, column: str, *, row: str) -> object:

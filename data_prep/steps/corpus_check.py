@@ -155,16 +155,16 @@ def _check_numbers(census: Census, *, are_values: bool) -> None:
     """Refuse numbers of which some are written in another way; they would all be sorted as text."""
     images = census.images
     numbers = {name for name in images if _is_number(name)}
-    whole = {name for name in numbers if WHOLE.fullmatch(name)}
     are_padded = len(set(map(len, numbers))) == 1 and all(map(str.isdecimal, numbers))
     num_images = sum(images[name] for name in numbers)
     if are_padded or 2 * num_images <= sum(images.values()):
         return
 
     # Folders may well be 0 to 9 and `none`: they are always sorted as text.
-    odd = (images.keys() if are_values else numbers) - whole
+    considered = images if are_values else numbers
+    odd = sorted(name for name in considered if not WHOLE.fullmatch(name))
     if odd:
-        name = max(sorted(odd), key=lambda name: -images[name])
+        name = min(odd, key=lambda name: images[name])
         raise UserError(
             f"{num_images:,} of {sum(images.values()):,} images have numbers as labels, but "
             f"{len(odd):,} labels are no plain whole numbers, such as {ascii(name)} of "
