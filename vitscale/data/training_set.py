@@ -162,7 +162,7 @@ def _num_shared(held_out: SplitIndex, part: SplitIndex) -> int:
     A hash table of the smaller set takes a second for 14 million; NumPy sorts both for 25.
     """
     held = pa.array(held_out.hash_prefix)
-    return pc.sum(pc.is_in(pa.array(part.hash_prefix), value_set=held)).as_py() or 0
+    return int(pc.is_in(pa.array(part.hash_prefix), held).true_count)
 
 
 def _selected(index: SplitIndex, settings: DataSettings) -> SplitIndex:
