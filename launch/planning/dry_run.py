@@ -108,7 +108,8 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
             if check_files:
                 for part in opened.parts:
                     check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
-                evaluated = None if data.dev_percent else open_val_split(data)
+                if not data.dev_percent:
+                    evaluated = open_val_split(data, parts=opened.parts)
             return DataFacts(
                 num_samples=opened.num_samples,
                 num_classes=len(opened.classes),

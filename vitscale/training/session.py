@@ -411,7 +411,7 @@ class TrainingSession:
 def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
     training_set = open_training_set(run.data, seed=run.seed)
-    return training_set, training_set.dev or open_val_split(run.data)
+    return training_set, training_set.dev or open_val_split(run.data, parts=training_set.parts)
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
