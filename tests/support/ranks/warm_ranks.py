@@ -44,8 +44,8 @@ WARMED = (
     "vitscale.training.session",
     "vitscale.evaluation.classification",
     "vitscale.models.vit",
-    "vitscale.evaluation.teacher",
-    "vitscale.models.losses",
+    "vitscale.objectives.teacher",
+    "vitscale.objectives.losses",
     "deepspeed.runtime.zero.muon.original_muon",
 )
 
