@@ -37,9 +37,9 @@ from vitscale.data.webdataset import check_shares, tars_of_split
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
+from vitscale.objectives.objective import check_objective
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
-from vitscale.training.objective import check_objective
 
 Rows = Iterator[tuple[str, str]]
 GIB = 2**30

@@ -11,7 +11,7 @@ from vitscale.data.loader import Batch, cutmix_box, draw_blend, mix_batch, symme
 from vitscale.data.order import rank_batches
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
-from vitscale.models.losses import label_loss
+from vitscale.objectives.losses import label_loss
 
 GLOBAL_BATCH, SIZE, CLASSES = 24, 6, 5
 BOTH = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}

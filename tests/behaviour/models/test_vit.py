@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from vitscale.models import costs
 from vitscale.models.costs import num_parameters
 from vitscale.models.interface import InFp32, SharedDropPath
-from vitscale.models.losses import label_loss
 from vitscale.models.positions import sincos_position_embedding
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture, TimmSettings, ViTSettings
 from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
+from vitscale.objectives.losses import label_loss
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
 PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -17,9 +17,9 @@ from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch
 from vitscale.engine.settings import EngineSettings
-from vitscale.evaluation.teacher import Teacher, open_teacher
-from vitscale.models.losses import hard_loss, label_loss, soft_loss
-from vitscale.training.objective import Distillation, DistillationSettings, TeacherSettings
+from vitscale.objectives.losses import hard_loss, label_loss, soft_loss
+from vitscale.objectives.objective import Distillation, DistillationSettings, TeacherSettings
+from vitscale.objectives.teacher import Teacher, open_teacher
 
 MIXED = [False, True]
 NAME, CLASSES = "test_efficientnet", 5
