@@ -79,16 +79,15 @@ def file_containers(
         folder = path if full.is_dir() else os.path.dirname(path)
         with os.scandir(root / folder) as entries:
             names = {entry.name for entry in entries if is_wanted(entry.name) and entry.is_file()}
-        like, missing = "", set[str]()
-        if not full.is_dir():
-            like = f" matching {full.name!r}"
-            wanted = matching(full.name, names, where=where)
-            names, missing = names & wanted, wanted - names
+        missing = set[str]()
         if full.is_dir():
             _refuse_deeper_files(full, is_wanted, kind=kind, where=where)
+        else:
+            wanted = matching(full.name, names, where=where)
+            missing = wanted - names
+            names &= wanted
         if not names:
-            what = f"{printable(str(root / folder))!r} contains no {kind}{like}"
-            raise UserError(what, where=where)
+            raise UserError(f"{printable(str(full))!r}: no {kind}", where=where)
         if missing:
             what = f"has no {min(missing)!r}, which the pattern names"
             advice = "get the missing files, or correct the pattern"
@@ -136,8 +135,7 @@ def stem_and_suffix(name: str) -> tuple[str, str]:
 
 
 def is_image_name(name: str) -> bool:
-    suffix = stem_and_suffix(name)[1]
-    return suffix in IMAGE_SUFFIXES or suffix.lower() in IMAGE_SUFFIXES
+    return stem_and_suffix(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def is_tar_name(name: str) -> bool:
@@ -147,9 +145,8 @@ def is_tar_name(name: str) -> bool:
 
 def is_hidden(path: str) -> bool:
     """Return True if a part of a relative path starts with a dot, other than `.` and `..`."""
-    return (path.startswith(".") or "/." in path) and any(
-        part.startswith(".") and part not in (".", "..") for part in path.split("/")
-    )
+    parts = path.split("/")
+    return any(part.startswith(".") and part not in (".", "..") for part in parts)
 
 
 def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
