@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
         "--sheet", metavar="FILE.png", type=Path, help="draw samples of each class into this file"
     )
     parser.add_argument(
-        "--num-workers", type=int, help=f"processes (default: one per core, here {num_cores()})"
+        "--num-workers", type=int, default=num_cores(), help="processes (default: %(default)s)"
     )
     return parser.parse_args()
 
@@ -60,7 +60,8 @@ def main() -> None:
         num_workers=arguments.num_workers,
         write_entry_points=arguments.entry_points,
     )
-    print("".join(f"{finding}\n" for finding in findings), end="")
+    for finding in findings:
+        print(finding)
     outcome = f"{len(findings):,} findings" if findings else "valid"
     print(f"{folder}: {outcome}; {num_samples:,} samples in {num_tars:,} tars")
     if arguments.sheet:

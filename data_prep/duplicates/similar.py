@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 from PIL import Image
 
 from data_prep.images.check import SUFFIXES
@@ -56,12 +56,19 @@ def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     """Return descriptors of encoded images, blank if undecodable, and how many are that."""
     pictures = [grey_picture(content, side=SIDE_PX) for content in contents]
     blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
-    found = [blank if picture is None else picture[0] for picture in pictures]
+    found = [blank if picture is None else picture.pixels for picture in pictures]
     return picture_descriptors(np.array(found)), sum(picture is None for picture in pictures)
 
 
-def grey_picture(content: bytes, *, side: int) -> tuple[np.ndarray, int] | None:
-    """Return side x side grey values, upright, transparent pixels white, and the short side.
+class GreyPicture(NamedTuple):
+    pixels: np.ndarray
+    """uint8, upright, transparent pixels white."""
+    short_side: int
+    """Of the image itself, in pixels."""
+
+
+def grey_picture(content: bytes, *, side: int) -> GreyPicture | None:
+    """Return the picture of an encoded image at side x side pixels.
 
     None if the image cannot be decoded or has more than MAX_PIXELS.
     """
@@ -88,7 +95,7 @@ def grey_picture(content: bytes, *, side: int) -> tuple[np.ndarray, int] | None:
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
         return None
-    return np.asarray(upright(small, turn)), short_side
+    return GreyPicture(np.asarray(upright(small, turn)), short_side)
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
@@ -153,11 +160,11 @@ def correlation(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.nd
 
 def first_equal(rows: np.ndarray) -> np.ndarray:
     """int64 per row of `rows`, [N, M]: the first row that equals it."""
-    width, content = rows.itemsize * rows.shape[1], pa.py_buffer(np.ascontiguousarray(rows))
-    column = pa.Array.from_buffers(pa.binary(width), len(rows), [None, content])
-    codes = column.dictionary_encode().indices.to_numpy()
-    first: np.ndarray = np.unique(codes, return_index=True)[1][codes]
-    return first
+    num_bytes = rows.itemsize * rows.shape[1]
+    contents = np.ascontiguousarray(rows).view(f"V{num_bytes}").ravel()
+    _, first, codes = np.unique(contents, return_index=True, return_inverse=True)
+    found: np.ndarray = first[codes]
+    return found
 
 
 def nearest_similar(descriptors: np.ndarray) -> np.ndarray:
