@@ -172,7 +172,7 @@ def test_blank_pictures_match_nothing() -> None:
     contents.append(encoded(Image.fromarray(noise.astype(np.uint8)), "JPEG", quality=30))
     found, num_lost = describe_images([*contents, b"", b"no image", encoded(drawn(0), "PNG")[:500]])
     assert num_lost == 3 and not has_contrast(found).any()
-    with mock.patch.object(search, "MAX_PIXELS", 9):
+    with mock.patch("vitscale.images.plain.MAX_PIXELS", 9):
         assert describe_images(contents)[1] == len(contents)
     first, second = np.indices((len(found), len(found))).reshape(2, -1)
     assert not are_duplicates(found[first], found[second]).any()
