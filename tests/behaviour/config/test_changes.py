@@ -25,6 +25,7 @@ BEFORE = {
     "checkpoint": {"keep": 2},
     "tracking": {"uri": None, "tags": {"chain": "c"}},
     "compute": {"batch": 64, "precision": "bf16"},
+    "engine": {"precision": "bf16"},
     "results": [{"top1": 0.5}],
 }
 # Key -> another value, and the purposes for which it counts.
@@ -47,6 +48,9 @@ CASES: dict[str, tuple[object, set[str]]] = {
     "tracking.tags": ({"chain": "d"}, {"resume", "output", "evaluation"}),
     "compute.batch": (1, {"resume", "output", "evaluation", "table"}),
     "compute.precision": (
+        "fp32", {"resume", "output", "chain", "evaluation", "result", "table"}
+    ),
+    "engine.precision": (
         "fp32", {"resume", "output", "chain", "evaluation", "result", "table"}
     ),
     "results": ([], {"resume", "output", "chain", "result", "table"}),
