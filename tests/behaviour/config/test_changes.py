@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import yaml
 
 from finetune.settings import EvaluateRun
 from pretrain.run import PretrainRun
@@ -11,22 +14,22 @@ from vitscale.config.redaction import flatten, flatten_params, redact
 from vitscale.config.section import settings_of
 from vitscale.runs.data_prep import DataPrepRun
 
-BEFORE = {
-    "name": "a",
-    "output": "runs/a",
-    "seed": 0,
-    "num_workers": 4,
-    "script": "make_shards",
-    "source": {"path": "A", "kind": "image_folder"},
-    "labels": {"map": "m.csv", "map_blake3": "12"},
-    "optim": {"lr": 1e-3},
-    "data": {"path": "shards?v=1", "num_workers": 2, "crop_area": [0.1, 1]},
-    "launch": {"nodes": 1, "account": "x"},
-    "checkpoint": {"keep": 2},
-    "tracking": {"uri": None, "tags": {"chain": "c"}},
-    "compute": {"batch": 64, "precision": "bf16"},
-    "results": [{"top1": 0.5}],
-}
+BEFORE: dict[str, Any] = yaml.safe_load("""
+name: a
+output: runs/a
+seed: 0
+num_workers: 4
+script: make_shards
+source: {path: A, kind: image_folder}
+labels: {map: m.csv, map_blake3: "12"}
+optim: {lr: 0.001}
+data: {path: "shards?v=1", num_workers: 2, crop_area: [0.1, 1]}
+launch: {nodes: 1, account: x}
+checkpoint: {keep: 2}
+tracking: {uri: null, tags: {chain: c}}
+compute: {batch: 64, precision: bf16}
+results: [{top1: 0.5}]
+""")
 # Key -> another value, and the purposes for which it counts.
 CASES: dict[str, tuple[object, set[str]]] = {
     "name": ("b", {"resume", "output", "evaluation"}),
@@ -58,7 +61,7 @@ PURPOSES: tuple[Purpose, ...] = ("resume", "output", "chain", "evaluation", "res
 def test_a_difference_counts_for_its_purposes(key: str) -> None:
     value, purposes = CASES[key]
     group, _, name = key.rpartition(".")
-    now = BEFORE | ({group: BEFORE[group] | {name: value}} if group else {key: value})  # type: ignore[operator]
+    now = BEFORE | ({group: BEFORE[group] | {name: value}} if group else {key: value})
     for purpose in PURPOSES:
         changed = changed_settings(BEFORE, now, purpose=purpose)
         assert bool(changed) == (purpose in purposes), purpose

@@ -11,7 +11,6 @@ from vitscale.data.loader import Batch, cutmix_box, draw_blend, mix_batch, symme
 from vitscale.data.order import rank_batches
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
-from vitscale.training.losses import label_loss
 
 GLOBAL_BATCH, SIZE, CLASSES = 24, 6, 5
 BOTH = {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}
@@ -110,19 +109,3 @@ def test_cutmix_boxes() -> None:
             assert (bottom - top, right - left) == (side, side)
             assert blend.share == pytest.approx(wanted, abs=2 / 224)
     assert cutmix_box(1.0, CounterRandom(0), image_size=8).share == 1.0
-
-
-# ---- losses --------------------------------------------------------------------------------------
-
-
-def test_loss_of_mixed_labels() -> None:
-    """Against the loss of the mixed target in float64; the others are in test_losses.py."""
-    logits = torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(0)) * 3
-    mixed = mix_batch(samples(8), MODES[-1], seed=0, step=0, first_position=0)
-    more = {"mixed_labels_B": mixed.mixed_labels, "mix_lambda_B": mixed.mix_lambda}
-    loss = label_loss(logits, mixed.labels, smoothing=0.1, **more)
-    shares = mixed.mix_lambda.double()[:, None]
-    own, other = torch.nn.functional.one_hot(torch.stack([mixed.labels, mixed.mixed_labels]))
-    target = 0.9 * (shares * own + (1 - shares) * other) + 0.1 / CLASSES
-    direct = torch.nn.functional.cross_entropy(logits.double(), target)
-    assert loss.item() == pytest.approx(direct.item(), rel=1e-5)

@@ -230,13 +230,3 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     folder.symlink_to(tmp_path)
     with pytest.raises(UserError, match="not a folder that only you can use"):
         private_folder()
-
-
-def test_random_numbers_follow_the_position_in_training() -> None:
-    def drawn(**changes: int) -> float:
-        session.seed_step(**{"seed": 0, "step": 0, "micro_step": 0, "rank": 0} | changes)
-        return torch.rand(()).item()
-
-    other = [drawn(**{name: 1}) for name in ("seed", "step", "micro_step", "rank")]
-    assert len({drawn(), *other}) == 5
-    assert drawn() == drawn()

@@ -92,15 +92,6 @@ def journal_points(folder: Path) -> set[tuple[str, int, float]]:
     }
 
 
-def test_points_of_an_uninterrupted_run(
-    warm_starter: WarmStarter, folder: Path, golden: Golden
-) -> None:
-    train(warm_starter, folder)
-    sync(folder)
-    assert query(folder, "select name, status from runs") == [("tiny", "FINISHED")]
-    golden.json(POINTS, points(folder), rel=1e-5)
-
-
 def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
     warm_starter: WarmStarter, folder: Path, golden: Golden
 ) -> None:
