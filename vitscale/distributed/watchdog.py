@@ -306,6 +306,8 @@ class Watchdog:
             self._end.wait(READ * self.period_s)
         if self._end.is_set() or self._is_failing:
             return
+        # The log may hang, and a rank that waits for it must not be taken for a silent one.
+        self._is_failing = True
         with suppress(OSError):
             text = (
                 f"error: rank {self.world.rank}: {failure.text}\n"

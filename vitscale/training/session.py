@@ -99,7 +99,12 @@ def open_session(
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
     """Make dropout and drop path a function of the position in training: no state to save."""
-    torch.manual_seed(stream_key("step", seed, step, micro_step, rank) >> 1)
+    number = stream_key("step", seed, step, micro_step, rank) >> 1
+
+    # torch.manual_seed would read the source files of all callers at each call, to defer CUDA.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
 
 
 class TrainingSession:

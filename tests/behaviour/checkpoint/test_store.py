@@ -16,6 +16,7 @@ import torch
 
 from tests.support.light_checkpoints import flip
 from tests.support.ranks.thread_ranks import run_ranks
+from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
@@ -29,7 +30,7 @@ from vitscale.checkpoint.store import (
     read_tensors,
     run_folder_lock,
 )
-from vitscale.config.errors import DivergedError, StorageError, UserError
+from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
 from vitscale.distributed import atomic_files
 from vitscale.distributed.world import World
 
@@ -277,6 +278,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     one = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     return run_folder_lock(folder, world=World(device=torch.device("cpu"), **one))
+
+
+def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    codes = []
+    monkeypatch.setattr(
+        "vitscale.checkpoint.store.end_now", lambda code: (codes.append(code), ended.set())
+    )
+    with lock(folder):
+        folder.rename(folder.with_name("moved"))
+        assert ended.wait(PATIENCE_S)
+    assert codes[0] == FailureKind.STORAGE.exit_code and not folder.exists()
+    assert f"{folder}: was moved or removed during the training" in capsys.readouterr().err
 
 
 def test_a_second_job_is_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

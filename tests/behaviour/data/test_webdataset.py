@@ -92,7 +92,7 @@ def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:
 def test_labels_are_numbers_or_absent(
     tmp_path: Path, workers: int, num_classes: int | None, labels: set[int]
 ) -> None:
-    tars = {f"train-{n}.tar": {"a.JPG": photo(1), "a.cls": b" 3\n"} for n in range(4)}
+    tars = {f"train-{n}.tar": {"a.JPG": photo(1), "a.cls": b" 3\n".rjust(50)} for n in range(4)}
     write_tars(tmp_path, tars)
     data = settings(tmp_path, num_workers=workers, webdataset={"num_classes": num_classes})
     found = batches(data, ranks=2)
@@ -145,6 +145,7 @@ def test_a_tar_that_cannot_be_used_is_named(
         ("train-00000?.tar", range(TARS)),
         ("a{.tar", "'a{.tar' is not a pattern"),
         ("{0..9999}-{0..9999}.tar", "is not a pattern of at most 1,000,000 names"),
+        ("{1000001..0}.tar", "is not a pattern of at most 1,000,000 names"),
         ("train-{000000..000009}.tar", "4 of 10 tars are missing.*train-000006.tar"),
         ("dev", "no tars 'dev'"),
         ("x.tar | touch FOLDER/canary", "1 of 1 tars are missing"),

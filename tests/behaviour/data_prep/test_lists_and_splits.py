@@ -17,6 +17,7 @@ from tests.support.corpora.external_tars import write_tars
 from tests.support.corpora.sources import listed, opened, touch
 from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells, read_text
+from vitscale.data.split_names import splits_of_files
 
 
 def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **options: Any) -> Any:
@@ -127,6 +128,9 @@ def test_files_named_by_keywords_are_splits(tmp_path: Path) -> None:
     touch(tmp_path / "tars", "more.tar")
     with pytest.raises(UserError, match="named like splits.*'more.tar'"):
         inputs(tmp_path / "tars", kind="webdataset")
+    for unclear in ({"val.tar", "test.tar"}, {"train.tar", "val.tar", "train-val.tar"}):
+        with pytest.raises(UserError, match="named like splits"):
+            splits_of_files(unclear)
     # All tars of one split, or of none, are one split.
     write_tars(
         tmp_path / "one", {f"x-val-{n}.tar": {"0.jpg": b"x", "0.cls": b"a"} for n in range(2)}
@@ -177,6 +181,7 @@ FORMS = {
     "comma": written(rows_of(LOOSE)),
     "semicolon": written(rows_of(LOOSE), delimiter=";"),
     "tab": written(rows_of(LOOSE), delimiter="\t"),
+    "blanks": written(rows_of(LOOSE), delimiter="\t").replace("\t", " \t"),
     "all quoted": written(rows_of(LOOSE), quoting=csv.QUOTE_ALL),
     "header": written([["file", "class"], *rows_of(LOOSE)]),
     "more columns": written([[*row, "0.9"] for row in rows_of(LOOSE)]),

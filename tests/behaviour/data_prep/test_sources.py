@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.formats.ledger import REASONS
-from data_prep.sources.protocol import Container, Input, Source
+from data_prep.sources.protocol import Container, Input, Source, with_damage
 from data_prep.sources.tars import split_member_name
 from tests.support.corpora.external_tars import Members, tar_bytes, write_tars
 from tests.support.corpora.sources import listed, opened, touch
@@ -65,6 +65,10 @@ REFUSED: list[tuple[str, dict[str, bytes], str, dict[str, Any], str]] = [
     ("class_tars", {"d.tar.gz": PACKED, "a.tar": IMAGE}, "", {}, "d.tar.gz' is compressed"),
     ("class_tars", {"a.tar": PACKED}, "", {}, "a.tar' is compressed"),
     ("class_tars", {"a.tar": PACKED}, "a.tar", {}, "a.tar' is compressed"),
+    *(
+        ("webdataset", {"a.tar": start + IMAGE}, "", {}, "a.tar' is compressed")
+        for start in (b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
+    ),
     ("class_tars", {"a.tar": b"text" * 300}, "a.tar", {}, "cannot be read as a tar file"),
     ("class_tars", {"a.tar": IMAGE}, "a.tar", {}, "contains no tar files"),
     ("class_tars", {"a/b.txt": IMAGE}, "", {}, "contains no tar files"),
@@ -219,6 +223,9 @@ def test_the_name_of_a_tar_is_the_class_of_its_members(tmp_path: Path) -> None:
     ]
     assert all(row.reason is None and row.split == "train" for row in rows)
     assert rows[2].modified_ns == (tmp_path / "n02.tar").stat().st_mtime_ns
+    box = Container("gone.tar", "train")
+    with pytest.raises(UserError, match="'gone.tar': changed while"):
+        list(with_damage(box, source.inputs(box)))
     names = [row.name for row in inputs("class_tars", tmp_path, UNLABELLED)]
     assert names == ["n01/n01/n01_1", "n01/n01/n01_2.x", "n02/n02_1"]
 
@@ -354,6 +361,7 @@ def test_negative_numbers_mean_no_label_without_a_space(tmp_path: Path) -> None:
     [
         ("json:x", b'{"x": 5}', "5"),
         ("json:x", b'{"x": -1}', None),
+        ("json:x", b'{"x": true}', None),
         ("json:x", b'{"x": "n01440764"}', "n01440764"),
         ("json:x", b'{"x": 1.5}', None),
         ("json:x", b'{"x": "\\ud800"}', None),
@@ -381,7 +389,9 @@ def test_incomplete_and_repeated_samples_have_rows(tmp_path: Path) -> None:
     assert [row.reason for row in rows] == ["no_image", None, "no_image"]
     members = [("1.jpg", b""), ("1.cls", b"1"), ("2.jpg", b"2"), ("1.jpg", b""), ("1.cls", b"2")]
     members += [("3.cls", b"3"), ("2.cls", b"1"), ("4.jpg", b""), ("4.jpg", b""), ("4.cls", b"4")]
-    assert samples(tmp_path, [*members, ("4.png", b""), ("README", b""), ("README", b"")]) == {
+    members += [("4.png", b""), ("README", b""), ("README", b"")]
+    members += [("5.jpg", b""), ("5.cls", b"5"), ("5.cls", b"6")]
+    assert samples(tmp_path, members) == {
         "1.jpg": "1",
         "2.jpg": "<no_label>",
         "1.jpg (byte 3072)": "<duplicate_key>",
@@ -392,6 +402,8 @@ def test_incomplete_and_repeated_samples_have_rows(tmp_path: Path) -> None:
         "4.png (byte 8704)": "<duplicate_key>",
         "README (byte 9216)": "<other_name>",
         "README (byte 9728)": "<other_name>",
+        "5.jpg": "5",
+        "5.cls (byte 11776)": "<duplicate_key>",
     }
 
 
@@ -562,3 +574,5 @@ def test_ignored_classes_need_no_label_column(columns: Any, tmp_path: Path) -> N
     (tmp_path / "p.parquet").write_bytes(table({"image": pa.array([b"1", b"2"]), **columns}))
     rows = inputs("parquet", tmp_path / "p.parquet", UNLABELLED)
     assert [(row.reason, row.data) for row in rows] == [(None, b"1"), (None, b"2")]
+    file = write_table(tmp_path / "b.parquet", {"image": ["1.jpg"], "label": [True]})
+    assert fates("path_table", file) == {"1.jpg": "no_label"}

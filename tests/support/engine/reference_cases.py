@@ -44,10 +44,11 @@ from vitscale.training.session import TrainingSession, build_engine
 
 # fp32: of the way that all weights moved. Both trainings round in other orders.
 EXACT = 1e-5
-# bf16 keeps 8 bits, so each product is off by up to 2^-9. What a gradient passes through rounds it
-# a few dozen times, and 20 steps carry on what that changes: 2^-4 of the way that all weights moved
-# is 32 roundings.
+# bf16 keeps 8 bits, so each product is off by up to 2^-9. A loss and the norm of its gradients pass
+# a few dozen roundings, of which 2^-4 is 32 in one direction. Those of the weights' gradients point
+# anywhere, and 20 steps hardly add them up: 2^-6 of the way that all weights moved is 8 of them.
 ROUNDED = 2.0**-4
+ROUNDED_WAY = 2.0**-6
 
 STEPS = 20
 SEED = 3
@@ -209,11 +210,12 @@ TASKS = {
         sections=objective("masked_patch_prediction"),
     ),
     # Switches.
-    # At a rate that falls to zero the average would end where the weights do.
+    # At a rate that falls to zero the average would end where the weights do. Its own warm-up lasts
+    # longer than the training.
     "average": Task(
-        recipe=adamw(average=0.6, curve="constant"),
+        recipe=adamw(average=0.9, curve="constant"),
         sections={
-            "optim": ADAMW | {"ema": {"decay": 0.6}},
+            "optim": ADAMW | {"ema": {"decay": 0.9}},
             "schedule": {"decay": "constant"},
         },
     ),
@@ -578,6 +580,7 @@ def check(task: str, ours: Result, right: Result, *, exact: bool) -> None:
     # One bit in fp32 may change how the moment that is kept in bf16 rounds.
     is_exact = exact and TASKS[task].recipe.optimizer != "adamw bf16 momentum"
     close = EXACT if is_exact else ROUNDED
+    close_way = EXACT if is_exact else ROUNDED_WAY
     initial = {key: value.detach() for key, value in new_model(task).named_parameters()}
 
     assert ours.losses == pytest.approx(right.losses, rel=close, nan_ok=True)
@@ -592,7 +595,7 @@ def check(task: str, ours: Result, right: Result, *, exact: bool) -> None:
         together, largest = distances(trained, expected, initial)
         # The few values of a bias, and what hardly moves, may be off by more than all weights.
         largest_allowed = 10 * EXACT if is_exact else 4 * ROUNDED
-        assert together < close and largest < largest_allowed, (together, largest)
+        assert together < close_way and largest < largest_allowed, (together, largest)
 
 
 def main() -> None:
