@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
@@ -141,15 +142,18 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
     assert refused is None or refused in row.detail
 
 
+SHARES = """
+- [4020, 60, 1, [only 1 of the 64 images, 3960 (33 images) or 4080 (34 images)]]
+- [4288, 32, 1, [only 2 of the 64 images, 4224 (44 images) or 4320 (45 images)]]
+- [4288, 1, 1-32, [the 134 images of each of 32 ranks, 'small on 16, 8, 4 nodes']]
+- [4096, 64, 1, []]
+- [4020, 67, 1, []]
+"""
+
+
 @pytest.mark.parametrize(
     ("batch", "tasks", "nodes", "parts"),
-    [
-        (4020, 60, 1, ["only 1 of the 64 images", "3960 (33 images) or 4080 (34 images)"]),
-        (4288, 32, 1, ["only 2 of the 64 images", "4224 (44 images) or 4320 (45 images)"]),
-        (4288, 1, "1-32", ["the 134 images of each of 32 ranks", "small on 16, 8, 4 nodes"]),
-        (4096, 64, 1, []),
-        (4020, 67, 1, []),
-    ],
+    yaml.safe_load(SHARES),
 )
 def test_a_share_that_cannot_be_divided_well_is_a_warning(
     batch: int, tasks: int, nodes: Any, parts: list[str]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from vitscale.models import costs
 from vitscale.models.costs import num_parameters
@@ -43,17 +44,17 @@ def shaken(**changes: Any) -> Any:
 
 # Layer scale, SwiGLU, attention pooling and two heads as transformers and timm compute them:
 # test_weights, test_exporting.
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"gelu": "erf", "representation_layer": True},
-    {"pool": "gap", "layer_norm_eps": 1e-5},
-    {"class_position": False},
-    {"pool": "gap", "class_token": True},
-    {"pool": "gap", "class_token": True, "pool_norm": True, "positions": "sincos2d_mae"},
-    {"head_width": 7, "positions": "sincos2d"},
-    {"positions": "sincos2d", "pool": "gap", "num_registers": 1, "representation_layer": True},
-    {"pool": "cls_mean"},
-]
+OPTIONS: list[dict[str, Any]] = yaml.safe_load("""
+- {}
+- {gelu: erf, representation_layer: true}
+- {pool: gap, layer_norm_eps: 1.0e-05}
+- {class_position: false}
+- {pool: gap, class_token: true}
+- {pool: gap, class_token: true, pool_norm: true, positions: sincos2d_mae}
+- {head_width: 7, positions: sincos2d}
+- {positions: sincos2d, pool: gap, num_registers: 1, representation_layer: true}
+- {pool: cls_mean}
+""")
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -303,16 +304,19 @@ def published(preset: str, num_classes: int = 1000, **settings: object) -> ViTSe
     return model.resolved(num_classes=num_classes)
 
 
+PUBLISHED = """
+- [B/16, {}, 86567656]
+- [L/16, {}, 304326632]
+- [H/14, {}, 632045800]
+- [Ti/16, {distillation_token: true}, 5910800]
+- [S/16, {distillation_token: true}, 22436432]
+- [B/16, {distillation_token: true, image_size: 384}, 87630032]
+"""
+
+
 @pytest.mark.parametrize(
     ("preset", "options", "expected"),
-    [
-        ("B/16", {}, 86_567_656),
-        ("L/16", {}, 304_326_632),
-        ("H/14", {}, 632_045_800),
-        ("Ti/16", {"distillation_token": True}, 5_910_800),
-        ("S/16", {"distillation_token": True}, 22_436_432),
-        ("B/16", {"distillation_token": True, "image_size": 384}, 87_630_032),
-    ],
+    yaml.safe_load(PUBLISHED),
 )
 def test_sizes_have_the_published_number_of_parameters(
     preset: str, options: dict[str, object], expected: int

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
@@ -123,22 +124,25 @@ def test_changed_settings_are_listed(tmp_path: Path) -> None:
     ]
 
 
+ONLY_AT_A_START = """
+- [init, runs/a, runs/b]
+- [init, runs/a, 'hf://a/b']
+- [init, null, runs/a]
+- [init_weights, model, ema]
+- [keep_head, false, true]
+- [keep_head, true, slice]
+- [init_patch, same, resize]
+- [position_embedding, google, timm]
+- [model.weight_init, vit, mae]
+- [model.head_std, 0.0, 0.01]
+- [model.head_bias, 0.0, -10.0]
+- [model.layer_scale, 0.1, 0.0001]
+"""
+
+
 @pytest.mark.parametrize(
     ("key", "before", "now"),
-    [
-        ("init", "runs/a", "runs/b"),
-        ("init", "runs/a", "hf://a/b"),
-        ("init", None, "runs/a"),
-        ("init_weights", "model", "ema"),
-        ("keep_head", False, True),
-        ("keep_head", True, "slice"),
-        ("init_patch", "same", "resize"),
-        ("position_embedding", "google", "timm"),
-        ("model.weight_init", "vit", "mae"),
-        ("model.head_std", 0.0, 0.01),
-        ("model.head_bias", 0.0, -10.0),
-        ("model.layer_scale", 0.1, 1e-4),
-    ],
+    yaml.safe_load(ONLY_AT_A_START),
 )
 def test_a_resume_refuses_settings_that_only_a_start_reads(
     tmp_path: Path, key: str, before: Any, now: Any
