@@ -282,3 +282,16 @@ def test_a_closed_engine_watches_its_model_no_more(world: World, stage: int) -> 
     assert hooked
     engine.close()
     assert not any(each._post_accumulate_grad_hooks for each in model.parameters())
+
+
+def test_an_update_whose_norm_is_minus_one_is_skipped() -> None:
+    """DeepSpeed's for a norm that overflows."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    guard = gradients.UpdateGuard(
+        optimizer, clip_norm=1.0, norm=lambda: -1.0, accumulation=1, device=weight.device
+    )
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    guard.finish()
+    assert not weight.any() and guard.health().skipped == 1

@@ -31,13 +31,13 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
 
-SECTIONS: dict[str, Any] = {
-    "name": "x",
-    "model": {"preset": "Ti/16"},
-    "optim": {"lr": 1e-3},
-    "schedule": {"steps": 100, "warmup_steps": 10},
-    "launch": {"cpus_per_task": 3},
-}
+SECTIONS: dict[str, Any] = yaml.safe_load("""
+name: x
+model: {preset: Ti/16}
+optim: {lr: 0.001}
+schedule: {steps: 100, warmup_steps: 10}
+launch: {cpus_per_task: 3}
+""")
 DATA: dict[str, Any] = {"path": "shards", "global_batch": 4, "val_split": None}
 TEACHER = {"name": "distillation", "teacher": {"model": "resnet10t", "weights": "t.pth"}}
 
@@ -91,6 +91,10 @@ def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
         run = PretrainRun.model_validate(changed)
         with pytest.raises(UserError, match=message):
             check_data(run, data_facts(run))
+    # What is evaluated on no split needs no labels.
+    blind = {"evaluate": [{"name": "knn"}], "data": masked["data"] | {"val_split": None}}
+    run = PretrainRun.model_validate(masked | blind)
+    check_data(run, data_facts(run))
 
 
 def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None:

@@ -22,6 +22,21 @@ def recipe(name: str) -> TrainingRun:
     return load_run_file(RUN_TYPES, CONFIGS / f"{name}.yaml")
 
 
+# Terms of the papers' tables that are one setting each.
+PLAIN = dict(
+    word.split("=")
+    for word in """
+    optimizer=optim.name moment=optim.momentum_dtype layer_decay=optim.layer_decay
+    batch=data.global_batch lr=optim.lr decay=schedule.decay decay_from=schedule.decay_from
+    final_lr=schedule.final_lr decay_mode=optim.weight_decay_mode dropout=model.dropout
+    flip=data.horizontal_flip views=data.views clip=optim.clip_norm head_bias=model.head_bias
+    head_std=model.head_std classes=model.num_classes px=model.image_size
+    tanh_layer=model.representation_layer gelu=model.gelu eps=model.layer_norm_eps
+    layer_scale=model.layer_scale init=model.weight_init
+    """.split()
+)
+
+
 def resolved(run: TrainingRun) -> dict[str, Any]:
     """A recipe's values in the terms of the papers' tables."""
     data, model, optim, schedule = run.data, run.model, run.optim, run.schedule
@@ -35,28 +50,21 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         """None for what a model of timm has no key for."""
         return getattr(model, key, None)
 
-    return {
-        "optimizer": optim.name,
+    plain = {}
+    for key, path in PLAIN.items():
+        section, name = path.split(".")
+        plain[key] = getattr(getattr(run, section), name, None)
+    return plain | {
         "betas": optim.momentum if optim.name == "sgd" else optim.betas,
         "adam_eps": None if optim.name == "sgd" else optim.eps,
-        "moment": optim.momentum_dtype,
-        "layer_decay": optim.layer_decay,
-        "batch": data.global_batch,
-        "lr": optim.lr,
-        "decay": schedule.decay,
         "drops_at": [round(share, 5) for share in schedule.drops_at],
-        "decay_from": schedule.decay_from,
-        "final_lr": schedule.final_lr,
         "length": schedule.epochs or schedule.steps,
         "warmup": schedule.warmup_epochs or schedule.warmup_steps,
         "weight_decay": round(optim.weight_decay / rate, 9),
-        "decay_mode": optim.weight_decay_mode,
-        "dropout": of("dropout"),
         "drop_path": of("drop_path") and (model.drop_path, model.drop_path_by_depth),
         "crop": "plain" if data.crop == "plain" else data.crop_area,
         "crop_law": (data.crop, *(round(ratio, 3) for ratio in data.crop_aspect)),
         "resampling": (data.interpolation, data.antialias),
-        "flip": data.horizontal_flip,
         "augment": (randaugment.policy, randaugment.num_ops, randaugment.magnitude)
         if randaugment
         else "three" * augment.three_augment,
@@ -64,29 +72,18 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         if randaugment and randaugment.policy == "timm"
         else None,
         "erasing": augment.erasing and (augment.erasing.probability, augment.erasing.mode),
-        "views": data.views,
         "mixing": mixing and (mixing.mixup_alpha, mixing.cutmix_alpha, mixing.mode),
         "pixels": (data.mean, data.std),
-        "clip": optim.clip_norm,
         "loss": getattr(run.objective, "loss", run.objective.name),
         "smoothing": getattr(run.objective, "label_smoothing", 0.0),
         "distilled": run.objective.name == "distillation"
         and (run.objective.kind, run.objective.alpha, run.objective.teacher.model)
         + (run.objective.teacher.image_size, model.distillation_token),
         "mae": run.objective.name == "mae" and tuple(list(run.objective.model_dump().values())[1:]),
-        "head_bias": model.head_bias,
-        "head_std": model.head_std,
-        "classes": model.num_classes,
         "preset": of("preset") or of("model"),
-        "px": model.image_size,
-        "tanh_layer": of("representation_layer"),
         "pool": (of("pool"), of("class_token"), of("pool_norm")),
         "positions": (of("positions"), of("position_init"), of("class_position")),
         "resized_by": run.position_embedding if isinstance(run, FinetuneRun) else None,
-        "gelu": of("gelu"),
-        "eps": of("layer_norm_eps"),
-        "layer_scale": of("layer_scale"),
-        "init": of("weight_init"),
         "evaluation": data.eval_resize
         if data.eval_resize == "squash"
         else (data.eval_resize, data.eval_crop_fraction),

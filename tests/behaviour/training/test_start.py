@@ -38,14 +38,13 @@ from vitscale.training.session import (
     refuse_other_start,
 )
 
-GLOBAL_BATCH = 8
-SECTIONS: dict[str, Any] = {
-    "name": "x",
-    "data": {"path": "shards", "global_batch": GLOBAL_BATCH},
-    "model": {"preset": "B/16"},
-    "optim": {"lr": 1e-3},
-    "schedule": {"steps": 100, "warmup_steps": 10},
-}
+SECTIONS: dict[str, Any] = yaml.safe_load("""
+name: x
+data: {path: shards, global_batch: 8}
+model: {preset: B/16}
+optim: {lr: 0.001}
+schedule: {steps: 100, warmup_steps: 10}
+""")
 # Key of the description: what changes it. `data`: of the shards; `type`: of the run.
 CHANGES: dict[str, dict[str, Any]] = {
     "stage": {"type": FinetuneRun},
