@@ -14,17 +14,15 @@ import argparse
 import sys
 
 try:
-    from collections.abc import Sequence
     from pathlib import Path
     from shlex import quote
-    from typing import Any
 
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     from data_prep.duplicates.reading import (
-        copied_image,
+        compare,
         describe,
         image_of,
         list_images,
@@ -34,16 +32,14 @@ try:
     from data_prep.duplicates.similar import (
         NUM_FREQUENCIES,
         first_equal,
-        first_similar,
-        nearest_before,
-        similarity,
+        nearest_similar,
     )
     from data_prep.formats.index_files import local_folder
     from data_prep.images.sheet import draw_rows, writing
-    from data_prep.worker_processes import Workers
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, write_text
     from vitscale.distributed.processes import num_cores
+    from vitscale.distributed.worker_processes import Workers
     from vitscale.tracking.journal import item_progress
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -51,7 +47,7 @@ except ModuleNotFoundError as error:
 
 TABLE_NAME, KEYS_NAME, PICTURE_NAME = "duplicates.parquet", "keep.txt", "pairs.png"
 NUM_PAIRS = 60
-DESCRIBED_ROWS, BATCH_ROWS = 1 << 8, 1 << 14
+DESCRIBED_ROWS = 1 << 8
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,7 +67,9 @@ def parse_arguments() -> argparse.Namespace:
         "--similar", action="store_true", help="find copies by what they show, not only by bytes"
     )
     parser.add_argument("--output", metavar="FOLDER", help="default: SHARDS-duplicates")
-    parser.add_argument("--num-workers", type=int, help=f"processes (default: {num_cores()})")
+    parser.add_argument(
+        "--num-workers", type=int, default=num_cores(), help="processes (default: %(default)s)"
+    )
     return parser.parse_args()
 
 
@@ -84,27 +82,17 @@ def main() -> None:
     others = [local_folder(path, where="--against") for path in arguments.against]
     images = pa.concat_tables([*map(list_images, others), samples])
     num_others = len(images) - len(samples)
-    own = slice(num_others, None)
+
     hashes = np.frombuffer(b"".join(images["blake3"].to_pylist()), "<u8").reshape(-1, 4)
-    first, positions = first_equal(hashes), np.arange(len(images))
-    exact = first != positions
-    alike = np.where(exact, 1.0, np.nan)
+    first = first_equal(hashes)
+    positions = np.arange(len(images))
+    is_exact = first != positions
+    alike = np.where(is_exact, 1.0, np.nan)
     if arguments.similar:
-        descriptors = describe_all(images, num_workers=arguments.num_workers)
-        likely = np.where(exact, positions, first_similar(descriptors))
-        rows = np.flatnonzero(likely != positions)
-        num, imports = arguments.num_workers or num_cores(), [copied_image.__module__]
-        with Workers(copied_image, num=num, imports=imports) as workers:
-            look_again(workers, images, [*zip(rows, likely[rows], strict=True)], first)
-            rest = rows[first[rows] == rows]
-            nearest = zip(rest, nearest_before(descriptors, rest), strict=True)
-            look_again(workers, images, [[row, *others] for row, others in nearest], first)
-        similar = np.flatnonzero(~exact & (first != positions))
-        for start in range(0, len(similar), BATCH_ROWS):
-            rows = similar[start : start + BATCH_ROWS]
-            alike[rows] = similarity(descriptors[rows], descriptors[first[rows]])
+        find_similar(images, first, alike, num_workers=arguments.num_workers)
+
     is_copy = first != positions
-    output = Path(arguments.output or f"{folder.resolve()}-duplicates")
+    own = slice(num_others, None)
     table = pa.table(
         {
             "key": samples["name"],
@@ -115,24 +103,27 @@ def main() -> None:
         }
     )
     kept = table.filter(table["keep"])["key"].to_pylist()
-    pairs = np.flatnonzero(is_copy & ~exact & (positions >= num_others))
-    pairs = pairs[np.argsort(alike[pairs], kind="stable")[:NUM_PAIRS]]
-    both = (images.take([first[pair], pair]).to_pylist() for pair in pairs.tolist())
-    contents = [list(map(image_of, rows)) for rows in both]
-    captions = [f"{alike[pair]:.4f}" for pair in pairs]
+    similar = np.flatnonzero(is_copy & ~is_exact & (positions >= num_others))
+    shown = similar[np.argsort(alike[similar], kind="stable")[:NUM_PAIRS]].tolist()
+    pairs = []
+    for position in shown:
+        both = images.take([first[position], position]).to_pylist()
+        pairs.append((f"{alike[position]:.4f}", [image_of(row) for row in both]))
+    output = Path(arguments.output or f"{folder.resolve()}-duplicates")
     with writing(output, where="--output"):
         with atomic_file(output / TABLE_NAME) as file:
             pq.write_table(table, file)
         write_text(output / KEYS_NAME, "".join(f"{key}\n" for key in kept))
         (output / PICTURE_NAME).unlink(missing_ok=True)
-        if captions:
-            draw_rows(output / PICTURE_NAME, list(zip(captions, contents, strict=True)))
-    num_copies, num_exact = int(is_copy[own].sum()), int(exact[own].sum())
+        if pairs:
+            draw_rows(output / PICTURE_NAME, pairs)
+
+    num_copies = len(table) - len(kept)
     num_of_others = int((is_copy & (first < num_others))[own].sum())
     of_others = f"; {num_of_others:,} of an image of --against" if others else ""
     print(
-        f"{folder}: {len(samples):,} images, {num_copies:,} of them copies: {num_exact:,} with "
-        f"equal bytes, {num_copies - num_exact:,} similar{of_others}"
+        f"{folder}: {len(samples):,} images, {num_copies:,} of them copies: "
+        f"{num_copies - len(similar):,} with equal bytes, {len(similar):,} similar{of_others}"
     )
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
     keys, table = (quote(str(output / name)) for name in (KEYS_NAME, TABLE_NAME))
@@ -142,29 +133,34 @@ def main() -> None:
     )
 
 
-def look_again(
-    workers: Workers, images: pa.Table, groups: Sequence[Sequence[Any]], first: np.ndarray
+def find_similar(
+    images: pa.Table, first: np.ndarray, alike: np.ndarray, *, num_workers: int
 ) -> None:
-    """Note in `first` which of its likely originals each image copies, if any.
+    """Note in `first` which image each one copies, and in `alike` how much; other bytes alone."""
+    descriptors = describe_all(images, num_workers=num_workers)
+    positions = np.arange(len(images))
+    likely = np.where(first == positions, nearest_similar(descriptors), positions)
+    rows = np.flatnonzero(likely != positions)
+    pairs = ([images.slice(i, 1).to_pylist()[0] for i in (likely[row], row)] for row in rows)
+    with Workers(compare, num=num_workers, imports=[compare.__module__]) as workers:
+        for number, _, likeness in workers.results(pairs):
+            if likeness:
+                row = rows[number]
+                first[row] = likely[row]
+                alike[row] = likeness
 
-    groups: positions of an image, then of its likely originals.
-    """
-    tasks = ([images.slice(i, 1).to_pylist()[0] for i in group] for group in groups)
-    for number, _, copied in workers.results(tasks):
-        group = groups[number]
-        first[group[0]] = group[copied]
 
-
-def describe_all(images: pa.Table, *, num_workers: int | None) -> np.ndarray:
+def describe_all(images: pa.Table, *, num_workers: int) -> np.ndarray:
     """Return the descriptors of all images; warn if some cannot be decoded."""
-    starts, num_lost = range(0, len(images), DESCRIBED_ROWS), 0
+    starts = range(0, len(images), DESCRIBED_ROWS)
+    num_lost = 0
     descriptors = np.zeros((len(images), NUM_FREQUENCIES), np.int16)
     # Rows: a pickled slice of a table would have the whole of it.
     batches = (images.slice(start, DESCRIBED_ROWS).to_pylist() for start in starts)
-    num, imports = min(num_workers or num_cores(), len(starts)), [describe.__module__]
+    num = min(num_workers, len(starts))
     with (
         item_progress("describe images", total=len(images)) as advance,
-        Workers(describe, num=num, imports=imports) as workers,
+        Workers(describe, num=num, imports=[describe.__module__]) as workers,
     ):
         for number, batch, (found, lost) in workers.results(batches):
             descriptors[starts[number] :][: len(batch)] = found

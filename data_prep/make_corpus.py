@@ -210,8 +210,9 @@ def write_files(output: Path, contents: dict[str, bytes]) -> None:
 
 
 def check_same_files(output: Path, contents: dict[str, bytes]) -> None:
-    found = {str(path.relative_to(output)) for path in output.rglob("*") if not path.is_dir()}
-    if found != set(contents) or any((output / n).read_bytes() != c for n, c in contents.items()):
+    files = [path for path in output.rglob("*") if path.is_file()]
+    found = {str(path.relative_to(output)): path.read_bytes() for path in files}
+    if found != contents:
         step = "choose another folder, or remove this one"
         raise UserError("exists already and holds other files", where=str(output), next_step=step)
 

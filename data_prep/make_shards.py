@@ -29,20 +29,9 @@ except ModuleNotFoundError as error:
 
 STEPS = (
     Step("open source", lambda _: [list_inputs.CONTAINERS], list_inputs.list_containers),
-    Step(
-        "list inputs",
-        list_inputs.list_units,
-        list_inputs.list_inputs,
-        inside=list_inputs.num_listed,
-    ),
+    Step("list inputs", list_inputs.list_units, list_inputs.list_inputs),
     Step("plan shards", lambda _: [plan_shards.ROWS], plan_shards.plan_shards),
-    Step(
-        "write shards",
-        tars.shard_units,
-        tars.write_shard,
-        images=tars.num_images,
-        check=tars.check_bad,
-    ),
+    Step("write shards", tars.shard_units, tars.write_shard, images=tars.num_images),
     Step("finish", lambda _: [finish.FINISHED], finish.finish_shards),
 )
 

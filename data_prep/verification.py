@@ -35,10 +35,10 @@ from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.formats.tar_writer import END_MARK, around_image
 from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
 from data_prep.images.sheet import draw_rows
-from data_prep.worker_processes import Workers
 from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.processes import num_cores
+from vitscale.distributed.worker_processes import Workers
 from vitscale.images.jpeg import entry_points
 from vitscale.tracking.journal import item_progress
 
@@ -119,8 +119,10 @@ def _batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Ta
     Rows that lack a value are left out.
     """
     with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(BATCH_ROWS, columns=columns):
-            yield pa.Table.from_batches([batch]).drop_null()
+        for number in range(file.num_row_groups):
+            # One group at a time: a reader of several keeps the bytes of all that it has read.
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[number], columns=columns):
+                yield pa.Table.from_batches([batch]).drop_null()
 
 
 def _readable(pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:

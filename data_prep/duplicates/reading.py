@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.duplicates.second_look import look_at, nearly_equal
+from data_prep.duplicates.second_look import likeness, look_at
 from data_prep.duplicates.similar import describe_images
 from data_prep.formats.index_files import tar_files
 from data_prep.formats.ledger import LEDGER_NAME
@@ -107,11 +107,10 @@ def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
     return describe_images([image_of(row) for row in images])
 
 
-def copied_image(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Return the position in `rows` of the first image that the first one copies; 0: none."""
-    looks = map(look_at, map(image_of, rows))
-    first = next(looks)
-    return next((i for i, look in enumerate(looks, 1) if nearly_equal(first, look)), 0)
+def compare(pair: Sequence[Mapping[str, Any]]) -> float:
+    """Return how much two images are alike; 0 if they are no copies."""
+    left, right = (look_at(image_of(row)) for row in pair)
+    return likeness(left, right)
 
 
 def image_of(row: Mapping[str, Any]) -> bytes:

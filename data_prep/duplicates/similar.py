@@ -41,22 +41,15 @@ BIT_THRESHOLD = 0.1
 KEY_BITS = 32
 UNCERTAIN_BITS = 3
 NUM_KEYS = 1 << UNCERTAIN_BITS
-# Correlation of the coefficients of two pictures, unweighted, and weighted by frequency, which
-# raises the weight of details.
+# Of the coefficients of two pictures.
 MIN_CORRELATION = 0.99
-MIN_DETAIL_CORRELATION = 0.985
-# A difference in detail up to this, in grey values, counts as encoding noise: faint smooth pictures
-# have little detail of their own.
-MAX_NOISE = 2.0
 MAX_PIXELS = 1 << 28
 BATCH_ROWS = 1 << 14
-# Candidates per batch. What one batch settles, the next ones do not compare again, so in a large
-# family of copies few pairs are compared.
+# Candidates per batch.
 MAX_PAIRS = 1 << 14
-# Of an image that is no copy of the first one that it looks like, so many others are looked at.
-NUM_NEAREST = 4
-# So many images at a time, 4 bytes each for every other image.
-NEAREST_ROWS = 16
+# An image that has an earlier one so much alike is not compared any more: in a large family of
+# copies few pairs are.
+SETTLED = 0.9999
 
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
@@ -146,29 +139,16 @@ def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
-def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.ndarray:
-    """Mark the pairs left[i], right[i] that correlate; mirrored: after mirroring left[i]."""
-    _, frequency, signs = _frequencies()
-    a, b = left.astype(np.float64), right.astype(np.float64)
-    a = a * signs if mirrored else a
-    same = _correlation(a, b) >= MIN_CORRELATION
-    a, b = np.rint(a * frequency), np.rint(b * frequency)
-    noise = (MAX_NOISE * SCALE) ** 2 * (frequency**2).sum()
-    details = _correlation(a, b) >= MIN_DETAIL_CORRELATION
-    alike: np.ndarray = same & (details | (((a - b) ** 2).sum(axis=1) <= noise))
-    return alike
-
-
-def similarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Correlation of descriptors left[i] and right[i], direct or mirrored, which is larger."""
+def correlation(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.ndarray:
+    """Correlate the pictures left[i] and right[i]; mirrored: after mirroring left[i]."""
     _, _, signs = _frequencies()
-    a, b = left.astype(np.float64), right.astype(np.float64)
-    return np.maximum(_correlation(a, b), _correlation(a * signs, b))
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a = left.astype(np.float64)
+    b = right.astype(np.float64)
+    if mirrored:
+        a *= signs
     norms = np.square(a).sum(axis=1) * np.square(b).sum(axis=1)
-    return (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
+    found: np.ndarray = (a * b).sum(axis=1) / np.sqrt(np.maximum(norms, 1))
+    return found
 
 
 def first_equal(rows: np.ndarray) -> np.ndarray:
@@ -180,8 +160,8 @@ def first_equal(rows: np.ndarray) -> np.ndarray:
     return first
 
 
-def first_similar(descriptors: np.ndarray) -> np.ndarray:
-    """int64 per descriptor: the first one that shows the same picture, or its own position.
+def nearest_similar(descriptors: np.ndarray) -> np.ndarray:
+    """int64 per descriptor: the earlier one that correlates most with it, or its own position.
 
     Equal descriptors match the first of them; it alone is compared with others. Images without
     contrast match nothing.
@@ -191,38 +171,15 @@ def first_similar(descriptors: np.ndarray) -> np.ndarray:
     blank = ~has_contrast(descriptors)
     found[blank] = own[blank]
     distinct = np.flatnonzero((found == own) & ~blank)
-    found[distinct] = distinct[_first_matches(descriptors[distinct])]
+    found[distinct] = distinct[_nearest(descriptors[distinct])]
     return found
 
 
-def nearest_before(descriptors: np.ndarray, rows: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the earlier images that correlate most with each, at most NUM_NEAREST, best first.
-
-    rows: positions. Keys do not matter here.
-    """
-    _, _, signs = _frequencies()
-    for start in range(0, len(rows), NEAREST_ROWS):
-        some = rows[start : start + NEAREST_ROWS]
-        own = _normalized(descriptors[some])
-        alike = np.empty((len(some), len(descriptors)), np.float32)
-        for first in range(0, len(descriptors), BATCH_ROWS):
-            block = slice(first, first + BATCH_ROWS)
-            others = _normalized(descriptors[block]).T
-            alike[:, block] = np.maximum(own @ others, (own * signs) @ others)
-        for row, values in zip(some, alike, strict=True):
-            likely = np.flatnonzero(values[:row] >= MIN_CORRELATION)
-            yield likely[np.argsort(-values[likely], kind="stable")[:NUM_NEAREST]]
-
-
-def _normalized(descriptors: np.ndarray) -> np.ndarray:
-    norms = np.linalg.norm(descriptors.astype(np.float64), axis=1, keepdims=True)
-    return descriptors / np.maximum(norms, 1)
-
-
-def _first_matches(descriptors: np.ndarray) -> np.ndarray:
-    """Find first matches among distinct descriptors that all have contrast."""
+def _nearest(descriptors: np.ndarray) -> np.ndarray:
+    """Search among distinct descriptors that all have contrast."""
     num = len(descriptors)
-    first = np.arange(num)
+    nearest = np.arange(num)
+    best = np.full(num, MIN_CORRELATION)
     batches = [slice(start, start + BATCH_ROWS) for start in range(0, num, BATCH_ROWS)]
     keys = [keys_of(descriptors[rows])[0].ravel() for rows in batches]
     table = np.concatenate([np.zeros(0, np.uint32), *keys])
@@ -232,16 +189,20 @@ def _first_matches(descriptors: np.ndarray) -> np.ndarray:
     for rows in batches:
         for side, probes in enumerate(keys_of(descriptors[rows])):
             for probe, entry in _equal_keys(table, probes.ravel()):
-                a, b = owners[entry], rows.start + probe // NUM_KEYS
-                later, earlier = np.maximum(a, b), np.minimum(a, b)
-                new = earlier < first[later]
-                pairs = np.unique(later[new] * num + earlier[new])
+                a = owners[entry]
+                b = rows.start + probe // NUM_KEYS
+                later = np.maximum(a, b)
+                earlier = np.minimum(a, b)
+                is_open = (earlier < later) & (best[later] < SETTLED)
+                pairs = np.unique(later[is_open] * num + earlier[is_open])
                 later, earlier = np.divmod(pairs, num)
-                same = pictures_correlate(
-                    descriptors[later], descriptors[earlier], mirrored=side == 1
-                )
-                np.minimum.at(first, later[same], earlier[same])
-    return first
+                alike = correlation(descriptors[later], descriptors[earlier], mirrored=side == 1)
+                # The largest of an image is stored last.
+                order = np.argsort(alike, kind="stable")
+                order = order[alike[order] >= best[later[order]]]
+                nearest[later[order]] = earlier[order]
+                best[later[order]] = alike[order]
+    return nearest
 
 
 def _equal_keys(table: np.ndarray, probes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -50,6 +50,13 @@ INDEX_SCHEMA = pa.schema(
     ]
 )
 
+# The same without dictionaries.
+TEXT_SCHEMA = pa.schema(
+    [
+        (name, pa.string() if kind == _NAMES else kind)
+        for name, kind in zip(INDEX_SCHEMA.names, INDEX_SCHEMA.types, strict=True)
+    ]
+)
 # Up to these numbers of images, `training_command` takes a small model, and DeiT's recipe.
 SMALL_SAMPLES, MEDIUM_SAMPLES = 50_000, 2_000_000
 # Rows per parquet row group, which readers of a split skip as one.
@@ -61,18 +68,14 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
 
     The bytes depend only on the rows, not on their division into tables.
     """
-    names = [field.name for field in INDEX_SCHEMA if pa.types.is_dictionary(field.type)]
     with atomic_file(folder / INDEX_NAME) as file:
         with pq.ParquetWriter(file, INDEX_SCHEMA, compression="zstd") as writer:
             for _, group in groupby(filter(len, tables), lambda table: table["split"][0].as_py()):
                 table = pa.concat_tables(group)
                 for start in range(0, len(table), ROW_GROUP_ROWS):
-                    part = table.slice(start, ROW_GROUP_ROWS).combine_chunks()
-                    for name in names:
-                        # A new dictionary: those of the tables depend on the division.
-                        column = part[name].cast(pa.string()).combine_chunks().dictionary_encode()
-                        part = part.set_column(part.column_names.index(name), name, column)
-                    writer.write_table(part)
+                    # New dictionaries: those of the tables depend on the division.
+                    part = table.slice(start, ROW_GROUP_ROWS).cast(TEXT_SCHEMA).combine_chunks()
+                    writer.write_table(part.cast(INDEX_SCHEMA))
 
 
 def info_of(manifest: Manifest) -> dict[str, Any]:

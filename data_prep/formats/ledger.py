@@ -109,19 +109,17 @@ class Outcomes:
                 lines.append(f"  {num:,} {reason} ({REASONS[reason]}): {shown}")
         return "\n".join(lines)
 
-    def check(self, *, max_bad_fraction: float, num_images: int | None = None) -> None:
-        """Raise UserError if more than `max_bad_fraction` of the images are bad.
+    def check(self, *, max_bad_fraction: float, num_images: int) -> None:
+        """Raise UserError if more than `max_bad_fraction` of all images are bad.
 
-        num_images: number of all images, if only some are counted so far.
+        num_images: number of all images, of which only some may be counted here.
         """
-        at_least = "" if num_images is None else "at least "
-        num_images = self.num_images if num_images is None else num_images
         if self.num_bad > max_bad_fraction * num_images:
             next_step = "fix, convert or remove these files, or raise images.max_bad_fraction"
             if 2 * self.reasons["no_label"] > self.num_bad:
                 next_step = "set source.label to where the labels are, or labels.values=none"
             raise UserError(
-                f"{at_least}{self.num_bad} of {num_images} images are bad, more than the fraction "
+                f"{self.num_bad} of {num_images} images are bad, more than the fraction "
                 f"{max_bad_fraction} allowed\n{self.describe(BAD)}",
                 where="images.max_bad_fraction",
                 next_step=next_step,

@@ -11,6 +11,7 @@ from blake3 import blake3
 from PIL import Image
 from PIL.ImageFile import ImageFile
 
+from vitscale.images.jpeg.markers import has_whole_picture
 from vitscale.images.plain import (
     UPRIGHT,
     has_opacity,
@@ -44,11 +45,6 @@ OTHER_BRANDS = (b"ftypavif", b"ftypavis", b"ftypheic", b"ftypheix", b"ftypmif1",
 PNG_DEPTH, PNG_END = 24, b"\0\0\0\0IEND\xaeB`\x82"
 # Without one of these, Pillow would decode a whole PNG in search of its orientation.
 PNG_EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
-# The second bytes of markers. Those of NO_SEGMENT stand alone: 0 is a byte of pixels, then TEM and
-# the restart markers.
-JPEG_START, JPEG_END, JPEG_SCAN, FILL = 0xD8, 0xD9, 0xDA, 0xFF
-NO_SEGMENT = (0x00, 0x01, *range(0xD0, 0xD8))
-SEQUENTIAL_FRAMES = (0xC0, 0xC1)
 # libjpeg's limit per side.
 JPEG_MAX_SIDE = 65_500
 JPEG_QUALITY = 95
@@ -175,44 +171,10 @@ def open_image(data: bytes, format: str) -> ImageFile:
 def is_whole(data: bytes, format: str) -> bool:
     """Return True if the end of the picture is present; anything may follow it."""
     if format == "JPEG":
-        return _is_whole_jpeg(data)
+        return has_whole_picture(data)
     if format == "PNG":
         return data.rfind(PNG_END) >= 0
     return 8 + int.from_bytes(data[4:8], "little") <= len(data)
-
-
-def _is_whole_jpeg(data: bytes) -> bool:
-    """Walk the markers to the one that ends the picture, behind at least one scan.
-
-    Segments, which may have whole thumbnails, are passed over by their lengths.
-    """
-    position = 2
-    num_components = 0
-    has_scan = False
-    while True:
-        position = data.find(b"\xff", position)
-        if not 0 <= position < len(data) - 1:
-            return False
-        marker = data[position + 1]
-        if marker == FILL:
-            position += 1
-            continue
-        if marker in NO_SEGMENT:
-            position += 2
-            continue
-        if marker in (JPEG_START, JPEG_END):
-            return marker == JPEG_END and has_scan
-
-        if marker in SEQUENTIAL_FRAMES:
-            num_components = int.from_bytes(data[position + 9 : position + 10])
-        if marker == JPEG_SCAN:
-            has_scan = True
-            # Coded pixels contain no end marker. So a picture in a single scan is whole if its file
-            # ends with one: most are, and a search would take as long as reading them.
-            num_in_scan = int.from_bytes(data[position + 4 : position + 5])
-            if num_in_scan == num_components and data.endswith(b"\xff\xd9"):
-                return True
-        position += 2 + max(2, int.from_bytes(data[position + 2 : position + 4]))
 
 
 def _changes(image: ImageFile, data: bytes, turn: int, *, short_side: int | None) -> list[str]:

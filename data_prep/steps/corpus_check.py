@@ -110,20 +110,23 @@ def check_listed(work: WorkFolder, census: Census, *, listed: Outcomes, num_left
     run, labels, found = work.run, load_labels(work.run.labels), census.images
     if run.labels.unknown == "refuse" or found:
         labels.check(census.unknown, found=found)
+    if not found:
+        raise UserError(
+            f"no images were found: all {listed.num_rows:,} inputs are rejected\n"
+            f"{listed.describe()}".rstrip(),
+            where="source.path",
+            next_step="fix these names, paths, labels or files, or choose another source",
+        )
+
+    # Classes without images would shift the labels of others.
     named = {box.class_name for box in read_containers(work)} - {None}
     empty = sorted(map(str, named - found.keys()))
     ignored = run.labels.values == "none" or labels.map or labels.space
     where, what, advice = "source.path", "", ""
-    if empty and not ignored and (found or not listed.reasons):
+    if empty and not ignored:
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
         what = f"{len(empty)} of {len(named)} classes hold no images: {shown}"
-        advice = "remove these classes, or add their images"  # or labels would shift
-    elif not found and not listed.reasons:
-        what, advice = "is empty", "check the source"
-    elif not found:
-        num = sum(listed.reasons.values())
-        what = f"no images were found: all {num:,} inputs are rejected\n{listed.describe()}"
-        advice = "fix these names, paths, labels or files, or choose another source"
+        advice = "remove these classes, or add their images"
     elif left_out(run.source.leave_out) and not listed.reasons["left_out"]:
         where, what = "source.leave_out", f"{run.source.leave_out!r} names no image of the source"
         advice = "take what `vitscale prepare duplicates` wrote for shards of this source"
@@ -152,16 +155,16 @@ def _check_numbers(census: Census, *, are_values: bool) -> None:
     """Refuse numbers of which some are written in another way; they would all be sorted as text."""
     images = census.images
     numbers = {name for name in images if _is_number(name)}
-    whole = {name for name in numbers if WHOLE.fullmatch(name)}
     are_padded = len(set(map(len, numbers))) == 1 and all(map(str.isdecimal, numbers))
     num_images = sum(images[name] for name in numbers)
     if are_padded or 2 * num_images <= sum(images.values()):
         return
 
     # Folders may well be 0 to 9 and `none`: they are always sorted as text.
-    odd = (images.keys() if are_values else numbers) - whole
+    considered = images if are_values else numbers
+    odd = sorted(name for name in considered if not WHOLE.fullmatch(name))
     if odd:
-        name = max(sorted(odd), key=lambda name: -images[name])
+        name = min(odd, key=lambda name: images[name])
         raise UserError(
             f"{num_images:,} of {sum(images.values()):,} images have numbers as labels, but "
             f"{len(odd):,} labels are no plain whole numbers, such as {ascii(name)} of "
@@ -206,8 +209,6 @@ def _check_training(census: Census) -> None:
     splits = " and ".join(sorted(split for split, of in census.counts.items() if name in of))
     close = closest(name, sorted(train))
     hint = f"; train has {ascii(close)}" if close else ""
-    if _is_number(name) and not any(map(_is_number, train)):
-        hint = f"; train has names, such as {min(train)!r}"
     raise UserError(
         f"{len(lost):,} classes have no image in train ({sum(lost.values()):,} images): "
         f"{ascii(name)} has {num:,} in {splits}, such as {census.examples[name]!r}{hint}",

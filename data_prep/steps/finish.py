@@ -222,7 +222,7 @@ def _write_ledger(work: WorkFolder, outcomes: Iterable[pa.Table]) -> tuple[Outco
     final = work.path / FINAL
     final.mkdir(exist_ok=True)
     sums = write_ledger(final, tables())
-    sums.check(max_bad_fraction=work.run.images.max_bad_fraction)
+    sums.check(max_bad_fraction=work.run.images.max_bad_fraction, num_images=sums.num_images)
     return sums, digest.hexdigest()
 
 

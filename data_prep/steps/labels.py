@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from data_prep.sources.protocol import NO_CLASS
-from vitscale.config.errors import UserError, nearest
+from vitscale.config.errors import UserError, did_you_mean
 from vitscale.config.text_files import read_cells, read_text
 from vitscale.data.class_names import look_of, names_by, spelling_of
 from vitscale.data.label_spaces import LABEL_SPACES, known_space
@@ -71,58 +71,41 @@ class Labels:
 
         unknown: source class -> number of images without a class. found: class -> number of images.
         """
-        none_match = not any(found.values())
-        known = self.space if self.map is None else self.map
-        looks, spellings = names_by(look_of, known or ()), names_by(spelling_of, known or ())
-        # Nobody means to leave out a class that shows like one of the list.
-        hidden = {name: num for name, num in unknown.items() if look_of(name) in looks}
-        is_rejected = self.settings.unknown == "reject" and not none_match and not hidden
-        if not unknown or is_rejected:
+        if not unknown:
             return
-        shown = hidden or unknown
-        name, images = min(shown.items(), key=lambda item: (-item[1], item[0]))
-        close = looks.get(look_of(name)) or spellings.get(spelling_of(name))
-        like = f"; the list has {ascii(close)}, the source {ascii(name)}" if close else ""
-        is_mapped = self.map is None or name in self.map
-        value = name if self.map is None else self.map.get(name)
-        size = len(self.space or ())
-        if not is_mapped:
-            problem = f"have no class in {self.settings.map!r} ({len(self.map or ()):,} rows)"
-        elif self.settings.values == "index":
-            problem = f"are not positions in {self.settings.space} (0 to {size - 1:,})"
-        else:
-            problem = f"are not among the {size:,} of {self.settings.space}"
-        problem += f" (mapped to {value!r})" if is_mapped and self.map else ""
-        steps = []
-        if self.map is None:
-            positions = self.settings.values == "index"
-            steps.append(self._better_space({*unknown} if positions else {*unknown, *found}))
-            steps.append("set labels.map to a table of source class and class")
-        if not none_match:
-            steps.append("set labels.unknown=reject to leave these images out")
-        elif self.map is None and self.settings.values == "name":
-            steps.append("set labels.space=null for the source's own classes, sorted")
+        listed = self.space if self.map is None else self.map
+        looks = names_by(look_of, listed or ())
+        # Nobody means to leave out a class that shows like one of the list.
+        hidden = [name for name in unknown if look_of(name) in looks]
+        num_matching = sum(found.values())
+        if self.settings.unknown == "reject" and num_matching and not hidden:
+            return
+
+        name = min(hidden or unknown, key=lambda name: (-unknown[name], name))
+        example = f"{name!r} ({unknown[name]:,} images)"
+        key = "space"
+        if self.map is not None and name in self.map:
+            example += f", mapped to {self.map[name]!r}"
+        elif self.map is not None:
+            key = "map"
+        close = names_by(spelling_of, listed or ()).get(spelling_of(name))
+        if close is not None:
+            example += f"; the list has {ascii(close)}, the source {ascii(name)}"
+
+        step = "set labels.unknown=reject to leave these images out"
+        if not num_matching:
+            step = "set labels.space=null and labels.values=name for the source's own classes"
         raise UserError(
-            f"{len(unknown):,} {'class' if len(unknown) == 1 else 'classes'} of the source "
-            f"({sum(unknown.values()):,} images) {problem}; {sum(found.values()):,} images "
-            f"match; for example {name!r} ({images:,} images){like}",
-            where="labels.space" if is_mapped else "labels.map",
-            next_step="; or ".join(filter(None, steps)) or "correct the map",
+            f"{len(unknown):,} classes of the source ({sum(unknown.values()):,} images) are not "
+            f"among the {len(getattr(self, key)):,} of {getattr(self.settings, key)}; "
+            f"{num_matching:,} images match; for example {example}",
+            where=f"labels.{key}",
+            next_step="choose another list, or set labels.map to a table of source class and "
+            f"class; or {step}",
         )
 
-    def _better_space(self, wanted: set[str]) -> str | None:
-        """Name the known space that contains most of these classes, if it contains more."""
-        num_in = {}
-        for name in LABEL_SPACES:
-            other = load_labels(self.settings.model_copy(update={"space": name, "map": None}))
-            num_in[name] = sum(other.class_of(each) is not None for each in wanted)
-        best = max(num_in, key=lambda name: (num_in[name], -len(known_space(name))))
-        if num_in[best] <= sum(self.class_of(each) is not None for each in wanted):
-            return None
-        return f"labels.space={best} contains {num_in[best]:,} of these {len(wanted):,} classes"
 
-
-@lru_cache(maxsize=len(LABEL_SPACES) + 1)  # a map may have a million rows
+@lru_cache(maxsize=1)  # a map may have a million rows
 def load_labels(settings: LabelSettings) -> Labels:
     """Read the label files. Raises UserError for unknown spaces and malformed files."""
     space = None if settings.space is None else load_space(settings.space)
@@ -134,14 +117,13 @@ def load_space(space: str) -> tuple[str, ...]:
     """Class names in label order, of a known space or from a file with one name per line."""
     if space in LABEL_SPACES:
         return known_space(space)
-    path, where = Path(space).expanduser(), "labels.space"
-    if not path.is_file():
-        close = nearest(space, list(LABEL_SPACES))
+    where = "labels.space"
+    if not Path(space).expanduser().is_file():
         raise UserError(
-            f"{space!r} is neither a known label space nor a file"
-            + (f"; did you mean {close!r}?" if close else ""),
+            f"{space!r} is neither a known label space nor a file",
             where=where,
-            allowed=", ".join(LABEL_SPACES) + ", or a file with one class name per line",
+            allowed=f"{', '.join(LABEL_SPACES)}, or a file with one class name per line",
+            next_step=did_you_mean(space, [*LABEL_SPACES]),
         )
     # str.splitlines also splits at characters that class names may contain.
     lines = read_text(space, where=where).removesuffix("\n").split("\n")

@@ -96,10 +96,6 @@ def list_units(work: WorkFolder) -> list[str]:
     return [f"list/{number:06d}.arrow" for number in range(len(_of_units(work)))]
 
 
-def num_listed(work: WorkFolder, unit: str) -> int:
-    return 0 if work.is_finished else work.table(unit).num_rows
-
-
 def list_inputs(work: WorkFolder, unit: str) -> None:
     """List the containers of one unit; bytes that can be read only once go to its spool file."""
     run, number = work.run, int(Path(unit).stem)

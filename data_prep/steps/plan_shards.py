@@ -66,8 +66,6 @@ OUTCOMES = pa.schema(
 class Plan:
     """Decisions for the whole corpus; the rows of the shards are stored separately."""
 
-    num_images: int
-    """Inputs without hidden files and other names."""
     classes: list[str]
     """Class names in label order; empty if classes are ignored."""
     present: list[str]
@@ -102,6 +100,8 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     settings = work.run.labels
     are_values = open_source(source, settings).has_label_values
     check_classes(take_census([rows]), labels=settings, are_values=are_values)
+    num_images = len(rows) - len(rejected) + listed.num_images
+    listed.check(max_bad_fraction=work.run.images.max_bad_fraction, num_images=num_images)
     classes = load_labels(settings).label_map(present, keep_numbers=are_values)
 
     taken = np.zeros(len(rows), bool)
@@ -122,7 +122,6 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     planned = planned.combine_chunks()
     units, positions = _divided(work, planned, order[kept[order]], rows["split"], listed)
     plan = Plan(
-        num_images=len(rows) - listed.num_rows + listed.num_images,
         classes=list(classes),
         present=sorted(present),
         units=units,

@@ -6,31 +6,28 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from data_prep.formats.ledger import Outcomes
 from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
 from data_prep.sources.protocol import printable, source_read_error, with_damage
 from data_prep.sources.tars import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, read_containers, set_class
-from data_prep.steps.plan_shards import OUTCOMES, REJECTED, ROWS, read_plan
+from data_prep.steps.plan_shards import OUTCOMES, ROWS, read_plan
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
 from vitscale.data.remote import Location, Url, location_of, names_below, read_chunks
+from vitscale.data.split_names import splits_of_files
 from vitscale.data.webdataset import matching
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 
 # Reason for sound images that must be converted to be usable, which would mean rewriting the tar.
 PACKED = "packed"
-# So many inputs are read in any case, so that the error for a small corpus has all of its faults.
-COMPLETE_ROWS = 5000
 
 
 def shard_units(work: WorkFolder) -> list[str]:
@@ -93,25 +90,6 @@ def facts_of(table: pa.Table) -> dict[str, str]:
     return {name.decode(): value.decode() for name, value in stored.items()}
 
 
-@cache
-def _so_far(work: WorkFolder) -> Outcomes:
-    """Outcomes of the inputs that were rejected unread, and of the units done since."""
-    found = Outcomes()
-    found.add(work.table(REJECTED))
-    return found
-
-
-def check_bad(work: WorkFolder, unit: str) -> None:
-    """Add a unit that is done; raise UserError if too many images are bad among those so far.
-
-    Never stricter than the check at the end: it compares them with all images.
-    """
-    found, limit = _so_far(work), work.run.images.max_bad_fraction
-    found.add(work.table(unit).select(["path", "reason"]))
-    if found.num_rows > COMPLETE_ROWS:
-        found.check(max_bad_fraction=limit, num_images=read_plan(work).num_images)
-
-
 def list_tars(work: WorkFolder, unit: str) -> None:
     source, root = work.run.source, root_of(work)
     if isinstance(root, Url):
@@ -124,7 +102,8 @@ def list_tars(work: WorkFolder, unit: str) -> None:
             if not (names := matching(pattern, listed, where=where)):
                 advice = "correct the pattern; a web server cannot list its files: name them"
                 raise UserError(f"no tars {pattern!r}", where=where, next_step=advice)
-            found += [(name, split) for name in sorted(names)]
+            by_name = {} if source.splits else splits_of_files(names)
+            found += [(name, by_name.get(name, split)) for name in sorted(names)]
     else:
         containers = WebDataset(source, work.run.labels).containers()
         found = [(container.path, container.split) for container in containers]

@@ -37,7 +37,6 @@ from data_prep.formats.index_files import training_command
 from data_prep.formats.ledger import describe_inputs
 from data_prep.sources.protocol import ChangedSource, check_is_mounted, source_root
 from data_prep.steps.labels import load_labels
-from data_prep.worker_processes import Workers
 from vitscale.config.changes import changed_settings, keys_without_effect
 from vitscale.config.errors import (
     EXIT_STOPPED_RESUMABLE,
@@ -51,7 +50,8 @@ from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
-from vitscale.distributed.processes import environment_number, num_cores, num_gpus
+from vitscale.distributed.processes import num_cores, num_gpus
+from vitscale.distributed.worker_processes import Workers
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.journal import item_progress
 
@@ -211,10 +211,6 @@ class Step:
     """Make one of them, with the same bytes in any process."""
     images: Callable[[WorkFolder], Sequence[int]] | None = None
     """Images in each unit, which progress counts instead of units."""
-    inside: Callable[[WorkFolder, str], int] | None = None
-    """Files in a finished unit, where their total is not known before."""
-    check: Callable[[WorkFolder, str], None] | None = None
-    """Called for each finished unit; raises UserError if the work can no longer succeed."""
 
 
 class _NoPandas:
@@ -231,8 +227,6 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
     num_workers: 1 works in this process. Raises StorageError or WorkerError where a rerun resumes,
     UserError for a corpus that cannot be used.
     """
-    names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
-    task = environment_number(names[0], least=0) if names else 0
     with _storage_errors(work):
         try:
             # Workers come first: their server is a fork of this process only while that has no
@@ -242,7 +236,7 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
                 work.clean()
                 for step in steps:
                     if not work.is_finished:
-                        _share(work, step, workers, start=task * num_workers)
+                        _share(work, step, workers)
         finally:
             work.leave()
 
@@ -259,14 +253,12 @@ def _stop(*_: object) -> None:
     raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
 
-def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> None:
-    """Return when every unit is done, here or elsewhere.
-
-    start: the unit to begin with, so that tasks do not all try the same claims first.
-    """
+def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
+    """Return when every unit is done, here or elsewhere."""
     units = step.units(work)
     sizes = dict(zip(units, step.images(work) if step.images else [1] * len(units), strict=True))
-    first = start % len(units)
+    # Any unit, so that tasks do not all try the same claims.
+    first = hash(work.task) % len(units)
     waiting = [*units[first:], *units[:first]]
     counted = "images" if step.images else "units"
     progressed = said = time.monotonic()
@@ -280,9 +272,7 @@ def _share(work: WorkFolder, step: Step, workers: Workers, *, start: int) -> Non
                 if not is_done:
                     busy.append(unit)
                     continue
-                advance(sizes[unit], step.inside(work, unit) if step.inside else 0)
-                if step.check:
-                    step.check(work, unit)
+                advance(sizes[unit])
             now = time.monotonic()
             if len(busy) < len(waiting):
                 progressed = said = now
@@ -385,12 +375,9 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     # Left by a process that was killed after its commit, or made again by a task that began late.
     shutil.rmtree(work.path, ignore_errors=True)
     if made is not None:
-        date = time.strftime(
-            "%Y-%m-%d", time.localtime((work.output / MANIFEST_NAME).stat().st_mtime)
-        )
         print(
-            f"{work.output}: already there, made with the same settings on {date}; "
-            f"{run.source.path} was not looked at again"
+            f"{work.output}: already there, made with the same settings; {run.source.path} was not "
+            "looked at again"
         )
         return
     # Compare settings again: another command may have finished it in the meantime.

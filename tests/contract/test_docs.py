@@ -11,7 +11,14 @@ from pathlib import Path
 
 from tests.contract.tree import ROOT, parsed
 
-LOGGING = ("vitscale/data", "vitscale/evaluation", "vitscale/training", "pretrain", "finetune")
+LOGGING = (
+    "vitscale/data",
+    "vitscale/evaluation",
+    "vitscale/objectives",
+    "vitscale/training",
+    "pretrain",
+    "finetune",
+)
 # The last one has those of objectives.
 METRIC_PAGES = ("tracking", "evaluation", "configuration")
 METRIC = re.compile(r"(train|val|vitals)/[a-z0-9_]*[a-z0-9]")

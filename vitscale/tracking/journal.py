@@ -171,26 +171,23 @@ def training_log(folder: str | Path, *, is_writer: bool) -> Iterator[Callable[[s
 
 
 @contextmanager
-def item_progress(title: str, *, total: int, unit: str = "images") -> Iterator[Callable[..., None]]:
+def item_progress(
+    title: str, *, total: int, unit: str = "images"
+) -> Iterator[Callable[[int], None]]:
     """Yield a function that adds to the number of items done; print rate and time left.
 
-    Its second argument: images or files in these items, where only the items have a known total.
     A line every ITEM_INTERVAL_S and at the end; none for shorter work.
     """
     start = last = time.monotonic()
-    done = num_inside = 0
+    done = 0
 
-    def advance(num: int, inside: int = 0) -> None:
-        nonlocal done, num_inside, last
+    def advance(num: int) -> None:
+        nonlocal done, last
         done, now = min(done + num, total), time.monotonic()
-        num_inside += inside
         if now - last >= ITEM_INTERVAL_S or (done == total and last > start):
             last, rate = now, max(done, 1) / max(now - start, 1e-9)
             hours, seconds = divmod(round((total - done) / rate), 3600)
             left = f"{hours:,} h {seconds // 60} min left" if hours else f"{seconds:,} s left"
-            files = f" with {num_inside:,} files" if num_inside else ""
-            print(
-                f"{title}: {done:,} of {total:,}{files}, {rate:,.0f} {unit}/s, {left}", flush=True
-            )
+            print(f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}", flush=True)
 
     yield advance

@@ -37,7 +37,12 @@ from vitscale.data.index import (
 )
 from vitscale.data.remote import RemoteFile, Url
 from vitscale.data.settings import DataSettings, RemoteSettings
-from vitscale.data.training_set import TrainingSet, _check_cache, open_training_set
+from vitscale.data.training_set import (
+    TrainingSet,
+    _check_cache,
+    open_training_set,
+    open_val_split,
+)
 from vitscale.data.webdataset import tar_samples, tars_of_split
 from vitscale.distributed import atomic_files
 
@@ -297,7 +302,7 @@ def test_rows_that_no_preparation_writes_are_refused(copy: Path) -> None:
     for changed in (table[::-1], table.set_column(4, "length", zeros)):
         write_index(copy, tables=[changed.cast(table.schema)])
         edit_manifest(copy, index_bytes=(copy / INDEX_NAME).stat().st_size)
-        with pytest.raises(UserError, match="disagrees with manifest.json"):
+        with pytest.raises(UserError, match="disagrees with manifest.json|do not say which split"):
             read_split(copy, split="train")
 
 
@@ -391,6 +396,20 @@ def test_the_cache_must_hold_the_largest_tars_of_each_set() -> None:
     _check_cache(parts, RemoteSettings(cache_gib=gib))
     with pytest.raises(UserError, match="0.984 GiB or more"):
         _check_cache(parts, RemoteSettings(cache_gib=gib - 0.001))
+
+
+def test_images_held_out_are_found_in_what_is_mixed_in(
+    shards: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (shards, copy):
+        with pytest.raises(UserError, match=r"mixture\[0\].* 2 of the images .*holds out"):
+            opened(shards, mixture=[{"path": str(path), "share": 0.5}], dev_percent=10)
+    other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
+    mixture = [{"path": str(path), "share": 0.2} for path in (other, copy)]
+    opened(shards, mixture=mixture[:1], dev_percent=10)
+    settings = DataSettings(path=str(shards), global_batch=2, val_split="train")
+    open_val_split(settings, parts=opened(shards, mixture=mixture).parts)
+    assert capsys.readouterr().out == f"{copy}: training reads 20 images of 'train'\n"
 
 
 def test_what_does_not_fit_is_refused(shards: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ UNSEEN = {
     "typo": ("dog", "dogs", "train has 'dog'"),
     "case": ("dog", "Dog", "train has 'dog'"),
     "underscore": ("sea lion", "sea_lion", "train has 'sea lion'"),
-    "number": ("dog", "1", "train has names"),
+    "number": ("dog", "1", "'1' has 2 in val"),
     "another": ("dog", "walrus", "'walrus' has 2 in val"),
     "blank": ("dog", "dog ", "'dog'.* look like 'dog '"),
     "two blanks": ("sea lion", "sea  lion", "look like 'sea  lion'"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from data_prep.duplicates.reading import list_samples
 from data_prep.formats.index_files import INDEX_SCHEMA, write_index, write_manifest
+from data_prep.sources.tables import _batches as rows_of
 from data_prep.verification import (
     _batches,
     _check_index,
@@ -230,6 +232,23 @@ def test_memory_does_not_grow_with_the_samples(
     assert seen == [per_tar] * (num // per_tar)
     assert all("fingerprint" in text or "BLAKE3" in text for text in found), found
     assert 0 < tracked.max_memory() + python < 60 * num
+
+
+@pytest.mark.parametrize("reader", ["verification", "source"])
+def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path: Path) -> None:
+    """Random bytes, which do not get smaller in the file: 8 MB in 32 groups of rows."""
+    path, num = tmp_path / "rows.parquet", 8_000
+    table = pa.table({"image": [random.randbytes(1000) for _ in range(num)]})
+    pq.write_table(table, path, row_group_size=num // 32)
+    del table
+    before = pa.total_allocated_bytes()
+    peak, seen = before, 0
+    with pq.ParquetFile(path) as file:
+        pieces = _batches(path) if reader == "verification" else rows_of(file, ["image"], path=path)
+        for piece in pieces:
+            seen += len(piece)
+            peak = max(peak, pa.total_allocated_bytes())
+    assert seen == num and peak - before < 2_000_000
 
 
 @pytest.mark.parametrize("name", ["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])

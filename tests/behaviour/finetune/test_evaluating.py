@@ -169,9 +169,13 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
     shards: Path, tmp_path: Path, independent: bool
 ) -> None:
     model = replace(small_model(num_classes=3, classes=CLASSES), independent=independent)
+    # Shares that are rounded to 1 and 0 leave the order of the classes as it is.
+    bias: Any = model.network.head.bias
+    bias.data = torch.tensor([200.0, 400.0, 600.0])
     folder = saved(tmp_path / "model", model)
     assert open_model(str(folder)).independent == independent
     _, rows = predicted(folder, shards, tmp_path)
+    assert {(row["class_1"], row["class_2"]) for row in rows} == {CLASSES[:0:-1]}
     sums = [float(row["p_1"]) + float(row["p_2"]) for row in rows]
     assert any(each > 1 for each in sums) == independent
 

@@ -235,7 +235,7 @@ def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
     [
         (head(4), ("a", "b", "c", "d"), r"\(a, b, ...\) include 0 of the 3"),
         (head(4), None, "outputs are unknown"),
-        (head(5), ("cat", "dog", "cow", "d"), "outputs are unknown"),  # one name is missing
+        (head(5), ("cat", "dog", "cow", "d"), "4 names of classes .* 5 outputs"),
         ({"cls_token": torch.ones(1)}, None, "contains no classifier"),
     ],
 )

@@ -226,6 +226,11 @@ def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
         write_csv(compared, tmp_path / "c.csv" / "c.csv")
 
 
+def test_a_result_of_zero_is_a_result() -> None:
+    metrics = tables(compare([run("a", [0.0])]))[1]
+    assert metrics.rows == (("val/top1", "final", "0"), ("", "best", "0"))
+
+
 # ---- the page ---------------------------------------------------------------------------------
 
 

@@ -113,7 +113,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     rows = plan(data=data | {"only_keys": f"{tmp_path}/keys.txt"})
     assert rows["data"].startswith("3 training images, from ")
 
-    other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1)
+    other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1, seed=1)
     mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
     data |= {"dev_percent": 25.0, "first_percent": 75.0, "mixture": mixture}
     text = f"from data.first_percent=75 of {shards}/manifest.json and data.mixture"

@@ -128,6 +128,24 @@ def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str
     assert ours.preprocessing.eval_crop_fraction == 0.93
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"global_pool": "avg", "pool_include_prefix": True},
+        {"global_pool": "map", "pool_include_prefix": True},
+        {"fc_norm": True},
+        {"pos_embed": "none"},
+        {"act_layer": "silu"},
+    ],
+)
+@torch.no_grad()
+def test_what_no_tensor_of_timm_shows_counts(tmp_path: Path, more: dict[str, Any]) -> None:
+    theirs = shaken(timm.create_model(TINY, **TIMM, **more))
+    save_for_hf(theirs, tmp_path, model_args=TIMM | more)
+    found = open_model(str(tmp_path)).network(IMAGES)
+    assert torch.allclose(found, theirs(IMAGES), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
 def test_a_bare_file_needs_only_its_heads(tmp_path: Path, name: str) -> None:
     """Its width of 32 is of no known model. Positions are resampled to another image size."""
@@ -361,6 +379,13 @@ def weights(tmp_path: Path) -> Path:
     model = timm.create_model(TINY, **TIMM | {"embed_dim": 192, "depth": 1})
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("names", [["cat"], {"cat": 0}])
+def test_names_that_are_not_those_of_the_outputs_are_refused(weights: Path, names: Any) -> None:
+    (weights.parent / "classes.json").write_text(json.dumps(names))
+    with pytest.raises(UserError, match="1 names of classes for the model's 5 outputs|is no list"):
+        open_model(str(weights))
 
 
 def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:

@@ -27,7 +27,7 @@ from vitscale.models.mae import MaskedAutoencoder, encode_kept, reconstruction_l
 from vitscale.models.patches import random_orders, to_images, to_patches
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
-from vitscale.training.objective import Objective, Supervised, SupervisedSettings
+from vitscale.objectives.objective import Objective, Supervised, SupervisedSettings
 from vitscale.training.session import build_model
 
 MAE = {"name": "mae", "decoder_width": 8, "decoder_depth": 1, "decoder_heads": 2}

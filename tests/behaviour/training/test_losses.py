@@ -19,8 +19,9 @@ from tests.support.reference_training import Sample
 from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch
 from vitscale.engine.settings import EngineSettings
-from vitscale.training.losses import Teacher, hard_loss, label_loss, open_teacher
-from vitscale.training.objective import Distillation, DistillationSettings, TeacherSettings
+from vitscale.objectives.losses import hard_loss, label_loss
+from vitscale.objectives.objective import Distillation, DistillationSettings, TeacherSettings
+from vitscale.objectives.teacher import Teacher, open_teacher
 
 NAME, CLASSES = "test_efficientnet", 5
 

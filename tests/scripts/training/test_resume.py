@@ -40,7 +40,7 @@ from tests.support.ranks.fault_runs import (
 from tests.support.ranks.run_states import differences, journal_rows, read_state
 from tests.support.waiting import PATIENCE_S
 from vitscale.distributed.processes import free_port
-from vitscale.training.objective import Objective
+from vitscale.objectives.objective import Objective
 
 pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow

@@ -1,6 +1,6 @@
 """Map a function over worker processes.
 
-Leaves out: work that several machines share (`steps.work`).
+Leaves out: work that several machines share (`data_prep.steps.work`).
 
 Each worker has a pipe of its own and one item at a time, and this process alone waits, so there is
 no lock and no thread that could miss a message.
