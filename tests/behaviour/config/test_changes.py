@@ -178,9 +178,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
 
 
-def test_keys_of_settings_are_no_secrets() -> None:
-    values = {setting.key: 1 for setting in settings_of(PretrainRun).values() if setting.key}
-    assert set(flatten_params(values).values()) == {"1"}
+def test_keys_are_names_that_mlflow_takes() -> None:
     assert flatten_params({"a//b": 1, "a/../c": 2, "what?": 3}) == {
         "a/b": "1",
         "c": "2",

@@ -50,14 +50,17 @@ def test_timm_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     assert off_by(timm.create_model(f"local-dir:{folder}"), loaded) > 0.1
 
 
+READ_BY_TIMM = """
+- [{}, {}]
+- [{class_position: false}, {no_embed_class: true}]
+- [{pool: gap}, {global_pool: avg, class_token: false, fc_norm: false}]
+- [{pool: map}, {global_pool: map, class_token: false, fc_norm: false}]
+"""
+
+
 @pytest.mark.parametrize(
     ("settings", "options"),
-    [
-        ({}, {}),
-        ({"class_position": False}, {"no_embed_class": True}),
-        ({"pool": "gap"}, {"global_pool": "avg", "class_token": False, "fc_norm": False}),
-        ({"pool": "map"}, {"global_pool": "map", "class_token": False, "fc_norm": False}),
-    ],
+    yaml.safe_load(READ_BY_TIMM),
 )
 def test_npz_is_read_by_timm_and_here(
     tmp_path: Path, settings: dict[str, Any], options: dict[str, Any]

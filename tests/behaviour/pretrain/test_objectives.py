@@ -75,27 +75,13 @@ def opened(section: dict[str, Any], *, seed: int = 0) -> tuple[Any, Any]:
     return objective, PlainEngine(model)
 
 
-@MASKING
-def test_masks_are_functions_of_seed_and_position(section: dict[str, Any]) -> None:
-    """Also: every patch is removed equally often; 5 sigma of 1,600 images are 0.063."""
-
-    def masked(*, first: int = 0, count: int = 8, seed: int = 0) -> torch.Tensor:
-        objective, engine = opened(section, seed=seed)
-        positions = np.arange(first, first + count)
-        if section is MASKED:
-            return objective.corruption(positions, torch.device("cpu"))["predicted_BK"]
-        with torch.no_grad():
-            images = torch.zeros(count, 3, 16, 16, dtype=torch.uint8)
-            return objective.reconstruct(engine, images, positions=positions)[2]
-
-    first = masked()
-    assert first.shape == (8, 12 if section is MAE else 8)
-    assert torch.equal(first[4:], masked(first=4)[:4])
-    others = [masked(first=8), masked(seed=1)]
-    assert not any(torch.equal(first, other) for other in others)
-    many = masked(count=1600)
-    often = torch.bincount(many.flatten(), minlength=16) / 1600
-    assert (often - many.shape[1] / 16).abs().max() < 0.063
+def test_what_is_corrupted_depends_on_the_seed() -> None:
+    """And on the position of each image, as what MAE removes: test_reference."""
+    found = []
+    for seed in (0, 1):
+        objective, _ = opened(MASKED, seed=seed)
+        found.append(objective.corruption(np.arange(8), torch.device("cpu"))["predicted_BK"])
+    assert not torch.equal(*found)
 
 
 @MASKING
