@@ -90,13 +90,6 @@ def test_columns_are_as_narrow_as_their_values() -> None:
         assert (found.tolist(), found.dtype) == ([0, value], dtype)
 
 
-def test_keys_of_a_subset_are_its_own(shards: Path) -> None:
-    index = read_split(shards, split="train")
-    assert index.subset(np.array([0, 2]), name="first").shard_lengths == (2, 0, 0)
-    some = index.subset(np.array([1, 4, 6]), name="some")
-    assert sample_keys(some, [2, 0, 2]) == [NAMES[6], NAMES[1], NAMES[6]]
-
-
 @pytest.fixture
 def many_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """41 samples of `train` and 9 of `test`, in row groups of four."""

@@ -81,17 +81,6 @@ def test_every_loader_process_needs_a_tar(num_ranks: int, num_workers: int) -> N
             assert caught.match(f"^data.reader=webdataset: there are {numbers}")
 
 
-@pytest.mark.parametrize(("tars", "num"), [(1, 2), (TARS, TARS + 1), (TARS, 2048)])
-def test_a_process_without_a_tar_is_refused_before_it_reads(
-    folder: Path, tars: int, num: int
-) -> None:
-    paths = open_training_set(settings(folder), seed=SEED).tars[:tars]
-    for process in (0, num - 1):
-        with pytest.raises(UserError, match=rf"tars \({tars:,}\) than .* \({num:,} = "):
-            more = {"process": process, "num_processes": num, "num_classes": 2}
-            tar_samples(paths, seed=SEED, start=0, **more)
-
-
 def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:
     more = {"start": 0, "stop": 2 * GLOBAL_BATCH, "ranks": ranks}
     return [batch for rank in range(ranks) for batch in rank_batches_of(data, rank=rank, **more)]

@@ -10,13 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
-from sklearn.neighbors import KNeighborsClassifier
 
 from finetune.evaluating import evaluate_run, splits
 from finetune.exporting.to_huggingface import HuggingFaceFormat
@@ -26,7 +24,6 @@ from finetune.settings import EvaluateRun, PredictRun, settings_of_run
 from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.engine.small_models import small_model
 from tests.support.engine.subjects import WORLD
-from vitscale import ShardDataset, load_model
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run
 from vitscale.data.index import sample_keys
@@ -289,23 +286,6 @@ def test_words_on_the_command_line_win_over_the_run(
     assert (len(_keys(train[0])), _keys(val)) == (9, TEST)
     train, val = splits(evaluated(run, f"data.path={mixed_in}"))
     assert (len(_keys(train[0])), len(_keys(val))) == (3, 3)
-
-
-def test_knn_equals_scikit_learns_on_the_same_part(shards: Path, tmp_path: Path) -> None:
-    """On the features of the images that the run's own settings leave."""
-    folder = saved(tmp_path / "model", small_model(num_classes=3, classes=CLASSES))
-    chosen = {"dev_percent": 50.0, "val_split": None}
-    run = evaluation(folder, shards, [{"name": "knn", "k": 1}], **chosen)
-    model = open_model(str(folder))
-    features, labels = [], []
-    dataset = ShardDataset(shards, transform=load_model(folder).preprocess)
-    with torch.no_grad():
-        for image, label in (dataset[number] for number in range(len(dataset))):
-            features.append(model.network(image[None], output="features")[0].numpy())
-            labels.append(label)
-    neighbours = KNeighborsClassifier(1, metric="cosine").fit(np.stack(features[:9]), labels[:9])
-    expected = float((neighbours.predict(np.stack(features[9:])) == labels[9:]).mean())
-    assert results(run)["knn_top1"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("shots", [[-1], [0], [2, 0], []])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import save as saved_bytes
 from safetensors.torch import save_file
 
@@ -112,22 +113,21 @@ def started(shards: Path, init: Path, **changes: Any) -> tuple[list[str], Any]:
     return load_initial_weights(model, arch, run)[1], model
 
 
+UNLIKE = """
+- [{}, []]
+- [{model: {gelu: erf}}, [model.gelu=tanh; this run has erf]]
+- [{model: {layer_norm_eps: 0.1}}, [model.layer_norm_eps=1e-06; this run has 0.1]]
+- [{model: {pool: gap, class_token: true}}, [model.pool=cls; this run has gap]]
+- [{data: {mean: [0.2, 0.2, 0.2], std: [0.9, 0.9, 0.9]}}, ['data.mean=[0.5, 0.5,
+  0.5]; this run has [0.2, 0.2, 0.2]', 'data.std=[0.5, 0.5, 0.5]; this run has [0.9, 0.9,
+  0.9]']]
+- [{model: {dropout: 0.1, drop_path: 0.2}}, []]
+"""
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({}, []),
-        ({"model": {"gelu": "erf"}}, ["model.gelu=tanh; this run has erf"]),
-        ({"model": {"layer_norm_eps": 0.1}}, ["model.layer_norm_eps=1e-06; this run has 0.1"]),
-        ({"model": {"pool": "gap", "class_token": True}}, ["model.pool=cls; this run has gap"]),
-        (
-            {"data": {"mean": [0.2] * 3, "std": [0.9] * 3}},
-            [
-                "data.mean=[0.5, 0.5, 0.5]; this run has [0.2, 0.2, 0.2]",
-                "data.std=[0.5, 0.5, 0.5]; this run has [0.9, 0.9, 0.9]",
-            ],
-        ),
-        ({"model": {"dropout": 0.1, "drop_path": 0.2}}, []),
-    ],
+    yaml.safe_load(UNLIKE),
 )
 def test_our_own_runs_are_compared_as_other_weights_are(
     shards: Path, tmp_path: Path, changes: dict[str, Any], said: list[str]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import html
 import json
@@ -18,7 +17,6 @@ from launch.comparison.differences import compare, dependences, parse_budget
 from launch.comparison.page import (
     MAX_CLASSES,
     MAX_POINTS,
-    PNG_SIGNATURE,
     render,
 )
 from launch.comparison.report import tables, write_csv, write_json
@@ -379,23 +377,6 @@ def test_hostile_names_are_text() -> None:
     assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
     for figure in figures(page):
         assert not re.search("<[a-z!/]", json.dumps(figure))
-
-
-def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
-    runs = []
-    for name in ("a", "b"):
-        folder = tmp_path / name / "pictures"
-        folder.mkdir(parents=True)
-        (folder / "worst_classes.png").write_bytes(PNG_SIGNATURE + name.encode())
-        runs.append(run(name, [0.5], folder=folder.parent))
-    # Evaluations draw into another folder; of one name both are shown.
-    (tmp_path / "b/evaluation").mkdir()
-    (tmp_path / "b/evaluation/a_first.png").write_bytes(PNG_SIGNATURE + b"c")
-
-    page = render(compare(runs))
-    assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
-    found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
-    assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"c"]
 
 
 def with_classes(folder: Path, label: str, shares: dict[str, float | None]) -> ComparedRun:

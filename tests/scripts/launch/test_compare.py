@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from launch.comparison.differences import compare
 from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
+from tests.support.corpora.indexing import run
 from tests.support.levels import skip_or_fail
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.tracking.journal import Row
@@ -28,11 +28,8 @@ PNG = bytes.fromhex(
 
 
 def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch/compare.py"), *arguments],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+    with contextlib.chdir(folder):
+        return run(ROOT / "launch/compare.py", *arguments)
 
 
 def make_run(root: Path, name: str, *, lr: float, gain: float) -> None:
