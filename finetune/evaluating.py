@@ -103,6 +103,9 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     say(f"evaluating {model.source}")
     for how in sorted(said):
         say(f"the classes of model and shards: {how}")
+    for part in train:
+        if part.note:
+            say(part.note)
     if train:
         say(f"probes learn from {subject.num_train:,} images of {run.data.train_split!r}")
     with run_folder_lock(folder, world=world), open_tracker(run, model, world) as tracker:

@@ -104,6 +104,7 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
         location = location_of(data.path)
         try:
             opened = open_training_set(data, seed=0, check_files=check_files)
+            notes = "".join(f"; {part.note}" for part in opened.parts if part.note)
             evaluated = None
             if check_files:
                 for part in opened.parts:
@@ -114,7 +115,8 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
                 num_samples=opened.num_samples,
                 num_classes=len(opened.classes),
                 source=f"{share}{location / MANIFEST_NAME}"
-                + " and data.mixture" * bool(data.mixture),
+                + " and data.mixture" * bool(data.mixture)
+                + notes,
                 num_dev=0 if opened.dev is None else opened.dev.num_samples,
                 num_shards=sum(len(part.shard_lengths) for part in opened.parts),
                 num_val=None if evaluated is None else evaluated.num_samples,

@@ -138,6 +138,8 @@ class SplitIndex:
     """Rows of the samples in the stored split; None: all rows, in order."""
     key_hash: str | None = None
     """Hash of the rows that `choose_by_key` left of the stored split."""
+    note: str = ""
+    """What to say about that choice."""
     is_shuffled: bool = True
     """In random order, as `vitscale prepare shards` writes; other tars may be sorted by class."""
     entry_points: tuple[Path, ...] = ()
@@ -453,7 +455,7 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    text = pa.array([read_text(path, where="data.only_keys")], pa.large_string())
+    text = pa.array([read_text(path, where="data.only_keys").rstrip("\n")], pa.large_string())
     wanted = pc.split_pattern(text, "\n").flatten()
     stored = np.arange(index.num_samples) if index.stored is None else index.stored
 
@@ -489,8 +491,17 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
             where="data.only_keys",
             next_step="make the index again with vitscale prepare index, which makes keys unique",
         )
+
+    lost = wanted.filter(pc.invert(pc.is_in(wanted, value_set=chosen)))
+    note = ""
+    if len(lost):
+        note = (
+            f"{len(lost):,} lines of data.only_keys name no sample of {index.split!r}, such as "
+            f"{lost[-1].as_py()!r}"
+        )
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
-    return replace(index.subset(rows, name=f"keys {digest}"), key_hash=digest)
+    subset = index.subset(rows, name=f"keys {digest}")
+    return replace(subset, key_hash=digest, note=note)
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:

@@ -17,7 +17,6 @@ from pathlib import Path
 import blake3
 
 BLOCK = tarfile.BLOCKSIZE
-BUFFER_BYTES = 1 << 20
 MAX_MEMBER_BYTES = 8**11
 END_MARK = bytes(2 * BLOCK)
 # Two headers, one block for the label, half a block of padding on average.
@@ -54,7 +53,7 @@ class TarShard:
 
     def __init__(self, path: Path) -> None:
         self._digest = blake3.blake3()
-        self._file = open(path, "xb", buffering=BUFFER_BYTES)
+        self._file = open(path, "xb")
         self.num_bytes = 0
 
     def __enter__(self) -> TarShard:

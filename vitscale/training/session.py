@@ -146,6 +146,7 @@ class TrainingSession:
         )
         checkpoint, messages = self.store.newest()
         messages += objective.messages
+        messages += [part.note for part in self.data.parts if part.note]
         self._description = compatibility_key(run, self.arch, self.data, agreed)
         self.start_step = self._num_unreadable = 0
         if checkpoint is not None:

@@ -113,8 +113,14 @@ def test_keys_of_any_samples_are_those_of_the_table(
     names = [expected[row] for row in subset]
     assert keys(index.subset(subset, name="some")) == names
     assert sample_keys(index, []) == []
-    listing = listed(many_groups / "keys", [*names, "unknown"])
-    assert keys(choose_by_key(index, listing)) == names
+    listing = listed(many_groups / "keys", [*names, "other", "unknown"])
+    chosen = choose_by_key(index, listing)
+    assert keys(chosen) == names
+    assert "2 lines of data.only_keys name no sample" in chosen.note and "'unknown'" in chosen.note
+    assert choose_by_key(index, listed(many_groups / "keys", names)).note == ""
+    # That other settings leave out a sample does not matter.
+    some = index.subset(subset[1:], name="some")
+    assert choose_by_key(some, listed(many_groups / "keys", names)).note == ""
 
 
 def damage_keys(path: Path, row_group: int) -> None:

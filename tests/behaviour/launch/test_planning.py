@@ -112,6 +112,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     data: dict[str, Any] = {"path": str(shards), "global_batch": 2}
     rows = plan(data=data | {"only_keys": f"{tmp_path}/keys.txt"})
     assert rows["data"].startswith("3 training images, from ")
+    assert "1 lines of data.only_keys name no sample of 'train', such as 'unknown'" in rows["data"]
 
     other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1, seed=1)
     mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
