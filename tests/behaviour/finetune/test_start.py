@@ -77,7 +77,7 @@ def values_of(shards: Path, **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"name": "x", "model": dict(SMALL), "data": data}
     values |= {"optim": {"lr": 0.1}, "schedule": {"steps": 1}}
     for section, keys in changes.items():
-        values[section] |= keys
+        values[section] = values.get(section, {}) | keys
     return values
 
 
@@ -158,8 +158,10 @@ def test_another_number_of_heads_is_refused_where_it_is_known(
 
 def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
     pixels = {"interpolation": "bicubic", "eval_interpolation": "bilinear"}
-    write_run(tmp_path / "run", shards, classes=("cat", "dog"), data=pixels)
-    assert open_model(str(tmp_path / "run")).preprocessing.eval_interpolation == "bilinear"
+    objective = {"loss": "bce"}
+    write_run(tmp_path / "run", shards, classes=("cat", "dog"), data=pixels, objective=objective)
+    opened = open_model(str(tmp_path / "run"))
+    assert (opened.preprocessing.eval_interpolation, opened.independent) == ("bilinear", True)
     for total, said in ((1, "step 1"), (40, "step 1 of 40, not finished")):
         record_start(tmp_path / "run", first_step=0, total_steps=total)
         lines, _ = started(shards, tmp_path / "run")

@@ -268,6 +268,7 @@ def trained_by_timm(path: Path, arguments: dict[str, Any], **more: Any) -> Any:
         {},
         {"input_size": [3, SIDE, SIDE], "crop_pct": None},
         {"mean": None, "interpolation": ""},
+        {"crop_pct": None, "eval_crop_ratio": 0.7},  # of DeiT
         {"gp": "avg"},
         {"model_kwargs": TRAINED["model_kwargs"] | {"num_heads": 4, "act_layer": "gelu_tanh"}},
     ],
@@ -289,6 +290,7 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     images = torch.randn(2, 3, SIDE, SIDE)
     with torch.no_grad():
         torch.testing.assert_close(ours.network(images), theirs(images), atol=1e-5, rtol=1e-4)
+    arguments["crop_pct"] = arguments["crop_pct"] or arguments.get("eval_crop_ratio")
     how = resolve_data_config(dict(arguments), pretrained_cfg=get_pretrained_cfg(TINY).to_dict())
     assert largest_difference(Preprocess(ours.preprocessing), create_transform(**how)) < 0.01
 

@@ -96,6 +96,10 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
         expected = theirs(IMAGES).last_hidden_state[:, 0]
     for name in ("whole", "sharded"):
         check(open_model(str(tmp_path / name)), expected, "features")
+    index = tmp_path / "sharded/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../whole/model.safetensors"}}))
+    with pytest.raises(UserError, match="cannot be read|damaged"):
+        read_weights(tmp_path / "sharded")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +120,7 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
 def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     theirs.pretrained_cfg["crop_pct"] = 0.93
-    synsets = [f"n0144076{label}" for label in range(5)]
+    synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
     config = {"label_names": synsets}
     config |= {"label_descriptions": {"n01440764": "tench, Tinca tinca"}}
     save_for_hf(theirs, tmp_path, model_config=config, model_args=TIMM | more)
