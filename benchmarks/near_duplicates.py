@@ -31,7 +31,7 @@ try:
     import pyarrow.parquet as pq
     from PIL import Image, ImageEnhance, ImageOps
 
-    from data_prep.duplicates.second_look import likeness, look_at
+    from data_prep.duplicates.second_look import likeness
     from data_prep.duplicates.similar import (
         NUM_FREQUENCIES,
         describe_images,
@@ -148,11 +148,10 @@ def compared_copies(job: tuple[int, bytes]) -> np.ndarray:
         image = opened.convert("RGB")
     copies = [manipulate(image, rng) for manipulate in MANIPULATIONS.values()]
     rows, _ = describe_images([content, *copies])
-    look = look_at(content)
     caught = []
     for i, copy in enumerate(copies, start=1):
         is_likely = nearest_similar(rows[[0, i]])[1] == 0
-        caught.append(is_likely and likeness(look, look_at(copy)) > 0)
+        caught.append(is_likely and likeness(content, copy) > 0)
     return np.array(caught)
 
 

@@ -35,11 +35,11 @@ try:
         nearest_similar,
     )
     from data_prep.formats.index_files import local_folder
-    from data_prep.images.sheet import draw_rows, writing
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, write_text
     from vitscale.distributed.processes import num_cores
     from vitscale.distributed.worker_processes import Workers
+    from vitscale.images.sheet import draw_rows, writing
     from vitscale.tracking.journal import item_progress
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -157,10 +157,9 @@ def describe_all(images: pa.Table, *, num_workers: int) -> np.ndarray:
     descriptors = np.zeros((len(images), NUM_FREQUENCIES), np.int16)
     # Rows: a pickled slice of a table would have the whole of it.
     batches = (images.slice(start, DESCRIBED_ROWS).to_pylist() for start in starts)
-    num = min(num_workers, len(starts))
     with (
         item_progress("describe images", total=len(images)) as advance,
-        Workers(describe, num=num, imports=[describe.__module__]) as workers,
+        Workers(describe, num=num_workers, imports=[describe.__module__]) as workers,
     ):
         for number, batch, (found, lost) in workers.results(batches):
             descriptors[starts[number] :][: len(batch)] = found

@@ -32,14 +32,14 @@ from data_prep.formats.index_files import (
     tar_files,
 )
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.formats.tar_writer import END_MARK, around_image
-from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
-from data_prep.images.sheet import draw_rows
+from data_prep.images.check import Rejected, format_of, open_image
 from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
+from vitscale.data.tar_writer import END_MARK, around_image
 from vitscale.distributed.atomic_files import blake3_of_file
-from vitscale.distributed.processes import num_cores
 from vitscale.distributed.worker_processes import Workers
 from vitscale.images.jpeg import entry_points
+from vitscale.images.plain import SUFFIXES
+from vitscale.images.sheet import draw_rows
 from vitscale.tracking.journal import item_progress
 
 # Of the sheet: at most this many classes, and images of each.
@@ -55,7 +55,7 @@ def check_folder(
     folder: Path,
     *,
     manifest: Manifest,
-    num_workers: int | None,
+    num_workers: int,
     write_entry_points: bool = False,
 ) -> list[str]:
     """Return all findings; none for a valid folder. Raises UserError for tars at a URL."""
@@ -73,10 +73,9 @@ def check_folder(
         write_entry_points=write_entry_points,
     )
     num_samples = sum(entry.num_samples for entry in manifest.splits.values())
-    num = num_workers or num_cores()
     with (
         item_progress("verify", total=num_samples) as advance,
-        Workers(check, num=num, imports=[__name__]) as workers,
+        Workers(check, num=num_workers, imports=[__name__]) as workers,
     ):
         pieces = _readable(_batches(folder / INDEX_NAME)) if is_index else ()
         tasks = tar_tasks(pieces, manifest)

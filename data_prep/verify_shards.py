@@ -14,12 +14,12 @@ try:
     from pathlib import Path
 
     from data_prep.formats.index_files import local_folder
-    from data_prep.images.sheet import writing
     from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, run_script
     from vitscale.data.index import read_manifest
     from vitscale.distributed.processes import num_cores
     from vitscale.images.jpeg.entry_points import require_entry_points
+    from vitscale.images.sheet import writing
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
         "--sheet", metavar="FILE.png", type=Path, help="draw samples of each class into this file"
     )
     parser.add_argument(
-        "--num-workers", type=int, help=f"processes (default: one per core, here {num_cores()})"
+        "--num-workers", type=int, default=num_cores(), help="processes (default: %(default)s)"
     )
     return parser.parse_args()
 
@@ -60,7 +60,8 @@ def main() -> None:
         num_workers=arguments.num_workers,
         write_entry_points=arguments.entry_points,
     )
-    print("".join(f"{finding}\n" for finding in findings), end="")
+    for finding in findings:
+        print(finding)
     outcome = f"{len(findings):,} findings" if findings else "valid"
     print(f"{folder}: {outcome}; {num_samples:,} samples in {num_tars:,} tars")
     if arguments.sheet:

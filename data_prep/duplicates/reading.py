@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.duplicates.second_look import likeness, look_at
+from data_prep.duplicates.second_look import likeness
 from data_prep.duplicates.similar import describe_images
 from data_prep.formats.index_files import tar_files
 from data_prep.formats.ledger import LEDGER_NAME
@@ -109,7 +109,7 @@ def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
 
 def compare(pair: Sequence[Mapping[str, Any]]) -> float:
     """Return how much two images are alike; 0 if they are no copies."""
-    left, right = (look_at(image_of(row)) for row in pair)
+    left, right = map(image_of, pair)
     return likeness(left, right)
 
 

@@ -11,13 +11,11 @@ measured by benchmarks/near_duplicates.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image
 
-from data_prep.duplicates.similar import grey_picture
+from vitscale.images.plain import grey_picture
 
 SIDE_PX = 128
 # Smaller pictures are compared at the size of the smaller one.
@@ -35,31 +33,18 @@ MIN_DETAIL_SHARE = 0.4
 GAINS = (0.5, 2.0)
 
 
-class Look(NamedTuple):
-    """One picture, grey and upright."""
-
-    pixels: np.ndarray
-    """uint8 [SIDE_PX, SIDE_PX]."""
-    short_side: int
-    """Of the image itself, in pixels."""
-
-
-def look_at(content: bytes) -> Look | None:
-    """The picture of an encoded image; None if it cannot be decoded."""
-    found = grey_picture(content, side=SIDE_PX)
-    return None if found is None else Look(*found)
-
-
-def likeness(left: Look | None, right: Look | None) -> float:
+def likeness(left: bytes, right: bytes) -> float:
     """Return the correlation of two copies of a picture, directly or mirrored left-right.
 
-    0 if they are no copies.
+    left, right: encoded images. 0 if they are no copies, or one cannot be decoded.
     """
-    if left is None or right is None:
+    one = grey_picture(left, side=SIDE_PX)
+    other = grey_picture(right, side=SIDE_PX)
+    if one is None or other is None:
         return 0.0
-    side = min(SIDE_PX, max(MIN_SIDE_PX, min(left.short_side, right.short_side)))
-    a = _reduced(left.pixels, side)
-    b = _reduced(right.pixels, side)
+    side = min(SIDE_PX, max(MIN_SIDE_PX, min(one.short_side, other.short_side)))
+    a = _reduced(one.pixels, side)
+    b = _reduced(other.pixels, side)
     # Both have the same brightness and contrast, so the smaller difference is of the right one.
     b = min((b, b[:, ::-1]), key=lambda turned: np.square(a - turned).sum())
     if not _same_grey(a, b):

@@ -20,11 +20,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
-import pyarrow as pa
-from PIL import Image
 
-from data_prep.images.check import SUFFIXES
-from vitscale.images.plain import open_picture, orientation, plain, upright
+from vitscale.images.plain import grey_picture
 
 NUM_FREQUENCIES = 64
 SIDE_PX = 32
@@ -43,7 +40,6 @@ UNCERTAIN_BITS = 3
 NUM_KEYS = 1 << UNCERTAIN_BITS
 # Of the coefficients of two pictures.
 MIN_CORRELATION = 0.99
-MAX_PIXELS = 1 << 28
 BATCH_ROWS = 1 << 14
 # Candidates per batch.
 MAX_PAIRS = 1 << 14
@@ -56,39 +52,8 @@ def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     """Return descriptors of encoded images, blank if undecodable, and how many are that."""
     pictures = [grey_picture(content, side=SIDE_PX) for content in contents]
     blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
-    found = [blank if picture is None else picture[0] for picture in pictures]
+    found = [blank if picture is None else picture.pixels for picture in pictures]
     return picture_descriptors(np.array(found)), sum(picture is None for picture in pictures)
-
-
-def grey_picture(content: bytes, *, side: int) -> tuple[np.ndarray, int] | None:
-    """Return side x side grey values, upright, transparent pixels white, and the short side.
-
-    None if the image cannot be decoded or has more than MAX_PIXELS.
-    """
-    # MAX_PIXELS replaces Pillow's own limit.
-    Image.MAX_IMAGE_PIXELS = None
-    try:
-        with open_picture(content, formats=tuple(SUFFIXES)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                return None
-            short_side = min(image.size)
-            # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
-            # filled, hence the box, which is the true extent of the picture.
-            drafted = image.draft("L", (2 * side, 2 * side))
-            turn = orientation(image)
-            grey = plain(image).convert("L")
-            small = grey.resize(
-                (side, side),
-                Image.Resampling.BILINEAR,
-                box=drafted[1] if drafted else None,
-                reducing_gap=3.0,
-            )
-    except MemoryError:
-        raise
-    except Exception:
-        # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
-        return None
-    return np.asarray(upright(small, turn)), short_side
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
@@ -153,11 +118,11 @@ def correlation(left: np.ndarray, right: np.ndarray, *, mirrored: bool) -> np.nd
 
 def first_equal(rows: np.ndarray) -> np.ndarray:
     """int64 per row of `rows`, [N, M]: the first row that equals it."""
-    width, content = rows.itemsize * rows.shape[1], pa.py_buffer(np.ascontiguousarray(rows))
-    column = pa.Array.from_buffers(pa.binary(width), len(rows), [None, content])
-    codes = column.dictionary_encode().indices.to_numpy()
-    first: np.ndarray = np.unique(codes, return_index=True)[1][codes]
-    return first
+    num_bytes = rows.itemsize * rows.shape[1]
+    contents = np.ascontiguousarray(rows).view(f"V{num_bytes}").ravel()
+    _, first, codes = np.unique(contents, return_index=True, return_inverse=True)
+    found: np.ndarray = first[codes]
+    return found
 
 
 def nearest_similar(descriptors: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Write index.parquet, `_info.json`, manifest.json and README.md, and compute fingerprints.
 
 Owns: their bytes, which depend only on the stored samples.
-Leaves out: the fields of a manifest (`vitscale.data.index`) and the tars (`tar_writer`).
+Leaves out: the fields of a manifest (`vitscale.data.index`), the tars (`vitscale.data.tar_writer`).
 """
 
 from __future__ import annotations

@@ -81,16 +81,15 @@ def file_containers(
         with os.scandir(root / folder) as entries:
             shown = [entry for entry in entries if not is_hidden(entry.name)]
         names = {entry.name for entry in shown if is_wanted(entry.name) and entry.is_file()}
-        like, missing = "", set[str]()
+        missing = set[str]()
         if is_folder:
             _refuse_deeper_files(full, is_wanted, kind=kind, where=where)
         else:
-            like = f" matching {full.name!r}"
             wanted = matching(full.name, names, where=where)
-            names, missing = names & wanted, wanted - names
+            missing = wanted - names
+            names &= wanted
         if not names:
-            what = f"{printable(str(root / folder))!r} contains no {kind}{like}"
-            raise UserError(what, where=where)
+            raise UserError(f"{printable(str(full))!r}: no {kind}", where=where)
         if missing:
             what = f"has no {min(missing)!r}, which the pattern names"
             advice = "get the missing files, or correct the pattern"
@@ -138,8 +137,7 @@ def stem_and_suffix(name: str) -> tuple[str, str]:
 
 
 def is_image_name(name: str) -> bool:
-    suffix = stem_and_suffix(name)[1]
-    return suffix.lower() in IMAGE_SUFFIXES
+    return stem_and_suffix(name)[1].lower() in IMAGE_SUFFIXES
 
 
 def is_tar_name(name: str) -> bool:

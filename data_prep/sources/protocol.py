@@ -153,12 +153,11 @@ def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input
         raise_if_outage(error, path)
         # Without a number it comes from a library, and concerns the content.
         reason = "damaged_table" if error.errno is None else "unreadable"
-    name = os.path.splitext(os.path.basename(container.path))[0]
-    yield Input(container.path, container.split, container.class_name, name, 0, reason)
+    yield Input(path, container.split, container.class_name, path, 0, reason)
 
 
 def class_from_cell(
-    label: object, names: tuple[str, ...] | None, settings: LabelSettings
+    label: object, settings: LabelSettings, names: tuple[str, ...] | None = None
 ) -> str | None:
     """Class from a label: text, or a number, which `names` may name.
 

@@ -78,7 +78,7 @@ class ParquetImages(Source):
                 for row in batch.to_pylist():
                     image = row[self.settings.image_column]
                     image = image if isinstance(image, dict) else {"bytes": image}
-                    class_name = class_from_cell(row.get(label), names, self.labels)
+                    class_name = class_from_cell(row.get(label), self.labels, names)
                     item = self._input(container, next(number), image, class_name)
                     item.split = _split_of(row, container, row=item.path)
                     yield item
@@ -188,7 +188,7 @@ class PathTable(Source):
             path = os.fsdecode(path)
         cells = {column: _text(value, column, row=name) for column, value in values.items()}
         split = _split_of(cells, container, row=name)
-        class_name = class_from_cell(cells.get(self.settings.label), None, self.labels)
+        class_name = class_from_cell(cells.get(self.settings.label), self.labels)
         item = Input(name, split, class_name, "", 0, "unreadable")
         if not isinstance(path, str) or not path or "\0" in path:
             return item
@@ -214,17 +214,14 @@ def _batches(
     """
     where = repr(printable(str(path)))
     check = partial(check_expansion, file_bytes=path.stat().st_size, where=where)
+    # Columns of a struct are named IMAGE.bytes.
+    prefixes = tuple(f"{column}." for column in columns)
     sizes = [0]
     for number in range(table.num_row_groups):
         group = table.metadata.row_group(number)
         parts = [group.column(column) for column in range(group.num_columns)]
-        # Columns of a struct are named IMAGE.bytes.
-        wanted = [
-            part.total_uncompressed_size
-            for part in parts
-            if {part.path_in_schema, part.path_in_schema.partition(".")[0]} & set(columns)
-        ]
-        sizes.append(sum(wanted))
+        wanted = [part for part in parts if f"{part.path_in_schema}.".startswith(prefixes)]
+        sizes.append(sum(part.total_uncompressed_size for part in wanted))
     check(sum(sizes), times=times)
 
     num_rows = min(PATH_ROWS, max(1, CELL_BYTES // max(1, *sizes)))

@@ -171,7 +171,7 @@ class WebDataset(Source):
                     seen.add(hash(name))
                 else:
                     path += f" (byte {member.offset})"
-                class_name = class_from_cell(label, None, self.labels)
+                class_name = class_from_cell(label, self.labels)
                 item = Input(
                     path,
                     container.split,

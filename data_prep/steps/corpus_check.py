@@ -80,8 +80,8 @@ def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.nda
     """
     is_file = pc.and_(pc.is_null(rows["reason"]), pc.not_equal(rows["inode"], 0))
     inodes = pc.if_else(is_file, rows["inode"], 0).to_numpy()
-    numbers = np.sort(inodes[inodes != 0])
-    is_repeated = np.isin(inodes, numbers[1:][numbers[1:] == numbers[:-1]])
+    numbers, counts = np.unique(inodes[inodes != 0], return_counts=True)
+    is_repeated = np.isin(inodes, numbers[counts > 1])
 
     # Few. Hard links have equal numbers, too, but paths of their own.
     chosen = order[is_repeated[order]]
@@ -108,8 +108,7 @@ def check_listed(work: WorkFolder, census: Census, *, listed: Outcomes, num_left
     num_left: classes that `min_images_per_class` leaves.
     """
     run, labels, found = work.run, load_labels(work.run.labels), census.images
-    if run.labels.unknown == "refuse" or found:
-        labels.check(census.unknown, found=found)
+    labels.check(census.unknown, found=found)
     if not found:
         raise UserError(
             f"no images were found: all {listed.num_rows:,} inputs are rejected\n"
@@ -206,12 +205,11 @@ def _check_training(census: Census) -> None:
     if not train or not lost:
         return
     name, num = min(lost.items(), key=lambda item: (-item[1], item[0]))
-    splits = " and ".join(sorted(split for split, of in census.counts.items() if name in of))
     close = closest(name, sorted(train))
     hint = f"; train has {ascii(close)}" if close else ""
     raise UserError(
         f"{len(lost):,} classes have no image in train ({sum(lost.values()):,} images): "
-        f"{ascii(name)} has {num:,} in {splits}, such as {census.examples[name]!r}{hint}",
+        f"{ascii(name)} has {num:,}, such as {census.examples[name]!r}{hint}",
         where="source.path",
         next_step="correct their names or leave these images out; if the folder holds images of "
         "many classes, set source.splits and source.val_labels; if a model is to have classes that "

@@ -131,8 +131,10 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     root, labels = root_of(work), load_labels(work.run.labels)
     containers = read_containers(work)
     tables = _with_unique_keys([work.table(unit) for unit in tar_units(work)], containers)
+    tars = []
     for table, container in zip(tables, containers, strict=True):
         _check_unchanged(root, container.path, facts_of(table))
+        tars.append(Tar.of(table, split=container.split, name=container.path))
     census = take_census(tables)
     found = census.images
     labels.check(census.unknown, found=found)
@@ -141,10 +143,6 @@ def finish_index(work: WorkFolder, unit: str) -> None:
         raise UserError("contains no usable samples", where=f"source.path={root}")
     check_classes(census, labels=labels.settings, are_values=True)
 
-    tars = [
-        Tar.of(table, split=container.split, name=container.path)
-        for table, container in zip(tables, containers, strict=True)
-    ]
     tars = sorted((tar for tar in tars if tar.entry.samples), key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
     place = root_of_tars(root, output=work.output)

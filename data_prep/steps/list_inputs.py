@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from functools import lru_cache
@@ -47,8 +46,6 @@ CONTAINERS = "containers.json"
 MAX_CONTAINERS_PER_UNIT = 64
 MIN_UNITS = 8
 BATCH_ROWS = 1 << 15
-# Encoding of file names, as of os.fsencode, which takes ten times as long.
-FILE_NAMES = (sys.getfilesystemencoding(), sys.getfilesystemencodeerrors())
 # A tar header has 100 bytes for a name: split (up to 24), a dash, class and name, suffix (5).
 MAX_KEY_LENGTH = 100 - MAX_SPLIT_LENGTH - 1 - len(".webp")
 KEY_HASH_LENGTH = 16
@@ -143,7 +140,7 @@ def set_class(item: Input, labels: Labels) -> None:
 
 def seeded_hash(text: str, *, seed: int, purpose: str) -> bytes:
     """Return 32 pseudo-random bytes, the same on every machine and in every version."""
-    return hashlib.sha256(f"{purpose}\0{seed}\0{text}".encode(*FILE_NAMES)).digest()
+    return hashlib.sha256(os.fsencode(f"{purpose}\0{seed}\0{text}")).digest()
 
 
 def make_key(class_name: str | None, name: str, *, path: str) -> str:
@@ -176,8 +173,8 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
     plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled", "inode")
     columns: dict[str, object] = {name: [getattr(i, name) for i in inputs] for name in plain}
     columns |= {"order_high": halves[:, 0], "order_low": halves[:, 1], "holdout": holdout}
-    columns["path"] = [i.path.encode(*FILE_NAMES) for i in inputs]
-    columns["file"] = [i.file.encode(*FILE_NAMES) for i in inputs]
+    columns["path"] = [os.fsencode(i.path) for i in inputs]
+    columns["file"] = [os.fsencode(i.file) for i in inputs]
     columns["class"] = [i.class_name for i in inputs]
     columns["key"] = [make_key(i.class_name, i.name, path=i.path) for i in inputs]
     arrays = [pa.array(columns[field.name], field.type) for field in ROW_SCHEMA]

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_prep.formats.ledger import Outcomes
-from data_prep.formats.tar_writer import SAMPLE_OVERHEAD
 from data_prep.images.check import MAX_FILE_BYTES
 from data_prep.sources.protocol import open_source, printable
 from data_prep.steps.corpus_check import (
@@ -33,6 +32,7 @@ from data_prep.steps.list_inputs import check_input, hashed_key, left_out, list_
 from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import NO_LABEL
+from vitscale.data.tar_writer import SAMPLE_OVERHEAD
 from vitscale.runs.data_prep import ShardSettings
 
 ROWS, REJECTED = "rows.arrow", "rejected.arrow"

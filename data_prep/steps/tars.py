@@ -11,9 +11,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.formats.tar_writer import TarShard
 from data_prep.images.check import CheckedImage
-from data_prep.sources.protocol import printable, source_read_error, with_damage
+from data_prep.sources.protocol import Container, printable, source_read_error, with_damage
 from data_prep.sources.tars import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, read_containers, set_class
@@ -23,6 +22,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
 from vitscale.data.remote import Location, Url, location_of, names_below, read_chunks
 from vitscale.data.split_names import splits_of_files
+from vitscale.data.tar_writer import TarShard
 from vitscale.data.webdataset import matching
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 
@@ -55,21 +55,27 @@ def write_shard(work: WorkFolder, unit: str) -> None:
             if image.reason is None:
                 label = None if row["label"] == NO_LABEL else row["label"]
                 offset = tar.add(key, extension=image.extension, image=image.content, label=label)
-            place = offset, len(image.content)
-            outcomes.append(outcome(row, split, image, key=key, place=place))
+            length = len(image.content)
+            outcomes.append(outcome(row, split, image, key=key, offset=offset, length=length))
         digest = tar.finish()
     work.commit(temporary, str(Path(unit).with_suffix(".tar")))
     commit_outcomes(work, unit, outcomes, bytes=tar.num_bytes, blake3=digest)
 
 
 def outcome(
-    item: Mapping[str, Any], split: str, image: CheckedImage, *, key: str, place: tuple[int, int]
+    item: Mapping[str, Any],
+    split: str,
+    image: CheckedImage,
+    *,
+    key: str,
+    offset: int,
+    length: int,
 ) -> dict[str, Any]:
-    """Make a row of OUTCOMES. item: `path` and `class`. place: offset and length in the tar."""
+    """Make a row of OUTCOMES. item: `path` and `class`. offset, length: in the tar."""
     row = {"path": printable(item["path"]), "split": split, "class": item["class"]}
     row |= {"reason": image.reason, "input_hash": image.input_hash or None}
     if image.reason is None:
-        row |= {"changes": image.changes, "key": key, "offset": place[0], "length": place[1]}
+        row |= {"changes": image.changes, "key": key, "offset": offset, "length": length}
         row |= {"format": image.extension, "width": image.width, "height": image.height}
         row["blake3"] = image.content_hash
     return row
@@ -122,22 +128,23 @@ def tar_units(work: WorkFolder) -> list[str]:
 
 def index_tar(work: WorkFolder, unit: str) -> None:
     """Check every image of one tar. One at a URL is read once, into a temporary file."""
-    name = read_containers(work)[int(Path(unit).stem)].path
+    container = read_containers(work)[int(Path(unit).stem)]
     root = root_of(work)
     if isinstance(root, Path):
-        return _index_local(work, unit, root)
+        return _index_local(work, unit, container, root)
     copy = work.temporary("tar")
+    local = copy / container.path
     try:
-        (copy / name).parent.mkdir(parents=True)
-        with open(copy / name, "wb") as file:
-            file.writelines(read_chunks(root / name))
-        _index_local(work, unit, copy)
+        local.parent.mkdir(parents=True)
+        with open(local, "wb") as file:
+            file.writelines(read_chunks(root / container.path))
+        _index_local(work, unit, container, copy)
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def _index_local(work: WorkFolder, unit: str, root: Path) -> None:
-    run, container = work.run, read_containers(work)[int(Path(unit).stem)]
+def _index_local(work: WorkFolder, unit: str, container: Container, root: Path) -> None:
+    run = work.run
     try:
         status = os.stat(root / container.path)
         digest = blake3_of_file(root / container.path)
@@ -154,8 +161,9 @@ def _index_local(work: WorkFolder, unit: str, root: Path) -> None:
                 image.reason = PACKED
             image.content = b""  # all samples of the tar are kept
         set_class(item, labels)
-        image.reason, key = item.reason or image.reason, printable(item.name)
-        row, place = {"path": item.path, "class": item.class_name}, (item.offset, item.num_bytes)
-        rows.append(outcome(row, item.split, image, key=key, place=place))
+        image.reason = item.reason or image.reason
+        row = {"path": item.path, "class": item.class_name}
+        place = {"offset": item.offset, "length": item.num_bytes}
+        rows.append(outcome(row, item.split, image, key=printable(item.name), **place))
     facts = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "blake3": digest}
     commit_outcomes(work, unit, rows, **facts)

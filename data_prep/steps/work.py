@@ -47,11 +47,11 @@ from vitscale.config.errors import (
 )
 from vitscale.config.text_files import read_named
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
-from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
 from vitscale.distributed.processes import num_cores, num_gpus
 from vitscale.distributed.worker_processes import Workers
+from vitscale.evaluation.label_spaces import LABEL_SPACES
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.journal import item_progress
 
@@ -287,8 +287,7 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
 
 
 def _say_wait(work: WorkFolder, step: Step, units: Sequence[str], *, waited_s: float) -> None:
-    owners = work.owners(units)
-    shown = ", ".join(owners[:OWNERS_SHOWN]) + (", ..." if len(owners) > OWNERS_SHOWN else "")
+    shown = ", ".join(work.owners(units)[:OWNERS_SHOWN])
     print(
         f"{step.title}: waited {waited_s:.0f} s for {len(units):,} units of {shown or 'others'}; "
         f"a process that is silent for {DEAD_AFTER_S:.0f} s is replaced",

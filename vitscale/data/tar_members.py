@@ -2,7 +2,7 @@
 
 Owns: where a tar ends, what may follow its end mark, and headers that are damaged or hostile.
 Leaves out: which members form a sample (`data_prep.sources.tars`, `webdataset`), and our own tars,
-whose bytes are known (`data_prep.formats.tar_writer`).
+whose bytes are known (`vitscale.data.tar_writer`).
 
 Python's tarfile parses the headers. It trusts their sizes: a negative one leads back, a huge one is
 allocated. So it sees the file through `_Headers`, which reads forward and little at a time.

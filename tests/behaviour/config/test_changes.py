@@ -28,6 +28,7 @@ launch: {nodes: 1, account: x}
 checkpoint: {keep: 2}
 tracking: {uri: null, tags: {chain: c}}
 compute: {batch: 64, precision: bf16}
+engine: {precision: bf16}
 results: [{top1: 0.5}]
 """)
 # Key: another value, and the purposes for which it counts.
@@ -50,6 +51,7 @@ tracking.uri: ["http://h", resume output evaluation table]
 tracking.tags: [{chain: d}, resume output evaluation]
 compute.batch: [1, resume output evaluation table]
 compute.precision: [fp32, resume output chain evaluation result table]
+engine.precision: [fp32, resume output chain evaluation result table]
 results: [[], resume output chain result table]
 """)
 PURPOSES: tuple[Purpose, ...] = ("resume", "output", "chain", "evaluation", "result", "table")

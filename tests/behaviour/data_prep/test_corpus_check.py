@@ -84,8 +84,8 @@ UNSEEN = {
     "typo": ("dog", "dogs", "train has 'dog'"),
     "case": ("dog", "Dog", "train has 'dog'"),
     "underscore": ("sea lion", "sea_lion", "train has 'sea lion'"),
-    "number": ("dog", "1", "'1' has 2 in val"),
-    "another": ("dog", "walrus", "'walrus' has 2 in val"),
+    "number": ("dog", "1", "'1' has 2, such as 'val/1/"),
+    "another": ("dog", "walrus", "'walrus' has 2, such as 'val/"),
     "blank": ("dog", "dog ", "'dog'.* look like 'dog '"),
     "two blanks": ("sea lion", "sea  lion", "look like 'sea  lion'"),
     "no-break space": ("sea lion", "sea\u00a0lion", r"look like 'sea\\xa0lion'"),
@@ -401,7 +401,7 @@ def test_an_index_is_checked_as_a_whole_too(tmp_path: Path) -> None:
     tars = {"train-0.tar": train, "val-0.tar": {"0.png": picture(1), "0.cls": b"Cat"}}
     write_tars(tmp_path / "tars", tars)
     done = run_index(tmp_path / "tars", tmp_path / "index")
-    assert done.returncode == 2 and "'Cat' has 1 in val, such as 'val-0.tar/0.png'" in done.stderr
+    assert done.returncode == 2 and "'Cat' has 1, such as 'val-0.tar/0.png'" in done.stderr
     assert not (tmp_path / "index").exists()
 
 

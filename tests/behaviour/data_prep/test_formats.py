@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.formats.index_files import CARD_NAME, training_command, write_card
-from data_prep.formats.tar_writer import MAX_MEMBER_BYTES, ustar_header
 from data_prep.steps.list_inputs import hashed_key, make_key
 from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.loader import load_run
+from vitscale.data.tar_writer import MAX_MEMBER_BYTES, ustar_header
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import training_plan
 

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 from data_prep.images import check as checking
-from data_prep.images.check import CHANGES, FAULTS, SUFFIXES, CheckedImage, check_image
+from data_prep.images.check import CHANGES, FAULTS, CheckedImage, check_image
 from tests.support.corpora.image_samples import (
     HEIGHT,
     WIDTH,
@@ -34,6 +34,7 @@ from tests.support.corpora.image_samples import (
     smooth,
     unfiltered,
 )
+from vitscale.images.plain import SUFFIXES
 from vitscale.runs.data_prep import ImageSettings
 
 ROOT = Path(__file__).parents[3]

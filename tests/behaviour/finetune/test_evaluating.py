@@ -17,6 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.evaluating import evaluate_run, splits
+from finetune.exporting.to_huggingface import HuggingFaceFormat
 from finetune.exporting.to_vitscale import SafetensorsFormat
 from finetune.predicting import find_inputs, predict_images
 from finetune.settings import EvaluateRun, PredictRun, settings_of_run
@@ -162,6 +163,8 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> N
     assert {row["class_1"] for row in rows} | {row["class_2"] for row in rows} == set(ids)
     right = sum(row["label"] == row["class_1"] for row in rows)
     assert lines[1].startswith(f"top-1 {right / 4:.2%}")
+    formulas = saved(tmp_path / "other", small_model(num_classes=2, classes=("=a", "=b")))
+    assert predicted(formulas, tmp_path / "fish", tmp_path)[1][0]["class_1"][:2] == "'="
 
 
 @pytest.mark.parametrize("independent", [False, True])
@@ -174,6 +177,8 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
     bias.data = torch.tensor([200.0, 400.0, 600.0])
     folder = saved(tmp_path / "model", model)
     assert open_model(str(folder)).independent == independent
+    HuggingFaceFormat().write(model, tmp_path)
+    assert open_model(str(tmp_path)).independent == independent
     _, rows = predicted(folder, shards, tmp_path)
     assert {(row["class_1"], row["class_2"]) for row in rows} == {CLASSES[:0:-1]}
     sums = [float(row["p_1"]) + float(row["p_2"]) for row in rows]

@@ -20,8 +20,9 @@ from tests.support.engine.small_models import export, small_model
 from vitscale.checkpoint.folders import Save, commit_save, only_this_rank
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.data.label_spaces import known_space
 from vitscale.distributed.events import record_start
+from vitscale.evaluation.label_spaces import known_space
+from vitscale.evaluation.trained_model import open_model
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 from vitscale.models.weights.files import Weights
@@ -156,7 +157,9 @@ def test_another_number_of_heads_is_refused_where_it_is_known(
 
 
 def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
-    write_run(tmp_path / "run", shards, classes=("cat", "dog"))
+    pixels = {"interpolation": "bicubic", "eval_interpolation": "bilinear"}
+    write_run(tmp_path / "run", shards, classes=("cat", "dog"), data=pixels)
+    assert open_model(str(tmp_path / "run")).preprocessing.eval_interpolation == "bilinear"
     for total, said in ((1, "step 1"), (40, "step 1 of 40, not finished")):
         record_start(tmp_path / "run", first_step=0, total_steps=total)
         lines, _ = started(shards, tmp_path / "run")

@@ -211,15 +211,16 @@ def test_runs_of_a_chain_vary_in_its_keys() -> None:
 
 
 def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
-    compared = compare([run("a", [0.2, math.nan]), run("b", [0.3])])
+    compared = compare([run("a", [0.2, 0.4, math.nan]), run("b", [0.3])])
     assert tables(compared)[0].rows[1][:3] == ("b", "10", "80")
     write_csv(compared, tmp_path / "c.csv")
     write_json(compared, tmp_path / "c.json")
     rows = list(csv.DictReader((tmp_path / "c.csv").open()))
-    found = {(row["run"], row["metric"]): (row["final"], row["equal"]) for row in rows}
-    assert found["a", "val/top1"] == ("nan", "0.2") and found["b", "val/top1"] == ("0.3", "0.3")
+    found = {(row["run"], row["metric"]): (row["final"], row["equal"], row["best"]) for row in rows}
+    assert found["a", "val/top1"] == ("nan", "0.2", "0.4")
+    assert found["b", "val/top1"] == ("0.3", "0.3", "0.3")
     read = json.loads((tmp_path / "c.json").read_text())
-    assert [(each["label"], each["steps"]) for each in read["runs"]] == [("a", 20), ("b", 10)]
+    assert [(each["label"], each["steps"]) for each in read["runs"]] == [("a", 30), ("b", 10)]
     assert read["budget"] == {"axis": "steps", "total": 10.0, "steps": [10, 10]}
     assert read["metrics"][0]["final"] == ["NaN", 0.3]
     with pytest.raises(UserError, match="cannot be written"):

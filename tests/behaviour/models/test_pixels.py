@@ -104,6 +104,7 @@ def hugging_face(folder: Path, kind: str, processor: dict[str, Any], **config: A
         ("deit", DEIT | {"resample": 2, "do_center_crop": True}),
         ("deit", DEIT | {"do_center_crop": False, "size": SQUARE}),
         ("deit", {"feature_extractor_type": "DeiTFeatureExtractor", "size": 36, "crop_size": 32}),
+        ("deit", {"crop_size": 28}),
         ("dinov2", BIT),
         ("dinov2", BIT | {"size": 36, "image_std": [0.2, 0.3, 0.4]}),
         ("dinov2", BIT | {"size": {"shortest_edge": SIDE}}),
@@ -164,7 +165,7 @@ def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_p
 
 
 def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path: Path) -> None:
-    for kind, expected in (("dinov2", 1e-6), ("vit", 1e-12)):
+    for kind, expected in (("dinov2", 1e-6), ("vit", 1e-12), ("deit", 1e-12)):
         folder = hugging_face(tmp_path / kind, kind, BIT if kind == "dinov2" else VIT)
         config = json.loads((folder / "config.json").read_text())
         del config["layer_norm_eps"]

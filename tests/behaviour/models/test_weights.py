@@ -62,6 +62,7 @@ def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") ->
         ("ViT", {"hidden_act": "gelu", "intermediate_size": 48}),
         ("ViT", {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
         ("ViT", {"hidden_act": "gelu_new"}),
+        ("ViT", {"hidden_act": "gelu_fast"}),
         ("DeiT", {}),
         ("Dinov2", {}),
         ("Dinov2", {"use_swiglu_ffn": True}),
@@ -298,7 +299,7 @@ def test_files_of_trainers_load_as_their_weights(tmp_path: Path, content: Any, k
 
 # DeiT's Ti, SigLIP's So400m, H and DINOv2's g; any other has heads of 64 channels.
 @pytest.mark.parametrize(
-    ("width", "heads"), [(192, 3), (1152, 16), (1280, 16), (1536, 24), (640, 10)]
+    ("width", "heads"), [(192, 3), (1152, 16), (1280, 16), (1536, 24), (1664, 16), (640, 10)]
 )
 def test_heads_are_those_of_the_known_model(tmp_path: Path, width: int, heads: int) -> None:
     path = tmp_path / "bare.safetensors"

@@ -20,7 +20,6 @@ from data_prep.formats.index_files import (
     write_manifest,
 )
 from data_prep.formats.ledger import LEDGER_SCHEMA, write_ledger
-from data_prep.formats.tar_writer import TarShard
 from tests.support.corpora.image_samples import encoded
 from vitscale.data.index import (
     FORMAT_VERSION,
@@ -31,6 +30,7 @@ from vitscale.data.index import (
     SplitEntry,
     label_map_sha256,
 )
+from vitscale.data.tar_writer import TarShard
 from vitscale.distributed.atomic_files import blake3_of_file
 
 SIDES = {"png": (5, 4), "jpg": (9, 7), "webp": (6, 8)}

@@ -1,7 +1,7 @@
 """Write tars with deterministic bytes.
 
 Owns: the tar layout of one shard.
-Leaves out: which samples, in what order (`steps.plan_shards`), and the index (`index_files`).
+Leaves out: which samples, in what order, and the index (`data_prep`).
 
 webdataset's TarWriter could be made deterministic, but does not return the offset of a member's
 content, which the index needs. Headers are made from a template: those of the standard library take
