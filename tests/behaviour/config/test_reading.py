@@ -287,7 +287,14 @@ EXTREMES: list[Any] = [
     [], [0], [None, None], [1e308, -1e308], {}, {"a": 1}, {"": 1}, "0/0", "B/0", "B/999999999999",
 ]  # fmt: skip
 TREE = read_yaml(
-    VALID + "engine: {zero_stage: 1}\ndeepspeed: {a: {b: 1}}\nlaunch: {sbatch: {x: 1}}\n", name=""
+    f"""\
+{VALID}
+engine: {{zero_stage: 1}}
+deepspeed: {{zero_optimization: {{reduce_bucket_size: 9}}}}
+launch: {{sbatch: {{x: 1}}}}
+tracking: {{tags: {{"a: b": "on", "1": "1e5"}}}}
+""",
+    name="",
 ).values
 KEYS_OF_RUNS = [each.key.split(".") for each in settings_of(PretrainRun).values() if each.key]
 DROPPED = object()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
-from tests.support.corpora.indexing import run
 from tests.support.golden import Golden
 from tests.support.waiting import ROOT
 from vitscale.config.errors import UserErrors
@@ -207,20 +208,26 @@ def test_near_combinations_are_accepted(here: Path, overrides: list[str]) -> Non
 
 def test_a_script_prints_the_whole_report(here: Path) -> None:
     command = ("many.yaml", "oops", "engine.precision=fp8")
-    done = run(ROOT / "pretrain/main.py", "--config", *command)
+    done = script("pretrain/main.py", "--config", *command)
     assert done.returncode == 2
     assert report(*command) in done.stderr, done.stderr
-    done = run(ROOT / "launch/local.py", "--config", "a.yaml", "--num-procs", "two")
+    done = script("launch/local.py", "--config", "a.yaml", "--num-procs", "two")
     assert done.stderr == "error:\n--num-procs: 'two' is not allowed\n  allowed: 1, 2, ...\n"
 
 
 def test_a_printed_configuration_is_the_run(here: Path) -> None:
-    first = run(ROOT / "pretrain/main.py", "--config", "a.yaml", "optim.lr=2e-3", "--print-config")
+    first = script("pretrain/main.py", "--config", "a.yaml", "optim.lr=2e-3", "--print-config")
     (here / "again.yaml").write_text(first.stdout)
-    second = run(ROOT / "pretrain/main.py", "--config", "again.yaml", "--print-config")
+    second = script("pretrain/main.py", "--config", "again.yaml", "--print-config")
     lines = [line.split("#")[0].rstrip() for line in first.stdout.splitlines()]
     assert [line.split("#")[0].rstrip() for line in second.stdout.splitlines()] == lines
     sources = {line.strip().partition(":")[0]: line for line in first.stdout.splitlines()}
     assert sources["lr"].split("# ")[1] == "command line"
     assert sources["global_batch"].split("# ")[1] == "a.yaml:5"
     assert sources["every_steps"].split("# ")[1] == "default"
+
+
+def script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, which a script of a rank ends."""
+    command = [sys.executable, str(ROOT / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
