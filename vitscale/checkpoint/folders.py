@@ -336,8 +336,6 @@ def _write(save: Save, name: str, pieces: list[bytes | memoryview]) -> dict[str,
     path = save.temporary / name
 
     def write() -> tuple[int, str]:
-        # A run folder that was moved or removed must not come back with nothing but a checkpoint.
-        os.stat(save.checkpoints.parent)
         make_folders(save.checkpoints)
         save.temporary.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)  # a part of it, after a failure

@@ -152,7 +152,12 @@ class CheckpointStore:
         return [value] if self._group is None else gather_objects(value, group=self._group)
 
     def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """The pieces; DivergedError before the first if this rank holds what is not finite."""
+        """The pieces; DivergedError before the first if this rank holds what is not finite.
+
+        Raises OSError without a run folder: one that was moved must not come back with a
+        checkpoint alone.
+        """
+        os.stat(self.folder.parent)
         if bad := self._host_copy.not_finite():
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise DivergedError(

@@ -25,6 +25,7 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.engine.subjects import WORLD, array_subject, given_outputs, index_of, split_of
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, SplitIndex, read_split
+from vitscale.data.label_spaces import SUBSETS, known_space, timm_file
 from vitscale.evaluation import registry
 from vitscale.evaluation.classification import Classification, ClassificationSettings
 from vitscale.evaluation.confusion import Confusion, ConfusionSettings, examples
@@ -47,7 +48,6 @@ from vitscale.evaluation.few_shot import (
     fit_ridge,
 )
 from vitscale.evaluation.knn import Knn, KnnSettings, evenly_spaced
-from vitscale.evaluation.label_spaces import SUBSETS, known_space, timm_file
 from vitscale.evaluation.linear_heads import (
     LinearHeads,
     LinearHeadsSettings,

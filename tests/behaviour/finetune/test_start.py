@@ -20,8 +20,8 @@ from tests.support.engine.small_models import export, small_model
 from vitscale.checkpoint.folders import Save, commit_save, only_this_rank
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
+from vitscale.data.label_spaces import known_space
 from vitscale.distributed.events import record_start
-from vitscale.evaluation.label_spaces import known_space
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model

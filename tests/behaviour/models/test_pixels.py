@@ -339,7 +339,8 @@ def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
     (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
     assert open_model(path, model=chosen).classes == ("cat", "dog", "eel")
     (tmp_path / "classes.json").write_text('["cat", "dog"]')  # of another model
-    assert open_model(path, model=chosen).classes is None
+    with pytest.raises(UserError, match="2 names of classes for the model's 3 outputs"):
+        open_model(path, model=chosen)
 
 
 # ---- Google and our own --------------------------------------------------------------------------

@@ -92,11 +92,10 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database
     # The same name below runs/ with other values: --uri selects that of MLflow.
     shutil.rmtree(tmp_path / "runs/stored")
     make_run(tmp_path, "stored", lr=0.5, gain=0.25)
-    done = run_compare(tmp_path, "stored", run_id, "--uri", uri)
+    done = run_compare(tmp_path, "stored", run_id, "runs/stored", "--uri", uri)
     assert done.returncode == 0, done.stderr
-    assert "0.875" in done.stdout
-    # By name and by id it is one run.
-    assert done.stdout.count(f"MLflow run {run_id}") == 1 and "finished" in done.stdout
+    assert "0.875" in done.stdout and done.stdout.count(f"MLflow run {run_id}") == 1
+    assert "stored (2)" in done.stdout and "0.25" in done.stdout and "finished" in done.stdout
     found = run_compare(tmp_path, "--filter", "params.optim.lr = '0.125'", "--uri", uri)
     assert found.returncode == 0, found.stderr
     assert f"MLflow run {run_id}" in found.stdout and "0.875" in found.stdout
