@@ -18,6 +18,7 @@ from unittest import mock
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -56,87 +57,78 @@ def table(columns: Mapping[str, Any], **options: Any) -> bytes:
 IMAGE = tar_bytes({"1.jpg": b""})
 PACKED = gzip.compress(IMAGE)
 ROW = table({"image": pa.array([b"x"]), "label": ["a"], "other": [1]})
-REFUSED: list[tuple[str, dict[str, bytes], str, dict[str, Any], str]] = [
-    # kind, files, source.path below them, settings, message
-    ("image_folder", {"a/c/1.jpg": b""}, "", {"splits": {"test": "b"}}, "test.*no such folder"),
-    ("image_folder", {"a/c/1.jpg": b""}, "a", {"splits": {"test": "../a"}}, "test.*is outside"),
-    ("image_folder", {"a/c/1.jpg": b""}, "", {"splits": {"x": "a", "y": "a/c"}}, "share files"),
-    ("image_folder", {"1.jpg": b""}, "", {}, "no class folders, but 1 image.*source.val_labels"),
-    (
-        "image_folder",
-        {"a/train/1.jpg": b"", "a/test/2.jpg": b"", "b/1.jpg": b""},
-        "",
-        {},
-        "'a' has sub-folders.*source.splits={train: .}",
-    ),
-    (
-        "image_folder",
-        {"a/x/Training/c/1.jpg": b"", "a/x/Valid/c/2.jpg": b"", "b/1.jpg": b""},
-        "",
-        {},
-        "'a/x' has sub-folders that are named like splits",
-    ),
-    ("class_tars", {"d.tar.gz": PACKED, "a.tar": IMAGE}, "", {}, "d.tar.gz' is compressed"),
-    ("class_tars", {"a.tar": PACKED}, "", {}, "a.tar' is compressed"),
-    ("class_tars", {"a.tar": PACKED}, "a.tar", {}, "a.tar' is compressed"),
-    *(
-        ("webdataset", {"a.tar": start + IMAGE}, "", {}, "a.tar' is compressed")
-        for start in (b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
-    ),
-    ("class_tars", {"a.tar": b"text" * 300}, "a.tar", {}, "cannot be read as a tar file"),
-    ("class_tars", {"a.tar": IMAGE}, "a.tar", {}, "contains no tar files"),
-    (
-        "class_tars",
-        {"a.tar": tar_bytes({"train/c.tar": IMAGE, "test/d.tar": IMAGE})},
-        "a.tar",
-        {},
-        "tars in several folders",
-    ),
-    ("class_tars", {"a/b.txt": IMAGE}, "", {}, ": no tar files"),
-    ("class_tars", {"a/c.tar": IMAGE}, "", {}, "in sub-folders, such as 'a/c.tar'"),
-    ("webdataset", {"1.tar": IMAGE, "a/b/2.tar": IMAGE}, "", {}, "such as 'a/b/2.tar'"),
-    (
-        "webdataset",
-        {"x/1.tar": IMAGE, "x/a/2.tar": IMAGE},
-        "",
-        {"splits": {"val": "x"}},
-        "splits.val",
-    ),
-    ("parquet", {"a.parquet": ROW, "a/b.parquet": ROW}, "", {}, "such as 'a/b.parquet'"),
-    ("webdataset", {"a.tar": IMAGE}, "", {"label": "json:"}, "source.label.*json:FIELD"),
-    ("webdataset", {"a.tar": IMAGE}, "", {"label": "txt"}, "source.label.*json:FIELD"),
-    ("parquet", {"a.parquet": ROW}, "", {"image_column": "gone"}, "image_column.*no column 'gone'"),
-    ("parquet", {"a.parquet": ROW}, "", {"label": "gone"}, "source.label.*no column 'gone'"),
-    ("parquet", {"a.parquet": ROW}, "", {"image_column": "other"}, "contains no bytes"),
-    ("parquet", {"a.parquet": ROW}, "", {"label": "image"}, "source.label.*has type binary"),
-    (
-        "path_table",
-        {"t.tsv": b'image\tx\tlabel\n1\ty\ta\n2\t"y\tb\n3\ty" z\tc\n'},
-        "t.tsv",
-        {},
-        "t.tsv.*line 3: a quote",
-    ),
-    (
-        "path_table",
-        {"t.csv": b'image,label,x\n1,a,y\n2,"b,y\n3,c,y\n4,d",y\n'},
-        "t.csv",
-        {},
-        "t.csv.*line 3: a quote",
-    ),
-    ("path_table", {"t.csv": b""}, "t.csv", {}, "cannot be read: Empty CSV file"),
-    ("path_table", {"t.csv": b""}, "", {}, "is not a table"),
-    ("path_table", {"a.txt": b""}, "a.txt", {}, ": no tables"),
-    ("path_table", {"t.csv": b""}, "gone", {}, "source.path: .*no such"),
-]
+# By the names of files, else by their suffixes.
+CONTENTS = {
+    "jpg": b"",
+    "txt": b"",
+    "csv": b"",
+    "tar": IMAGE,
+    "parquet": ROW,
+    "gz": PACKED,
+    "gzip.tar": PACKED,
+    "bzip.tar": b"BZh" + IMAGE,
+    "xz.tar": b"\xfd7zXZ" + IMAGE,
+    "zstd.tar": b"\x28\xb5\x2f\xfd" + IMAGE,
+    "lz4.tar": b"\x04\x22\x4d\x18" + IMAGE,
+    "text.tar": b"text" * 300,
+    "outer.tar": tar_bytes({"train/c.tar": IMAGE, "test/d.tar": IMAGE}),
+    "quote.tsv": b'image\tx\tlabel\n1\ty\ta\n2\t"y\tb\n3\ty" z\tc\n',
+    "quote.csv": b'image,label,x\n1,a,y\n2,"b,y\n3,c,y\n4,d",y\n',
+}
+# Kind, files, source.path below them, settings, message.
+REFUSED = yaml.safe_load(r"""
+- [image_folder, a/c/1.jpg, "", {splits: {test: b}}, "test.*no such folder"]
+- [image_folder, a/c/1.jpg, a, {splits: {test: ../a}}, "test.*is outside"]
+- [image_folder, a/c/1.jpg, "", {splits: {x: a, y: a/c}}, share files]
+- [image_folder, 1.jpg, "", {}, "no class folders, but 1 image.*source.val_labels"]
+- - image_folder
+  - a/train/1.jpg a/test/2.jpg b/1.jpg
+  - ""
+  - {}
+  - "'a' has sub-folders.*source.splits={train: .}"
+- - image_folder
+  - a/x/Training/c/1.jpg a/x/Valid/c/2.jpg b/1.jpg
+  - ""
+  - {}
+  - "'a/x' has sub-folders that are named like splits"
+- [class_tars, d.tar.gz a.tar, "", {}, "d.tar.gz' is compressed"]
+- [class_tars, gzip.tar, "", {}, "gzip.tar' is compressed"]
+- [class_tars, gzip.tar, gzip.tar, {}, "gzip.tar' is compressed"]
+- [webdataset, bzip.tar, "", {}, "bzip.tar' is compressed"]
+- [webdataset, xz.tar, "", {}, "xz.tar' is compressed"]
+- [webdataset, zstd.tar, "", {}, "zstd.tar' is compressed"]
+- [webdataset, lz4.tar, "", {}, "lz4.tar' is compressed"]
+- [class_tars, text.tar, text.tar, {}, cannot be read as a tar file]
+- [class_tars, a.tar, a.tar, {}, contains no tar files]
+- [class_tars, outer.tar, outer.tar, {}, tars in several folders]
+- [class_tars, a/b.txt, "", {}, ": no tar files"]
+- [class_tars, a/c.tar, "", {}, "in sub-folders, such as 'a/c.tar'"]
+- [webdataset, 1.tar a/b/2.tar, "", {}, "such as 'a/b/2.tar'"]
+- [webdataset, x/1.tar x/a/2.tar, "", {splits: {val: x}}, splits.val]
+- [parquet, a.parquet a/b.parquet, "", {}, "such as 'a/b.parquet'"]
+- [webdataset, a.tar, "", {label: "json:"}, "source.label.*json:FIELD"]
+- [webdataset, a.tar, "", {label: txt}, "source.label.*json:FIELD"]
+- [parquet, a.parquet, "", {image_column: gone}, "image_column.*no column 'gone'"]
+- [parquet, a.parquet, "", {label: gone}, "source.label.*no column 'gone'"]
+- [parquet, a.parquet, "", {image_column: other}, contains no bytes]
+- [parquet, a.parquet, "", {label: image}, source.label.*has type binary]
+- [path_table, quote.tsv, quote.tsv, {}, "quote.tsv.*line 3: a quote"]
+- [path_table, quote.csv, quote.csv, {}, "quote.csv.*line 3: a quote"]
+- [path_table, t.csv, t.csv, {}, "cannot be read: Empty CSV file"]
+- [path_table, t.csv, "", {}, is not a table]
+- [path_table, a.txt, a.txt, {}, ": no tables"]
+- [path_table, t.csv, gone, {}, "source.path: .*no such"]
+""")
 
 
 @pytest.mark.parametrize("kind, files, path, options, message", REFUSED)
 def test_unusable_sources_are_refused_in_one_message(
-    kind: str, files: dict[str, bytes], path: str, options: Any, message: str, tmp_path: Path
+    kind: str, files: str, path: str, options: Any, message: str, tmp_path: Path
 ) -> None:
-    for name, data in files.items():
+    for name in files.split():
         touch(tmp_path, name)
-        (tmp_path / name).write_bytes(data)
+        suffix = name.rpartition(".")[2]
+        (tmp_path / name).write_bytes(CONTENTS.get(name, CONTENTS.get(suffix, b"")))
     with pytest.raises(UserError, match=f"(?s){message}"):
         inputs(kind, tmp_path / path, **options)
 
