@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+import yaml
 from timm.data import ImageNetInfo
 from torchvision.models._meta import _IMAGENET_CATEGORIES as TORCHVISION
 
@@ -70,30 +71,30 @@ def test_words_of_a_few_classes_find_their_outputs() -> None:
     assert found.columns == (1, 2, 3)
 
 
-@pytest.mark.parametrize(
-    ("model", "data", "columns", "how"),
-    [
-        (("cat", "dog"), ("cat", "dog"), (0, 1), ""),
-        (("cat", "dog"), ("dog", "cat"), (1, 0), "matched by name"),
-        (("cat", "dog", "eel"), ("eel",), (2,), "matched by name"),
-        (("cat", "dog"), ("cat", "zander"), (0, -1), "matched by name"),
-        # Numbers that both sides have are names like others.
-        (("1", "10", "2"), ("10", "2", "1"), (1, 2, 0), "matched by name"),
-        (("7", "cat"), ("cat", "7"), (1, 0), "matched by name"),
-        (None, ("0", "1", "2"), (0, 1, 2), "matched by position, since neither side has names"),
-        (None, ("0", "2", "1"), (0, 2, 1), "matched by position, since neither side has names"),
-        # Two outputs with one name are none that a class could be matched with.
-        (("cat", "cat", "dog"), ("dog", "cat"), (2, -1), "matched by name"),
-        (("A", "a"), ("a", "A"), (1, 0), "matched by name"),
-        (("kit_fox", "xyz"), ("kit fox", "xyz"), (0, 1), "matched by WordNet's ids and words"),
-    ],
-)
+# Outputs of the model, classes of the data, the column of each, and how they are matched.
+MATCHED = yaml.safe_load("""
+- [[cat, dog], [cat, dog], [0, 1], ""]
+- [[cat, dog], [dog, cat], [1, 0], matched by name]
+- [[cat, dog, eel], [eel], [2], matched by name]
+- [[cat, dog], [cat, zander], [0, -1], matched by name]
+# Numbers that both sides have are names like others.
+- [["1", "10", "2"], ["10", "2", "1"], [1, 2, 0], matched by name]
+- [["7", cat], [cat, "7"], [1, 0], matched by name]
+- [null, ["0", "1", "2"], [0, 1, 2], "matched by position, since neither side has names"]
+- [null, ["0", "2", "1"], [0, 2, 1], "matched by position, since neither side has names"]
+# Two outputs with one name are none that a class could be matched with.
+- [[cat, cat, dog], [dog, cat], [2, -1], matched by name]
+- [[A, a], [a, A], [1, 0], matched by name]
+- [[kit_fox, xyz], [kit fox, xyz], [0, 1], matched by WordNet's ids and words]
+""")
+
+
+@pytest.mark.parametrize(("model", "data", "columns", "how"), MATCHED)
 def test_other_classes_meet_by_name(
-    model: Sequence[str] | None, data: Sequence[str], columns: tuple[int, ...], how: str
+    model: list[str] | None, data: list[str], columns: list[int], how: str
 ) -> None:
-    num_outputs = len(data) if model is None else len(model)
-    found = column_of_each_class(model, data, num_outputs=num_outputs)
-    assert (found.columns, found.how) == (columns, how)
+    found = column_of_each_class(model, data, num_outputs=len(model or data))
+    assert (list(found.columns), found.how) == (columns, how)
 
 
 def test_both_spellings_of_an_accent_are_one_name() -> None:

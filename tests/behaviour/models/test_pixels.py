@@ -15,6 +15,7 @@ import timm
 import torch
 import torch.nn.functional as F
 import transformers
+import yaml
 from PIL import Image
 from safetensors.torch import save_file
 from timm.data import create_transform, resolve_data_config
@@ -61,13 +62,57 @@ def largest_difference(ours: Transform, theirs: Transform) -> float:
 
 # ---- transformers --------------------------------------------------------------------------------
 
-SQUARE = {"height": SIDE, "width": SIDE}
-LARGER = {"height": 36, "width": 36}
-VIT: dict[str, Any] = {"image_processor_type": "ViTImageProcessor", "size": SQUARE}
-DEIT: dict[str, Any] = {"image_processor_type": "DeiTImageProcessor", "size": LARGER}
-DEIT |= {"crop_size": SQUARE}
-BIT: dict[str, Any] = {"image_processor_type": "BitImageProcessor", "crop_size": SQUARE}
-BIT |= {"size": {"shortest_edge": 36}}
+PROCESSORS: dict[str, Any] = yaml.safe_load("""
+square: &square {height: 32, width: 32}
+larger: &larger {height: 36, width: 36}
+vit: &vit {image_processor_type: ViTImageProcessor, size: *square}
+deit: &deit {image_processor_type: DeiTImageProcessor, size: *larger, crop_size: *square}
+bit: &bit
+  image_processor_type: BitImageProcessor
+  crop_size: *square
+  size: {shortest_edge: 36}
+
+# Kind of model, and its processor.
+known:
+  - [vit, *vit]
+  - [vit, {<<: *vit, resample: 3, image_mean: [0.1, 0.2, 0.3], image_std: [0.4, 0.4, 0.4]}]
+  - [vit, {<<: *vit, rescale_factor: 0.00784313725490196, image_mean: [1.0, 1.0, 1.0]}]
+  - - vit
+    - <<: *vit
+      do_rescale: false
+      image_mean: [127.5, 127.5, 127.5]
+      image_std: [99.0, 99.0, 99.0]
+  - [vit, {<<: *vit, do_normalize: false}]
+  - [vit, {<<: *vit, do_normalize: false, do_rescale: false}]
+  - [vit, {<<: *vit, image_mean: 0.25, image_std: [0.5]}]
+  - [vit, {<<: *vit, size: 32, feature_extractor_type: ViTFeatureExtractor}]
+  - [vit, {<<: *vit, size: [32, 32], crop_size: 8}]
+  - [vit, {<<: *vit, image_processor_type: ViTImageProcessorFast}]
+  - [vit, {<<: *vit, size: *larger, crop_size: *square, do_center_crop: true}]
+  - [vit, {<<: *bit, image_processor_type: CLIPImageProcessor}]
+  - [deit, *deit]
+  - [deit, {<<: *deit, resample: 2, do_center_crop: true}]
+  - [deit, {<<: *deit, do_center_crop: false, size: *square}]
+  - [deit, {feature_extractor_type: DeiTFeatureExtractor, size: 36, crop_size: 32}]
+  - [deit, {crop_size: 28}]
+  - [dinov2, *bit]
+  - [dinov2, {<<: *bit, size: 36, image_std: [0.2, 0.3, 0.4]}]
+  - [dinov2, {<<: *bit, size: {shortest_edge: 32}}]
+  - [dinov2, {<<: *vit, resample: 3}]
+  # The images are smaller than those of the positions: 28 of 32 px.
+  - [dinov2, {<<: *bit, size: {shortest_edge: 32}, crop_size: 28}]
+
+refused:
+  - [{<<: *vit, do_resize: false}, "do_resize: false"]
+  - [{<<: *vit, resample: 0}, resample 0]
+  - [{<<: *vit, do_pad: true}, "do_pad: true"]
+  - [{<<: *vit, size: {height: 32, width: 24}}, "size .*24"]
+  - [{<<: *vit, size: {shortest_edge: 32, longest_edge: 64}}, "size .*longest_edge"]
+  - [{<<: *vit, size: {shortest_edge: 32}}, "size: shortest_edge without a crop"]
+  - [{<<: *bit, size: {shortest_edge: 28}}, crops 32 px of 28 px]
+  - [{<<: *vit, image_processor_type: SamImageProcessor}, "image_processor_type 'Sam"]
+""")
+VIT, BIT = PROCESSORS["vit"], PROCESSORS["bit"]
 
 
 def hugging_face(folder: Path, kind: str, processor: dict[str, Any], **config: Any) -> Path:
@@ -85,34 +130,7 @@ def hugging_face(folder: Path, kind: str, processor: dict[str, Any], **config: A
     return folder
 
 
-@pytest.mark.parametrize(
-    ("kind", "processor"),
-    [
-        ("vit", VIT),
-        ("vit", VIT | {"resample": 3, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4] * 3}),
-        ("vit", VIT | {"rescale_factor": 1 / 127.5, "image_mean": [1.0] * 3}),
-        ("vit", VIT | {"do_rescale": False, "image_mean": [127.5] * 3, "image_std": [99.0] * 3}),
-        ("vit", VIT | {"do_normalize": False}),
-        ("vit", VIT | {"do_normalize": False, "do_rescale": False}),
-        ("vit", VIT | {"image_mean": 0.25, "image_std": [0.5]}),
-        ("vit", VIT | {"size": SIDE, "feature_extractor_type": "ViTFeatureExtractor"}),
-        ("vit", VIT | {"size": [SIDE, SIDE], "crop_size": 8}),
-        ("vit", VIT | {"image_processor_type": "ViTImageProcessorFast"}),
-        ("vit", VIT | {"size": LARGER, "crop_size": SQUARE, "do_center_crop": True}),
-        ("vit", BIT | {"image_processor_type": "CLIPImageProcessor"}),
-        ("deit", DEIT),
-        ("deit", DEIT | {"resample": 2, "do_center_crop": True}),
-        ("deit", DEIT | {"do_center_crop": False, "size": SQUARE}),
-        ("deit", {"feature_extractor_type": "DeiTFeatureExtractor", "size": 36, "crop_size": 32}),
-        ("deit", {"crop_size": 28}),
-        ("dinov2", BIT),
-        ("dinov2", BIT | {"size": 36, "image_std": [0.2, 0.3, 0.4]}),
-        ("dinov2", BIT | {"size": {"shortest_edge": SIDE}}),
-        ("dinov2", VIT | {"resample": 3}),
-        # The images are smaller than those of the positions: 28 of 32 px.
-        ("dinov2", BIT | {"size": {"shortest_edge": 32}, "crop_size": 28}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "processor"), PROCESSORS["known"])
 def test_pixels_are_those_of_transformers(
     tmp_path: Path, kind: str, processor: dict[str, Any]
 ) -> None:
@@ -127,19 +145,7 @@ def test_pixels_are_those_of_transformers(
     assert largest_difference(ours, processed) < 0.01
 
 
-@pytest.mark.parametrize(
-    ("processor", "message"),
-    [
-        (VIT | {"do_resize": False}, "do_resize: false"),
-        (VIT | {"resample": 0}, "resample 0"),
-        (VIT | {"do_pad": True}, "do_pad: true"),
-        (VIT | {"size": {"height": 32, "width": 24}}, "size .*24"),
-        (VIT | {"size": {"shortest_edge": 32, "longest_edge": 64}}, "size .*longest_edge"),
-        (VIT | {"size": {"shortest_edge": 32}}, "size: shortest_edge without a crop"),
-        (BIT | {"size": {"shortest_edge": 28}}, "crops 32 px of 28 px"),
-        (VIT | {"image_processor_type": "SamImageProcessor"}, "image_processor_type 'Sam"),
-    ],
-)
+@pytest.mark.parametrize(("processor", "message"), PROCESSORS["refused"])
 def test_steps_that_no_setting_expresses_are_refused(
     tmp_path: Path, processor: dict[str, Any], message: str
 ) -> None:

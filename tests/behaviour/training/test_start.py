@@ -46,24 +46,24 @@ optim: {lr: 0.001}
 schedule: {steps: 100, warmup_steps: 10}
 """)
 # Key of the description: what changes it. `data`: of the shards; `type`: of the run.
-CHANGES: dict[str, dict[str, Any]] = {
-    "stage": {"type": FinetuneRun},
-    "architecture": {"model": {"width": 192}},
-    "grid": {"model": {"image_size": 384}},
-    "num_prefix_tokens": {"model": {"num_registers": 4}},
-    "objective": {"objective": {"name": "masked_patch_prediction"}},
-    "teacher": {"teacher": "other"},
-    "optimizer": {"optim": {"name": "sgd"}},
-    "layer_decay": {"optim": {"layer_decay": 0.9}},
-    "weight_decay_mode": {"optim": {"weight_decay_mode": "independent"}},
-    "ema": {"optim": {"ema": {"decay": 0.9}}},
-    "data_fingerprint": {"shards": {"fingerprint": "other"}},
-    "only_keys": {"shards": {"key_hash": "hash"}},
-    "label_map_sha256": {"shards": {"label_map_sha256": "other"}},
-    "order_version": {"version": 2},
-    "global_batch": {"data": {"global_batch": 16}},
-    "seed": {"seed": 1},
-}
+CHANGES: dict[str, dict[str, Any]] = yaml.safe_load("""
+architecture: {model: {width: 192}}
+grid: {model: {image_size: 384}}
+num_prefix_tokens: {model: {num_registers: 4}}
+objective: {objective: {name: masked_patch_prediction}}
+teacher: {teacher: other}
+optimizer: {optim: {name: sgd}}
+layer_decay: {optim: {layer_decay: 0.9}}
+weight_decay_mode: {optim: {weight_decay_mode: independent}}
+ema: {optim: {ema: {decay: 0.9}}}
+data_fingerprint: {shards: {fingerprint: other}}
+only_keys: {shards: {key_hash: hash}}
+label_map_sha256: {shards: {label_map_sha256: other}}
+order_version: {version: 2}
+global_batch: {data: {global_batch: 16}}
+seed: {seed: 1}
+""")
+CHANGES["stage"] = {"type": FinetuneRun}
 
 
 def run_with(change: Mapping[str, Any]) -> Any:
