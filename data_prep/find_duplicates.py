@@ -35,11 +35,11 @@ try:
         nearest_similar,
     )
     from data_prep.formats.index_files import local_folder
-    from data_prep.images.sheet import draw_rows, writing
     from vitscale.config.errors import run_script
     from vitscale.distributed.atomic_files import atomic_file, write_text
     from vitscale.distributed.processes import num_cores
     from vitscale.distributed.worker_processes import Workers
+    from vitscale.images.sheet import draw_rows, writing
     from vitscale.tracking.journal import item_progress
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)

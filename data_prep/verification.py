@@ -32,13 +32,14 @@ from data_prep.formats.index_files import (
     tar_files,
 )
 from data_prep.formats.ledger import LEDGER_NAME
-from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
-from data_prep.images.sheet import draw_rows
+from data_prep.images.check import Rejected, format_of, open_image
 from vitscale.data.index import INDEX_NAME, NO_LABEL, Manifest, ShardEntry
 from vitscale.data.tar_writer import END_MARK, around_image
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.worker_processes import Workers
 from vitscale.images.jpeg import entry_points
+from vitscale.images.plain import SUFFIXES
+from vitscale.images.sheet import draw_rows
 from vitscale.tracking.journal import item_progress
 
 # Of the sheet: at most this many classes, and images of each.

@@ -14,12 +14,12 @@ try:
     from pathlib import Path
 
     from data_prep.formats.index_files import local_folder
-    from data_prep.images.sheet import writing
     from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, run_script
     from vitscale.data.index import read_manifest
     from vitscale.distributed.processes import num_cores
     from vitscale.images.jpeg.entry_points import require_entry_points
+    from vitscale.images.sheet import writing
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None

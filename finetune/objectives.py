@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vitscale.config.section import NamedSection, choice_of
-from vitscale.training.objective import Distillation, Objective, Supervised
+from vitscale.objectives.objective import Distillation, Objective, Supervised
 
 if TYPE_CHECKING:
     from vitscale.training.session import TrainingSession

@@ -175,11 +175,13 @@ def predictions(
                 )
             # Shares of their own need not sum to 1.
             shares_BC = logits_BC.sigmoid() if model.independent else logits_BC.softmax(dim=1)
-            shares_BK, ranked_BK = (part.tolist() for part in shares_BC.topk(top, dim=1))
+            # Ranked by the logits: many shares are rounded to 0 or 1.
+            ranked_BK = logits_BC.topk(top, dim=1).indices
+            shares_BK = shares_BC.gather(1, ranked_BK)
             errors = {each.sample: each.error for each in cpu_batch.unreadable}
             labels = map(images.label_name, cpu_batch.labels.tolist())
             for number, label, shares, ranked in zip(
-                numbers, labels, shares_BK, ranked_BK, strict=True
+                numbers, labels, shares_BK.tolist(), ranked_BK.tolist(), strict=True
             ):
                 row: Row = {"label": label, "error": errors.get(number)}
                 for rank in range(top) if number not in errors else ():

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from finetune.objectives import OBJECTIVES, ObjectiveSettings
+from vitscale.objectives.objective import Objective, SupervisedSettings
 from vitscale.runs.training import TrainingRun
-from vitscale.training.objective import Objective, SupervisedSettings
 
 
 class FinetuneRun(TrainingRun):

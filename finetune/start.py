@@ -135,8 +135,8 @@ def with_head(
     keep: slice, or true: then the classes are the same ones. A class that is missing gets zero
     weights and the lowest bias of the others, so that it never wins by itself: 21k classes -> 1k,
     as EVA does (Fang et al. 2022).
-    Raises UserError without a head, where classes are not found, and with `slice` where fewer than
-    half of them are.
+    Raises UserError without a head, where classes are not found or their names are not as many as
+    the rows, and with `slice` where fewer than half of them are.
     """
     weights, where = found.tensors, found.where
     heads = head_layers(weights, timm_name=found.known.get("model"))
@@ -147,7 +147,7 @@ def with_head(
             "contains no classifier to slice", where=where, next_step="set keep_head=false"
         )
     num_rows = len(weights[f"{heads[0]}.weight"])
-    names = found.classes if found.classes and len(found.classes) == num_rows else None
+    names = found.names_of(num_rows)
     try:
         matched = column_of_each_class(names, target, num_outputs=num_rows)
     except UserError:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image
 
-from data_prep.duplicates.similar import grey_picture
+from vitscale.images.plain import grey_picture
 
 SIDE_PX = 128
 # Smaller pictures are compared at the size of the smaller one.

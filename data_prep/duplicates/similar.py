@@ -18,13 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
-from data_prep.images.check import SUFFIXES
-from vitscale.images.plain import open_picture, orientation, plain, upright
+from vitscale.images.plain import grey_picture
 
 NUM_FREQUENCIES = 64
 SIDE_PX = 32
@@ -43,7 +40,6 @@ UNCERTAIN_BITS = 3
 NUM_KEYS = 1 << UNCERTAIN_BITS
 # Of the coefficients of two pictures.
 MIN_CORRELATION = 0.99
-MAX_PIXELS = 1 << 28
 BATCH_ROWS = 1 << 14
 # Candidates per batch.
 MAX_PAIRS = 1 << 14
@@ -58,44 +54,6 @@ def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
     found = [blank if picture is None else picture.pixels for picture in pictures]
     return picture_descriptors(np.array(found)), sum(picture is None for picture in pictures)
-
-
-class GreyPicture(NamedTuple):
-    pixels: np.ndarray
-    """uint8, upright, transparent pixels white."""
-    short_side: int
-    """Of the image itself, in pixels."""
-
-
-def grey_picture(content: bytes, *, side: int) -> GreyPicture | None:
-    """Return the picture of an encoded image at side x side pixels.
-
-    None if the image cannot be decoded or has more than MAX_PIXELS.
-    """
-    # MAX_PIXELS replaces Pillow's own limit.
-    Image.MAX_IMAGE_PIXELS = None
-    try:
-        with open_picture(content, formats=tuple(SUFFIXES)) as image:
-            if image.width * image.height > MAX_PIXELS:
-                return None
-            short_side = min(image.size)
-            # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
-            # filled, hence the box, which is the true extent of the picture.
-            drafted = image.draft("L", (2 * side, 2 * side))
-            turn = orientation(image)
-            grey = plain(image).convert("L")
-            small = grey.resize(
-                (side, side),
-                Image.Resampling.BILINEAR,
-                box=drafted[1] if drafted else None,
-                reducing_gap=3.0,
-            )
-    except MemoryError:
-        raise
-    except Exception:
-        # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
-        return None
-    return GreyPicture(np.asarray(upright(small, turn)), short_side)
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from PIL.ImageFile import ImageFile
 
 from vitscale.images.jpeg.markers import has_whole_picture
 from vitscale.images.plain import (
+    SUFFIXES,
     UPRIGHT,
     has_opacity,
     open_picture,
@@ -36,7 +37,6 @@ FAULTS = {
 }
 # In the order in which the ledger names them.
 CHANGES = ("gzip", "cmyk", "16_bit", "transparency", "animation", "exif_rotation", "short_side")
-SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
 MAX_FILE_BYTES = 512 << 20
 GZIP = b"\x1f\x8b"
 START_BYTES = 64

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from data_prep.sources.protocol import Container, printable, source_root
 from vitscale.config.errors import UserError
-from vitscale.data.folders import files_below
+from vitscale.data.folders import files_below, is_hidden
 from vitscale.data.split_names import splits_of_files
 from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
@@ -76,11 +76,13 @@ def file_containers(
     root, found = source_root(settings), []
     for split, path in split_places(settings, kind="file or folder").items():
         full, where = root / path, key_of(split, settings)
-        folder = path if full.is_dir() else os.path.dirname(path)
+        is_folder = full.is_dir()
+        folder = path if is_folder else os.path.dirname(path)
         with os.scandir(root / folder) as entries:
-            names = {entry.name for entry in entries if is_wanted(entry.name) and entry.is_file()}
+            shown = [entry for entry in entries if not is_hidden(entry.name)]
+        names = {entry.name for entry in shown if is_wanted(entry.name) and entry.is_file()}
         missing = set[str]()
-        if full.is_dir():
+        if is_folder:
             _refuse_deeper_files(full, is_wanted, kind=kind, where=where)
         else:
             wanted = matching(full.name, names, where=where)
@@ -93,8 +95,8 @@ def file_containers(
             advice = "get the missing files, or correct the pattern"
             raise UserError(what, where=where, next_step=advice)
         by_name = {}
-        if not settings.splits and full.is_dir():
-            by_name = splits_of_files(names)
+        if is_folder and not settings.splits:
+            by_name = splits_of_files(names, are_classes=settings.kind == "class_tars")
         for name in sorted(names, key=os.fsencode):
             found.append(Container(os.path.join(folder, name), by_name.get(name, split)))
     first = dict[str, Container]()
@@ -140,13 +142,7 @@ def is_image_name(name: str) -> bool:
 
 def is_tar_name(name: str) -> bool:
     """Match names of tars; compressed ones are refused when they are opened."""
-    return TAR_SUFFIX.search(name) is not None and not is_hidden(name)
-
-
-def is_hidden(path: str) -> bool:
-    """Return True if a part of a relative path starts with a dot, other than `.` and `..`."""
-    parts = path.split("/")
-    return any(part.startswith(".") and part not in (".", "..") for part in parts)
+    return TAR_SUFFIX.search(name) is not None
 
 
 def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:

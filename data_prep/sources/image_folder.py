@@ -27,14 +27,16 @@ from data_prep.sources.protocol import (
 )
 from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells
-from vitscale.data.folders import folders_in, is_folder
-from vitscale.data.split_names import splits_of_folders
+from vitscale.data.folders import folders_in, is_folder, is_hidden
+from vitscale.data.split_names import SPLIT_OF_NAME, splits_of_folders
 
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
 CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # Without classes a split is divided into about so many units of listing, where it has the folders.
 UNLABELLED_FOLDERS = 64
 VAL_LABELS = "source.val_labels"
+# Name and class; or a class that is no number, and numbers alone, such as tiny-imagenet's boxes.
+CLASS_IS_SECOND = re.compile(r".*\n(.*|.*[^-+.\d\n].*(\n[-+.\d]*)*)\Z")
 # Of name and class in such a list. A blank is one only where the name ends.
 SEPARATORS = "\t;,|: "
 
@@ -50,6 +52,7 @@ class ImageFolder(Source):
 
     def containers(self) -> list[Container]:
         found: list[Container] = []
+        used_lines = set[int]()
         places = split_places(self.settings, kind="folder")
         if not self.settings.splits and (splits := splits_of_folders(self.root)):
             named = self.settings.model_copy(update={"splits": splits})
@@ -61,7 +64,7 @@ class ImageFolder(Source):
             folder = self.root / path
             names = folders_in(folder)
             if self.settings.val_labels is not None and not names:
-                _, others = _listed_classes(self.settings.val_labels, folder)
+                _, others = self._listed_classes(folder, used_lines)
                 if others:
                     print(
                         f"note: {len(others):,} lines of {VAL_LABELS} name no image of "
@@ -112,7 +115,7 @@ class ImageFolder(Source):
         if self.settings.val_labels is not None and class_name is None:
             top = self.root / container.path
             if not folders_in(top):
-                classes, _ = _listed_classes(self.settings.val_labels, top)
+                classes, _ = self._listed_classes(top, set())
 
         # Where the name of an input begins in its path.
         base = container.base or container.path
@@ -122,7 +125,8 @@ class ImageFolder(Source):
         only_files = container.only_files or class_name is None
         folders = [("" if container.path == "." else container.path, False)]
         while folders:
-            folder, is_hidden = folders.pop()
+            folder, below_hidden = folders.pop()
+            splits = set[str | None]()
             try:
                 with os.scandir(self.root / folder) as listed:
                     entries = list(listed)
@@ -131,8 +135,9 @@ class ImageFolder(Source):
                 continue
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
-                hidden = is_hidden or entry.name.startswith(".")
+                hidden = below_hidden or is_hidden(entry.name)
                 if entry.is_dir(follow_symlinks=False):
+                    splits.add(SPLIT_OF_NAME.get(entry.name.lower()))
                     if hidden or not only_files:
                         folders.append((path, hidden))
                     continue
@@ -142,6 +147,84 @@ class ImageFolder(Source):
                 if item.reason == "no_class" and entry.name in classes:
                     item.class_name, item.reason = classes[entry.name], None
                 yield item
+
+            # Not where the classes or splits themselves are.
+            is_inside = class_name is not None and (folder or ".") != container.base
+            are_splits = "train" in splits and splits & {"val", "test"}
+            if is_inside and are_splits and not (below_hidden or self.settings.splits):
+                raise UserError(
+                    f"{printable(folder)!r} has sub-folders that are named like splits",
+                    where="source.path",
+                    next_step="if they are splits, link to the images in folders SPLIT/CLASS, or "
+                    "list them in a path_table; if they are not: 'source.splits={train: .}'",
+                )
+
+    def _listed_classes(
+        self, folder: Path, used_lines: set[int]
+    ) -> tuple[dict[str, str], list[str]]:
+        """Read the list `source.val_labels` of the images of a folder.
+
+        used_lines: for the images of other splits; those used here are added.
+        Returns (file name -> class, what the list names that is no image of the folder). Raises
+        UserError for a list that can be read in several ways, or names no image.
+        """
+        file = self.settings.val_labels or ""
+        names = _images_in(folder)
+        file_of = {form: name for name in names for form in (name, stem_and_suffix(name)[0])}
+        tables = {
+            separator: read_cells(file, separator, where=VAL_LABELS) for separator in SEPARATORS
+        }
+
+        def image_at(path: str) -> str | None:
+            """A path without folders, or through this one."""
+            return file_of.get(f"/{path}".rpartition(f"/{folder.name}/")[2].lstrip("/"))
+
+        # The separator by which most lines begin with the name of an image.
+        def num_known(separator: str) -> int:
+            return sum(
+                len(row) > 1 and image_at(row[0]) is not None for _, row in tables[separator]
+            )
+
+        separator = max(tables, key=num_known)
+        rows = tables[separator]
+        if not num_known(separator):
+            rows = _rows_in_order(file, names, folder=folder)
+        elif separator == " ":
+            rows = [(number, [row[0], " ".join(row[1:])]) for number, row in rows]
+        width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
+        titles = {title: number for number, title in enumerate(rows[0][1])}
+        column = titles.get(self.settings.label, 1)
+        # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
+        with_boxes = "PredictionString" in titles
+        classes = dict[str, str]()
+        lines = dict[str, int]()
+        others = []
+        for number, row in rows:
+            problem = ""
+            name = image_at(row[0])
+            if len(row) != width:
+                problem = (
+                    f"{len(row)} values instead of {width}; quote a class that has a {separator!r}"
+                )
+            elif name is None:
+                others.append(row[0])
+            elif number in used_lines:
+                problem = "fits an image of another split, too; write names with folders: val/NAME"
+            elif self.settings.label not in titles and not CLASS_IS_SECOND.match("\n".join(row)):
+                problem = "which of these is the class? Line 1 has no title equal to source.label"
+            else:
+                class_name = row[column].split(" ")[0] if with_boxes else row[column]
+                if classes.setdefault(name, class_name) != class_name:
+                    problem = f"{name!r} has another class than in line {lines[name]}"
+                lines.setdefault(name, number)
+            if problem:
+                raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
+
+        used_lines.update(lines.values())
+        header = rows[0][1][0]
+        if header in others and not is_image_name(header):
+            others.remove(header)
+        return classes, others
 
 
 def _input_of(
@@ -177,61 +260,11 @@ def _images_in(folder: Path) -> list[str]:
     return sorted(names, key=os.fsencode)
 
 
-def _listed_classes(file: str, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Read the list `source.val_labels` of the images of a folder.
-
-    Returns (file name -> class, what the list names that is no image of the folder). Raises
-    UserError for a list that can be read in several ways, or names no image.
-    """
-    names = _images_in(folder)
-    file_of = {form: name for name in names for form in (name, stem_and_suffix(name)[0])}
-    tables = {separator: read_cells(file, separator, where=VAL_LABELS) for separator in SEPARATORS}
-
-    # The separator by which most lines begin with the name of an image.
-    def num_known(separator: str) -> int:
-        rows = tables[separator]
-        return sum(len(row) > 1 and os.path.basename(row[0]) in file_of for _, row in rows)
-
-    separator = max(tables, key=num_known)
-    if not num_known(separator):
-        return _classes_in_order(file, names, folder=folder), []
-    rows = tables[separator]
-    if separator == " ":
-        rows = [(number, [row[0], " ".join(row[1:])]) for number, row in rows]
-    width = Counter(len(row) for _, row in rows).most_common(1)[0][0]
-    # Kaggle's list of ILSVRC's val gives a class with the boxes of its objects.
-    with_boxes = rows[0][1][1:] == ["PredictionString"]
-    classes = dict[str, str]()
-    lines = dict[str, int]()
-    others = []
-    for number, row in rows:
-        problem = ""
-        name = file_of.get(os.path.basename(row[0]))
-        if len(row) != width:
-            problem = (
-                f"{len(row)} values instead of {width}; quote a class that has a {separator!r}"
-            )
-        elif name is None:
-            others.append(row[0])
-        else:
-            class_name = row[1].split(" ")[0] if with_boxes else row[1]
-            if classes.setdefault(name, class_name) != class_name:
-                problem = f"{name!r} has another class than in line {lines[name]}"
-            lines.setdefault(name, number)
-        if problem:
-            raise UserError(f"{file}:{number}: {problem}", where=VAL_LABELS)
-
-    header = rows[0][1][0]
-    if header in others and not is_image_name(header):
-        others.remove(header)
-    return classes, others
-
-
-def _classes_in_order(file: str, names: Sequence[str], *, folder: Path) -> dict[str, str]:
-    """File name -> class, from lines of classes alone. names: of the images, sorted by bytes."""
-    classes = [line for _, (line,) in read_cells(file, "\n", where=VAL_LABELS)]
+def _rows_in_order(file: str, names: Sequence[str], *, folder: Path) -> list[tuple[int, list[str]]]:
+    """Rows of name and class, from lines of classes alone. names: of images, sorted by bytes."""
+    classes = read_cells(file, "\n", where=VAL_LABELS)
     allowed = "lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748"
-    if len(classes) != len(names):
+    if len(classes) != len(names) or not names:
         raise UserError(
             f"{file!r} with {len(classes):,} lines names no image of the {len(names):,} in "
             f"{str(folder)!r}",
@@ -245,7 +278,7 @@ def _classes_in_order(file: str, names: Sequence[str], *, folder: Path) -> dict[
                 f"{first!r} is before {by_number!r}, sorted by number it is after it"
             )
             raise UserError(what, where=VAL_LABELS, allowed=allowed)
-    return dict(zip(names, classes, strict=True))
+    return [(line, [name, *row]) for name, (line, row) in zip(names, classes, strict=True)]
 
 
 def _natural(name: str) -> list[str | int]:

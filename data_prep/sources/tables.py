@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet as pq
 
-from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
+from data_prep.sources.files import file_containers, stem_and_suffix
 from data_prep.sources.protocol import (
     Container,
     Input,
@@ -29,6 +29,7 @@ from data_prep.sources.protocol import (
 )
 from vitscale.config.errors import UserError
 from vitscale.config.packed_files import MAX_EXPANSION, check_expansion
+from vitscale.data.split_names import SPLIT_OF_NAME
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
 # Rows that are read at a time: so many, or fewer, so that they cannot exceed so many bytes.
@@ -71,12 +72,16 @@ class ParquetImages(Source):
             columns = self._columns(table.schema_arrow, container.path)
             if self.labels.values != "index":
                 names = class_label_names(table.schema_arrow, label)
+            if SPLIT_COLUMN in table.schema_arrow.names and not self.settings.splits:
+                columns.append(SPLIT_COLUMN)
             for batch in _batches(table, columns, path=self.root / container.path):
                 for row in batch.to_pylist():
                     image = row[self.settings.image_column]
                     image = image if isinstance(image, dict) else {"bytes": image}
                     class_name = class_from_cell(row.get(label), self.labels, names)
-                    yield self._input(container, next(number), image, class_name)
+                    item = self._input(container, next(number), image, class_name)
+                    item.split = _split_of(row, container, row=item.path)
+                    yield item
 
     def _columns(self, schema: pa.Schema, path: str) -> list[str]:
         """Columns to read. Raises UserError for missing columns and wrong types."""
@@ -169,6 +174,7 @@ class PathTable(Source):
             parsing.newlines_in_values = True
             converting = pa.csv.ConvertOptions(column_types=types)
             table = pa.csv.read_csv(full, parse_options=parsing, convert_options=converting)
+            _refuse_swallowed_rows(table, delimiter)
         for key, name in keys.items():
             column_type(table.schema, name, path=path, key=key)
         if not self.settings.splits and SPLIT_COLUMN in table.column_names:
@@ -181,15 +187,7 @@ class PathTable(Source):
         if isinstance(path, bytes):  # file names need not be UTF-8
             path = os.fsdecode(path)
         cells = {column: _text(value, column, row=name) for column, value in values.items()}
-        split = container.split
-        if SPLIT_COLUMN in cells:
-            split = str(cells[SPLIT_COLUMN] or "").strip()
-            # Other spellings of three splits; further names are splits of their own.
-            known = re.fullmatch(r"(train|val|test)(ing|id|idation)?", split.lower())
-            split = known[1] if known else split
-        if not can_name_split(split):
-            what = f"{printable(name)}: {split!r} cannot name a split"
-            raise UserError(what, where="source.path", allowed=SPLIT_NAMES)
+        split = _split_of(cells, container, row=name)
         class_name = class_from_cell(cells.get(self.settings.label), self.labels)
         item = Input(name, split, class_name, "", 0, "unreadable")
         if not isinstance(path, str) or not path or "\0" in path:
@@ -250,12 +248,34 @@ def _text(cell: object, column: str, *, row: str) -> object:
         raise UserError(what, where="source.path", next_step=step) from None
 
 
+def _refuse_swallowed_rows(table: pa.Table, delimiter: str) -> None:
+    """Raise ArrowInvalid for a cell with a line's end and a delimiter."""
+    both = rf"(?s)[\r\n].*{delimiter}|{delimiter}.*[\r\n]"
+    for column in table.columns:
+        if column.type in (pa.string(), pa.binary()):
+            row = pc.index(pc.match_substring_regex(column, both), value=True).as_py()
+            if row >= 0:
+                raise pa.ArrowInvalid(f"line {row + 2}: a quote that is not closed there")
+
+
+def _split_of(cells: Mapping[str, object], container: Container, *, row: str) -> str:
+    """The split that a row names: a keyword, or one of its own. Raises UserError."""
+    if SPLIT_COLUMN not in cells:
+        return container.split
+    split = str(cells[SPLIT_COLUMN] or "").strip()
+    split = SPLIT_OF_NAME.get(split.lower(), split)
+    if not can_name_split(split):
+        what = f"{printable(row)}: {split!r} cannot name a split"
+        raise UserError(what, where="source.path", allowed=SPLIT_NAMES)
+    return split
+
+
 def _is_parquet(name: str) -> bool:
-    return _suffix(name) == "parquet" and not is_hidden(name)
+    return _suffix(name) == "parquet"
 
 
 def _is_table(name: str) -> bool:
-    return _suffix(name) in (*DELIMITERS, "parquet") and not is_hidden(name)
+    return _suffix(name) in (*DELIMITERS, "parquet")
 
 
 def _suffix(name: str) -> str:

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from data_prep.sources.files import (
     file_containers,
+    is_image_name,
     is_tar_name,
     name_reason,
     split_places,
@@ -31,6 +32,7 @@ from data_prep.sources.protocol import (
     printable,
 )
 from vitscale.config.errors import UserError
+from vitscale.data.folders import SYSTEM_FOLDERS
 from vitscale.data.tar_members import CompressedTar, Member, TarDefect, members
 from vitscale.data.webdataset import IMAGE_SUFFIXES
 
@@ -63,7 +65,7 @@ class ClassTars(Source):
             try:
                 for tar in members(file):
                     name = _normalized(tar.name)
-                    if not tar.is_file or not is_tar_name(os.path.basename(name)):
+                    if not tar.is_file or not is_tar_name(name) or _is_hidden(name):
                         continue
                     if name in found:
                         raise TarDefect(f"it has {printable(name)!r} twice")
@@ -74,8 +76,12 @@ class ClassTars(Source):
             except TarDefect as defect:
                 problem = f"cannot be read as a tar file to its end ({defect})"
                 found = {}
-        if not found:
-            what, allowed = f"{printable(path)!r} {problem}", "one tar of images per class"
+        folders = {os.path.dirname(name) for name in found}
+        if len(folders) > 1:
+            problem = "has tars in several folders, which may be splits"
+        if len(folders) != 1:
+            what = f"{printable(path)!r} {problem}"
+            allowed = "one tar of images per class, all in one folder"
             raise UserError(what, where="source.path", allowed=allowed)
         return sorted(found.values(), key=lambda tar: os.fsencode(tar.path))
 
@@ -117,11 +123,12 @@ def _class_of(tar: str) -> str:
 
 
 def _is_hidden(member: str) -> bool:
-    """Return True for hidden files, such as `._a.jpg` of macOS.
+    """Return True for hidden files, such as `._a.jpg` of macOS, and what is below system folders.
 
     Not for what lies below a hidden folder: that only says where the tar was packed.
     """
-    return os.path.basename(member).startswith(".")
+    parts = member.lower().split("/")
+    return parts[-1].startswith(".") or not SYSTEM_FOLDERS.isdisjoint(parts)
 
 
 def _normalized(name: str) -> str:
@@ -195,7 +202,7 @@ class WebDataset(Source):
                     yield member, member.name, None, reason if member.is_file else "not_a_file"
                     continue
                 if sample and parts[0] != key:
-                    yield self._sample(file, key, sample)
+                    yield from self._sample(file, key, sample)
                     sample = {}
                 key, suffix = parts
                 kind = IMAGE if suffix in IMAGE_SUFFIXES else suffix
@@ -206,18 +213,22 @@ class WebDataset(Source):
         except TarDefect as error:
             defect = error
         if sample:
-            yield self._sample(file, key, sample)
+            yield from self._sample(file, key, sample)
         if defect is not None:
             raise defect
 
     def _sample(
         self, file: BinaryIO, key: str, sample: dict[str, Member]
-    ) -> tuple[Member, str, str | None, str | None]:
+    ) -> Iterator[tuple[Member, str, str | None, str | None]]:
+        """Yield the row of a sample; one for each image where names with dots share its key."""
         suffix, json_field = self.label
         label = read_label(file, sample[suffix], json_field) if suffix in sample else None
         if IMAGE in sample:
-            return sample[IMAGE], key, label, None
-        return next(iter(sample.values())), key, label, "no_image"
+            yield sample[IMAGE], key, label, None
+            return
+        images = [member for member in sample.values() if is_image_name(member.name)]
+        for member in images or [next(iter(sample.values()))]:
+            yield member, key, label, "no_image"
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:

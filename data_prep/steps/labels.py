@@ -1,7 +1,7 @@
 """Turn the classes of a source into classes (map) and labels (space).
 
 Owns: label spaces and maps in files, and the errors for classes and maps that do not match.
-Leaves out: the label spaces known by name (`vitscale.evaluation.label_spaces`), counting images.
+Leaves out: the label spaces known by name (`vitscale.data.label_spaces`), counting images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError, did_you_mean
 from vitscale.config.text_files import read_cells, read_text
 from vitscale.data.class_names import look_of, names_by, spelling_of
-from vitscale.evaluation.label_spaces import LABEL_SPACES, known_space
+from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings
 
 PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")

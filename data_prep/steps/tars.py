@@ -21,6 +21,7 @@ from data_prep.steps.work import WorkFolder
 from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL
 from vitscale.data.remote import Location, Url, location_of, names_below, read_chunks
+from vitscale.data.split_names import splits_of_files
 from vitscale.data.tar_writer import TarShard
 from vitscale.data.webdataset import matching
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
@@ -107,7 +108,8 @@ def list_tars(work: WorkFolder, unit: str) -> None:
             if not (names := matching(pattern, listed, where=where)):
                 advice = "correct the pattern; a web server cannot list its files: name them"
                 raise UserError(f"no tars {pattern!r}", where=where, next_step=advice)
-            found += [(name, split) for name in sorted(names)]
+            by_name = {} if source.splits else splits_of_files(names)
+            found += [(name, by_name.get(name, split)) for name in sorted(names)]
     else:
         containers = WebDataset(source, work.run.labels).containers()
         found = [(container.path, container.split) for container in containers]

@@ -47,11 +47,11 @@ from vitscale.config.errors import (
 )
 from vitscale.config.text_files import read_named
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
+from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
-from vitscale.distributed.processes import num_cores, num_gpus
+from vitscale.distributed.processes import environment_number, num_cores, num_gpus
 from vitscale.distributed.worker_processes import Workers
-from vitscale.evaluation.label_spaces import LABEL_SPACES
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.journal import item_progress
 
@@ -257,8 +257,10 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
     """Return when every unit is done, here or elsewhere."""
     units = step.units(work)
     sizes = dict(zip(units, step.images(work) if step.images else [1] * len(units), strict=True))
-    # Any unit, so that tasks do not all try the same claims.
-    first = hash(work.task) % len(units)
+    # Tasks do not all begin with the first unit, whose claim one alone gets.
+    names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
+    task = environment_number(names[0], least=0) if names else 0
+    first = task * workers.num % len(units)
     waiting = [*units[first:], *units[:first]]
     counted = "images" if step.images else "units"
     progressed = said = time.monotonic()

@@ -74,7 +74,8 @@ def _runs_table(comparison: Comparison) -> Table:
 
 def _metric_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     for line in sorted(comparison.metrics, key=lambda line: metric_place(line.key)):
-        if not any(line.final + line.best):
+        # Such as counts of what never happened. A result of 0 is one.
+        if line.better is None and not any(line.final):
             continue
         yield line.key, "final", *map(format_value, line.final)
         if line.equal != line.final:

@@ -123,7 +123,16 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
             errors.append(error)
     if errors:
         raise errors[0] if len(errors) == 1 else UserErrors(errors)
-    return _with_distinct_labels(_with_states(runs))
+    return _with_distinct_labels(_with_states(_once_each(runs)))
+
+
+def _once_each(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """Runs that are named twice, such as by a link to the folder, count once."""
+    found: dict[str, ComparedRun] = {}
+    for run in runs:
+        place = run.source if run.folder is None else str(run.folder.resolve())
+        found.setdefault(place, run)
+    return list(found.values())
 
 
 def _with_states(runs: list[ComparedRun]) -> list[ComparedRun]:
@@ -170,10 +179,14 @@ def _load(name: str, *, uri: str | None) -> list[ComparedRun]:
     if uri is not None or not is_here:
         for attribute in ("run_name", "run_id"):
             query = f"attributes.{attribute} = {name!r}"
-            if stored := _stored(uri or default_uri(), query, limit=1):
-                if not stored[0].rows:
+            # The second one shows whether the name is that of one run.
+            if stored := _stored(uri or default_uri(), query, limit=2):
+                newest = stored[0]
+                if not newest.rows:
                     raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
-                return stored
+                if len(stored) > 1:
+                    newest = replace(newest, label=f"{newest.label} (newest of this name)")
+                return [newest]
     folders = find_runs([name])
     # Runs of a chain that have not started are left out.
     begun = [folder for folder in folders if (folder / JOURNAL_NAME).is_file()]

@@ -35,6 +35,7 @@ from launch.jobs.attempts import (
     end_attempt,
     ended_with,
     failure_outcome,
+    is_complete,
     last_lines,
     read_attempts,
 )
@@ -102,6 +103,10 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     Returns the exit code of the job.
     """
     folder, job_id, restart = options.run_folder, options.job, restart_count()
+    # The record of an array's task has a folder only from its start on.
+    if "_" not in job_id and not folder.is_dir():
+        say(f"not requeued: {folder} was moved or removed. Submit the run from where it is now.")
+        return int(options.code) or FailureKind.STORAGE.exit_code
     fields = job_fields(job_id)
     outcome = classify(
         options.code,
@@ -128,7 +133,7 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     if why is None:
         say(f"requeueing job {job_id} ({restart + 1} of {options.max_requeues})")
         if message := requeue(job_id):
-            why = f"job {job_id} was not requeued: {message}"
+            why = f"job {job_id}: {message}. Submit the same command again to resume."
     if why is not None:
         say(f"not requeued: {why}")
     elif fields and (node := blamed_node(attempts)):
@@ -168,6 +173,9 @@ def classify(
     lines = (NOT_LAUNCHED.sub(with_node, line) for line in srun_errors)
     found = next(filter(None, map(TASK_ENDED.match, lines)), None)
     if found is None:
+        # srun has not heard of the end of its tasks.
+        if is_complete(run_folder):
+            return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
         return failure_outcome(failure_of_srun(code, srun_errors), run_folder, attempt=attempt)
     nodes, ranks, first, what = found.groups()
     if what not in STOPPED:

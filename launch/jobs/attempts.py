@@ -32,6 +32,7 @@ from vitscale.distributed.events import (
     cause,
     read_events,
     read_failures,
+    read_start,
     record_failure,
 )
 from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
@@ -102,7 +103,11 @@ def read_attempts(run_folder: Path | str) -> list[Attempt]:
     for row in read_events(run_folder):
         if row["event"] == ATTEMPT:
             with suppress(ValidationError):
-                attempts[row["number"]] = READ_ATTEMPT.validate_python(row)
+                attempt = READ_ATTEMPT.validate_python(row)
+                known = attempts.setdefault(attempt.number, attempt)
+                # An end counts even before its start, since a clock may have been set back.
+                if known.ended is None or attempt.ended is not None:
+                    attempts[attempt.number] = attempt
     return [attempts[number] for number in sorted(attempts)]
 
 
@@ -147,6 +152,13 @@ def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
     closed = replace(attempt, **{"ended": max(attempt.started, row.time)} | gained | changes)
     _append(folder, closed)
     return closed
+
+
+def is_complete(run_folder: Path) -> bool:
+    """Return True if the training has its last checkpoint."""
+    start = read_start(run_folder)
+    saved = next(map(step_of, step_folders(run_folder / "checkpoints")), 0)
+    return start is not None and saved >= start.total_steps
 
 
 def last_lines(path: Path) -> list[bytes]:

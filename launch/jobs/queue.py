@@ -32,6 +32,8 @@ EXCLUDE_SECONDS = 20.0
 PAUSE_SECONDS = 2.0
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
+# Of refusals that no repetition changes.
+FINAL_REFUSAL = re.compile(r"disabled|invalid job id|denied|not permitted", re.IGNORECASE)
 # squeue's names of the fields of `QueuedJob`. The script's path may contain the separator.
 FORMAT = "%i|%F|%T|%r|%S|%N|%V|%o"
 # JOB STATE CODES of `man squeue`: states that a job does not leave.
@@ -247,7 +249,8 @@ def _insist(
 ) -> str | None:
     """Repeat a command until SLURM takes it: the controller may be restarting.
 
-    Returns SLURM's message if it still refuses after `seconds`, not if that needs no repetition.
+    Returns SLURM's message if it still refuses after `seconds`, or at once if it never will take
+    it. unless: whether a message means that nothing is left to do.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -257,7 +260,7 @@ def _insist(
         except NoAnswerError as error:
             if unless(str(error)):
                 return None
-            if time.monotonic() > deadline:
+            if FINAL_REFUSAL.search(str(error)) or time.monotonic() > deadline:
                 return str(error)
         time.sleep(PAUSE_SECONDS)
 

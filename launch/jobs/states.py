@@ -72,7 +72,7 @@ REASONS = {
     "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
     "Resources": "waits for free nodes",
     "launch_failed_requeued_held": "a node could not start it, so it is held: `scontrol release` "
-    "tries again",
+    "tries again; if SLURM has drained the node (`sinfo -R`), its administrator resumes it",
 }
 
 
@@ -241,7 +241,10 @@ def _ended_state(
             what = f"Python did not start on {path.read_text().split()[-1]}, or was killed"
             return RunState.FAILED, Failure(kind=FailureKind.OTHER, what=what)
     if last is not None and last.ending in (None, Ending.FAILED):
-        what = last.reason or "no record of its end: its node died, or SLURM ended the job"
+        what = last.reason or (
+            "no record of its end: its node died, or SLURM ended the job; the same command resumes "
+            "it"
+        )
         return RunState.FAILED, Failure(kind=last.kind or FailureKind.OTHER, what=what)
     if last is None and start is None:
         if (folder / RESULTS_NAME).is_file():
@@ -428,6 +431,8 @@ def _steps(run: RunStatus) -> str:
 
 def waiting(job: QueuedJob, *, now: float) -> str:
     """Explain why a job waits, with SLURM's own reason and its estimate of the start."""
+    if job.state == "SUSPENDED":
+        return f"job {job.job_id} is suspended and goes on by itself; `scontrol resume` resumes it"
     text = f"job {job.job_id} has not been looked at by the scheduler yet"
     if job.reason is not None:
         word = job.reason.replace(" ", "_")

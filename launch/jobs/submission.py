@@ -67,6 +67,9 @@ RANK_VARIABLES = (
 )
 OPTION_LINE = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
 
+# A lock that nobody has touched at so many looks is that of ranks that are gone.
+LOOK_S, SILENT_LOOKS = 60, 5
+
 # Restarts in a row that may fail without a newer checkpoint.
 MAX_FRUITLESS_RESTARTS = 3
 
@@ -76,6 +79,8 @@ MAX_FRUITLESS_RESTARTS = 3
 # The tasks get its variables, also where SBATCH_EXPORT=NONE keeps out those of the submission.
 FIRST = (
     "trap '' USR2 TERM",
+    # The login shell's soft limits, such as one of CPU seconds, would reach the ranks.
+    'for limit in t f v n u; do ulimit -S -$limit "$(ulimit -H -$limit)"; done',
     "unset SLURM_EXPORT_ENV",
     # Of the shell or the profile; a line of `launch.setup` may choose the port.
     f"unset {' '.join(RANK_VARIABLES)}",
@@ -99,6 +104,23 @@ export SUBMITIT_LOG_LEVEL=CRITICAL
 srun_errors=$(mktemp) || srun_errors=/dev/null
 # A node that was away gets signals to its last step a minute later: this one has another number.
 [ $((restart % 2)) = 0 ] || srun --nodes=1 --ntasks=1 true
+# A daemon that was away when the ranks ended leaves srun waiting for them until the time limit.
+watch_lock() {{
+    local first now last still=0
+    first=$(stat -c "%y %s" "$1" 2> /dev/null)
+    while sleep {look_s}; do
+        now=$(stat -c "%y %s" "$1" 2> /dev/null)
+        # Rank 0 touches its lock every few seconds, from when it has opened the run.
+        [ "$now" = "$last" ] && [ "$now" != "$first" ] && still=$((still + 1)) || still=0
+        last=$now
+        [ "$still" -lt {silent_looks} ] || {{
+            echo "no rank has touched $1 since $(date -r "$1" 2>&1): srun is ended"
+            pkill -KILL -s 0 -x srun
+            return
+        }}
+    done
+}}
+watch_lock {lock} & watcher=$!
 # srun lets the others wait for a task that could not start: its log cannot be opened, for example.
 end_step='scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep "[.][0-9]")'
 {{"""
@@ -106,6 +128,7 @@ end_step='scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep "[.][0-9]")'
 AFTER = """\
 }} 2>&1 | tee "$srun_errors" >(sed -nu "/ launch failed: /e $end_step")
 code=${{PIPESTATUS[0]}}
+kill "$watcher"
 next=$({after} --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
 # Without Python on this node: a line for each start in a row, as `after` would decide.
@@ -180,6 +203,9 @@ def _executor(
         "stopped": EXIT_STOPPED_RESUMABLE,
         "failed": f'{shlex.quote(str(folder))}/{job_id}/"$job".failed_starts',
         "max_fruitless": MAX_FRUITLESS_RESTARTS,
+        "look_s": LOOK_S,
+        "silent_looks": SILENT_LOOKS,
+        "lock": f"{where}/.lock",
         "fewest_nodes": launch.node_counts[0],
         "after": f"{shlex.join(after)} {where} {shlex.join(map(str, options))}",
     }

@@ -37,9 +37,9 @@ from vitscale.data.webdataset import check_shares, tars_of_split
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate
 from vitscale.models.registry import MODELS
+from vitscale.objectives.objective import check_objective
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
-from vitscale.training.objective import check_objective
 
 Rows = Iterator[tuple[str, str]]
 GIB = 2**30
@@ -109,7 +109,8 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
             if check_files:
                 for part in opened.parts:
                     check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
-                evaluated = None if data.dev_percent else open_val_split(data)
+                if not data.dev_percent:
+                    evaluated = open_val_split(data, parts=opened.parts)
             return DataFacts(
                 num_samples=opened.num_samples,
                 num_classes=len(opened.classes),

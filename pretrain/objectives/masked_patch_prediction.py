@@ -14,7 +14,7 @@ from pydantic import Field
 from vitscale.config.section import NamedSection
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.models.costs import ACTIVATION_SCALE
-from vitscale.training.objective import Objective
+from vitscale.objectives.objective import Objective
 
 if TYPE_CHECKING:
     import numpy as np

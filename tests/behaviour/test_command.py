@@ -37,25 +37,26 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        ("pretrain vit_b16 seed=1", "launch/local.py --config vit_b16 seed=1"),
-        ("pretrain --num-procs 2 vit_b16", "launch/local.py --config vit_b16 --num-procs 2"),
-        ("finetune --config=pets_384", "launch/local.py --config pets_384"),
-        ("pretrain vit_b16 --print-config", "launch/local.py --config vit_b16 --print-config"),
-        ("pretrain --help optim", "pretrain/main.py --help optim"),
-        # No script may take a run without a configuration for one of another stage.
-        ("finetune init=runs/a", "finetune/main.py init=runs/a"),
-        ("evaluate init=runs/a", "launch/local.py init=runs/a"),
-        ("predict init=runs/a cat.jpg", "finetune/predict.py init=runs/a cat.jpg"),
-        ("prepare shards data/digits", "data_prep/make_shards.py --config data/digits"),
-        ("prepare verify runs/a", "data_prep/verify_shards.py runs/a"),
-        ("launch chains/demo --dry-run", "launch/slurm.py --config chains/demo --dry-run"),
-        ("launch --local chains/demo", "launch/local.py --config chains/demo"),
-        ("compare sync runs/a", "launch/compare.py sync runs/a"),
-    ],
-)
+# What is typed, and what is started. No script may take a run without a configuration for one of
+# another stage.
+STARTED = """\
+pretrain vit_b16 seed=1 -> launch/local.py --config vit_b16 seed=1
+pretrain --num-procs 2 vit_b16 -> launch/local.py --config vit_b16 --num-procs 2
+finetune --config=pets_384 -> launch/local.py --config pets_384
+pretrain vit_b16 --print-config -> launch/local.py --config vit_b16 --print-config
+pretrain --help optim -> pretrain/main.py --help optim
+finetune init=runs/a -> finetune/main.py init=runs/a
+evaluate init=runs/a -> launch/local.py init=runs/a
+predict init=runs/a cat.jpg -> finetune/predict.py init=runs/a cat.jpg
+prepare shards data/digits -> data_prep/make_shards.py --config data/digits
+prepare verify runs/a -> data_prep/verify_shards.py runs/a
+launch chains/demo --dry-run -> launch/slurm.py --config chains/demo --dry-run
+launch --local chains/demo -> launch/local.py --config chains/demo
+compare sync runs/a -> launch/compare.py sync runs/a
+"""
+
+
+@pytest.mark.parametrize("words, expected", [line.split(" -> ") for line in STARTED.splitlines()])
 def test_each_command_starts_its_script(words: str, expected: str, started: list[str]) -> None:
     command.start(words.split())
     assert started == expected.split()

@@ -25,16 +25,17 @@ from tests.support.clean_environment import clean_environment
 clean_environment()
 raise SystemExit(subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode)
 """
-HOSTILE = {
-    **{"RANK": "3", "WORLD_SIZE": "64", "LOCAL_RANK": "5", "MASTER_ADDR": "192.0.2.1"},
-    **{"SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SBATCH_PARTITION": "none", "SLURM_CONF": "/no"},
-    **{"GLOO_SOCKET_IFNAME": "ib7", "OMP_NUM_THREADS": "2,1", "TORCHELASTIC_RUN_ID": "a"},
-    **{"LC_ALL": "C", "LANG": "de_DE", "COLUMNS": "20", "NO_COLOR": "1", "FORCE_COLOR": "1"},
-    **{"TERM": "dumb", "PYTHONSTARTUP": "/no", "TZ": "Asia/Kathmandu", "MPLBACKEND": "tkagg"},
-    **{"MLFLOW_TRACKING_URI": "http://192.0.2.1", "HF_TOKEN": "x", "AWS_PROFILE": "no"},
-    **{"WANDB_MODE": "online", "VITSCALE_SITE": "/no", "VITSCALE_ATTEMPT": "9"},
-    **{"HTTP_PROXY": "http://192.0.2.1:1", "NO_PROXY": "example.org"},
-}
+HOSTILE = dict(
+    word.split("=", 1)
+    for word in """
+    RANK=3 WORLD_SIZE=64 LOCAL_RANK=5 MASTER_ADDR=192.0.2.1 SLURM_JOB_ID=7 SLURM_PROCID=1
+    SBATCH_PARTITION=none SLURM_CONF=/no GLOO_SOCKET_IFNAME=ib7 OMP_NUM_THREADS=2,1
+    TORCHELASTIC_RUN_ID=a LC_ALL=C LANG=de_DE COLUMNS=20 NO_COLOR=1 FORCE_COLOR=1 TERM=dumb
+    PYTHONSTARTUP=/no TZ=Asia/Kathmandu MPLBACKEND=tkagg MLFLOW_TRACKING_URI=http://192.0.2.1
+    HF_TOKEN=x AWS_PROFILE=no WANDB_MODE=online VITSCALE_SITE=/no VITSCALE_ATTEMPT=9
+    HTTP_PROXY=http://192.0.2.1:1 NO_PROXY=example.org
+    """.split()
+)
 
 
 def become_hostile() -> None:

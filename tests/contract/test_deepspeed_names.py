@@ -17,56 +17,52 @@ from tests.contract.tree import ROOT
 from vitscale.engine.deepspeed_parts import DEEPSPEED, LOSS_SCALER
 
 FILE = ROOT / "vitscale/engine/deepspeed_parts.py"
-# Each name that is not part of DeepSpeed's documentation, and the file that defines it.
-PRIVATE = {
-    # Process-wide state.
-    "__compatible_ops__": "ops/__init__.py",
-    "TORCH_AUTOCAST_INITIALIZED": "runtime/torch_autocast.py",
-    "_WORLD_GROUP": "utils/groups.py",
-    # Of the engine.
-    "enable_backward_allreduce": "runtime/engine.py",
-    # Of every wrapper of an optimiser.
-    "_global_grad_norm": "runtime/zero/stage_1_and_2.py",
-    "loss_scaler": "runtime/zero/stage_1_and_2.py",
-    "loss_scale": "runtime/zero/stage_1_and_2.py",
-    # ZeRO 1 and 2.
-    "_hp_mapping": "runtime/zero/stage_1_and_2.py",
-    "bit16_groups_flat": "runtime/zero/stage_1_and_2.py",
-    "hp_fragment_address": "utils/tensor_fragment.py",
-    "lp_fragment_address": "utils/tensor_fragment.py",
-    "numel": "utils/tensor_fragment.py",
-    "parallel_partitioned_bit16_groups": "runtime/zero/stage_1_and_2.py",
-    "param_group_index": "utils/tensor_fragment.py",
-    "single_partition_of_fp32_groups": "runtime/zero/stage_1_and_2.py",
-    "start": "utils/tensor_fragment.py",
-    # ZeRO 3.
-    "_partition_all_parameters": "runtime/zero/stage3.py",
-    "_reassign_or_swap_out_partitioned_parameters": "runtime/zero/stage3.py",
-    "all_gather": "runtime/zero/partition_parameters.py",
-    "ds_numel": "runtime/zero/partition_parameters.py",
-    "ds_shape": "runtime/zero/partition_parameters.py",
-    "fp32_partitioned_groups_flat": "runtime/zero/stage3.py",
-    "get_param_id": "runtime/zero/stage3.py",
-    "grad_position": "runtime/zero/stage3.py",
-    "persistent_parameters": "runtime/zero/stage3.py",
-}
+# Each name that is not part of DeepSpeed's documentation, and the file that defines it: of the
+# process, of the engine, of every wrapper of an optimiser, of ZeRO 1 and 2, and of ZeRO 3.
+PRIVATE = dict(
+    line.split()
+    for line in """\
+__compatible_ops__ ops/__init__.py
+TORCH_AUTOCAST_INITIALIZED runtime/torch_autocast.py
+_WORLD_GROUP utils/groups.py
+enable_backward_allreduce runtime/engine.py
+_global_grad_norm runtime/zero/stage_1_and_2.py
+loss_scaler runtime/zero/stage_1_and_2.py
+loss_scale runtime/zero/stage_1_and_2.py
+_hp_mapping runtime/zero/stage_1_and_2.py
+bit16_groups_flat runtime/zero/stage_1_and_2.py
+hp_fragment_address utils/tensor_fragment.py
+lp_fragment_address utils/tensor_fragment.py
+numel utils/tensor_fragment.py
+parallel_partitioned_bit16_groups runtime/zero/stage_1_and_2.py
+param_group_index utils/tensor_fragment.py
+single_partition_of_fp32_groups runtime/zero/stage_1_and_2.py
+start utils/tensor_fragment.py
+_partition_all_parameters runtime/zero/stage3.py
+_reassign_or_swap_out_partitioned_parameters runtime/zero/stage3.py
+all_gather runtime/zero/partition_parameters.py
+ds_numel runtime/zero/partition_parameters.py
+ds_shape runtime/zero/partition_parameters.py
+fp32_partitioned_groups_flat runtime/zero/stage3.py
+get_param_id runtime/zero/stage3.py
+grad_position runtime/zero/stage3.py
+persistent_parameters runtime/zero/stage3.py
+""".splitlines()
+)
 # Set and read by their names.
 PRIVATE |= dict.fromkeys(LOSS_SCALER, "runtime/fp16/loss_scaler.py")
 # The names through which the file reaches DeepSpeed, and what it documents of them.
-OBJECTS = {
-    "engine",
-    "wrapper",
-    "_wrapper",
-    "_engine",
-    "mapping",
-    "parameter",
-    "groups",
-    "deepspeed",
-}
-OBJECTS |= {"torch_autocast", "lp_fragment_address", "hp_fragment_address", "ops"}
-OBJECTS |= {"persistent_parameters"}
-PUBLIC = {"initialize", "ops", "backward", "step", "module", "optimizer", "named_parameters"}
-PUBLIC |= {"shape", "data", "zero", "__version__"}
+OBJECTS = set(
+    """
+    engine wrapper _wrapper _engine mapping parameter groups deepspeed torch_autocast
+    lp_fragment_address hp_fragment_address ops persistent_parameters
+    """.split()
+)
+PUBLIC = set(
+    """
+    initialize ops backward step module optimizer named_parameters shape data zero __version__
+    """.split()
+)
 
 
 def used_names() -> set[str]:

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from tests.contract.tree import ROOT, parsed
 
-LOGGING = ("vitscale/data", "vitscale/evaluation", "vitscale/training", "pretrain", "finetune")
+LOGGING = (
+    "vitscale/data",
+    "vitscale/evaluation",
+    "vitscale/objectives",
+    "vitscale/training",
+    "pretrain",
+    "finetune",
+)
 # The last one has those of objectives.
 METRIC_PAGES = ("tracking", "evaluation", "configuration")
 METRIC = re.compile(r"(train|val|vitals)/[a-z0-9_]*[a-z0-9]")
@@ -24,16 +31,16 @@ FILE_NAME = re.compile(r"(?<![\w./~*-])\w+\.(?:py|c|h|toml|svg|j2)\b")
 SUFFIXES = (".py", ".c", ".h", ".svg", ".j2")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Files of other projects, cited as sources, and names that Python code of a reader would have.
-EXTERNAL = {
-    *("jpeglib.h", "models_vit.py", "models_v2.py", "utils.py", "train_vit_g.py", "optax.py"),
-    *("bit_hyperrule.py", "configs/vit_i21k.py", "configs/vit_s16_i1k.py", "configs/vit_i1k.py"),
-    *("models_resnet.py", "configs/bit_i21k.py", "configs/bit_i1k.py", "models/bit_paper.py"),
-    "bit_pytorch/models.py",
-    *("configs/models.py", "configs/common.py", "configs/augreg.py", "models/vit.py"),
-    *("input_pipeline.py", "pp/ops_image.py", "transforms_factory.py", "datasets.py"),
-    *("models_mae.py", "util/pos_embed.py"),
-    *("eval/knn.py", "eval/linear.py", "evaluators/fewshot_lsr.py"),
-}
+EXTERNAL = set(
+    """
+    jpeglib.h models_vit.py models_v2.py utils.py train_vit_g.py optax.py bit_hyperrule.py
+    configs/vit_i21k.py configs/vit_s16_i1k.py configs/vit_i1k.py models_resnet.py
+    configs/bit_i21k.py configs/bit_i1k.py models/bit_paper.py bit_pytorch/models.py
+    configs/models.py configs/common.py configs/augreg.py models/vit.py input_pipeline.py
+    pp/ops_image.py transforms_factory.py datasets.py models_mae.py util/pos_embed.py eval/knn.py
+    eval/linear.py evaluators/fewshot_lsr.py
+    """.split()
+)
 
 
 def _tracked() -> set[str]:

@@ -13,13 +13,13 @@ from typing import Any
 # What programs need to be found and to reach the network; what configures pytest and its plugins;
 # which GPU, compiler and package index to use. Everything else may name a job, a server, a language
 # or a width that is not meant for tests.
-KEPT = (
-    *("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV"),
-    *("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PY_COLORS"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CC", "CXX", "CPATH", "LIBRARY_PATH"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"),
-    *("VITSCALE_REQUIRE_ALL", "CI"),
-)
+KEPT = """
+    PATH HOME USER LOGNAME TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV
+    PYTHONPATH PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PY_COLORS
+    CUDA_VISIBLE_DEVICES CUDA_HOME CC CXX CPATH LIBRARY_PATH
+    HTTP_PROXY HTTPS_PROXY NO_PROXY REQUESTS_CA_BUNDLE SSL_CERT_FILE
+    VITSCALE_REQUIRE_ALL CI
+""".split()
 KEPT_PREFIXES = ("PYTEST_", "HYPOTHESIS_", "NVIDIA_", "PIP_", "UV_", "CONDA_", "XDG_")
 SET = {
     # The developer's own site file has no effect on the tests.

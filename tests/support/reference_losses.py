@@ -63,8 +63,10 @@ def distillation(teacher: nn.Module, *, kind: str, alpha: float, tau: float) -> 
     return loss_of
 
 
-def masked_autoencoder(order_of: Callable[[np.ndarray], np.ndarray], *, kept: int) -> Loss:
-    """He et al. 2022, section 4.1, normalised pixels. order_of: patches, the kept ones first."""
+def masked_autoencoder(
+    order_of: Callable[[np.ndarray], np.ndarray], *, kept: int, normalized: bool = True
+) -> Loss:
+    """He et al. 2022, section 4.1. order_of: patches, the kept ones first."""
 
     def loss_of(run: Callable[..., Any], pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
         order_BL = torch.from_numpy(order_of(sample.positions))
@@ -75,7 +77,8 @@ def masked_autoencoder(order_of: Callable[[np.ndarray], np.ndarray], *, kept: in
         patches_BLP = patches_BPL.unflatten(1, (3, -1)).permute(0, 3, 2, 1).flatten(2)
         mean = patches_BLP.mean(dim=2, keepdim=True)
         deviation = (patches_BLP.var(dim=2, keepdim=True) + 1e-6).sqrt()
-        error_BL = ((predicted_BLP - (patches_BLP - mean) / deviation) ** 2).mean(dim=2)
+        target_BLP = (patches_BLP - mean) / deviation if normalized else patches_BLP
+        error_BL = ((predicted_BLP - target_BLP) ** 2).mean(dim=2)
         return error_BL.gather(1, order_BL[:, kept:]).mean()
 
     return loss_of

@@ -28,30 +28,20 @@ OTHER_SHARDS = FOLDER / "training/other_shards"
 CLASSES = ("ant", "bee", "cod")
 
 # Without dropout, whose draws depend on the processor. Two ranks accumulate two micro-batches.
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "data": {
-        "path": str(SHARDS),
-        "global_batch": 8,
-        "num_workers": 0,
-        "crop_area": [0.5, 1.0],
-        "mean": [0.4, 0.5, 0.6],
-    },
-    "model": {
-        "image_size": 8,
-        "patch_size": 2,
-        "width": 16,
-        "depth": 2,
-        "num_heads": 2,
-        "mlp_width": 32,
-    },
-    "optim": {"lr": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0},
-    "schedule": {"steps": 20, "warmup_steps": 5},
-    "engine": {"device": "cpu", "num_threads": 1, "timeout_min": 1.0, "max_micro_batch": 2},
-    "checkpoint": {"every_steps": 100},
-    "evaluate": [],
-    "tracking": {"uri": None, "log_every_steps": 1},
-}
+TINY: dict[str, Any] = yaml.safe_load(
+    f"""
+    name: tiny
+    data: {{path: {SHARDS}, global_batch: 8, num_workers: 0, crop_area: [0.5, 1.0],
+      mean: [0.4, 0.5, 0.6]}}
+    model: {{image_size: 8, patch_size: 2, width: 16, depth: 2, num_heads: 2, mlp_width: 32}}
+    optim: {{lr: 0.001, weight_decay: 0.1, clip_norm: 1.0}}
+    schedule: {{steps: 20, warmup_steps: 5}}
+    engine: {{device: cpu, num_threads: 1, timeout_min: 1.0, max_micro_batch: 2}}
+    checkpoint: {{every_steps: 100}}
+    evaluate: []
+    tracking: {{uri: null, log_every_steps: 1}}
+    """
+)
 SGD = {"optim": {"name": "sgd", "lr": 1e-3, "clip_norm": 1.0}}
 TRAININGS = {
     "pretrain/main.py": TINY | {"stage": "pretrain"},

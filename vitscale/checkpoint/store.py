@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import sys
 import threading
 import time
 import uuid
@@ -38,7 +39,7 @@ from vitscale.checkpoint.folders import (
 )
 from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
 from vitscale.distributed.atomic_files import fsync_folder, retried
-from vitscale.distributed.processes import node_name
+from vitscale.distributed.processes import end_now, node_name
 from vitscale.distributed.world import (
     SAVES,
     World,
@@ -151,7 +152,12 @@ class CheckpointStore:
         return [value] if self._group is None else gather_objects(value, group=self._group)
 
     def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """The pieces; DivergedError before the first if this rank holds what is not finite."""
+        """The pieces; DivergedError before the first if this rank holds what is not finite.
+
+        Raises OSError without a run folder: one that was moved must not come back with a
+        checkpoint alone.
+        """
+        os.stat(self.folder.parent)
         if bad := self._host_copy.not_finite():
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             raise DivergedError(
@@ -244,8 +250,13 @@ def _held(path: Path) -> Iterator[None]:
 
     def touch() -> None:
         while not ending.wait(BEAT_S):
-            with suppress(OSError):
+            try:
                 os.utime(path)
+            except FileNotFoundError:
+                if not ending.is_set():
+                    _end_without(path.parent)
+            except OSError:
+                pass  # storage that fails may come back
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with open(descriptor, "rb+", buffering=0) as file:
@@ -259,6 +270,17 @@ def _held(path: Path) -> Iterator[None]:
             ending.set()
             with suppress(OSError):
                 os.truncate(descriptor, 0)
+
+
+def _end_without(folder: Path) -> None:
+    """End this process, whose run folder is gone. The main thread may wait for other ranks."""
+    error = StorageError(
+        "was moved or removed during the training",
+        where=str(folder),
+        next_step="start the run again from where its folder is now; it resumes",
+    )
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    end_now(error.kind.exit_code)
 
 
 def _acquire(path: Path, descriptor: int) -> None:

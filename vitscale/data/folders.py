@@ -6,9 +6,20 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# Thumbnails, deleted files and the like, which file servers and other systems leave beside images.
+SYSTEM_FOLDERS = frozenset(
+    "@eadir|@recycle|#recycle|#snapshot|$recycle.bin|system volume information|lost+found|"
+    "__macosx".split("|")
+)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder of this name is of the system, or begins with a dot."""
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+
 
 def files_below(root: Path | str, *, follow_links: bool = False) -> Iterator[str]:
-    """Yield the paths of the visible files below a folder; no file or folder begins with a dot.
+    """Yield the paths of the visible files below a folder, and below visible folders alone.
 
     follow_links: to folders, too; one that was seen by another path is not seen again.
     Raises OSError. A list instead of recursion: folders may be nested deeper than calls.
@@ -22,7 +33,7 @@ def files_below(root: Path | str, *, follow_links: bool = False) -> Iterator[str
                 continue
             seen.add(real)
         with os.scandir(folder) as entries:
-            shown = [entry for entry in entries if not entry.name.startswith(".")]
+            shown = [entry for entry in entries if not is_hidden(entry.name)]
         for entry in shown:
             if not is_folder(entry):
                 yield entry.path
@@ -33,7 +44,7 @@ def files_below(root: Path | str, *, follow_links: bool = False) -> Iterator[str
 def folders_in(root: Path) -> list[str]:
     """Names of the visible sub-folders, and links to folders, sorted by their bytes."""
     with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if entry.name[0] != "." and is_folder(entry)]
+        names = [entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry)]
     return sorted(names, key=os.fsencode)
 
 

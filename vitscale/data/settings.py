@@ -85,7 +85,8 @@ class DataSettings(Section):
     webdataset: WebdatasetSettings = WebdatasetSettings()
     mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
     """Further sets with the same label map; `path` provides the remaining samples. The settings
-    above that choose samples are for `path`."""
+    above that choose samples are for `path`. Images that `dev_percent` holds out, in any copy, are
+    refused; those of `val_split` are counted in a line."""
     views: int = Field(default=1, gt=0, le=16)
     """Repeated augmentation: number of differently augmented views per sample. DeiT: 3. All are in
     one global batch if `global_batch` is a multiple of 64 * views."""

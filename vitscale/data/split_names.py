@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence, Set
 from pathlib import Path
@@ -17,7 +16,11 @@ SPLIT_OF_NAME = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout"), "test"),
 }
 # Parts of other names of splits, such as seg_train, trainset, PublicTest, test2, val_images.
-OF_TRAIN, OF_OTHERS = re.compile("train", re.I), re.compile("val|dev|test|hold", re.I)
+OF_TRAIN, OF_OTHERS = re.compile("train|trn", re.I), re.compile("val|dev|te?st|hold", re.I)
+# In the name of a file, a word like trainval, testset or testA. Not valley, contest or developer.
+WORD_OF_SPLIT = re.compile(
+    rf"[a-z]*train[a-z]*|({'|'.join(SPLIT_OF_NAME)}|trn|tst)(sets?|s|data|images?|[a-z])?"
+)
 NAMES_SHOWN = 10
 
 
@@ -29,7 +32,7 @@ def splits_of_folders(root: Path) -> dict[str, str]:
     names = folders_in(root)
     keywords = [name for name in names if name.lower() in SPLIT_OF_NAME]
     splits = {SPLIT_OF_NAME[name.lower()]: name for name in keywords}
-    if names and len(splits) == len(names) and "train" in splits:
+    if len(splits) == len(names) and "train" in splits:
         return splits
 
     like_train = set(filter(OF_TRAIN.search, names))
@@ -49,37 +52,49 @@ def splits_of_folders(root: Path) -> dict[str, str]:
     return {}
 
 
-def splits_of_files(names: Set[str]) -> dict[str, str]:
-    """File -> split, if every name has one keyword of a split as a word; else nothing.
+def splits_of_files(names: Set[str], *, are_classes: bool = False) -> dict[str, str]:
+    """File -> split, by the one keyword in which each name differs; nothing if none has a word of
+    a split, or all have the same.
 
-    Raises UserError if most but not all have one, and where none is of `train`.
+    are_classes: of which a few may be called like splits, as with folders. Raises UserError for
+    other names with such words, and where no split is `train`.
     """
+    words = dict[str, set[str]]()
+    for name in names:
+        words[name] = set(filter(WORD_OF_SPLIT.fullmatch, re.findall("[a-z]+", name.lower())))
+    common = set.intersection(*words.values())
+
+    # A word that is no keyword stays, and so do several.
     found = dict[str, str]()
     for name in names:
-        words = re.split(r"[^a-z]+", name.lower())
-        splits = {SPLIT_OF_NAME[word] for word in words if word in SPLIT_OF_NAME}
-        if len(splits) == 1:
-            found[name] = splits.pop()
-    if len(set(found.values())) < 2 or 2 * len(found) < len(names):
+        word = "".join(words[name] - common)
+        found[name] = SPLIT_OF_NAME.get(word, word)
+    num_others = list(found.values()).count("")
+    if num_others == len(names) or (are_classes and 2 * num_others > len(names)):
         return {}
-    if len(found) < len(names) or "train" not in found.values():
-        raise ambiguous_splits(sorted(names))
+
+    splits = set(found.values())
+    if "train" not in splits or not splits.issubset(SPLIT_OF_NAME.values()):
+        patterns = {re.sub("[0-9]+", "*", name) for name in names}
+        raise ambiguous_splits(sorted(patterns), everything='"*"')
     return found
 
 
-def ambiguous_splits(names: Sequence[str]) -> UserError:
-    """The error for folders or files of which some, or all, are named like splits."""
-    shown = [os.fsencode(name).decode("utf-8", "backslashreplace") for name in names]
+def ambiguous_splits(names: Sequence[str], *, everything: str = ".") -> UserError:
+    """The error for folders or files of which some, or all, are named like splits.
+
+    everything: what stands for all of them in `source.splits`.
+    """
     example = dict[str, str]()
-    for name in shown:
+    for name in names:
         if OF_TRAIN.search(name):
             example.setdefault("train", name)
         elif OF_OTHERS.search(name):
-            example.setdefault("test" if re.search("test|hold", name, re.I) else "val", name)
+            example.setdefault("test" if re.search("te?st|hold", name, re.I) else "val", name)
     places = ", ".join(f"{split}: {name!r}" for split, name in example.items())
     return UserError(
-        f"these are named like splits, all or some: {', '.join(map(repr, shown[:NAMES_SHOWN]))}",
+        f"these are named like splits, all or some: {', '.join(map(repr, names[:NAMES_SHOWN]))}",
         where="source.path",
         next_step=f'if they are splits, say which are which: "source.splits={{{places}}}", which '
-        "ignores all others; if they are not: 'source.splits={train: .}'",
+        f"ignores all others; if they are not: 'source.splits={{train: {everything}}}'",
     )

@@ -297,8 +297,12 @@ class Watchdog:
         if len(late) == self.world.world_size:
             return None  # all in the same collective, or none in any; collectives have timeouts
         doing = ", ".join(sorted({present[rank].doing for rank in late}))
+        kind = FailureKind.HANG
         what = f"has kept the others waiting for {self.late_s:.0f} s ({doing})"
-        return self._failure(FailureKind.HANG, what, late)
+        if self.folder is not None and not _answers(self.folder):
+            kind = FailureKind.STORAGE
+            what += f"; the storage of {self.folder} does not answer"
+        return self._failure(kind, what, late)
 
     def _stop(self, failure: Failure) -> None:
         """End the process, whose loop may hang in a collective and cannot raise."""
@@ -306,6 +310,8 @@ class Watchdog:
             self._end.wait(READ * self.period_s)
         if self._end.is_set() or self._is_failing:
             return
+        # The log may hang, and a rank that waits for it must not be taken for a silent one.
+        self._is_failing = True
         with suppress(OSError):
             text = (
                 f"error: rank {self.world.rank}: {failure.text}\n"
@@ -316,6 +322,14 @@ class Watchdog:
         if failure.kind in (FailureKind.HANG, FailureKind.PEER_LOST):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         end_now(failure.kind.exit_code)
+
+
+def _answers(folder: Path) -> bool:
+    """Whether a file system answers within SEND_S."""
+    thread = threading.Thread(target=os.path.exists, args=(folder,), daemon=True)
+    thread.start()
+    thread.join(SEND_S)
+    return not thread.is_alive()
 
 
 def collectives_begun() -> int:

@@ -30,6 +30,7 @@ class Workers:
 
         imports: modules that the function needs; none of them may be the main script.
         """
+        self.num = num
         self._function, self._pipes = function, list[Connection]()
         self._processes = list[BaseProcess]()
         if num == 1:

@@ -95,9 +95,9 @@ def _compute_on_cpu() -> None:
         set_accelerator(CPU_Accelerator())
 
     # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the cores
-    # that train, and collide with leftovers of a killed run of the same name. gloo does not. On a
-    # GPU reading this dict would probe every compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # that train, and collide with leftovers of a killed run of the same name. gloo does not. No
+    # other kernel of DeepSpeed is used, and to ask which could be compiled would start compilers.
+    deepspeed.ops.__compatible_ops__ = {}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from functools import cache
 from typing import NamedTuple
 
 from vitscale.config.errors import UserError
-from vitscale.evaluation.label_spaces import (
+from vitscale.data.label_spaces import (
     LABEL_SPACES,
     SUBSETS,
     known_space,

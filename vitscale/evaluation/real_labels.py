@@ -15,6 +15,7 @@ import numpy as np
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, sample_keys
+from vitscale.data.label_spaces import known_space, timm_file
 from vitscale.evaluation.classes import ClassMap, column_of_each_class
 from vitscale.evaluation.evaluation import (
     Outputs,
@@ -25,7 +26,6 @@ from vitscale.evaluation.evaluation import (
     check_head,
     columns_on,
 )
-from vitscale.evaluation.label_spaces import known_space, timm_file
 
 NUM_IMAGES = 50_000
 NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal
 
 from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import known_space
 from vitscale.evaluation.classes import LACKING, ClassMap, column_of_each_class
 from vitscale.evaluation.evaluation import (
     Outputs,
@@ -19,7 +20,6 @@ from vitscale.evaluation.evaluation import (
     check_head,
     columns_on,
 )
-from vitscale.evaluation.label_spaces import known_space
 
 
 class SubsetSettings(SettingsBase):

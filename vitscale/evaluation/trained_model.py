@@ -194,12 +194,11 @@ def open_model(
     chosen = preprocessing or {}
     given = {*(() if model is None else model.model_fields_set), *chosen}
     values = {**found.preprocessing, **chosen, "image_size": arch.image_size}
-    fits = found.classes is not None and len(found.classes) == arch.num_classes > 0
     return TrainedModel(
         network=network.eval(),
         arch=arch,
         preprocessing=Preprocessing(**values),
-        classes=found.classes if fits else None,
+        classes=found.names_of(arch.num_classes),
         source=f"{found.format}{_assumed(found, arch, given=given)}",
         independent=found.independent,
         run=run,

@@ -22,9 +22,9 @@ from PIL import Image
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import CounterRandom
-from vitscale.images.plain import PILLOW_ERRORS, open_picture
+from vitscale.images.plain import PILLOW_ERRORS, SUFFIXES, open_picture
 
-FORMATS = ("JPEG", "PNG", "WEBP")
+FORMATS = tuple(SUFFIXES)
 CROP_ATTEMPTS = 10
 TF_CROP_ATTEMPTS = 100
 PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py

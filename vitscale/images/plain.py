@@ -11,6 +11,7 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -27,6 +28,10 @@ TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+# The formats that are trained on, by Pillow's names.
+SUFFIXES = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+# Of a grey picture.
+MAX_PIXELS = 1 << 28
 GREY = ("1", "L", "LA", "La")
 # Bits per sample of a PNG without a palette or an alpha channel, by Pillow's name of its rows.
 PNG_DEPTHS = {"1": 1, "L;2": 2, "L;4": 4, "L": 8, "RGB": 8, "I;16B": 16, "RGB;16B": 16}
@@ -146,3 +151,41 @@ def _low_bytes(image: PngImageFile) -> np.ndarray:
 def rgb_pixels(image: Image.Image) -> np.ndarray:
     """Return the pixels of an image that was not prepared as decoders do, uint8 [H, W, 3]."""
     return np.array(upright(plain(image), orientation(image)).convert("RGB"))
+
+
+class GreyPicture(NamedTuple):
+    pixels: np.ndarray
+    """uint8, upright, transparent pixels white."""
+    short_side: int
+    """Of the image itself, in pixels."""
+
+
+def grey_picture(content: bytes, *, side: int) -> GreyPicture | None:
+    """Return the picture of an encoded image at side x side pixels.
+
+    None if the image cannot be decoded or has more than MAX_PIXELS.
+    """
+    # MAX_PIXELS replaces Pillow's own limit.
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        with open_picture(content, formats=tuple(SUFFIXES)) as image:
+            if image.width * image.height > MAX_PIXELS:
+                return None
+            short_side = min(image.size)
+            # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
+            # filled, hence the box, which is the true extent of the picture.
+            drafted = image.draft("L", (2 * side, 2 * side))
+            turn = orientation(image)
+            grey = plain(image).convert("L")
+            small = grey.resize(
+                (side, side),
+                Image.Resampling.BILINEAR,
+                box=drafted[1] if drafted else None,
+                reducing_gap=3.0,
+            )
+    except MemoryError:
+        raise
+    except Exception:
+        # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
+        return None
+    return GreyPicture(np.asarray(upright(small, turn)), short_side)

@@ -165,7 +165,8 @@ def _measured(arch: TimmSettings) -> _Measured:
     """Measure a model without memory. Raises UserError where timm does not build or run it."""
     try:
         with torch.device("meta"), torch.no_grad():
-            model: Any = _create(arch).eval()
+            # The counter's hooks follow gradients, which there are none of.
+            model: Any = _create(arch).eval().requires_grad_(False)
             with FlopCounterMode(display=False) as counter:
                 output = model(torch.empty(1, 3, arch.image_size, arch.image_size))
     except UserError:

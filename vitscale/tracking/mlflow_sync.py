@@ -443,11 +443,15 @@ class MlflowRun(RunReader):
 
 
 def _is_same(stored: float, value: float) -> bool:
-    """Whether MLflow's value is this one; it has no infinity, but the largest number."""
+    """Whether MLflow's value is this one."""
     if math.isnan(stored) or math.isnan(value):
         return math.isnan(stored) and math.isnan(value)
-    largest = sys.float_info.max
-    return stored == max(-largest, min(largest, value))
+    return _as_logged(stored) == value
+
+
+def _as_logged(stored: float) -> float:
+    """MLflow's databases have the largest number in place of infinity."""
+    return math.copysign(math.inf, stored) if abs(stored) == sys.float_info.max else stored
 
 
 def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
@@ -514,7 +518,7 @@ def stored_runs(uri: str, query: str, *, limit: int) -> Iterator[tuple[Any, list
         rows: dict[int, Row] = {}
         for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
             row = Row(step=point.step, time=point.timestamp / 1000, metrics={})
-            rows.setdefault(point.step, row).metrics[point.key] = point.value
+            rows.setdefault(point.step, row).metrics[point.key] = _as_logged(point.value)
         yield run, list(rows.values())
 
 

@@ -49,7 +49,8 @@ class Reader(RunReader):
             name=self.record.name,
             notes=self.record.note,
             job_type=self.record.tags.get("vitscale.stage"),
-            config=yaml.safe_load(shared_yaml(self.config)) | dict(self.record.tags),
+            # A tag may have the name of a section.
+            config=dict(self.record.tags) | yaml.safe_load(shared_yaml(self.config)),
             resume=None if wandb.setup().settings.mode == "offline" else "allow",
             settings=settings,
         )

@@ -60,6 +60,7 @@ from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.crops import resolve_decoder
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture
+from vitscale.objectives.objective import Objective, check_objective
 from vitscale.optim.optimizers import build_optimizer, optimizer_groups
 from vitscale.optim.settings import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
@@ -67,7 +68,6 @@ from vitscale.tracking.journal import training_log
 from vitscale.tracking.mlflow_sync import DATA_TAG, read_record
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.interval_log import IntervalLog, profiled
-from vitscale.training.objective import Objective, check_objective
 
 # Loads weights into a fresh model; returns their source, and what to say about them.
 InitialWeights = Callable[[nn.Module, Architecture], tuple[str | None, list[str]]]
@@ -99,7 +99,12 @@ def open_session(
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
     """Make dropout and drop path a function of the position in training: no state to save."""
-    torch.manual_seed(stream_key("step", seed, step, micro_step, rank) >> 1)
+    number = stream_key("step", seed, step, micro_step, rank) >> 1
+
+    # torch.manual_seed would read the source files of all callers at each call, to defer CUDA.
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
 
 
 class TrainingSession:
@@ -407,7 +412,7 @@ class TrainingSession:
 def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
     training_set = open_training_set(run.data, seed=run.seed)
-    return training_set, training_set.dev or open_val_split(run.data)
+    return training_set, training_set.dev or open_val_split(run.data, parts=training_set.parts)
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:

@@ -31,10 +31,10 @@ from vitscale.config.errors import UserError
 
 WRITER = ROOT / "tests/support/light_checkpoints.py"
 # Calls that a disk can fail, and the folder and file operations of a save.
-DISK_CALLS = (
-    *("openat", "write", "fsync", "close", "rename", "mkdir", "fadvise64"),
-    *("read", "lseek", "newfstatat", "getdents64", "unlinkat", "rmdir"),
-)
+DISK_CALLS = """
+    openat write fsync close rename mkdir fadvise64
+    read lseek newfstatat getdents64 unlinkat rmdir
+""".split()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import torch
 
 from tests.support.light_checkpoints import flip
 from tests.support.ranks.thread_ranks import run_ranks
+from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
@@ -29,7 +30,7 @@ from vitscale.checkpoint.store import (
     read_tensors,
     run_folder_lock,
 )
-from vitscale.config.errors import DivergedError, StorageError, UserError
+from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
 from vitscale.distributed import atomic_files
 from vitscale.distributed.world import World
 
@@ -102,23 +103,7 @@ def test_next_save_waits_and_raises_the_previous_error(
     assert store._copied.wait(60), "the next update waits for ever"
 
 
-def test_storage_may_refuse_saves_for_an_hour(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(folders, "write_new_file", refuse)
-    monkeypatch.setattr(atomic_files, "PAUSES_S", (0.0,))
-    with pytest.raises(StorageError), CheckpointStore(tmp_path, keep=3, world=world) as store:
-        for step in range(1, 6):
-            store.save({"model.a": torch.zeros(3)}, step=step, progress={}, description={})
-            assert store.wait(say=said.append) is None
-        monkeypatch.setattr("vitscale.checkpoint.store.LONGEST_WITHOUT_S", 0.0)
-        store.save({"model.a": torch.zeros(3)}, step=6, progress={}, description={})
-        store.wait(say=said.append)
-    assert len(said) == 5 and "training goes on" in said[0]
-
-
-def test_the_hour_without_a_checkpoint_begins_with_the_last_one(
+def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, said = 0.0, list[str]()
@@ -137,7 +122,7 @@ def test_the_hour_without_a_checkpoint_begins_with_the_last_one(
     save_at(3000.0)
     monkeypatch.setattr(folders, "write_new_file", refuse)
     save_at(6500.0)
-    assert len(said) == 1
+    assert len(said) == 1 and "training goes on" in said[0]
     with pytest.raises(folders.OverdueError):
         save_at(6700.0)
 
@@ -293,6 +278,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def lock(folder: Path) -> contextlib.AbstractContextManager[None]:
     one = {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
     return run_folder_lock(folder, world=World(device=torch.device("cpu"), **one))
+
+
+def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended = threading.Event()
+    codes = []
+    monkeypatch.setattr(
+        "vitscale.checkpoint.store.end_now", lambda code: (codes.append(code), ended.set())
+    )
+    with lock(folder):
+        folder.rename(folder.with_name("moved"))
+        assert ended.wait(PATIENCE_S)
+    assert codes[0] == FailureKind.STORAGE.exit_code and not folder.exists()
+    assert f"{folder}: was moved or removed during the training" in capsys.readouterr().err
 
 
 def test_a_second_job_is_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,14 @@ from vitscale.data.index import (
     sample_keys,
     sample_names,
 )
-from vitscale.data.settings import DataSettings
-from vitscale.data.training_set import TrainingSet, open_training_set
+from vitscale.data.remote import RemoteFile, Url
+from vitscale.data.settings import DataSettings, RemoteSettings
+from vitscale.data.training_set import (
+    TrainingSet,
+    _check_cache,
+    open_training_set,
+    open_val_split,
+)
 from vitscale.data.webdataset import tar_samples, tars_of_split
 from vitscale.distributed import atomic_files
 
@@ -81,13 +88,6 @@ def test_columns_are_as_narrow_as_their_values() -> None:
     for value, dtype in ((-1, "int8"), (21_842, "int16"), (2**31 - 1, "int32"), (2**31, "int64")):
         found = narrowed(np.array([0, value]))
         assert (found.tolist(), found.dtype) == ([0, value], dtype)
-
-
-def test_keys_of_a_subset_are_its_own(shards: Path) -> None:
-    index = read_split(shards, split="train")
-    assert index.subset(np.array([0, 2]), name="first").shard_lengths == (2, 0, 0)
-    some = index.subset(np.array([1, 4, 6]), name="some")
-    assert sample_keys(some, [2, 0, 2]) == [NAMES[6], NAMES[1], NAMES[6]]
 
 
 @pytest.fixture
@@ -295,6 +295,16 @@ def test_a_manifest_that_does_not_fit_is_refused(
         read_split(copy, split="train")
 
 
+def test_rows_that_no_preparation_writes_are_refused(copy: Path) -> None:
+    table = pq.read_table(copy / INDEX_NAME)
+    zeros = pa.array([0] * len(table))
+    for changed in (table[::-1], table.set_column(4, "length", zeros)):
+        write_index(copy, tables=[changed.cast(table.schema)])
+        edit_manifest(copy, index_bytes=(copy / INDEX_NAME).stat().st_size)
+        with pytest.raises(UserError, match="disagrees with manifest.json|do not say which split"):
+            read_split(copy, split="train")
+
+
 @pytest.mark.parametrize("classes", [(), ("cat", "dog")])
 def test_samples_have_no_label_if_there_are_no_classes(
     copy: Path, classes: tuple[str, ...]
@@ -375,6 +385,30 @@ def test_a_mixture_names_all_its_parts(shards: Path, tmp_path: Path) -> None:
         opened(other, mixture=[{"path": str(shards), "share": 0.25}]),
     ]
     assert len({mixed.fingerprint, *(each.fingerprint for each in others)}) == 6
+
+
+def test_the_cache_must_hold_the_largest_tars_of_each_set() -> None:
+    sizes = range(20 << 20, 40 << 20, 1 << 20)
+    tars = [RemoteFile(Url("http://x/y"), size, "", Path(), 0) for size in sizes]
+    parts: Any = [SimpleNamespace(shards=tars)] * 2
+    gib = 2 * sum(range(24, 40)) / 1024
+    _check_cache(parts, RemoteSettings(cache_gib=gib))
+    with pytest.raises(UserError, match="0.984 GiB or more"):
+        _check_cache(parts, RemoteSettings(cache_gib=gib - 0.001))
+
+
+def test_images_held_out_are_found_in_what_is_mixed_in(
+    shards: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (shards, copy):
+        with pytest.raises(UserError, match=r"mixture\[0\].* 2 of the images .*holds out"):
+            opened(shards, mixture=[{"path": str(path), "share": 0.5}], dev_percent=10)
+    other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
+    mixture = [{"path": str(path), "share": 0.2} for path in (other, copy)]
+    opened(shards, mixture=mixture[:1], dev_percent=10)
+    settings = DataSettings(path=str(shards), global_batch=2, val_split="train")
+    open_val_split(settings, parts=opened(shards, mixture=mixture).parts)
+    assert capsys.readouterr().out == f"{copy}: training reads 20 images of 'train'\n"
 
 
 def test_what_does_not_fit_is_refused(shards: Path, tmp_path: Path) -> None:

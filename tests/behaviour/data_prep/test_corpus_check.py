@@ -22,7 +22,9 @@ import pytest
 from PIL import Image
 
 from data_prep.duplicates.reading import source_paths
-from data_prep.steps.work import WorkFolder, find_existing
+from data_prep.make_shards import STEPS
+from data_prep.steps.work import WorkFolder, find_existing, run_steps
+from data_prep.verification import check_folder
 from tests.support.corpora.external_tars import write_tars
 from tests.support.corpora.image_corpus import ledger, prepare_here, run_of
 from tests.support.corpora.indexing import index, run_index
@@ -92,6 +94,8 @@ UNSEEN = {
         unicodedata.normalize("NFD", CAFE),
         r"caf\\xe9'.* look like 'cafe\\u0301'",
     ),
+    "mark of direction": ("dog", "dog\u200f", r"look like"),
+    "hidden": ("dog", "\ufeffcow", "cannot be seen"),
     "byte order mark": ("dog", "\ufeffdog", r"look like '\\ufeffdog'"),
 }
 
@@ -108,10 +112,21 @@ def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path: Path) 
 
 def test_a_space_may_have_classes_without_training_images(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "in", {"train/ant": 2, "val/ant": 1, "val/walrus": 2})
-    (tmp_path / "space.txt").write_text("walrus\nant\n")
-    prepare_here(run_of(source, tmp_path / "s", labels={"space": str(tmp_path / "space.txt")}))
+    (source / "train/empty").mkdir()
+    (tmp_path / "space.txt").write_text("walrus\nant\n10\n2\n")
+    run = run_of(source, tmp_path / "s", labels={"space": str(tmp_path / "space.txt")})
+    prepare_here(run)
+    assert read_manifest(tmp_path / "s").notes == ()
     classes = {split: {name for name, _ in rows} for split, rows in stored(tmp_path / "s").items()}
     assert classes == {"train": {"ant"}, "val": {"ant", "walrus"}}
+    (source / "train/empty").rmdir()
+    prepare_here(run_of(source, tmp_path / "t", source={"min_images_per_class": 3}))
+    assert read_manifest(tmp_path / "t").classes == ("ant",)
+    shutil.rmtree(tmp_path / "s")
+    work = prepare_here(run, until="finish")
+    (tmp_path / "space.txt").write_text("ant\nwalrus\n")
+    with pytest.raises(UserError, match="begun with other settings"):
+        run_steps(work, STEPS[-1:], num_workers=1)
 
 
 def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path: Path) -> None:
@@ -340,10 +355,12 @@ def test_unique_keys_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path: Path) -> None:
-    for split, first in (("train", 0), ("val", 5)):
+    for split, first in (("train", 5), ("val", 0)):
         members = {"0.png": picture(first), "0.cls": b"0"}
-        write_tars(tmp_path / "tars", {f"{split}-0.tar": members})
+        write_tars(tmp_path / "tars", {f"{first}-{split}.tar": members})
     index(tmp_path / "tars", tmp_path / "index")
+    manifest = read_manifest(tmp_path / "index")
+    assert check_folder(tmp_path / "index", manifest=manifest, num_workers=1) == []
     for split in ("train", "val"):
         assert sample_keys(read_split(tmp_path / "index", split=split), [0]) == ["0"]
     with pytest.raises(UserError, match="samples of several splits have the same keys"):
@@ -403,6 +420,9 @@ def test_an_output_of_another_source_is_refused(
         assert find_existing(WorkFolder(run_of(Path(same), tmp_path / "s"))) is not None
     (tmp_path / "link").unlink()
     (tmp_path / "link").symlink_to("two")
+    prepare_here(run_of(tmp_path / "one", tmp_path / "t"), until="finish")
+    with pytest.raises(UserError, match="begun with other settings: path"):
+        prepare_here(run_of(tmp_path / "two", tmp_path / "t"))
     for other in ("two", "link", "gone"):
         with pytest.raises(
             UserError, match=f"made from {tmp_path}/one; source.path is {tmp_path}/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageOps
 
 from data_prep.duplicates import similar as search
+from data_prep.duplicates.reading import list_images
 from data_prep.duplicates.second_look import likeness
 from data_prep.duplicates.similar import (
     MIN_CORRELATION,
@@ -26,6 +28,7 @@ from data_prep.duplicates.similar import (
     picture_descriptors,
 )
 from tests.support.corpora.image_samples import encoded, photograph
+from tests.support.corpora.sources import touch
 
 NUM_IMAGES = 240
 RESIZED = Image.Resampling.BICUBIC
@@ -167,6 +170,12 @@ def test_likeness_is_the_correlation_of_both_pictures(turn: Any) -> None:
     assert found == pytest.approx(expected, abs=0.002)
 
 
+def test_the_files_of_a_folder_are_in_one_order(tmp_path: Path) -> None:
+    touch(tmp_path, *(f"{number}.jpg" for number in range(30)))
+    names = list_images(tmp_path)["name"].to_pylist()
+    assert len(names) == 30 and names == sorted(names)
+
+
 def test_blank_pictures_match_nothing() -> None:
     """Not even themselves, nor other blank pictures with encoding noise, nor broken files."""
     blank = [Image.new("RGB", (60, 50), (value,) * 3) for value in (0, 128, 130, 255)]
@@ -175,6 +184,8 @@ def test_blank_pictures_match_nothing() -> None:
     contents.append(encoded(Image.fromarray(noise.astype(np.uint8)), "JPEG", quality=30))
     found, num_lost = describe_images([*contents, b"", b"no image", encoded(drawn(0), "PNG")[:500]])
     assert num_lost == 3 and not has_contrast(found).any()
+    with mock.patch("vitscale.images.plain.MAX_PIXELS", 9):
+        assert describe_images(contents)[1] == len(contents)
     first, second = np.indices((len(found), len(found))).reshape(2, -1)
     assert not are_duplicates(found[first], found[second]).any()
 

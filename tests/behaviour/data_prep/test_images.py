@@ -14,10 +14,11 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.PngImagePlugin import PngInfo
 
 from data_prep.images import check as checking
-from data_prep.images.check import CHANGES, FAULTS, SUFFIXES, CheckedImage, check_image
+from data_prep.images.check import CHANGES, FAULTS, CheckedImage, check_image
 from tests.support.corpora.image_samples import (
     HEIGHT,
     WIDTH,
@@ -33,6 +34,7 @@ from tests.support.corpora.image_samples import (
     smooth,
     unfiltered,
 )
+from vitscale.images.plain import SUFFIXES
 from vitscale.runs.data_prep import ImageSettings
 
 ROOT = Path(__file__).parents[3]
@@ -331,9 +333,24 @@ def test_rotated_images_are_stored_upright(format: str, extension: str) -> None:
     assert close(decoded(verdict.content), np.rot90(decoded(data), -1), tolerance)
 
 
+def test_every_rotation_is_found_and_undone() -> None:
+    texts = {"XML:com.adobe.xmp": 'tiff:Orientation="6"'}
+    texts["Raw profile type exif"] = "\n\n\n" + rotated(6).tobytes().hex()
+    for text in texts.items():
+        info = PngInfo()
+        info.add_itxt(*text)
+        assert converted(encoded(smooth(), "PNG", pnginfo=info)).changes == "exif_rotation"
+    for turn in range(2, 9):
+        data = encoded(smooth(), "PNG", exif=rotated(turn))
+        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        assert np.array_equal(decoded(converted(data).content), np.asarray(expected))
+
+
 @pytest.mark.parametrize("size", [(64, 40), (41, 999)])
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP"])
-def test_the_short_side_has_the_length_asked_for(format: str, size: tuple[int, int]) -> None:
+def test_the_short_side_has_the_length_asked_for(
+    format: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     y, x = np.mgrid[0 : size[1], 0 : size[0]]
     image = np.stack([x * 255 // size[0], y * 255 // size[1], x * 0 + 90], axis=2).astype(np.uint8)
     verdict = converted(encoded(image, format), short_side=16)
@@ -348,6 +365,8 @@ def test_the_short_side_has_the_length_asked_for(format: str, size: tuple[int, i
     )
     inner = (slice(2, -2), slice(2, -2))
     assert close(decoded(verdict.content)[inner], np.rint(expected).astype(int)[inner], 14)
+    monkeypatch.setattr(checking, "JPEG_MAX_SIDE", 20)
+    assert converted(encoded(image, format), short_side=16).extension == "png"
 
 
 @pytest.mark.parametrize("name", small_samples())

@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.steps.labels import Labels, load_labels
 from vitscale.config.errors import UserError
-from vitscale.evaluation.label_spaces import LABEL_SPACES, known_space
+from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings
 
 SIZES = {

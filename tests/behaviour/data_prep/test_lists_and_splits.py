@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from data_prep.steps.labels import load_space, read_map
+from data_prep.steps.list_inputs import CONTAINERS, read_containers
+from data_prep.steps.tars import list_tars
+from data_prep.steps.work import WorkFolder
 from tests.support.corpora.external_tars import write_tars
+from tests.support.corpora.image_corpus import run_of
 from tests.support.corpora.sources import listed, opened, touch
 from vitscale.config.errors import UserError
 from vitscale.config.text_files import read_cells, read_text
+from vitscale.runs.data_prep import SourceSettings
 
 
 def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **options: Any) -> Any:
@@ -124,14 +131,54 @@ def test_files_named_by_keywords_are_splits(tmp_path: Path) -> None:
             Path(row.path).parts[0].partition(".")[0]: row.split for row in inputs(root, kind=kind)
         }
         assert found == dict(zip(names, ["train", "train", "val", "test"], strict=True))
-    touch(tmp_path / "tars", "more.tar")
-    with pytest.raises(UserError, match="named like splits.*'more.tar'"):
-        inputs(tmp_path / "tars", kind="webdataset")
-    # All tars of one split, or of none, are one split.
-    write_tars(
-        tmp_path / "one", {f"x-val-{n}.tar": {"0.jpg": b"x", "0.cls": b"a"} for n in range(2)}
-    )
-    assert {row.split for row in inputs(tmp_path / "one", kind="webdataset")} == {"train"}
+
+
+# Names of tars -> their splits; none: refused.
+FILES = {
+    "trainval-000 test-000": "",
+    "train_val-0 test-0": "",
+    "trainset-0 testset-0": "",
+    "imgs_trainA imgs_testA": "",
+    "trn-0 tst-0": "",
+    "train-0 test-0 extra-0 extra-1 extra-2": "",
+    "train-0 more": "",
+    "val-0 part-0": "",
+    "val-0 test-0": "",
+    "Training PublicTest PrivateTest": "",
+    "train-0 minival-0": "",
+    "x-val-0 x-val-1": "train train",
+    "trainval-0 trainval-1": "train train",
+    "00000 00001": "train train",
+    "valley-0 contest-0 developer-0": "train train train",
+    "valley-train-0 valley-TEST-0 valley-train-1": "train test train",
+    "train2017-0 val2017-0 dev-0": "train val val",
+}
+
+
+@pytest.mark.parametrize("place", ["folder", "bucket"])
+@pytest.mark.parametrize("names", FILES)
+def test_files_are_splits_one_split_or_refused(names: str, place: str, tmp_path: Path) -> None:
+    tars = touch(tmp_path, *(f"{name}.tar" for name in names.split()))
+    work = WorkFolder(run_of(tars, tmp_path / "out"))
+    work.path.mkdir()
+
+    def found(**settings: Any) -> str:
+        path = tars if place == "folder" else "s3://bucket/tars"
+        source = SourceSettings(kind="webdataset", path=str(path), **settings)
+        work.run = work.run.model_copy(update={"source": source})
+        # Only the listing of the bucket is made up.
+        with mock.patch("data_prep.steps.tars.names_below", lambda root: os.listdir(tars)):
+            list_tars(work, CONTAINERS)
+        splits = {box.path: box.split for box in read_containers(work)}
+        return " ".join(splits[f"{name}.tar"] for name in names.split())
+
+    if FILES[names]:
+        assert found() == FILES[names]
+        return
+    with pytest.raises(UserError, match="named like splits.*\n.*if they are splits") as caught:
+        found()
+    assert """source.splits={train: "*"}""" in caught.value.text()
+    assert set(found(splits={"train": "*"}).split()) == {"train"}
 
 
 def test_spellings_of_splits_in_a_table_are_one_split(tmp_path: Path) -> None:
@@ -145,6 +192,8 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path: Path) -> None:
         "Testing",
         "extra",
         "dev",
+        "EVAL",
+        "holdout",
     ]
     touch(tmp_path, *(f"{n}.jpg" for n in range(len(spelled))))
     rows = [
@@ -154,7 +203,7 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path: Path) -> None:
     with open(tmp_path / "t.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     found = [row.split for row in inputs(tmp_path / "t.csv", kind="path_table")]
-    assert found == ["train"] * 4 + ["val"] * 2 + ["test", "extra", "dev"]
+    assert found == ["train"] * 4 + ["val"] * 2 + ["test", "extra", "val", "test", "test"]
 
 
 # ---- lists of the classes of loose images --------------------------------------------------------
@@ -177,11 +226,15 @@ FORMS = {
     "comma": written(rows_of(LOOSE)),
     "semicolon": written(rows_of(LOOSE), delimiter=";"),
     "tab": written(rows_of(LOOSE), delimiter="\t"),
+    "blanks": written(rows_of(LOOSE), delimiter="\t").replace("\t", " \t"),
     "bar": written(rows_of(LOOSE), delimiter="|"),
     "colon": written(rows_of(LOOSE), delimiter=":"),
     "all quoted": written(rows_of(LOOSE), quoting=csv.QUOTE_ALL),
     "header": written([["file", "class"], *rows_of(LOOSE)]),
     "more columns": written([[*row, "0.9"] for row in rows_of(LOOSE)]),
+    "a title": written(
+        [["image", "x", "label"], *([name, "owl", label] for name, label in rows_of(LOOSE))]
+    ),
     "in folders": written([[f"some/val/{name}", label] for name, label in rows_of(LOOSE)]),
     "stems": written([[name.removesuffix(".jpg"), label] for name, label in rows_of(LOOSE)]),
     "twice": written([*rows_of(LOOSE), *rows_of(LOOSE)]),
@@ -227,6 +280,11 @@ def test_lines_that_name_no_image_are_counted(
         ("a.jpg,cat\nb.jpg,dog\na.jpg,dog\n", "list:3: 'a.jpg' has another class than in line 1"),
         ("a.jpg,cat\nb.jpg,great, white\n", "list:2: 3 values instead of 2"),
         ("a.jpg,cat\nb.jpg\n", "list:2: 1 values instead of 2"),
+        ("a.jpg,0,1\nb.jpg,1,0\n", "list:1: which of these is the class?"),
+        (
+            "image,species,fold\na.jpg,cat,x\nb.jpg,dog,y\n",
+            "Line 1 has no title equal to source.label",
+        ),
         ("cat\n", "with 1 lines names no image of the 2"),
         ("class\ncat\ndog\n", "with 3 lines names no image"),
     ],
@@ -236,6 +294,20 @@ def test_a_list_that_fits_no_form_is_refused(text: str, message: str, tmp_path: 
     (tmp_path / "list").write_text(text)
     with pytest.raises(UserError, match=re.escape(message)):
         inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+
+
+@pytest.mark.parametrize("text", ["a.jpg,cat\nb.jpg,dog\n", "cat\ndog\n"])
+def test_a_line_is_for_one_image(text: str, tmp_path: Path) -> None:
+    names = [f"{split}/{name}.jpg" for split in ("test", "val") for name in "ab"]
+    touch(tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", *names)
+    (tmp_path / "list").write_text(text)
+    with pytest.raises(UserError, match="list:1: fits an image of another split"):
+        inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+    # The folders tell them apart.
+    expected = dict(zip(names, ["cat", "dog", "dog", "cat"], strict=True))
+    (tmp_path / "list").write_text(written([["x/" + name, expected[name]] for name in names]))
+    rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+    assert {row.path: row.class_name for row in rows if row.split != "train"} == expected
 
 
 @pytest.mark.parametrize(
@@ -337,7 +409,7 @@ def test_tables_in_other_encodings_are_refused(data: bytes, message: str, tmp_pa
 def test_what_needs_no_text_may_be_any_bytes(tmp_path: Path) -> None:
     name = b"caf\xe9.jpg"
     touch(tmp_path, "0.jpg", "1.jpg", name.decode("utf-8", "surrogateescape"))
-    (tmp_path / "t.csv").write_bytes(b"image,label,note\n" + name + b",a,\xe9\n0.jpg,b,\xff\n")
+    (tmp_path / "t.csv").write_bytes(b"image,label,note\n" + name + b',a,"\xe9\n"\n0.jpg,b,\xff\n')
     assert [row.reason for row in inputs(tmp_path / "t.csv", kind="path_table")] == [None, None]
     # Excel separates by semicolons where a comma is the decimal point.
     (tmp_path / "s.csv").write_text("image;label;share\n0.jpg;great, white;0,5\n1.jpg;b;1\n")

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -89,7 +90,12 @@ def test_nothing_is_held_out_of_a_table_with_splits(tmp_path: Path) -> None:
     rows = "".join(f"{n}.png,{n % 2},{'train' if n < 8 else 'val'}\n" for n in range(10))
     (tmp_path / "table.csv").write_text(f"image,label,split\n{rows}")
     source = {"kind": "path_table", "holdout_fraction": 0.5}
-    prepare_here(run_of(tmp_path / "table.csv", tmp_path / "s", source=source))
+    run = run_of(tmp_path / "table.csv", tmp_path / "s", source=source)
+    # Of about 27,000 bytes that both splits need together.
+    full = mock.patch("shutil.disk_usage", return_value=mock.Mock(free=22_000))
+    with full, pytest.raises(StorageError, match="are free"):
+        prepare_here(run)
+    prepare_here(run)
     splits = read_manifest(tmp_path / "s").splits
     assert {name: split.num_samples for name, split in splits.items()} == {"train": 8, "val": 2}
 
@@ -202,12 +208,15 @@ def test_only_bad_images_count_against_the_limit() -> None:
     """Among files named like images; nor do those that the settings leave out."""
     reasons = ["bad_pixels"] * 2 + [None] * 8 + ["other_name", "hidden"] * 500
     sums, left = Outcomes(), Outcomes()
-    sums.add(pa.table({"path": list(map(str, range(len(reasons)))), "reason": reasons}))
+    table = pa.table({"path": list(map(str, range(len(reasons)))), "reason": reasons})
+    sums.add(table)
     sums.check(max_bad_fraction=0.2, num_images=10)
     with pytest.raises(UserError, match="2 of 10 images are bad, more than the fraction 0.19"):
         sums.check(max_bad_fraction=0.19, num_images=10)
     left.add(pa.table({"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]}))
     left.check(max_bad_fraction=0.0, num_images=left.num_images)
+    sums.add(table)
+    assert sums.examples["bad_pixels"] == ["0", "1", "0"]
 
 
 def test_a_shard_is_written_without_holding_its_images(tmp_path: Path) -> None:
@@ -246,6 +255,8 @@ def test_outages_while_reading_reject_no_file(
         assert "same command again" in error.text()
     finally:
         monkeypatch.undo()
+    with pytest.raises(UserError, match="changed while"):
+        check_input(WorkFolder(run), row | {"num_bytes": 9})
 
 
 def test_a_listing_that_is_cut_off_keeps_the_work(
@@ -361,3 +372,4 @@ def test_each_class_holds_out_the_rows_with_its_smallest_hashes() -> None:
     for number in range(5):
         own = sorted(hashes[class_of == number].tolist())
         assert sorted(hashes[taken & (class_of == number)].tolist()) == own[:7]
+    assert held_out(np.zeros(8, int), hashes[:8], fraction=0.2, num=0).sum() == 2

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.formats.ledger import REASONS
-from data_prep.sources.protocol import Container, Input, Source
+from data_prep.sources.protocol import Container, Input, Source, with_damage
 from data_prep.sources.tars import split_member_name
 from tests.support.corpora.external_tars import Members, tar_bytes, write_tars
 from tests.support.corpora.sources import listed, opened, touch
@@ -62,11 +62,36 @@ REFUSED: list[tuple[str, dict[str, bytes], str, dict[str, Any], str]] = [
     ("image_folder", {"a/c/1.jpg": b""}, "a", {"splits": {"test": "../a"}}, "test.*is outside"),
     ("image_folder", {"a/c/1.jpg": b""}, "", {"splits": {"x": "a", "y": "a/c"}}, "share files"),
     ("image_folder", {"1.jpg": b""}, "", {}, "no class folders, but 1 image.*source.val_labels"),
+    (
+        "image_folder",
+        {"a/train/1.jpg": b"", "a/test/2.jpg": b"", "b/1.jpg": b""},
+        "",
+        {},
+        "'a' has sub-folders.*source.splits={train: .}",
+    ),
+    (
+        "image_folder",
+        {"a/x/Training/c/1.jpg": b"", "a/x/Valid/c/2.jpg": b"", "b/1.jpg": b""},
+        "",
+        {},
+        "'a/x' has sub-folders that are named like splits",
+    ),
     ("class_tars", {"d.tar.gz": PACKED, "a.tar": IMAGE}, "", {}, "d.tar.gz' is compressed"),
     ("class_tars", {"a.tar": PACKED}, "", {}, "a.tar' is compressed"),
     ("class_tars", {"a.tar": PACKED}, "a.tar", {}, "a.tar' is compressed"),
+    *(
+        ("webdataset", {"a.tar": start + IMAGE}, "", {}, "a.tar' is compressed")
+        for start in (b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
+    ),
     ("class_tars", {"a.tar": b"text" * 300}, "a.tar", {}, "cannot be read as a tar file"),
     ("class_tars", {"a.tar": IMAGE}, "a.tar", {}, "contains no tar files"),
+    (
+        "class_tars",
+        {"a.tar": tar_bytes({"train/c.tar": IMAGE, "test/d.tar": IMAGE})},
+        "a.tar",
+        {},
+        "tars in several folders",
+    ),
     ("class_tars", {"a/b.txt": IMAGE}, "", {}, ": no tar files"),
     ("class_tars", {"a/c.tar": IMAGE}, "", {}, "in sub-folders, such as 'a/c.tar'"),
     ("webdataset", {"1.tar": IMAGE, "a/b/2.tar": IMAGE}, "", {}, "such as 'a/b/2.tar'"),
@@ -84,6 +109,20 @@ REFUSED: list[tuple[str, dict[str, bytes], str, dict[str, Any], str]] = [
     ("parquet", {"a.parquet": ROW}, "", {"label": "gone"}, "source.label.*no column 'gone'"),
     ("parquet", {"a.parquet": ROW}, "", {"image_column": "other"}, "contains no bytes"),
     ("parquet", {"a.parquet": ROW}, "", {"label": "image"}, "source.label.*has type binary"),
+    (
+        "path_table",
+        {"t.tsv": b'image\tx\tlabel\n1\ty\ta\n2\t"y\tb\n3\ty" z\tc\n'},
+        "t.tsv",
+        {},
+        "t.tsv.*line 3: a quote",
+    ),
+    (
+        "path_table",
+        {"t.csv": b'image,label,x\n1,a,y\n2,"b,y\n3,c,y\n4,d",y\n'},
+        "t.csv",
+        {},
+        "t.csv.*line 3: a quote",
+    ),
     ("path_table", {"t.csv": b""}, "t.csv", {}, "cannot be read: Empty CSV file"),
     ("path_table", {"t.csv": b""}, "", {}, "is not a table"),
     ("path_table", {"a.txt": b""}, "a.txt", {}, ": no tables"),
@@ -172,6 +211,7 @@ def test_links_to_files_and_linked_classes_are_followed(tmp_path: Path) -> None:
 
 def test_without_classes_every_image_below_is_listed(tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg", "a/1.jpg", "a/b/2.png", "a/notes.txt", ".h/3.jpg")
+    touch(tmp_path, "a/@eaDir/1.jpg/x.jpg", "$RECYCLE.BIN/4.jpg")
     rows = inputs("image_folder", tmp_path, UNLABELLED)
     assert {row.path: (row.class_name, row.name, row.reason) for row in rows} == {
         "1.jpg": ("", "1", None),
@@ -179,6 +219,8 @@ def test_without_classes_every_image_below_is_listed(tmp_path: Path) -> None:
         "a/b/2.png": ("", "a/b/2", None),
         "a/notes.txt": ("", "a/notes", "other_name"),
         ".h/3.jpg": ("", ".h/3", "hidden"),
+        "a/@eaDir/1.jpg/x.jpg": ("", "a/@eaDir/1.jpg/x", "hidden"),
+        "$RECYCLE.BIN/4.jpg": ("", "$RECYCLE.BIN/4", "hidden"),
     }
 
 
@@ -219,6 +261,9 @@ def test_the_name_of_a_tar_is_the_class_of_its_members(tmp_path: Path) -> None:
     ]
     assert all(row.reason is None and row.split == "train" for row in rows)
     assert rows[2].modified_ns == (tmp_path / "n02.tar").stat().st_mtime_ns
+    box = Container("gone.tar", "train")
+    with pytest.raises(UserError, match="'gone.tar': changed while"):
+        list(with_damage(box, source.inputs(box)))
     names = [row.name for row in inputs("class_tars", tmp_path, UNLABELLED)]
     assert names == ["n01/n01/n01_1", "n01/n01/n01_2.x", "n02/n02_1"]
 
@@ -229,7 +274,6 @@ def test_a_tar_of_tars_is_read_in_place(tmp_path: Path) -> None:
         "whole/n01.tar": inner,
         "whole/README": b"?",
         "whole/n02.tar": tar_bytes({"1.jpg": b"other"}),
-        ".cache/n03.tar": tar_bytes({"3.jpg": b"third"}),
         ".hidden.tar": inner,
     }
     write_tars(tmp_path, {"all.tar": members})
@@ -239,7 +283,6 @@ def test_a_tar_of_tars_is_read_in_place(tmp_path: Path) -> None:
         "all.tar/whole/n01.tar/1.jpg": None,
         "all.tar/whole/n01.tar/2.jpg": None,
         "all.tar/whole/n02.tar/1.jpg": None,
-        "all.tar/.cache/n03.tar/3.jpg": None,
     }
     second = rows["all.tar/whole/n01.tar/2.jpg"]
     assert (second.class_name, second.file, content(source, second)) == (
@@ -270,7 +313,14 @@ def special_tar() -> bytes:
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "/etc/passwd"
             tar.addfile(info)
-        for name in ("/abs.jpg", "../../up.jpg", "notes.txt", ".h/1.jpg", "ok.webp"):
+        for name in (
+            "/abs.jpg",
+            "../../up.jpg",
+            "notes.txt",
+            ".h/1.jpg",
+            "@eaDir/2.jpg",
+            "ok.webp",
+        ):
             tar.addfile(tarfile.TarInfo(name))
     return buffer.getvalue()
 
@@ -288,6 +338,7 @@ def test_types_and_names_of_members_determine_the_reason(kind: str, tmp_path: Pa
         "../../up.jpg": None,
         "notes.txt": "other_name" if kind == "class_tars" else "no_image",
         ".h/1.jpg": None,
+        "@eaDir/2.jpg": "hidden",
         "ok.webp": None,
     }
 
@@ -354,6 +405,7 @@ def test_negative_numbers_mean_no_label_without_a_space(tmp_path: Path) -> None:
     [
         ("json:x", b'{"x": 5}', "5"),
         ("json:x", b'{"x": -1}', None),
+        ("json:x", b'{"x": true}', None),
         ("json:x", b'{"x": "n01440764"}', "n01440764"),
         ("json:x", b'{"x": 1.5}', None),
         ("json:x", b'{"x": "\\ud800"}', None),
@@ -371,17 +423,22 @@ def test_labels_of_samples_are_text_or_integers(
 
 
 def test_incomplete_and_repeated_samples_have_rows(tmp_path: Path) -> None:
-    names = "1.cls 1.txt 2.jpg 2.txt 3.seg.png 3.cls".split()
+    names = "1.cls 1.txt 2.jpg 2.txt 3.seg.png 3.cls 4.1.jpg 4.1.cls 4.2.jpg".split()
     assert samples(tmp_path, dict.fromkeys(names, b"1")) == {
         "1.cls": "<no_image>",
         "2.jpg": "<no_label>",
         "3.seg.png": "<no_image>",
+        "4.1.jpg": "<no_image>",
+        "4.2.jpg (byte 8704)": "<duplicate_key>",
     }
     rows = inputs("webdataset", tmp_path, UNLABELLED)
-    assert [row.reason for row in rows] == ["no_image", None, "no_image"]
+    reasons = ["no_image", None, "no_image", "no_image", "duplicate_key"]
+    assert [row.reason for row in rows] == reasons
     members = [("1.jpg", b""), ("1.cls", b"1"), ("2.jpg", b"2"), ("1.jpg", b""), ("1.cls", b"2")]
     members += [("3.cls", b"3"), ("2.cls", b"1"), ("4.jpg", b""), ("4.jpg", b""), ("4.cls", b"4")]
-    assert samples(tmp_path, [*members, ("4.png", b""), ("README", b""), ("README", b"")]) == {
+    members += [("4.png", b""), ("README", b""), ("README", b"")]
+    members += [("5.jpg", b""), ("5.cls", b"5"), ("5.cls", b"6")]
+    assert samples(tmp_path, members) == {
         "1.jpg": "1",
         "2.jpg": "<no_label>",
         "1.jpg (byte 3072)": "<duplicate_key>",
@@ -392,6 +449,8 @@ def test_incomplete_and_repeated_samples_have_rows(tmp_path: Path) -> None:
         "4.png (byte 8704)": "<duplicate_key>",
         "README (byte 9216)": "<other_name>",
         "README (byte 9728)": "<other_name>",
+        "5.jpg": "5",
+        "5.cls (byte 11776)": "<duplicate_key>",
     }
 
 
@@ -559,6 +618,12 @@ def test_ignored_classes_need_no_label_column(columns: Any, tmp_path: Path) -> N
     for suffix in ("csv", "parquet"):
         file = write_table(tmp_path / f"t.{suffix}", {"image": ["1.jpg", "2.jpg"], **columns})
         assert fates("path_table", file, UNLABELLED) == {"1.jpg": None, "2.jpg": None}
-    (tmp_path / "p.parquet").write_bytes(table({"image": pa.array([b"1", b"2"]), **columns}))
+    columns = {"image": pa.array([b"1", b"2"]), "split": ["train", "Dev"], **columns}
+    (tmp_path / "p.parquet").write_bytes(table(columns))
     rows = inputs("parquet", tmp_path / "p.parquet", UNLABELLED)
     assert [(row.reason, row.data) for row in rows] == [(None, b"1"), (None, b"2")]
+    file = write_table(tmp_path / "b.parquet", {"image": ["1.jpg"], "label": [True]})
+    assert fates("path_table", file) == {"1.jpg": "no_label"}
+    assert [row.split for row in rows] == ["train", "val"]
+    (row, _) = inputs("parquet", tmp_path, UNLABELLED, splits={"x": "p.parquet"})
+    assert row.split == "x"

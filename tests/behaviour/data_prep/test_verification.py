@@ -29,6 +29,7 @@ from tests.support.corpora.shard_folders import make_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, ShardEntry, SplitEntry, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
+from vitscale.images.jpeg.entry_points import entry_points_file
 
 TRAIN = "train-000000.tar"
 # Kept as long as the process: what Arrow frees later goes back to them.
@@ -152,6 +153,8 @@ def test_missing_and_cut_files_are_found(shards: Path, name: str) -> None:
     assert any(text.startswith(f"{name}: cannot be read") for text in missing), missing
     (shards / name).write_bytes(data[: len(data) // 2])
     assert any(text.startswith(name) for text in findings(shards))
+    check_folder(shards, manifest=read_manifest(shards), num_workers=1, write_entry_points=True)
+    assert name != TRAIN or not entry_points_file(shards, TRAIN).exists()
 
 
 def test_other_index_columns_are_refused(shards: Path) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from data_prep.steps import work as sharing
-from data_prep.steps.work import DEAD_AFTER_S, Step, WorkFolder
+from data_prep.steps.work import Step, WorkFolder
 from tests.support.corpora.image_corpus import run_of
 from tests.support.waiting import PATIENCE_S, wait_until
-from vitscale.config.errors import FailureKind, WorkerError
+from vitscale.config.errors import FailureKind, UserError, WorkerError
 from vitscale.distributed.processes import descendants
 from vitscale.distributed.worker_processes import Workers
 
@@ -61,18 +61,34 @@ def test_every_unit_is_done_once(work: WorkFolder) -> None:
     assert not list((work.path / "claims").iterdir())
 
 
+def test_what_others_did_meanwhile_is_seen(
+    work: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = WorkFolder.take
+
+    def late(work: WorkFolder, claim: Path) -> bool:
+        (work.path / claim.name).touch()
+        return take(work, claim)
+
+    monkeypatch.setattr(WorkFolder, "take", late)
+    assert run(work, ["a"]) == []
+    (work.path / "failed.json").write_text('{"text": "bad"}')
+    with pytest.raises(UserError, match="bad"):
+        run(work, ["a"])
+
+
 @pytest.mark.parametrize("skew_s", [0.0, -3600.0, 3600.0])
 def test_claims_of_silent_processes_are_taken_over(
     work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the file system's clock. In a new container the ids of a dead one live again."""
-    here, old = socket.gethostname(), DEAD_AFTER_S + 5
+    here, old = socket.gethostname(), 65.0
     names = {
         process(work, f"{here}-1", os.getpid(), age_s=old): True,
         process(work, f"{here}-2", os.getpid()): False,
         process(work, f"{here}-3", NO_PID): False,
         process(work, f"{here}-4", NO_PID, age_s=old): True,
-        process(work, "elsewhere-1", 1): False,
+        process(work, "elsewhere-1", 1, age_s=50): False,
         process(work, "elsewhere-2", 1, age_s=old): True,
         "gone-1.1": True,
     }

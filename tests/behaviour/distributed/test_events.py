@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import (
     FailureKind,
     NodeError,
@@ -193,6 +195,20 @@ def test_the_rank_that_is_behind_is_named() -> None:
     found = ranks.turns(2, everyone)
     assert found is not None and found.kind is FailureKind.HANG
     assert found.what == "rank 2 on n0 has kept the others waiting for 420 s (waiting for data)"
+
+
+def test_storage_that_hangs_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr("vitscale.distributed.watchdog.SEND_S", 0.05)
+    monkeypatch.setattr("os.path.exists", lambda path: answered.wait(PATIENCE_S))
+    ranks = Ranks(2)
+    for dog in ranks.dogs:
+        dog.folder = tmp_path
+    ranks.dogs[0].mark("saving")
+    found = ranks.turns(200, range(2))
+    answered.set()
+    assert found is not None and found.kind is FailureKind.STORAGE
+    assert found.what.endswith(f"; the storage of {tmp_path} does not answer")
 
 
 @pytest.mark.parametrize("failing", [[0, 1, 2], [0], [2], [0, 1]])

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from vitscale.config.errors import NodeError, UserError
 from vitscale.distributed import world as world_module
@@ -124,20 +125,23 @@ def test_ranks_with_devices_of_one_type_join(
     assert join_all(monkeypatch, devices) == devices
 
 
+ODD_DEVICES = """
+- [[cuda, cuda, null], 2, local rank 2 has no GPU]
+- [[null, cuda, cuda], 0, local rank 0 has no GPU]
+- [[cuda, null, null], 1, local rank 1 has no GPU]
+- [[cuda, cpu, cuda], 1, engine.device=auto is cpu here]
+- [[cpu, cuda, cuda], 0, engine.device=auto is cpu here]
+- [[cpu, cpu, cuda], 2, engine.device=auto is cuda here]
+# Of as many on both sides, it is the one on the CPU, or without its GPU.
+- [[cuda, cpu], 1, engine.device=auto is cpu here]
+- [[cuda, null, cuda, null], 1, local rank 1 has no GPU]
+- [[null, cpu], 0, local rank 0 has no GPU]
+"""
+
+
 @pytest.mark.parametrize(
     ("devices", "odd", "text"),
-    [
-        (["cuda", "cuda", None], 2, "local rank 2 has no GPU"),
-        ([None, "cuda", "cuda"], 0, "local rank 0 has no GPU"),
-        (["cuda", None, None], 1, "local rank 1 has no GPU"),
-        (["cuda", "cpu", "cuda"], 1, "engine.device=auto is cpu here"),
-        (["cpu", "cuda", "cuda"], 0, "engine.device=auto is cpu here"),
-        (["cpu", "cpu", "cuda"], 2, "engine.device=auto is cuda here"),
-        # Of as many on both sides, it is the one on the CPU, or without its GPU.
-        (["cuda", "cpu"], 1, "engine.device=auto is cpu here"),
-        (["cuda", None, "cuda", None], 1, "local rank 1 has no GPU"),
-        ([None, "cpu"], 0, "local rank 0 has no GPU"),
-    ],
+    yaml.safe_load(ODD_DEVICES),
 )
 def test_every_rank_names_the_one_whose_device_is_unlike_the_others(
     monkeypatch: pytest.MonkeyPatch, devices: list[str | None], odd: int, text: str
@@ -215,20 +219,23 @@ def test_a_launcher_is_obeyed(
     assert os.environ == given and capsys.readouterr().err == ""
 
 
+NO_RANKS = """
+- [{RANK: ''}, RANK]
+- [{RANK: one}, RANK]
+- [{RANK: '-1'}, RANK]
+- [{RANK: '64'}, RANK]
+- [{RANK: ²}, RANK]
+- [{WORLD_SIZE: '0'}, WORLD_SIZE]
+- [{WORLD_SIZE: ''}, WORLD_SIZE]
+- [{LOCAL_RANK: x}, LOCAL_RANK]
+- [{MASTER_PORT: 'tcp://10.0.0.1:29500'}, MASTER_PORT]
+- [{MASTER_PORT: '65536'}, MASTER_PORT]
+"""
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
-    [
-        ({"RANK": ""}, "RANK"),
-        ({"RANK": "one"}, "RANK"),
-        ({"RANK": "-1"}, "RANK"),
-        ({"RANK": "64"}, "RANK"),
-        ({"RANK": "²"}, "RANK"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": ""}, "WORLD_SIZE"),
-        ({"LOCAL_RANK": "x"}, "LOCAL_RANK"),
-        ({"MASTER_PORT": "tcp://10.0.0.1:29500"}, "MASTER_PORT"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT"),
-    ],
+    yaml.safe_load(NO_RANKS),
 )
 def test_variables_that_name_no_rank_are_one_error(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], name: str

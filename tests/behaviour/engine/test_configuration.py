@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from vitscale.config.errors import UserError
 from vitscale.engine.engine import deepspeed_config, resolve_precision
@@ -102,38 +103,34 @@ def test_fp16_needs_a_gpu() -> None:
 
 
 # Settings of the engine, a raw key, and the setting with which it would have an effect.
-UNREAD = [
-    ({"zero_stage": 0}, {"prescale_gradients": True}, "engine.zero_stage=2"),
-    ({"zero_stage": 1}, {"prescale_gradients": True}, "engine.zero_stage=2"),
-    ({"zero_stage": 1}, {"zero_optimization": {"overlap_comm": True}}, "engine.zero_stage=2"),
-    ({"zero_stage": 1}, {"zero_optimization": {"reduce_scatter": True}}, "engine.zero_stage=2"),
-    (
-        {"zero_stage": 1},
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        "engine.zero_stage=2",
-    ),
-    ({"zero_stage": 1}, {"data_types": {"grad_accum_dtype": "bf16"}}, "engine.zero_stage=2"),
-    ({"zero_stage": 0}, {"comms_logger": {"enabled": True}}, "engine.zero_stage=2"),
-    ({"zero_stage": 1}, {"torch_autocast": {"enabled": True}}, "engine.zero_stage=0"),
-    ({"zero_stage": 2}, {"fp16": {"enabled": True}}, "engine.precision=fp16"),
-    ({"zero_stage": 3, "precision": "fp32"}, {"bf16": {"enabled": True}}, "engine.precision=bf16"),
-    ({"zero_stage": 1, "precision": "bf16"}, {"bf16": {"enabled": True}}, "engine.zero_stage=2"),
-]
-READ = [
-    ({"zero_stage": stage}, {"zero_optimization": {"reduce_bucket_size": 10}})
-    for stage in (0, 1, 2, 3)
-]
-READ += [
-    ({"zero_stage": 2}, {"zero_optimization": {"overlap_comm": True}}),
-    ({"zero_stage": 0}, {"torch_autocast": {"lower_precision_safe_modules": []}}),
-    ({"zero_stage": 1, "precision": "fp16"}, {"fp16": {"initial_scale_power": 8}}),
-    ({"zero_stage": 1, "precision": "fp16"}, {"prescale_gradients": True}),
-    ({"zero_stage": 3}, {"bf16": {"enabled": True}}),
-    ({"zero_stage": 1}, {"flops_profiler": {"enabled": True}, "communication_data_type": "fp32"}),
-]
+UNREAD = """
+- [{zero_stage: 0}, {prescale_gradients: true}, engine.zero_stage=2]
+- [{zero_stage: 1}, {prescale_gradients: true}, engine.zero_stage=2]
+- [{zero_stage: 1}, {zero_optimization: {overlap_comm: true}}, engine.zero_stage=2]
+- [{zero_stage: 1}, {zero_optimization: {reduce_scatter: true}}, engine.zero_stage=2]
+- [{zero_stage: 1}, {zero_optimization: {offload_optimizer: {device: cpu}}}, engine.zero_stage=2]
+- [{zero_stage: 1}, {data_types: {grad_accum_dtype: bf16}}, engine.zero_stage=2]
+- [{zero_stage: 0}, {comms_logger: {enabled: true}}, engine.zero_stage=2]
+- [{zero_stage: 1}, {torch_autocast: {enabled: true}}, engine.zero_stage=0]
+- [{zero_stage: 2}, {fp16: {enabled: true}}, engine.precision=fp16]
+- [{zero_stage: 3, precision: fp32}, {bf16: {enabled: true}}, engine.precision=bf16]
+- [{zero_stage: 1, precision: bf16}, {bf16: {enabled: true}}, engine.zero_stage=2]
+"""
+READ = """
+- [{zero_stage: 0}, {zero_optimization: {reduce_bucket_size: 10}}]
+- [{zero_stage: 1}, {zero_optimization: {reduce_bucket_size: 10}}]
+- [{zero_stage: 2}, {zero_optimization: {reduce_bucket_size: 10}}]
+- [{zero_stage: 3}, {zero_optimization: {reduce_bucket_size: 10}}]
+- [{zero_stage: 2}, {zero_optimization: {overlap_comm: true}}]
+- [{zero_stage: 0}, {torch_autocast: {lower_precision_safe_modules: []}}]
+- [{zero_stage: 1, precision: fp16}, {fp16: {initial_scale_power: 8}}]
+- [{zero_stage: 1, precision: fp16}, {prescale_gradients: true}]
+- [{zero_stage: 3}, {bf16: {enabled: true}}]
+- [{zero_stage: 1}, {flops_profiler: {enabled: true}, communication_data_type: fp32}]
+"""
 
 
-@pytest.mark.parametrize("engine, raw, setting", UNREAD)
+@pytest.mark.parametrize("engine, raw, setting", yaml.safe_load(UNREAD))
 def test_raw_keys_that_nothing_reads_are_refused(
     engine: dict[str, Any], raw: dict[str, Any], setting: str
 ) -> None:
@@ -141,7 +138,7 @@ def test_raw_keys_that_nothing_reads_are_refused(
     assert [text for _, text in problems] == [f"has no effect here; remove it, or set {setting}"]
 
 
-@pytest.mark.parametrize("engine, raw", READ)
+@pytest.mark.parametrize("engine, raw", yaml.safe_load(READ))
 def test_raw_keys_that_are_read_are_taken(engine: dict[str, Any], raw: dict[str, Any]) -> None:
     assert list(raw_problems(raw, engine=EngineSettings(**engine))) == []
 

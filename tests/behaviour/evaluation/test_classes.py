@@ -11,8 +11,8 @@ from timm.data import ImageNetInfo
 from torchvision.models._meta import _IMAGENET_CATEGORIES as TORCHVISION
 
 from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import known_space
 from vitscale.evaluation.classes import column_of_each_class
-from vitscale.evaluation.label_spaces import known_space
 
 # timm's own reader of the same files.
 INFO = ImageNetInfo("imagenet-1k")

@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 from sklearn.decomposition import PCA
 from timm.utils import AttentionExtract
-from torch import nn
 
 from data_prep.images.check import check_image
 from finetune.images import Images, converted_pixels
@@ -33,7 +32,7 @@ from finetune.inspection.attention import (
 )
 from finetune.inspection.run import draw_pictures
 from finetune.inspection.visualized import Visualized
-from finetune.inspection.weights import first_filters, position_similarity, principal_components
+from finetune.inspection.weights import position_similarity, principal_components
 from finetune.predicting import find_inputs
 from finetune.settings import PICTURES, PredictRun, VisualizeRun
 from tests.contract.tree import ROOT
@@ -152,12 +151,6 @@ def test_components_are_those_of_scikit_learn() -> None:
     alike = filters[0] + torch.linspace(-1, 3, 9)[:, None, None, None] * filters[1]
     components, shares = principal_components(alike, count=28)
     assert components.shape == (1, 3, 3, 3) and shares.tolist() == pytest.approx([1.0])
-
-
-def test_the_first_filters_are_those_that_see_colours() -> None:
-    network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(3, 4, 2), nn.Conv2d(3, 5, 1))
-    found = first_filters(network)
-    assert torch.equal(found, network[1].weight.detach().double())  # type: ignore[operator]  # a tensor
 
 
 GRID, WIDTH = (3, 5), 16

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import save as saved_bytes
 from safetensors.torch import save_file
 
@@ -19,8 +20,9 @@ from tests.support.engine.small_models import export, small_model
 from vitscale.checkpoint.folders import Save, commit_save, only_this_rank
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
+from vitscale.data.label_spaces import known_space
 from vitscale.distributed.events import record_start
-from vitscale.evaluation.label_spaces import known_space
+from vitscale.evaluation.trained_model import open_model
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
 from vitscale.models.weights.files import Weights
@@ -75,7 +77,7 @@ def values_of(shards: Path, **changes: Any) -> dict[str, Any]:
     values: dict[str, Any] = {"name": "x", "model": dict(SMALL), "data": data}
     values |= {"optim": {"lr": 0.1}, "schedule": {"steps": 1}}
     for section, keys in changes.items():
-        values[section] |= keys
+        values[section] = values.get(section, {}) | keys
     return values
 
 
@@ -111,22 +113,21 @@ def started(shards: Path, init: Path, **changes: Any) -> tuple[list[str], Any]:
     return load_initial_weights(model, arch, run)[1], model
 
 
+UNLIKE = """
+- [{}, []]
+- [{model: {gelu: erf}}, [model.gelu=tanh; this run has erf]]
+- [{model: {layer_norm_eps: 0.1}}, [model.layer_norm_eps=1e-06; this run has 0.1]]
+- [{model: {pool: gap, class_token: true}}, [model.pool=cls; this run has gap]]
+- [{data: {mean: [0.2, 0.2, 0.2], std: [0.9, 0.9, 0.9]}}, ['data.mean=[0.5, 0.5,
+  0.5]; this run has [0.2, 0.2, 0.2]', 'data.std=[0.5, 0.5, 0.5]; this run has [0.9, 0.9,
+  0.9]']]
+- [{model: {dropout: 0.1, drop_path: 0.2}}, []]
+"""
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [
-        ({}, []),
-        ({"model": {"gelu": "erf"}}, ["model.gelu=tanh; this run has erf"]),
-        ({"model": {"layer_norm_eps": 0.1}}, ["model.layer_norm_eps=1e-06; this run has 0.1"]),
-        ({"model": {"pool": "gap", "class_token": True}}, ["model.pool=cls; this run has gap"]),
-        (
-            {"data": {"mean": [0.2] * 3, "std": [0.9] * 3}},
-            [
-                "data.mean=[0.5, 0.5, 0.5]; this run has [0.2, 0.2, 0.2]",
-                "data.std=[0.5, 0.5, 0.5]; this run has [0.9, 0.9, 0.9]",
-            ],
-        ),
-        ({"model": {"dropout": 0.1, "drop_path": 0.2}}, []),
-    ],
+    yaml.safe_load(UNLIKE),
 )
 def test_our_own_runs_are_compared_as_other_weights_are(
     shards: Path, tmp_path: Path, changes: dict[str, Any], said: list[str]
@@ -156,7 +157,11 @@ def test_another_number_of_heads_is_refused_where_it_is_known(
 
 
 def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
-    write_run(tmp_path / "run", shards, classes=("cat", "dog"))
+    pixels = {"interpolation": "bicubic", "eval_interpolation": "bilinear"}
+    objective = {"loss": "bce"}
+    write_run(tmp_path / "run", shards, classes=("cat", "dog"), data=pixels, objective=objective)
+    opened = open_model(str(tmp_path / "run"))
+    assert (opened.preprocessing.eval_interpolation, opened.independent) == ("bilinear", True)
     for total, said in ((1, "step 1"), (40, "step 1 of 40, not finished")):
         record_start(tmp_path / "run", first_step=0, total_steps=total)
         lines, _ = started(shards, tmp_path / "run")
@@ -235,7 +240,7 @@ def test_own_names_choose_and_order_the_rows(names: tuple[str, ...]) -> None:
     [
         (head(4), ("a", "b", "c", "d"), r"\(a, b, ...\) include 0 of the 3"),
         (head(4), None, "outputs are unknown"),
-        (head(5), ("cat", "dog", "cow", "d"), "outputs are unknown"),  # one name is missing
+        (head(5), ("cat", "dog", "cow", "d"), "4 names of classes .* 5 outputs"),
         ({"cls_token": torch.ones(1)}, None, "contains no classifier"),
     ],
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs import after
+from launch.jobs import after, queue
 from launch.jobs.after import (
     blamed_node,
     classify,
@@ -28,7 +28,13 @@ from launch.jobs.attempts import (
     read_attempts,
 )
 from vitscale.config.errors import FailureKind
-from vitscale.distributed.events import EVENTS_NAME, Failure, read_failures, record_failure
+from vitscale.distributed.events import (
+    EVENTS_NAME,
+    Failure,
+    read_failures,
+    record_failure,
+    record_start,
+)
 
 ATTEMPT = "17/1"
 RUNNING = {"JobState": "RUNNING"}
@@ -150,6 +156,43 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     assert of().reason == "stopped by a signal"
     signalled = outcome(tmp_path, FIRST.format(what="User defined signal 2"))
     assert (signalled.ending, signalled.reason) == (Ending.STOPPED, "stopped by a signal")
+
+
+def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path: Path) -> None:
+    record_start(tmp_path, first_step=0, total_steps=10)
+    for step, ending in ((9, Ending.FAILED), (10, Ending.DONE)):
+        folder = tmp_path / f"checkpoints/step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+        assert outcome(tmp_path, "", code=137).ending is ending
+
+
+@pytest.mark.parametrize(
+    ("message", "calls"),
+    [
+        ("Requested operation is presently disabled", 1),
+        ("Invalid job id specified", 1),
+        ("Access/permission denied", 1),
+        ("Unable to contact slurm controller (connect failure)", 3),
+        ("Socket timed out on send/recv operation", 3),
+    ],
+)
+def test_only_a_refusal_that_may_pass_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, message: str, calls: int
+) -> None:
+    asked = []
+
+    def refuse(*command: str) -> str:
+        asked.append(command)
+        if len(asked) == 3:
+            return ""
+        raise queue.NoAnswerError(message)
+
+    monkeypatch.setattr(queue, "ask_slurm", refuse)
+    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(queue, "job_fields", lambda job_id: {})
+    assert queue.requeue("17") == (message if calls == 1 else None)
+    assert len(asked) == calls
 
 
 # ---- again or not -----------------------------------------------------------------------------
@@ -278,6 +321,18 @@ def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
     assert (ended.ending, ended.failed_node) == (Ending.FAILED, "n2")
     assert ended.ended is not None and ended.ended >= ended.started
     assert events.read_bytes().startswith(before)
+
+
+def test_an_end_counts_where_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = begin(tmp_path)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 300)
+    ended = end_attempt(running, tmp_path, FAILED)
+    assert read_attempts(tmp_path) == [ended]
+    begin(tmp_path, restart=1)
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [None, Ending.FAILED][::-1]
 
 
 def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:

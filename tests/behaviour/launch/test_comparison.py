@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import html
 import json
@@ -18,7 +17,6 @@ from launch.comparison.differences import compare, dependences, parse_budget
 from launch.comparison.page import (
     MAX_CLASSES,
     MAX_POINTS,
-    PNG_SIGNATURE,
     render,
 )
 from launch.comparison.report import tables, write_csv, write_json
@@ -213,19 +211,25 @@ def test_runs_of_a_chain_vary_in_its_keys() -> None:
 
 
 def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
-    compared = compare([run("a", [0.2, math.nan]), run("b", [0.3])])
+    compared = compare([run("a", [0.2, 0.4, math.nan]), run("b", [0.3])])
     assert tables(compared)[0].rows[1][:3] == ("b", "10", "80")
     write_csv(compared, tmp_path / "c.csv")
     write_json(compared, tmp_path / "c.json")
     rows = list(csv.DictReader((tmp_path / "c.csv").open()))
-    found = {(row["run"], row["metric"]): (row["final"], row["equal"]) for row in rows}
-    assert found["a", "val/top1"] == ("nan", "0.2") and found["b", "val/top1"] == ("0.3", "0.3")
+    found = {(row["run"], row["metric"]): (row["final"], row["equal"], row["best"]) for row in rows}
+    assert found["a", "val/top1"] == ("nan", "0.2", "0.4")
+    assert found["b", "val/top1"] == ("0.3", "0.3", "0.3")
     read = json.loads((tmp_path / "c.json").read_text())
-    assert [(each["label"], each["steps"]) for each in read["runs"]] == [("a", 20), ("b", 10)]
+    assert [(each["label"], each["steps"]) for each in read["runs"]] == [("a", 30), ("b", 10)]
     assert read["budget"] == {"axis": "steps", "total": 10.0, "steps": [10, 10]}
     assert read["metrics"][0]["final"] == ["NaN", 0.3]
     with pytest.raises(UserError, match="cannot be written"):
         write_csv(compared, tmp_path / "c.csv" / "c.csv")
+
+
+def test_a_result_of_zero_is_a_result() -> None:
+    metrics = tables(compare([run("a", [0.0])]))[1]
+    assert metrics.rows == (("val/top1", "final", "0"), ("", "best", "0"))
 
 
 # ---- the page ---------------------------------------------------------------------------------
@@ -373,23 +377,6 @@ def test_hostile_names_are_text() -> None:
     assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
     for figure in figures(page):
         assert not re.search("<[a-z!/]", json.dumps(figure))
-
-
-def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
-    runs = []
-    for name in ("a", "b"):
-        folder = tmp_path / name / "pictures"
-        folder.mkdir(parents=True)
-        (folder / "worst_classes.png").write_bytes(PNG_SIGNATURE + name.encode())
-        runs.append(run(name, [0.5], folder=folder.parent))
-    # Evaluations draw into another folder; of one name both are shown.
-    (tmp_path / "b/evaluation").mkdir()
-    (tmp_path / "b/evaluation/a_first.png").write_bytes(PNG_SIGNATURE + b"c")
-
-    page = render(compare(runs))
-    assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
-    found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
-    assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"c"]
 
 
 def with_classes(folder: Path, label: str, shares: dict[str, float | None]) -> ComparedRun:

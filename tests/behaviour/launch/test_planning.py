@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
@@ -30,13 +31,13 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, run_to_yaml
 from vitscale.data.index import read_split, sample_keys
 
-SECTIONS: dict[str, Any] = {
-    "name": "x",
-    "model": {"preset": "Ti/16"},
-    "optim": {"lr": 1e-3},
-    "schedule": {"steps": 100, "warmup_steps": 10},
-    "launch": {"cpus_per_task": 3},
-}
+SECTIONS: dict[str, Any] = yaml.safe_load("""
+name: x
+model: {preset: Ti/16}
+optim: {lr: 0.001}
+schedule: {steps: 100, warmup_steps: 10}
+launch: {cpus_per_task: 3}
+""")
 DATA: dict[str, Any] = {"path": "shards", "global_batch": 4, "val_split": None}
 TEACHER = {"name": "distillation", "teacher": {"model": "resnet10t", "weights": "t.pth"}}
 
@@ -90,6 +91,10 @@ def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
         run = PretrainRun.model_validate(changed)
         with pytest.raises(UserError, match=message):
             check_data(run, data_facts(run))
+    # What is evaluated on no split needs no labels.
+    blind = {"evaluate": [{"name": "knn"}], "data": masked["data"] | {"val_split": None}}
+    run = PretrainRun.model_validate(masked | blind)
+    check_data(run, data_facts(run))
 
 
 def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None:
@@ -109,7 +114,7 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     assert rows["data"].startswith("3 training images, from ")
     assert "1 lines of data.only_keys name no sample of 'train', such as 'unknown'" in rows["data"]
 
-    other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1)
+    other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1, seed=1)
     mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
     data |= {"dev_percent": 25.0, "first_percent": 75.0, "mixture": mixture}
     text = f"from data.first_percent=75 of {shards}/manifest.json and data.mixture"
@@ -142,15 +147,18 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
     assert refused is None or refused in row.detail
 
 
+SHARES = """
+- [4020, 60, 1, [only 1 of the 64 images, 3960 (33 images) or 4080 (34 images)]]
+- [4288, 32, 1, [only 2 of the 64 images, 4224 (44 images) or 4320 (45 images)]]
+- [4288, 1, 1-32, [the 134 images of each of 32 ranks, 'small on 16, 8, 4 nodes']]
+- [4096, 64, 1, []]
+- [4020, 67, 1, []]
+"""
+
+
 @pytest.mark.parametrize(
     ("batch", "tasks", "nodes", "parts"),
-    [
-        (4020, 60, 1, ["only 1 of the 64 images", "3960 (33 images) or 4080 (34 images)"]),
-        (4288, 32, 1, ["only 2 of the 64 images", "4224 (44 images) or 4320 (45 images)"]),
-        (4288, 1, "1-32", ["the 134 images of each of 32 ranks", "small on 16, 8, 4 nodes"]),
-        (4096, 64, 1, []),
-        (4020, 67, 1, []),
-    ],
+    yaml.safe_load(SHARES),
 )
 def test_a_share_that_cannot_be_divided_well_is_a_warning(
     batch: int, tasks: int, nodes: Any, parts: list[str]

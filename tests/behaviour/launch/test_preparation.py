@@ -177,24 +177,15 @@ env > "$SEEN"
 echo "Submitted batch job 12"
 """
 # man sbatch, INPUT ENVIRONMENT VARIABLES: each outranks the line of the script.
-OVERRIDES = {
-    "SBATCH_TIMELIMIT": "5",
-    "SBATCH_SIGNAL": "TERM@5",
-    "SBATCH_NO_REQUEUE": "1",
-    "SBATCH_ARRAY_INX": "0-99",
-    "SBATCH_GRES": "none",
-    "SBATCH_GPUS": "0",
-    "SBATCH_OPEN_MODE": "truncate",
-    "SBATCH_NEW_OPTION": "1",
-    "SLURM_NTASKS": "7",
-    "SLURM_CPU_BIND": "none",
-    "SRUN_CPUS_PER_TASK": "1",
-    "MASTER_ADDR": "192.0.2.1",
-    "MASTER_PORT": "29500",
-    "RANK": "3",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "3",
-}
+OVERRIDES = dict(
+    word.split("=", 1)
+    for word in """
+    SBATCH_TIMELIMIT=5 SBATCH_SIGNAL=TERM@5 SBATCH_NO_REQUEUE=1 SBATCH_ARRAY_INX=0-99
+    SBATCH_GRES=none SBATCH_GPUS=0 SBATCH_OPEN_MODE=truncate SBATCH_NEW_OPTION=1 SLURM_NTASKS=7
+    SLURM_CPU_BIND=none SRUN_CPUS_PER_TASK=1 MASTER_ADDR=192.0.2.1 MASTER_PORT=29500 RANK=3
+    WORLD_SIZE=8 LOCAL_RANK=3
+    """.split()
+)
 OF_SITE = {
     "SBATCH_ACCOUNT": ("other", {"account": "mine"}),
     "SBATCH_PARTITION": ("login", {"partition": "gpu"}),

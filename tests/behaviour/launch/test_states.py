@@ -180,6 +180,8 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
     assert "vit: queued since " in first and "free nodes (Resources); expected to" in first
     assert "other: finished" in second and "3x (2 stopped, 1 failed)" in second
     assert third == "2 runs: 1 queued, 1 finished"
+    suspended = read_state(run.folder, [job("SUSPENDED")])
+    assert "is suspended and goes on by itself" in as_text([suspended], now=NOW)
 
 
 @pytest.fixture

@@ -104,6 +104,7 @@ def hugging_face(folder: Path, kind: str, processor: dict[str, Any], **config: A
         ("deit", DEIT | {"resample": 2, "do_center_crop": True}),
         ("deit", DEIT | {"do_center_crop": False, "size": SQUARE}),
         ("deit", {"feature_extractor_type": "DeiTFeatureExtractor", "size": 36, "crop_size": 32}),
+        ("deit", {"crop_size": 28}),
         ("dinov2", BIT),
         ("dinov2", BIT | {"size": 36, "image_std": [0.2, 0.3, 0.4]}),
         ("dinov2", BIT | {"size": {"shortest_edge": SIDE}}),
@@ -164,7 +165,7 @@ def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_p
 
 
 def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path: Path) -> None:
-    for kind, expected in (("dinov2", 1e-6), ("vit", 1e-12)):
+    for kind, expected in (("dinov2", 1e-6), ("vit", 1e-12), ("deit", 1e-12)):
         folder = hugging_face(tmp_path / kind, kind, BIT if kind == "dinov2" else VIT)
         config = json.loads((folder / "config.json").read_text())
         del config["layer_norm_eps"]
@@ -267,6 +268,7 @@ def trained_by_timm(path: Path, arguments: dict[str, Any], **more: Any) -> Any:
         {},
         {"input_size": [3, SIDE, SIDE], "crop_pct": None},
         {"mean": None, "interpolation": ""},
+        {"crop_pct": None, "eval_crop_ratio": 0.7},  # of DeiT
         {"gp": "avg"},
         {"model_kwargs": TRAINED["model_kwargs"] | {"num_heads": 4, "act_layer": "gelu_tanh"}},
     ],
@@ -288,6 +290,7 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     images = torch.randn(2, 3, SIDE, SIDE)
     with torch.no_grad():
         torch.testing.assert_close(ours.network(images), theirs(images), atol=1e-5, rtol=1e-4)
+    arguments["crop_pct"] = arguments["crop_pct"] or arguments.get("eval_crop_ratio")
     how = resolve_data_config(dict(arguments), pretrained_cfg=get_pretrained_cfg(TINY).to_dict())
     assert largest_difference(Preprocess(ours.preprocessing), create_transform(**how)) < 0.01
 
@@ -338,7 +341,8 @@ def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
     (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
     assert open_model(path, model=chosen).classes == ("cat", "dog", "eel")
     (tmp_path / "classes.json").write_text('["cat", "dog"]')  # of another model
-    assert open_model(path, model=chosen).classes is None
+    with pytest.raises(UserError, match="2 names of classes for the model's 3 outputs"):
+        open_model(path, model=chosen)
 
 
 # ---- Google and our own --------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
@@ -134,16 +135,19 @@ def test_a_model_sees_upsized_patches_as_their_originals() -> None:
     assert torch.allclose(target(upsized), source(IMAGES), atol=1e-4)
 
 
+OTHER_MODELS = r"""
+- [{num_registers: 2}, {class_position: false}, 'reg_token: model lacks it']
+- [{positions: sincos2d}, {}, 'pos_embed: model']
+- [{layer_scale: 0.1}, {}, 'blocks.0.ls1.gamma: model lacks it']
+- [{mlp_width: 44}, {}, 'mlp.fc1.weight: model \(40, 24\), checkpoint \(44, 24\)']
+- [{}, {depth: 2}, 'blocks.1.attn.proj.bias: model .24,., checkpoint lacks it']
+- [{}, {patch_size: 8}, 'model \(24, 3, 8, 8\)(?s:.*)init_patch=resize']
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "target", "row"),
-    [
-        ({"num_registers": 2}, {"class_position": False}, "reg_token: model lacks it"),
-        ({"positions": "sincos2d"}, {}, "pos_embed: model"),
-        ({"layer_scale": 0.1}, {}, "blocks.0.ls1.gamma: model lacks it"),
-        ({"mlp_width": 44}, {}, r"mlp.fc1.weight: model \(40, 24\), checkpoint \(44, 24\)"),
-        ({}, {"depth": 2}, "blocks.1.attn.proj.bias: model .24,., checkpoint lacks it"),
-        ({}, {"patch_size": 8}, r"model \(24, 3, 8, 8\)(?s:.*)init_patch=resize"),
-    ],
+    yaml.safe_load(OTHER_MODELS),
 )
 def test_another_kind_of_model_is_refused_by_name(
     source: dict[str, object], target: dict[str, object], row: str

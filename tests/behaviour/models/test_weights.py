@@ -62,6 +62,7 @@ def check(ours: TrainedModel, expected: torch.Tensor, output: str = "logits") ->
         ("ViT", {"hidden_act": "gelu", "intermediate_size": 48}),
         ("ViT", {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
         ("ViT", {"hidden_act": "gelu_new"}),
+        ("ViT", {"hidden_act": "gelu_fast"}),
         ("DeiT", {}),
         ("Dinov2", {}),
         ("Dinov2", {"use_swiglu_ffn": True}),
@@ -95,6 +96,10 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
         expected = theirs(IMAGES).last_hidden_state[:, 0]
     for name in ("whole", "sharded"):
         check(open_model(str(tmp_path / name)), expected, "features")
+    index = tmp_path / "sharded/model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "../whole/model.safetensors"}}))
+    with pytest.raises(UserError, match="cannot be read|damaged"):
+        read_weights(tmp_path / "sharded")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +120,7 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
 def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     theirs.pretrained_cfg["crop_pct"] = 0.93
-    synsets = [f"n0144076{label}" for label in range(5)]
+    synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
     config = {"label_names": synsets}
     config |= {"label_descriptions": {"n01440764": "tench, Tinca tinca"}}
     save_for_hf(theirs, tmp_path, model_config=config, model_args=TIMM | more)
@@ -126,6 +131,24 @@ def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str
     assert ours.classes == (*synsets[:4], "tench, Tinca tinca")
     assert ours.preprocessing.mean == theirs.pretrained_cfg["mean"]
     assert ours.preprocessing.eval_crop_fraction == 0.93
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"global_pool": "avg", "pool_include_prefix": True},
+        {"global_pool": "map", "pool_include_prefix": True},
+        {"fc_norm": True},
+        {"pos_embed": "none"},
+        {"act_layer": "silu"},
+    ],
+)
+@torch.no_grad()
+def test_what_no_tensor_of_timm_shows_counts(tmp_path: Path, more: dict[str, Any]) -> None:
+    theirs = shaken(timm.create_model(TINY, **TIMM, **more))
+    save_for_hf(theirs, tmp_path, model_args=TIMM | more)
+    found = open_model(str(tmp_path)).network(IMAGES)
+    assert torch.allclose(found, theirs(IMAGES), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
@@ -280,7 +303,7 @@ def test_files_of_trainers_load_as_their_weights(tmp_path: Path, content: Any, k
 
 # DeiT's Ti, SigLIP's So400m, H and DINOv2's g; any other has heads of 64 channels.
 @pytest.mark.parametrize(
-    ("width", "heads"), [(192, 3), (1152, 16), (1280, 16), (1536, 24), (640, 10)]
+    ("width", "heads"), [(192, 3), (1152, 16), (1280, 16), (1536, 24), (1664, 16), (640, 10)]
 )
 def test_heads_are_those_of_the_known_model(tmp_path: Path, width: int, heads: int) -> None:
     path = tmp_path / "bare.safetensors"
@@ -361,6 +384,13 @@ def weights(tmp_path: Path) -> Path:
     model = timm.create_model(TINY, **TIMM | {"embed_dim": 192, "depth": 1})
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("names", [["cat"], {"cat": 0}])
+def test_names_that_are_not_those_of_the_outputs_are_refused(weights: Path, names: Any) -> None:
+    (weights.parent / "classes.json").write_text(json.dumps(names))
+    with pytest.raises(UserError, match="1 names of classes for the model's 5 outputs|is no list"):
+        open_model(str(weights))
 
 
 def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:

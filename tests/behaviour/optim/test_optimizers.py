@@ -1,4 +1,7 @@
-"""Optimisers, their groups and decay equal the published algorithms, written out."""
+"""Optimisers equal the published algorithms where a whole training does not show it.
+
+Their groups, decay and schedules in trainings: tests/behaviour/engine/test_reference.py.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from vitscale.models.settings import ViTSettings
-from vitscale.models.vit import build_model, decayed, layers_above
 from vitscale.optim import optimizers
 from vitscale.optim.optimizers import (
     Bf16MomentumAdamW,
     Lamb,
     MaskedAdam,
     build_optimizer,
-    optimizer_groups,
 )
 from vitscale.optim.settings import OPTIMIZERS, OptimSettings
-
-DEPTH = 3
-ARCH = ViTSettings(
-    image_size=8, patch_size=4, width=12, depth=DEPTH, num_heads=2, mlp_width=16, num_classes=5
-).resolved(num_classes=5)
-
-
-def groups_of(model: torch.nn.Module, **settings: Any) -> list[dict[str, Any]]:
-    return optimizer_groups(
-        model.named_parameters(),
-        settings=OptimSettings(**{"lr": 1e-3, **settings}),
-        decayed=decayed,
-        layers_above=lambda name: layers_above(name, ARCH),
-    )
 
 
 @pytest.mark.parametrize(
@@ -48,22 +34,6 @@ def test_table_lists_the_state_of_each_optimizer(name: str, momentum_dtype: Any)
     assert tuple(state) == OPTIMIZERS[name].state_names
     num_bytes = sum(tensor.nbytes for tensor in state.values())
     assert num_bytes / weight.numel() == settings.state_bytes_per_parameter
-
-
-def test_default_groups_are_kernels_and_the_rest_at_one_rate() -> None:
-    model = build_model(ARCH, seed=0)
-    groups = groups_of(model, weight_decay=0.03)
-    assert [(g["weight_decay"], g["lr_scale"]) for g in groups] == [(0.03, 1.0), (0.0, 1.0)]
-    named = dict(model.named_parameters())
-    kernels = [p for name, p in named.items() if decayed(name, p)]
-    assert [id(p) for p in groups[0]["params"]] == [id(p) for p in kernels]
-    assert sum(len(g["params"]) for g in groups) == len(named)
-
-
-def test_layer_decay_has_groups_for_each_layer() -> None:
-    groups = groups_of(build_model(ARCH, seed=0), weight_decay=0.03, layer_decay=0.5)
-    assert len(groups) == 2 * (DEPTH + 2)
-    assert {group["lr_scale"] for group in groups} == {0.5**n for n in range(DEPTH + 2)}
 
 
 @pytest.mark.parametrize("gradient", [3.0, 0.0])

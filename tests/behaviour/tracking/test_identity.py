@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sqlite3
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from launch.comparison.runs import load_runs
 from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import read_rows
 from vitscale.tracking.mlflow_sync import MlflowRun, own_record, stored_runs
@@ -217,6 +219,19 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
         train(equal, first=100, last=150, value=value)
         assert send(equal, uri) == again
         assert {len(values) for values in points(store, again).values()} == {1}
+
+
+def test_compared_runs_are_read_as_logged_and_once(tmp_path: Path, uri: str) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, value in ((old, 1.0), (new, math.inf)):
+        train(folder, last=10, value=value)
+        send(folder, uri)
+    (found,) = load_runs(["base"], uri=uri)
+    assert found.series("train/loss") == ([10], [math.inf])
+    assert found.label == "base (newest of this name)"
+    (tmp_path / "latest").symlink_to(new)
+    names = [str(tmp_path / name) for name in ("old", "new", "latest")]
+    assert [run.label for run in load_runs(names, uri=None)] == ["old", "new"]
 
 
 def add_experiments(store: sqlite3.Connection, num: int) -> None:

@@ -96,18 +96,6 @@ def test_any_number_survives_as_strict_json_beside_invalid_lines(
         assert line in path.read_bytes()
 
 
-def test_all_is_on_the_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, flushed = tmp_path / "journal.jsonl", list[int]()
-    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_size))
-    journal = Journal(path, resume_step=0)
-    flushed.clear()
-    journal.append({"train/loss": 1.0}, step=5)
-    journal.append({"val/top1": 0.5}, step=5)
-    journal.close()
-    journal.close()
-    assert steps_in(path) == [5, 5] and flushed == [path.stat().st_size]
-
-
 def test_lines_survive_power_loss_from_a_flush(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,7 +100,7 @@ def secret(tmp_path: Path) -> Path:
 
 def placed(run: Path, name: str, attack: Callable[[Path, Path], None], secret: Path) -> Path:
     path = run / name
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     path.unlink(missing_ok=True)
     attack(path, secret)
     return path
@@ -164,7 +164,11 @@ def test_mlflow_gets_files_of_the_run_alone(
 
 @pytest.mark.parametrize("attack", [*ATTACKS, linked_folder])
 @pytest.mark.parametrize(
-    "name", ["config.yaml", "journal.jsonl", "events/n1.jsonl", "classes.json"]
+    "name",
+    [
+        *("config.yaml", "journal.jsonl", "events/n1.jsonl", "classes.json"),
+        "slurm/1/a.failed_starts",
+    ],
 )
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
     name: str,
@@ -197,6 +201,7 @@ def test_a_journal_of_odd_lines_has_its_good_ones(tmp_path: Path) -> None:
     odd = (
         b"[" * (MAX_LINE_BYTES - 2) + b"\n",
         b"x" * (3 * MAX_LINE_BYTES + 5) + b"\n",
+        b"x" * MAX_LINE_BYTES + b'{"step": 1, "time": 1, "a": 1}\n',
         b'{"step": 1, "time": 1, "a": ' + b"9" * 400 + b"}\n",
         b'{"step": ' + b"9" * 300 + b', "time": 1, "a": 1}\n',
         b'{"step": 1, "time": Infinity, "a": 1}\n',

@@ -142,7 +142,7 @@ def test_what_a_run_shows_is_without_secrets(
     set_version(monkeypatch, version)
     said: list[str] = []
     how: dict[str, Any] = {"tags": {"model": "B/16"}, "note": "**What:** http://u:p@h"}
-    changes = {"tags": {"team": "a"}, "also": ("tensorboard", "wandb")}
+    changes = {"tags": {"optim": "a"}, "also": ("tensorboard", "wandb")}
     with open_tracker(settings=changes, say=said.append, **how) as tracker:
         log_steps(tracker, range(1, 3))
         pictures = tracker.folder / "pictures"
@@ -159,7 +159,7 @@ def test_what_a_run_shows_is_without_secrets(
     send(tracker.folder, mlflow_database)
     found = tags(store)
     assert (found["mlflow.runName"], found["vitscale.stage"]) == ("digits", "pretrain")
-    assert (found["vitscale.job_id"], found["model"], found["team"]) == ("4711", "B/16", "a")
+    assert (found["vitscale.job_id"], found["model"], found["optim"]) == ("4711", "B/16", "a")
     assert found["mlflow.note.content"] == "**What:** http://h"
     assert found["mlflow.source.git.commit"] == "c" * 40
     assert found["mlflow.source.git.dirty"] == "true"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
@@ -37,14 +38,13 @@ from vitscale.training.session import (
     refuse_other_start,
 )
 
-GLOBAL_BATCH = 8
-SECTIONS: dict[str, Any] = {
-    "name": "x",
-    "data": {"path": "shards", "global_batch": GLOBAL_BATCH},
-    "model": {"preset": "B/16"},
-    "optim": {"lr": 1e-3},
-    "schedule": {"steps": 100, "warmup_steps": 10},
-}
+SECTIONS: dict[str, Any] = yaml.safe_load("""
+name: x
+data: {path: shards, global_batch: 8}
+model: {preset: B/16}
+optim: {lr: 0.001}
+schedule: {steps: 100, warmup_steps: 10}
+""")
 # Key of the description: what changes it. `data`: of the shards; `type`: of the run.
 CHANGES: dict[str, dict[str, Any]] = {
     "stage": {"type": FinetuneRun},
@@ -123,22 +123,25 @@ def test_changed_settings_are_listed(tmp_path: Path) -> None:
     ]
 
 
+ONLY_AT_A_START = """
+- [init, runs/a, runs/b]
+- [init, runs/a, 'hf://a/b']
+- [init, null, runs/a]
+- [init_weights, model, ema]
+- [keep_head, false, true]
+- [keep_head, true, slice]
+- [init_patch, same, resize]
+- [position_embedding, google, timm]
+- [model.weight_init, vit, mae]
+- [model.head_std, 0.0, 0.01]
+- [model.head_bias, 0.0, -10.0]
+- [model.layer_scale, 0.1, 0.0001]
+"""
+
+
 @pytest.mark.parametrize(
     ("key", "before", "now"),
-    [
-        ("init", "runs/a", "runs/b"),
-        ("init", "runs/a", "hf://a/b"),
-        ("init", None, "runs/a"),
-        ("init_weights", "model", "ema"),
-        ("keep_head", False, True),
-        ("keep_head", True, "slice"),
-        ("init_patch", "same", "resize"),
-        ("position_embedding", "google", "timm"),
-        ("model.weight_init", "vit", "mae"),
-        ("model.head_std", 0.0, 0.01),
-        ("model.head_bias", 0.0, -10.0),
-        ("model.layer_scale", 0.1, 1e-4),
-    ],
+    yaml.safe_load(ONLY_AT_A_START),
 )
 def test_a_resume_refuses_settings_that_only_a_start_reads(
     tmp_path: Path, key: str, before: Any, now: Any
@@ -230,13 +233,3 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     folder.symlink_to(tmp_path)
     with pytest.raises(UserError, match="not a folder that only you can use"):
         private_folder()
-
-
-def test_random_numbers_follow_the_position_in_training() -> None:
-    def drawn(**changes: int) -> float:
-        session.seed_step(**{"seed": 0, "step": 0, "micro_step": 0, "rank": 0} | changes)
-        return torch.rand(()).item()
-
-    other = [drawn(**{name: 1}) for name in ("seed", "step", "micro_step", "rank")]
-    assert len({drawn(), *other}) == 5
-    assert drawn() == drawn()

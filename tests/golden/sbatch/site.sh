@@ -16,6 +16,7 @@
 
 # setup
 trap '' USR2 TERM
+for limit in t f v n u; do ulimit -S -$limit "$(ulimit -H -$limit)"; done
 unset SLURM_EXPORT_ENV
 unset MASTER_ADDR MASTER_PORT RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE
 module load cuda
@@ -36,6 +37,23 @@ export SUBMITIT_LOG_LEVEL=CRITICAL
 srun_errors=$(mktemp) || srun_errors=/dev/null
 # A node that was away gets signals to its last step a minute later: this one has another number.
 [ $((restart % 2)) = 0 ] || srun --nodes=1 --ntasks=1 true
+# A daemon that was away when the ranks ended leaves srun waiting for them until the time limit.
+watch_lock() {
+    local first now last still=0
+    first=$(stat -c "%y %s" "$1" 2> /dev/null)
+    while sleep 60; do
+        now=$(stat -c "%y %s" "$1" 2> /dev/null)
+        # Rank 0 touches its lock every few seconds, from when it has opened the run.
+        [ "$now" = "$last" ] && [ "$now" != "$first" ] && still=$((still + 1)) || still=0
+        last=$now
+        [ "$still" -lt 5 ] || {
+            echo "no rank has touched $1 since $(date -r "$1" 2>&1): srun is ended"
+            pkill -KILL -s 0 -x srun
+            return
+        }
+    done
+}
+watch_lock FOLDER/runs/small/.lock & watcher=$!
 # srun lets the others wait for a task that could not start: its log cannot be opened, for example.
 end_step='scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep "[.][0-9]")'
 {
@@ -48,6 +66,7 @@ srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-t
 # teardown
 } 2>&1 | tee "$srun_errors" >(sed -nu "/ launch failed: /e $end_step")
 code=${PIPESTATUS[0]}
+kill "$watcher"
 next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 120 --max-requeues 9 --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
 # Without Python on this node: a line for each start in a row, as `after` would decide.

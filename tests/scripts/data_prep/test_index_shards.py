@@ -37,8 +37,8 @@ from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.range_server import served
 from vitscale.config.command_line import load_command
 from vitscale.data.index import read_manifest, read_split
+from vitscale.data.label_spaces import known_space
 from vitscale.data.settings import RemoteSettings
-from vitscale.evaluation.label_spaces import known_space
 from vitscale.runs.data_prep import DataPrepRun
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.support.corpora.indexing import run
 from tests.support.golden import FOLDER
 from tests.support.waiting import PATIENCE_S, ROOT
 
@@ -50,11 +52,9 @@ class FakeSlurm:
 
     def call(self, script: str, *arguments: str, slurm: bool = True, code: int = 0) -> str:
         """Output of a script of launch/, called in the folder; its errors if it is to fail."""
-        done = subprocess.run(
-            [sys.executable, str(ROOT / script), *arguments],
-            cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S,
-            env=self.environment if slurm else os.environ | {"PATH": str(self.folder)},
-        )  # fmt: skip
+        path = self.environment if slurm else {"PATH": str(self.folder)}
+        with contextlib.chdir(self.folder), mock.patch.dict(os.environ, path):
+            done = run(ROOT / script, *arguments)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stderr if code else done.stdout
 

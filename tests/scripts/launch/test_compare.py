@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 from launch.comparison.differences import compare
 from launch.comparison.page import render
 from launch.comparison.runs import ComparedRun
+from tests.support.corpora.indexing import run
 from tests.support.levels import skip_or_fail
 from tests.support.waiting import PATIENCE_S, ROOT
 from vitscale.tracking.journal import Row
@@ -28,11 +28,8 @@ PNG = bytes.fromhex(
 
 
 def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "launch/compare.py"), *arguments],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=PATIENCE_S,
-    )  # fmt: skip
+    with contextlib.chdir(folder):
+        return run(ROOT / "launch/compare.py", *arguments)
 
 
 def make_run(root: Path, name: str, *, lr: float, gain: float) -> None:
@@ -95,10 +92,10 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database
     # The same name below runs/ with other values: --uri selects that of MLflow.
     shutil.rmtree(tmp_path / "runs/stored")
     make_run(tmp_path, "stored", lr=0.5, gain=0.25)
-    done = run_compare(tmp_path, "stored", run_id, "--uri", uri)
+    done = run_compare(tmp_path, "stored", run_id, "runs/stored", "--uri", uri)
     assert done.returncode == 0, done.stderr
-    assert "0.875" in done.stdout and f"MLflow run {run_id}" in done.stdout
-    assert "stored (2)" in done.stdout and "finished" in done.stdout
+    assert "0.875" in done.stdout and done.stdout.count(f"MLflow run {run_id}") == 1
+    assert "stored (2)" in done.stdout and "0.25" in done.stdout and "finished" in done.stdout
     found = run_compare(tmp_path, "--filter", "params.optim.lr = '0.125'", "--uri", uri)
     assert found.returncode == 0, found.stderr
     assert f"MLflow run {run_id}" in found.stdout and "0.875" in found.stdout

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.golden import FOLDER
@@ -19,19 +17,19 @@ WEIGHTS = FOLDER / "weights"
 NPZ, SAFETENSORS = WEIGHTS / "google/model.npz", WEIGHTS / "timm/model.safetensors"
 # Weights in a file do not tell their heads where Google's do.
 NUM_HEADS = "model={name: vit, num_heads: 2}"
-FINETUNE: dict[str, Any] = {
-    "stage": "finetune",
-    "name": "tiny",
-    "data": {"global_batch": 8, "num_workers": 0, "crop_area": [0.5, 1.0]},
-    "model": {"image_size": 12, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2},
-    "optim": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "clip_norm": 1.0},
-    "schedule": {"steps": 2, "warmup_steps": 0},
-    "engine": {"device": "cpu", "num_threads": 1, "zero_stage": 1, "max_micro_batch": 8},
-    "checkpoint": {"every_steps": 2},
-    "evaluate": [{"name": "classification"}],
-    "tracking": {"uri": None, "log_every_steps": 1},
-}
-FINETUNE["model"] |= {"mlp_width": 32, "drop_path": 0.0}
+FINETUNE = """\
+stage: finetune
+name: tiny
+data: {global_batch: 8, num_workers: 0, crop_area: [0.5, 1.0]}
+model: {image_size: 12, patch_size: 4, width: 16, depth: 2, num_heads: 2, mlp_width: 32,
+  drop_path: 0.0}
+optim: {name: sgd, lr: 0.05, momentum: 0.9, clip_norm: 1.0}
+schedule: {steps: 2, warmup_steps: 0}
+engine: {device: cpu, num_threads: 1, zero_stage: 1, max_micro_batch: 8}
+checkpoint: {every_steps: 2}
+evaluate: [{name: classification}]
+tracking: {uri: null, log_every_steps: 1}
+"""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Scripts:
     ) -> tuple[Path, dict[str, list[float]]]:
         """Train for two steps; the run folder, and the values of each metric."""
         config, run = self.folder / f"{name}.yaml", self.folder / name
-        config.write_text(yaml.safe_dump(FINETUNE))
+        config.write_text(FINETUNE)
         given = (f"data.path={self.shards}", f"output={run}")
         self.run("main", "--config", config, *given, *words, num_ranks=num_ranks)
         metrics: dict[str, list[float]] = {}

@@ -5,87 +5,60 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.support.ranks.fault_runs import FaultRuns, wait_all
+from tests.support.ranks.fault_runs import FaultRuns, output, wait_all
 from tests.support.ranks.run_states import journal_rows
 from tests.support.waiting import ROOT
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-LINEAR = {"name": "linear_heads", "steps": 40, "batch": 64, "learning_rates": [0.001, 0.1]}
-Evaluations = Sequence[Mapping[str, Any]]
-FEATURES: Evaluations = (
-    {"name": "knn", "k": 7, "also_k": [100], "max_bank_images": 300},
-    {"name": "few_shot", "shots": [1, 5]},
-    LINEAR,
-)
-BLOCKS: Evaluations = (*FEATURES[:2], {**LINEAR, "inputs": "blocks"})
-LOGITS: Evaluations = ({"name": "classification"}, {"name": "confusion"})
+BANK = "{name: knn, k: 7, also_k: [100], max_bank_images: 300}, {name: few_shot, shots: [1, 5]}"
+LINEAR = "name: linear_heads, steps: 40, batch: 64, learning_rates: [0.001, 0.1]"
+FEATURES, BLOCKS = f"{BANK}, {{{LINEAR}}}", f"{BANK}, {{{LINEAR}, inputs: blocks}}"
+LOGITS = "{name: classification}, {name: confusion}"
 FILES = {"calibration.csv", "confusion.csv", "per_class.csv", "worst_classes.png"}
-DECODER = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
-# (objective, what it changes in the model)
-OBJECTIVES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "supervised": ({}, {"representation_layer": True}),
-    "mae": ({"name": "mae", **DECODER}, {"positions": "sincos2d_mae"}),
-    "masked": ({"name": "masked_patch_prediction"}, {}),
-    "distillation": ({"name": "distillation"}, {"distillation_token": True}),
+SHORT = """
+    data.num_workers=0 data.mixing=null model.depth=4 model.dropout=0 model.drop_path=0
+    optim.lr=0.003 schedule.steps=6 schedule.warmup_steps=0
+""".split()
+OBJECTIVES = {
+    "mae": (
+        "objective={name: mae, decoder_width: 16, decoder_depth: 1, decoder_heads: 2}",
+        "model.positions=sincos2d_mae",
+    ),
+    "masked": ("objective.name=masked_patch_prediction",),
+    "distillation": ("objective.name=distillation", "model.distillation_token=true"),
 }
 # Two images of the 360.
 TOLERANCE = 2 / 360 + 1e-9
 
 
-def start(runs: FaultRuns, folder: Path, *command: str | Path, num_ranks: int) -> str:
-    """Run to the end; what rank 0 printed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    script, *words = command
-    ranks = runs.starter.start([ROOT / script, *words], num_ranks=num_ranks, folder=folder)
-    assert set(wait_all(ranks)) == {0}, ranks[0].output()
-    return ranks[0].output()
-
-
-def train(runs: FaultRuns, folder: Path, name: str, evaluate: Evaluations, **changes: Any) -> Path:
-    """changes: keys that are added to the sections here."""
-    objective, model = OBJECTIVES[name]
-    values = {
-        "base": str(ROOT / "configs/digits/pretrain.yaml"),
-        "output": str(folder / "run"),
-        "data": {"path": str(runs.shards), "global_batch": 16, "num_workers": 0},
-        "model": {"width": 24, "depth": 4, "mlp_width": 48, "drop_path": 0.0, **model},
-        "objective": dict(objective),
-        "optim": {"lr": 0.003},
-        "engine": {"device": "cpu", "num_threads": 1},
-        "schedule": {"epochs": None, "steps": 6, "warmup_steps": 0},
-        "evaluate": list(evaluate),
-        "tracking": {"uri": None},
-    }
-    for section, keys in changes.items():
-        values[section] |= keys
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.yaml").write_text(yaml.safe_dump(values))
-    start(runs, folder, "pretrain/main.py", "--config", folder / "run.yaml", num_ranks=2)
+def train(runs: FaultRuns, folder: Path, evaluate: str, *words: str) -> Path:
+    words = (*SHORT, *words, f"evaluate=[{evaluate}]")
+    assert runs.run(folder, *words) == [0, 0], output(folder)
     return folder / "run"
 
 
 def evaluate_run(runs: FaultRuns, folder: Path, init: Path, *, num_ranks: int = 1) -> str:
+    """What rank 0 printed."""
+    folder.mkdir(parents=True)
     words = (f"init={init}", f"output={folder / 'out'}", "compute.device=cpu")
     words += ("data.num_workers=0", "tracking.uri=null")
-    script = "finetune/evaluate_model.py"
-    return start(runs, folder, script, *words, num_ranks=num_ranks)
+    script = [ROOT / "finetune/evaluate_model.py", *words]
+    ranks = runs.starter.start(script, num_ranks=num_ranks, folder=folder)
+    assert set(wait_all(ranks)) == {0}, ranks[0].output()
+    return ranks[0].output()
 
 
 @pytest.fixture(scope="module")
 def supervised(fault_runs: FaultRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With an average of the weights."""
-    folder, ema = tmp_path_factory.mktemp("supervised"), {"ema": {"decay": 0.9}}
-    evaluate = (*LOGITS, *BLOCKS)
-    engine = {"zero_stage": 3}
-    return train(fault_runs, folder, "supervised", evaluate, optim=ema, engine=engine)
+    words = ("engine.zero_stage=3", "model.representation_layer=true")
+    folder = tmp_path_factory.mktemp("supervised")
+    return train(fault_runs, folder, f"{LOGITS}, {BLOCKS}", *words)
 
 
 def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
@@ -111,11 +84,12 @@ def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
     ],
 )
 def test_features_in_training_equal_those_outside(
-    fault_runs: FaultRuns, supervised: Path, tmp_path: Path, name: str, stage: int, evaluate: Any
+    fault_runs: FaultRuns, supervised: Path, tmp_path: Path, name: str, stage: int, evaluate: str
 ) -> None:
-    taught = {"teacher": {"weights": str(supervised)}} if name == "distillation" else {}
-    engine = {"zero_stage": stage}
-    run = train(fault_runs, tmp_path / "a", name, evaluate, objective=taught, engine=engine)
+    words = (*OBJECTIVES[name], "optim.ema=null", f"engine.zero_stage={stage}")
+    if name == "distillation":
+        words += (f"objective.teacher.weights={supervised}",)
+    run = train(fault_runs, tmp_path / "a", evaluate, *words)
     evaluate_run(fault_runs, tmp_path / "b", run)
     check_outside(run, tmp_path / "b", prefix="val/")
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.corpora.image_corpus import contents
 from tests.support.waiting import ROOT, wait_until
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 NUM_TASKS = 4
 NUM_SHARDS = 24

@@ -151,3 +151,53 @@ def test_a_node_that_cannot_start_a_task_is_left(
             reason = f"rank 1 on n2 could not start: {no_python}"
         assert [(each.reason, each.failed_node) for each in without] == [(reason, node)] * 2
         assert f"n2 is excluded from job {job.job_id}: its last two attempts failed there" in log
+
+
+# A training that has its last checkpoint when its ranks end.
+TRAINING = (
+    BEGINNING
+    + """
+    from vitscale.distributed.events import record_start
+    lock = run / ".lock"
+    if rank == "0":
+        record_start(run, first_step=0, total_steps=10)
+        (run / "checkpoints/step-00000010").mkdir(parents=True)
+        (run / "checkpoints/step-00000010/manifest.json").touch()
+        lock.write_text("job")
+    while not (run / "end").exists():
+        time.sleep(0.05)
+        lock.touch()
+    if rank == "0":
+        os.truncate(lock, 0)
+"""
+)
+
+
+def test_an_end_that_srun_never_hears_of_is_found(slurm, submit, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("launch.jobs.submission.LOOK_S", 1)
+    job = submit(TRAINING)
+    wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
+    for process, own in slurm.processes(SLURM_JOB_ID=job.job_id, SLURM_PROCID="1"):
+        parent = process.parent()
+        if parent is not None and parent.name() == "slurmstepd" and own["SLURMD_NODENAME"] == "n2":
+            parent.kill()
+    (tmp_path / "end").touch()
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    log = job.log(0).read_text()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "0"), log
+    assert log.count("srun is ended") == 1
+    (attempt,) = read_attempts(tmp_path)
+    assert attempt.ending is Ending.DONE
+
+
+def test_a_run_folder_that_was_moved_does_not_come_back(slurm, submit, tmp_path) -> None:
+    job = submit(f"{BEGINNING}    time.sleep(1000)")
+    wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
+    moved = tmp_path.rename(tmp_path.with_name("moved"))
+    slurm.run(["scancel", "--signal=KILL", f"{job.job_id}.0"])
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    (log,) = moved.glob(f"slurm/{job.job_id}/*_0_log.out")
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), log.read_text()
+    assert f"not requeued: {tmp_path} was moved or removed" in log.read_text()
+    assert not tmp_path.exists()
+    moved.rename(tmp_path)

@@ -94,12 +94,6 @@ class Storm:
         self.wait(lambda: self.restarts() > restarts, "end at the time limit")
         self.run("scontrol", "update", f"JobId={self.job_id}", "TimeLimit=50")
 
-    def rank_killed(self) -> None:
-        os.kill(self.rng.choice(self.ranks()), signal.SIGKILL)
-
-    def rank_segv(self) -> None:
-        os.kill(self.rng.choice(self.ranks()), signal.SIGSEGV)
-
     def rank_out_of_memory(self) -> None:
         """By the kernel, at the limit of a group: what SLURM does where it limits memory."""
         rank = psutil.Process(self.rng.choice(self.ranks()))
@@ -110,15 +104,6 @@ class Storm:
         rank.wait(timeout=PATIENCE_S)
         assert "oom_kill 1" in (group / "memory.oom_control").read_text()
         group.rmdir()
-
-    def rank_stopped(self) -> None:
-        os.kill(self.rng.choice(self.ranks()), signal.SIGSTOP)
-
-    def worker_killed(self) -> None:
-        os.kill(self.rng.choice(self.workers()), signal.SIGKILL)
-
-    def worker_stopped(self) -> None:
-        os.kill(self.rng.choice(self.workers()), signal.SIGSTOP)
 
     def srun_killed(self) -> None:
         sruns = [each.pid for each, _ in self.processes() if each.name() == "srun"]
@@ -191,7 +176,10 @@ class Storm:
         at_step = self.step() + after_steps
         self.wait(lambda: self.step() >= at_step, f"step {at_step}")
         before, restarts, began = self.step(), self.restarts(), time.time()
-        if getattr(self, fault)() is None:
+        if fault in SIGNALS:
+            pids_of, number = SIGNALS[fault]
+            os.kill(self.rng.choice(pids_of(self)), number)
+        if fault in SIGNALS or getattr(self, fault)() is None:
             self.wait(lambda: self.restarts() > restarts, f"restart after {fault}")
         self.wait(self.is_running, f"start after {fault}")
         since = max(began, self.started())
@@ -257,16 +245,26 @@ class Storm:
         return list(self.cluster.processes(SLURM_JOB_ID=self.job_id))
 
 
-EVERY = (
-    *(Storm.preempted_with_grace, Storm.preempted_without_grace, Storm.scontrol_requeue),
-    *(Storm.usr2, Storm.usr2_twice_within_seconds, Storm.time_limit, Storm.rank_killed),
-    *(Storm.rank_segv, Storm.rank_stopped, Storm.worker_killed, Storm.worker_stopped),
-    *((Storm.rank_out_of_memory,) if MEMORY_GROUPS.is_dir() else ()),
-    *(Storm.srun_killed, Storm.slurmd_killed_and_back, Storm.node_dead_and_back),
-    *(Storm.node_drained, Storm.controller_away_while_a_rank_is_killed),
-    *(Storm.cancelled_and_submitted_again, Storm.checkpoints_full, Storm.checkpoints_read_only),
-)
-ONCE = (Storm.checkpoints_full_for_10_min, Storm.checkpoints_read_only_for_10_min)
+# Whose process gets a signal, and which.
+SIGNALS = {
+    "rank_killed": (Storm.ranks, signal.SIGKILL),
+    "rank_segv": (Storm.ranks, signal.SIGSEGV),
+    "rank_stopped": (Storm.ranks, signal.SIGSTOP),
+    "worker_killed": (Storm.workers, signal.SIGKILL),
+    "worker_stopped": (Storm.workers, signal.SIGSTOP),
+}
+EVERY = [
+    *SIGNALS,
+    *"""
+    preempted_with_grace preempted_without_grace scontrol_requeue usr2 usr2_twice_within_seconds
+    time_limit srun_killed slurmd_killed_and_back node_dead_and_back node_drained
+    controller_away_while_a_rank_is_killed cancelled_and_submitted_again checkpoints_full
+    checkpoints_read_only
+    """.split(),
+]
+if MEMORY_GROUPS.is_dir():
+    EVERY.append("rank_out_of_memory")
+ONCE = ("checkpoints_full_for_10_min", "checkpoints_read_only_for_10_min")
 
 
 @pytest.mark.slurm
@@ -296,7 +294,7 @@ def test_interruptions_change_no_bit(
         storm = Storm(cluster=cluster, run_folder=run, command=there, rng=rng)
         storm.submit()
         for fault in faults:
-            storm.suffer(fault.__name__, after_steps=rng.randrange(1, 40))
+            storm.suffer(fault, after_steps=rng.randrange(1, 40))
         ended = cluster.wait(storm.job_id, states=["COMPLETED", "FAILED", "CANCELLED"])
         assert ended["JobState"] == "COMPLETED"
         assert not storm.processes()

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.golden import Golden
 from tests.support.loader_runs import SEED, rank_batches_of
@@ -16,31 +17,25 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_val_split
 
 BATCH, BATCHES, SIZE = 8, 3, 8
-TRAINING: dict[str, dict[str, Any]] = {
-    "plain": {"crop": "plain", "interpolation": "bicubic", "antialias": True},
-    "augreg": {
-        "augment": {"randaugment": {"num_ops": 2, "magnitude": 15}},
-        "mixing": {"mixup_alpha": 0.5},
-    },
-    "deit": {
-        "views": 2,
-        "interpolation": "bicubic",
-        "augment": {
-            "randaugment": {"policy": "timm", "magnitude": 9, "magnitude_std": 0.5},
-            "erasing": {"probability": 0.5, "mode": "pixel"},
-        },
-        "mixing": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "mode": "pair"},
-    },
-    "two_sets": {
-        "mixture": [{"path": str(OTHER_SHARDS), "share": 0.3}],
-        "augment": {"three_augment": True},
-        "first_percent": 80.0,
-    },
-}
-EVALUATION: dict[str, dict[str, Any]] = {
-    "squash": {},
-    "center_crop": {"eval_resize": "center_crop", "eval_interpolation": "bicubic"},
-}
+TRAINING: dict[str, dict[str, Any]] = yaml.safe_load(f"""
+plain: {{crop: plain, interpolation: bicubic, antialias: true}}
+augreg: {{augment: {{randaugment: {{num_ops: 2, magnitude: 15}}}}, mixing: {{mixup_alpha: 0.5}}}}
+deit:
+  views: 2
+  interpolation: bicubic
+  augment:
+    randaugment: {{policy: timm, magnitude: 9, magnitude_std: 0.5}}
+    erasing: {{probability: 0.5, mode: pixel}}
+  mixing: {{mixup_alpha: 0.8, cutmix_alpha: 1.0, mode: pair}}
+two_sets:
+  mixture: [{{path: {OTHER_SHARDS}, share: 0.3}}]
+  augment: {{three_augment: true}}
+  first_percent: 80.0
+""")
+EVALUATION: dict[str, dict[str, Any]] = yaml.safe_load("""
+squash: {}
+center_crop: {eval_resize: center_crop, eval_interpolation: bicubic}
+""")
 
 
 def settings(changes: dict[str, Any]) -> DataSettings:

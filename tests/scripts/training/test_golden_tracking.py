@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
+from launch.comparison.sync import sync as compare_sync
 from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import run
-from tests.support.waiting import ROOT
 
 pytestmark = pytest.mark.distributed
 
@@ -43,9 +41,7 @@ def train(starter: WarmStarter, folder: Path, *more: str, **how: Any) -> None:
 def sync(folder: Path, to: str = "mlflow") -> None:
     """A training waits for MLflow only so long; what is left at its end is sent here."""
     uri = f"sqlite:///{folder / 'mlflow.db'}"
-    command = [sys.executable, "launch/compare.py", "sync", folder / "run", "--uri", uri]
-    command += ["--to", to]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    compare_sync([str(folder / "run"), "--uri", uri, "--to", to])
 
 
 def tensorboard_points(folder: Path) -> list[tuple[str, int, float]]:
@@ -90,15 +86,6 @@ def journal_points(folder: Path) -> set[tuple[str, int, float]]:
         for key, value in row.items()
         if key not in ("step", "time") and not key.startswith("vitals/")
     }
-
-
-def test_points_of_an_uninterrupted_run(
-    warm_starter: WarmStarter, folder: Path, golden: Golden
-) -> None:
-    train(warm_starter, folder)
-    sync(folder)
-    assert query(folder, "select name, status from runs") == [("tiny", "FINISHED")]
-    golden.json(POINTS, points(folder), rel=1e-5)
 
 
 def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(

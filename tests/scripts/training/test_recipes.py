@@ -42,14 +42,12 @@ TEACHER = "deit/s16"
 # Its length depends on shards that are made first.
 UNPLANNED = "digits/pretrain"
 
-SHORT = [
-    *("schedule.epochs=null", "schedule.steps=2", "schedule.warmup_epochs=0"),
-    *("schedule.warmup_steps=1", "checkpoint.every_steps=2", "checkpoint.keep=1"),
-    *("data.global_batch=8", "data.num_workers=0", "data.val_split=train"),
-    "model.num_classes=null",
-    *("engine.device=auto", "engine.num_threads=1"),
-    *("engine.max_micro_batch=4", "tracking.uri=null", "tracking.log_every_steps=1"),
-]
+SHORT = """
+    schedule.epochs=null schedule.steps=2 schedule.warmup_epochs=0 schedule.warmup_steps=1
+    checkpoint.every_steps=2 checkpoint.keep=1 data.global_batch=8 data.num_workers=0
+    data.val_split=train model.num_classes=null engine.device=auto engine.num_threads=1
+    engine.max_micro_batch=4 tracking.uri=null tracking.log_every_steps=1
+""".split()
 
 
 @cache

@@ -34,6 +34,7 @@ exhaustive = pytest.mark.exhaustive
 NEWEST, OLDER = "step-00000015", "step-00000010"
 
 
+@slow
 def test_damaged_checkpoint_is_skipped_with_a_message(
     fault_runs: FaultRuns, killed_copy: Path
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import STEPS, FaultRuns, fault, output, wait_all
@@ -152,31 +153,29 @@ def test_what_all_nodes_lack_is_bad_input(
 
 
 # Overrides of a start in the folder of the finished run, and what is said of them.
-BAD_INPUT = {
-    "another model": (["model.width=48"], "belongs to another run"),
-    "shards missing": (["data.path=nowhere", "output=runs/x"], "no such folder"),
-    "class count": (["model.num_classes=7", "output=new"], "label map"),
-    "raw key": (
-        ["deepspeed.zero_optimization.reduce_bucket_size=no", "output=new"],
-        "does not start with them",
-    ),
-    "wrong init": (["init=nowhere", "output=new"], "init=nowhere: no such run or checkpoint"),
-    "few tars": (
-        ["data.reader=webdataset", "data.webdataset.num_samples=1437", "data.val_split=null"]
-        + ["data.webdataset.num_classes=10", "evaluate=[]", "data.num_workers=99", "output=new"],
-        "than loader processes (99 = 1 rank(s) x 99)",
-    ),
-    "second job": (["output=locked"], "another job is training in this run folder"),
-}
+BAD_INPUT = yaml.safe_load("""
+another model: [model.width=48, belongs to another run]
+shards missing: [data.path=nowhere output=runs/x, no such folder]
+class count: [model.num_classes=7 output=new, label map]
+raw key:
+- deepspeed.zero_optimization.reduce_bucket_size=no output=new
+- does not start with them
+wrong init: [init=nowhere output=new, "init=nowhere: no such run or checkpoint"]
+few tars:
+- data.reader=webdataset data.webdataset.num_samples=1437 data.val_split=null
+  data.webdataset.num_classes=10 evaluate=[] data.num_workers=99 output=new
+- than loader processes (99 = 1 rank(s) x 99)
+second job: [output=locked, another job is training in this run folder]
+""")
 
 
 @pytest.mark.parametrize("case", sorted(BAD_INPUT))
 def test_bad_input_ends_with_one_clear_message(
     fault_runs: FaultRuns, finished: Path, tmp_path: Path, case: str
 ) -> None:
-    overrides, message = BAD_INPUT[case]
+    words, message = BAD_INPUT[case]
     stage = "finetune" if case == "wrong init" else "pretrain"
-    overrides = [f"output={finished}", *overrides]
+    overrides = [f"output={finished}", *words.split()]
     (tmp_path / "locked").mkdir()
     with open(tmp_path / "locked/.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -44,10 +44,11 @@ from vitscale.training.session import TrainingSession, build_engine
 
 # fp32: of the way that all weights moved. Both trainings round in other orders.
 EXACT = 1e-5
-# bf16 keeps 8 bits, so each product is off by up to 2^-9. What a gradient passes through rounds it
-# a few dozen times, and 20 steps carry on what that changes: 2^-4 of the way that all weights moved
-# is 32 roundings.
+# bf16 keeps 8 bits, so each product is off by up to 2^-9. A loss and the norm of its gradients pass
+# a few dozen roundings, of which 2^-4 is 32 in one direction. Those of the weights' gradients point
+# anywhere, and 20 steps hardly add them up: 2^-6 of the way that all weights moved is 8 of them.
 ROUNDED = 2.0**-4
+ROUNDED_WAY = 2.0**-6
 
 STEPS = 20
 SEED = 3
@@ -209,11 +210,12 @@ TASKS = {
         sections=objective("masked_patch_prediction"),
     ),
     # Switches.
-    # At a rate that falls to zero the average would end where the weights do.
+    # At a rate that falls to zero the average would end where the weights do. Its own warm-up lasts
+    # longer than the training.
     "average": Task(
-        recipe=adamw(average=0.6, curve="constant"),
+        recipe=adamw(average=0.9, curve="constant"),
         sections={
-            "optim": ADAMW | {"ema": {"decay": 0.6}},
+            "optim": ADAMW | {"ema": {"decay": 0.9}},
             "schedule": {"decay": "constant"},
         },
     ),
@@ -271,42 +273,63 @@ def name_of(task: str, machine: Machine) -> str:
     )
 
 
+# In which order four ranks add in bf16, the reference does not know. SGD at this rate carries the
+# difference on, which Adam's denominator evens out.
 ALL = {
     name_of(task, machine): (task, machine)
     for task, machine in product(TASKS, MACHINES)
     if machine.stage in TASKS[task].stages
+    and not (task == "sgd" and machine.in_bf16 and machine.ranks > 2)
 }
 
 
 @cache
-def pairwise() -> tuple[str, ...]:
-    """Few cases in which every pair of a task and of what a machine has occurs. Greedy."""
+def fast_cases() -> tuple[str, ...]:
+    """All pairs of what a machine has, and of a task and what a machine has.
 
-    @cache
-    def pairs(name: str) -> set[tuple[Any, ...]]:
+    To a task only one or several micro-batches, and one or several ranks, make a difference.
+    """
+
+    def pairs(name: str) -> set[Any]:
         task, machine = ALL[name]
-        facts = [
-            ("task", task),
-            ("stage", machine.stage),
-            ("precision", machine.precision, machine.sent_in_bf16),
-            ("accumulation", machine.accumulation),
-            ("ranks", machine.ranks),
-        ]
-        return set(combinations(facts, 2))
+        precision = (machine.precision, machine.sent_in_bf16)
+        facts = [("stage", machine.stage), ("precision", precision)]
+        of_task = [*facts, ("several", machine.accumulation > 1), ("ranks", machine.ranks > 1)]
+        facts += [("accumulation", machine.accumulation), ("all ranks", machine.ranks)]
+        return {*combinations(facts, 2), *((task, fact) for fact in of_task)}
 
-    missing = set().union(*map(pairs, ALL))
+    return _covering(pairs)
+
+
+@cache
+def slow_cases() -> tuple[str, ...]:
+    """All machines, all tasks at all stages in all precisions, and all other pairs of a task."""
+
+    def facts(name: str) -> set[Any]:
+        task, machine = ALL[name]
+        of_machine = {"accumulation": machine.accumulation, "ranks": machine.ranks}
+        pairs = {(task, *fact) for fact in of_machine.items()}
+        return {machine, (task, machine.stage, machine.precision), *pairs}
+
+    return _covering(facts, done=fast_cases())
+
+
+def _covering(facts_of: Callable[[str], set[Any]], *, done: Iterable[str] = ()) -> tuple[str, ...]:
+    """Few cheap cases that have each fact of any case which those of `done` lack. Greedy."""
+    facts = {name: facts_of(name) for name in ALL}
+    missing = set().union(*facts.values()).difference(*(facts[name] for name in done))
     chosen = []
     while missing:
-        best = max(ALL, key=lambda name: len(pairs(name) & missing) / cost(ALL[name][1]))
+        best = max(ALL, key=lambda name: len(facts[name] & missing) / cost(ALL[name][1]))
         chosen.append(best)
-        missing -= pairs(best)
+        missing -= facts[best]
     return tuple(chosen)
 
 
 def cost(machine: Machine) -> float:
-    """About the seconds of a case: the start, and its micro-batches."""
-    of_micro_batch = 0.02 if machine.stage == 3 else 0.005
-    return 1.0 + STEPS * machine.accumulation * machine.ranks * of_micro_batch
+    """About the seconds of a case: the starts, and micro-batches in bf16 by the reference too."""
+    num_micro_batches = machine.accumulation * machine.ranks * (1 + machine.in_bf16)
+    return 0.5 + 0.2 * machine.ranks + STEPS * 0.0035 * num_micro_batches
 
 
 # ---- both trainings ------------------------------------------------------------------------------
@@ -560,6 +583,7 @@ def check(task: str, ours: Result, right: Result, *, exact: bool) -> None:
     # One bit in fp32 may change how the moment that is kept in bf16 rounds.
     is_exact = exact and TASKS[task].recipe.optimizer != "adamw bf16 momentum"
     close = EXACT if is_exact else ROUNDED
+    close_way = EXACT if is_exact else ROUNDED_WAY
     initial = {key: value.detach() for key, value in new_model(task).named_parameters()}
 
     assert ours.losses == pytest.approx(right.losses, rel=close, nan_ok=True)
@@ -574,7 +598,7 @@ def check(task: str, ours: Result, right: Result, *, exact: bool) -> None:
         together, largest = distances(trained, expected, initial)
         # The few values of a bias, and what hardly moves, may be off by more than all weights.
         largest_allowed = 10 * EXACT if is_exact else 4 * ROUNDED
-        assert together < close and largest < largest_allowed, (together, largest)
+        assert together < close_way and largest < largest_allowed, (together, largest)
 
 
 def main() -> None:

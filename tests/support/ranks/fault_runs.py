@@ -22,12 +22,14 @@ STEPS, INTERVAL, LOGGED, ACCUMULATION = 24, 5, 4, 2
 # With loader workers, augmentation, mixup, dropout, drop path, an average of the weights and
 # gradient accumulation. Saves, log lines and evaluations fall on different steps.
 SETTINGS = (
-    *(f"schedule.steps={STEPS}", "schedule.epochs=null", "schedule.warmup_steps=4"),
-    *("data.global_batch=16", "data.num_workers=1", "data.augment.randaugment.magnitude=10"),
-    *("data.mixing.mixup_alpha=0.8", "engine.max_micro_batch=4", "engine.num_threads=1"),
-    *("engine.device=cpu", "engine.timeout_min=1", "optim.ema.decay=0.9"),
-    *(f"checkpoint.every_steps={INTERVAL}", f"tracking.log_every_steps={LOGGED}"),
-    *("evaluate=[{name: classification, every_steps: 12}]", "tracking.uri=null"),
+    *f"""
+    schedule.steps={STEPS} schedule.epochs=null schedule.warmup_steps=4 data.global_batch=16
+    data.num_workers=1 data.augment.randaugment.magnitude=10 data.mixing.mixup_alpha=0.8
+    engine.max_micro_batch=4 engine.num_threads=1 engine.device=cpu engine.timeout_min=1
+    optim.ema.decay=0.9 checkpoint.every_steps={INTERVAL} tracking.log_every_steps={LOGGED}
+    tracking.uri=null
+    """.split(),
+    "evaluate=[{name: classification, every_steps: 12}]",
 )
 VIT = (
     *("model.width=24", "model.depth=2", "model.mlp_width=48", "model.dropout=0.1"),

@@ -31,7 +31,7 @@ from vitscale.training import session
 # Calls of a training, in the module that looks the name up.
 PLACES = {
     "index": ("vitscale.training.session", "_read_index"),
-    "prepare": ("vitscale.training.objective", "Objective.prepare"),
+    "prepare": ("vitscale.objectives.objective", "Objective.prepare"),
     "decoder": ("vitscale.training.session", "resolve_decoder"),
     "private folder": ("vitscale.models.interface", "private_folder"),
     "tracker": ("vitscale.training.session", "Tracker"),

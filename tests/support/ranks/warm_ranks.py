@@ -44,8 +44,14 @@ WARMED = (
     "vitscale.training.session",
     "vitscale.evaluation.classification",
     "vitscale.models.vit",
-    "vitscale.evaluation.teacher",
-    "vitscale.models.losses",
+    "vitscale.objectives.teacher",
+    "vitscale.objectives.losses",
+    "vitscale.config.command_line",
+    "pretrain.run",
+    "finetune.run",
+    "finetune.settings",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
     "deepspeed.runtime.zero.muon.original_muon",
 )
 

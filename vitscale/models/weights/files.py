@@ -83,6 +83,19 @@ class Weights:
     def assumes(self, key: str) -> bool:
         return self.assumed is None or key in self.assumed
 
+    def names_of(self, num_outputs: int) -> tuple[str, ...] | None:
+        """Name of each output of the head, where the source has them.
+
+        Raises UserError where it names more outputs or fewer: then none of them is certain.
+        """
+        if not num_outputs or self.classes is None or len(self.classes) == num_outputs:
+            return self.classes if num_outputs else None
+        raise UserError(
+            f"{len(self.classes):,} names of classes for the model's {num_outputs:,} outputs",
+            where=self.where,
+            next_step="correct or remove the names, in classes.json or the folder's config.json",
+        )
+
 
 def read_json(path: Path) -> dict[str, Any]:
     try:

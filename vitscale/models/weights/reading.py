@@ -158,7 +158,14 @@ def _named(file: TorchFile, path: Path, timm_name: str | None) -> Weights:
 def _classes_beside(path: Path) -> tuple[str, ...] | None:
     """The names in a list beside a file of weights, which has none itself."""
     listed = path.with_name(CLASSES_NAME)
-    return labels_in_order(json.loads(listed.read_text("utf-8"))) if listed.is_file() else None
+    if not listed.is_file():
+        return None
+    content = json.loads(listed.read_text("utf-8"))
+    names = labels_in_order(content)
+    # Such as {"cat": 0}. A list without names, such as ["0", "1"], is one all the same.
+    if names is None and not isinstance(content, list):
+        raise UserError("is no list", where=str(listed), allowed="a JSON list of names by label")
+    return names
 
 
 def _prefix(stored: Collection[str], path: Path) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import PatchEmbed
-from timm.models.vision_transformer import VisionTransformer
+from timm.layers import GluMlp, PatchEmbed
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import nn
 
 from vitscale.models.timm_model import pretrained_config
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
@@ -134,9 +135,26 @@ def _plain_transformer(name: str, arguments: Mapping[str, Any]) -> VisionTransfo
             model: Any = timm.create_model(name, **{**arguments, "num_classes": 0})
     except Exception:  # any kind; the family timm says why
         return None
-    is_plain = isinstance(model, VisionTransformer) and isinstance(model.patch_embed, PatchEmbed)
-    is_known = is_plain and model.global_pool in POOLS and _activation(model) in ACTIVATIONS
-    return model if is_known else None
+    return model if isinstance(model, VisionTransformer) and _is_plain(model) else None
+
+
+def _is_plain(model: VisionTransformer) -> bool:
+    """Whether the family vit computes the same: of what the names and shapes of tensors, which are
+    compared later, do not show."""
+    block: Any = model.blocks[0]
+    if type(block) is not Block or not isinstance(block.norm1, nn.LayerNorm):
+        return False
+    if not isinstance(model.patch_embed, PatchEmbed) or model.pos_embed is None:
+        return False
+
+    activation, is_gated = _activation(model), isinstance(block.mlp, GluMlp)
+    if activation not in ACTIVATIONS or is_gated != (ACTIVATIONS[activation] is None):
+        return False
+
+    # The mean of the patches alone, and a norm after it but after no other pool.
+    pools_others = model.pool_include_prefix and model.num_prefix_tokens > 0
+    has_own_norm = model.global_pool == "avg" or isinstance(model.fc_norm, nn.Identity)
+    return model.global_pool in POOLS and not pools_others and has_own_norm
 
 
 def _activation(model: VisionTransformer) -> str:

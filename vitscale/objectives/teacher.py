@@ -1,7 +1,7 @@
 """Open a teacher: a trained model that another one learns from.
 
 It is in eval mode, without gradients, and sees its own pixels. Leaves out the losses against it
-(`vitscale.models.losses`). B: batch, C: classes, S: image size.
+(`vitscale.objectives.losses`). B: batch, C: classes, S: image size.
 """
 
 from __future__ import annotations

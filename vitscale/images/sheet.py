@@ -8,10 +8,9 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageOps
 
-from data_prep.images.check import SUFFIXES
 from vitscale.config.errors import not_written
 from vitscale.distributed.atomic_files import atomic_file, make_folders
-from vitscale.images.plain import PILLOW_ERRORS, open_picture
+from vitscale.images.plain import PILLOW_ERRORS, SUFFIXES, open_picture
 
 SIDE, TEXT = 96, 14
 DAMAGE = (OSError, ValueError, *PILLOW_ERRORS)

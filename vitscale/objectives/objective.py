@@ -2,8 +2,8 @@
 
 Needs no torch when imported, and neither may a file with an objective: settings are validated on
 machines without torch. Import torch inside the methods; modules belong into `vitscale.models`.
-Leaves out: the teacher (`vitscale.evaluation.teacher`), the losses (`vitscale.models.losses`), and
-the objectives of pretrain/objectives/.
+Leaves out: the teacher (`teacher`), the losses (`losses`), and the objectives of
+pretrain/objectives/.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
     from vitscale.engine.settings import EngineSettings
-    from vitscale.evaluation.teacher import Teacher
     from vitscale.models.settings import Architecture
+    from vitscale.objectives.teacher import Teacher
     from vitscale.runs.training import TrainingRun
 
 
@@ -179,7 +179,7 @@ class Supervised(Objective):
 
     def label_loss(self, logits_BC: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Mean loss of the logits against the batch's labels, mixed or not; scalar."""
-        from vitscale.models.losses import label_loss
+        from vitscale.objectives.losses import label_loss
 
         return label_loss(
             logits_BC,
@@ -233,7 +233,7 @@ class Distillation(Supervised):
     def prepare(
         self, *, classes: Sequence[str], world: World, engine: EngineSettings
     ) -> dict[str, Any]:
-        from vitscale.evaluation.teacher import open_teacher
+        from vitscale.objectives.teacher import open_teacher
 
         chosen = self.settings.teacher.model_dump()
         self.teacher = open_teacher(**chosen, classes=classes, world=world, engine=engine)
@@ -241,7 +241,7 @@ class Distillation(Supervised):
         return {"teacher": self.teacher.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        from vitscale.models.losses import hard_loss, soft_loss
+        from vitscale.objectives.losses import hard_loss, soft_loss
 
         settings = self.settings
         teacher_BC = self.teacher.logits(batch.images)
