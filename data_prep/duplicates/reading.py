@@ -109,8 +109,7 @@ def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
 
 def compare(pair: Sequence[Mapping[str, Any]]) -> float:
     """Return how much two images are alike; 0 if they are no copies."""
-    left, right = map(image_of, pair)
-    return likeness(left, right)
+    return likeness(*map(image_of, pair))
 
 
 def image_of(row: Mapping[str, Any]) -> bytes:

@@ -228,8 +228,9 @@ def _batches(
     num_bytes = 0
     for number in range(table.num_row_groups):
         # One group at a time: a reader of several keeps the bytes of all that it has read.
-        group = {"row_groups": [number], "columns": columns, "use_threads": False}
-        for batch in table.iter_batches(num_rows, **group):
+        for batch in table.iter_batches(
+            num_rows, row_groups=[number], columns=columns, use_threads=False
+        ):
             num_bytes += batch.nbytes
             check(num_bytes, times=times)
             yield batch
