@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.waiting import wait_until
 from vitscale.distributed.fork_server import (
@@ -27,24 +28,26 @@ from vitscale.distributed.fork_server import (
 )
 from vitscale.distributed.processes import free_port, is_alive, process_state, threads_per_rank
 
+# Ranks of the node, variables, and the threads of each.
+THREADS = yaml.safe_load("""
+- [1, {}, 8]
+- [2, {}, 4]
+- [16, {}, 1]
+- [2, {SLURM_STEP_NUM_TASKS: "4", SLURM_CPUS_PER_TASK: "3"}, 3]
+- [2, {SLURM_STEP_NUM_TASKS: "4", SLURM_CPUS_PER_TASK: "12"}, 8]
+# A launcher inside one task of each node, and one in a batch script.
+- [2, {SLURM_STEP_NUM_TASKS: "2", SLURM_CPUS_PER_TASK: "8"}, 4]
+- [2, {SLURM_CPUS_PER_TASK: "8"}, 4]
+- [1, {OMP_NUM_THREADS: "4,2"}, 4]
+- [4, {OMP_NUM_THREADS: "4"}, 2]
+- [1, {OMP_NUM_THREADS: ""}, 8]
+- [1, {OMP_NUM_THREADS: "-1"}, 8]
+- [1, {OMP_NUM_THREADS: "²"}, 8]
+- [1, {OMP_NUM_THREADS: "0"}, 1]
+""")
 
-@pytest.mark.parametrize(
-    ("local_ranks", "environment", "threads"),
-    [
-        (1, {}, 8),
-        (2, {}, 4),
-        (16, {}, 1),
-        (2, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "3"}, 3),
-        (2, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "12"}, 8),
-        # A launcher inside one task of each node, and one in a batch script.
-        (2, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_CPUS_PER_TASK": "8"}, 4),
-        (2, {"SLURM_CPUS_PER_TASK": "8"}, 4),
-        (1, {"OMP_NUM_THREADS": "4,2"}, 4),
-        (4, {"OMP_NUM_THREADS": "4"}, 2),
-        *((1, {"OMP_NUM_THREADS": text}, 8) for text in ("", "-1", "²")),
-        (1, {"OMP_NUM_THREADS": "0"}, 1),
-    ],
-)
+
+@pytest.mark.parametrize("local_ranks, environment, threads", THREADS)
 def test_ranks_share_the_cores_of_a_node(
     monkeypatch: pytest.MonkeyPatch, local_ranks: int, environment: dict[str, str], threads: int
 ) -> None:
@@ -73,37 +76,41 @@ def test_a_free_port_is_none_that_other_sockets_get() -> None:
     assert port < first
 
 
-ENDINGS = {
-    "pass": (0, ""),
-    "raise SystemExit": (0, ""),
-    "raise SystemExit(75)": (75, ""),
-    "raise UserError('no such split')": (2, "error:\nno such split\n"),
-    # Another start may succeed, so SLURM's retries need another code than that of bad input.
-    "raise RankError('a worker died')": (1, "error: a worker died\n"),
-    "os.environ['RANK'] = '1'; raise RankError('port in use')": (1, "error: rank 1: port in use\n"),
-    # All ranks may have it, and the first one say it; but not if there is no other rank.
-    "os.environ['RANK'] = '1'; raise UserError('no split')": (2, "error of rank 1:\nno split\n"),
-    "os.environ['RANK'] = '1'; raise StorageError('full')": (74, "error of rank 1:\nfull\n"),
-    "os.environ['RANK'] = '1'; raise UserErrors([UserError('a'), UserError('b')])": (
-        2,
-        "2 errors of rank 1:\na\nb\n",
-    ),
-    "os.environ['RANK'] = '0'; raise on_node(UserError('no GPU'), rank=5, node='n2')": (
-        69,
-        "error: rank 5 on n2: no GPU\n",
-    ),
-    "os.environ['RANK'] = '5'; raise on_node(UserError('no GPU'), rank=5, node='n2')": (
-        69,
-        "error: rank 5 on n2: no GPU\n",
-    ),
-    "raise StorageError('disk full')": (74, "error:\ndisk full\n"),
-    "raise DivergedError('loss is NaN')": (76, "error:\nloss is NaN\n"),
-    "raise KeyError('lost')": (1, "KeyError: 'lost'\n"),
-}
+# What a rank does, its exit code, and the end of what it says.
+ENDINGS = yaml.safe_load(r"""
+- [pass, 0, ""]
+- [raise SystemExit, 0, ""]
+- [raise SystemExit(75), 75, ""]
+- [raise UserError('no such split'), 2, "error:\nno such split\n"]
+# Another start may succeed, so SLURM's retries need another code than that of bad input.
+- [raise RankError('a worker died'), 1, "error: a worker died\n"]
+- - os.environ['RANK'] = '1'; raise RankError('port in use')
+  - 1
+  - "error: rank 1: port in use\n"
+# All ranks may have it, and the first one say it; but not if there is no other rank.
+- - os.environ['RANK'] = '1'; raise UserError('no split')
+  - 2
+  - "error of rank 1:\nno split\n"
+- - os.environ['RANK'] = '1'; raise StorageError('full')
+  - 74
+  - "error of rank 1:\nfull\n"
+- - os.environ['RANK'] = '1'; raise UserErrors([UserError('a'), UserError('b')])
+  - 2
+  - "2 errors of rank 1:\na\nb\n"
+- - os.environ['RANK'] = '0'; raise on_node(UserError('no GPU'), rank=5, node='n2')
+  - 69
+  - "error: rank 5 on n2: no GPU\n"
+- - os.environ['RANK'] = '5'; raise on_node(UserError('no GPU'), rank=5, node='n2')
+  - 69
+  - "error: rank 5 on n2: no GPU\n"
+- [raise StorageError('disk full'), 74, "error:\ndisk full\n"]
+- [raise DivergedError('loss is NaN'), 76, "error:\nloss is NaN\n"]
+- [raise KeyError('lost'), 1, "KeyError: 'lost'\n"]
+""")
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_rank_script_exits_with_its_code_and_output(ending: str) -> None:
+@pytest.mark.parametrize("ending, exit_code, text", ENDINGS)
+def test_rank_script_exits_with_its_code_and_output(ending: str, exit_code: int, text: str) -> None:
     # A thread that never ends, buffered output, and an object that aborts teardown.
     code = f"""
 import atexit, os, sys, threading
@@ -123,9 +130,8 @@ def main():
 run_rank_script(main)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    expected, stderr = ENDINGS[ending]
-    assert (done.returncode, done.stdout) == (expected, "buffered exit handler\n")
-    assert done.stderr.endswith(stderr)
+    assert (done.returncode, done.stdout) == (exit_code, "buffered exit handler\n")
+    assert done.stderr.endswith(text)
 
 
 STUCK = {

@@ -39,7 +39,6 @@ schedule: {steps: 100, warmup_steps: 10}
 launch: {cpus_per_task: 3}
 """)
 DATA: dict[str, Any] = {"path": "shards", "global_batch": 4, "val_split": None}
-TEACHER = {"name": "distillation", "teacher": {"model": "resnet10t", "weights": "t.pth"}}
 
 
 @pytest.fixture(autouse=True)
@@ -202,19 +201,23 @@ def test_damaged_shards_are_named(folder: Path) -> None:
     assert any("tar: missing (No such file" in detail for detail in errors), rows
 
 
-@pytest.mark.parametrize(
-    ("changes", "row", "result", "expected"),
-    [
-        ({"launch": {"nodes": 4}}, "loader", "warning", "4 shards for 4 rank(s) x 2"),
-        ({"data": {"global_batch": 32}}, "loader", "warning", "16 samples are less than one batch"),
-        ({"launch": {}}, "cores", "warning", "1 core(s) per task for 1 training and 2 loader"),
-        ({"data": {"val_split": "test"}}, "data", "error", "no split 'test'"),
-        ({"model": {"preset": "Ti/16", "num_classes": 5}}, "data", "error", "5 classes, but the"),
-        ({"objective": TEACHER}, "weights", "warning", "t.pth does not exist here"),
-        ({"output": "file/run"}, "disk", "error", "cannot write to"),
-        ({"model": {"preset": "H/14", "depth": 9 * 4**7}}, "disk", "error", "GiB needed"),
-    ],
-)
+# Settings, the check that they fail, its result, and what it says.
+UNFIT = yaml.safe_load("""
+- [{launch: {nodes: 4}}, loader, warning, 4 shards for 4 rank(s) x 2]
+- [{data: {global_batch: 32}}, loader, warning, 16 samples are less than one batch]
+- [{launch: {}}, cores, warning, 1 core(s) per task for 1 training and 2 loader]
+- [{data: {val_split: test}}, data, error, no split 'test']
+- [{model: {preset: Ti/16, num_classes: 5}}, data, error, "5 classes, but the"]
+- - objective: {name: distillation, teacher: {model: resnet10t, weights: t.pth}}
+  - weights
+  - warning
+  - t.pth does not exist here
+- [{output: file/run}, disk, error, cannot write to]
+- [{model: {preset: H/14, depth: 147456}}, disk, error, GiB needed]
+""")
+
+
+@pytest.mark.parametrize("changes, row, result, expected", UNFIT)
 def test_what_does_not_fit_is_named(
     folder: Path, changes: dict[str, Any], row: str, result: str, expected: str
 ) -> None:

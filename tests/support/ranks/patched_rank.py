@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from tests.support.loader_runs import worker_pids
 from vitscale.config.errors import UserError
@@ -29,29 +30,29 @@ from vitscale.engine.engine import Engine, ReadPart
 from vitscale.training import session
 
 # Calls of a training, in the module that looks the name up.
-PLACES = {
-    "index": ("vitscale.training.session", "_read_index"),
-    "prepare": ("vitscale.objectives.objective", "Objective.prepare"),
-    "decoder": ("vitscale.training.session", "resolve_decoder"),
-    "private folder": ("vitscale.models.interface", "private_folder"),
-    "tracker": ("vitscale.training.session", "Tracker"),
-    "start": ("vitscale.training.session", "build_engine"),
-    "restore": ("vitscale.training.session", "restore_engine"),
-    "batch": ("vitscale.engine.device_batches", "DeviceBatches.__next__"),
-    "forward": ("vitscale.engine.engine", "Engine.logits"),
-    "backward": ("vitscale.engine.engine", "Engine.backward"),
-    "step": ("vitscale.engine.engine", "Engine.step"),
-    "log": ("vitscale.training.interval_log", "IntervalLog.write"),
-    "evaluation": ("vitscale.training.session", "TrainingSession._evaluate"),
-    "evaluated batch": ("vitscale.data.loader", "Batch.to"),
-    "export": ("vitscale.engine.engine", "Engine.export_state"),
-    "write": ("vitscale.checkpoint.folders", "write_new_file"),
-    "rename": ("vitscale.checkpoint.folders", "commit_folder"),
-    "prune": ("vitscale.checkpoint.folders", "_prune"),
-    "flush": ("vitscale.tracking.journal", "Journal.flush"),
-    "close": ("vitscale.tracking.tracker", "Tracker.close"),
-    "leave": ("torch.distributed", "destroy_process_group"),
-}
+PLACES: dict[str, str] = yaml.safe_load("""
+index: vitscale.training.session _read_index
+prepare: vitscale.objectives.objective Objective.prepare
+decoder: vitscale.training.session resolve_decoder
+private folder: vitscale.models.interface private_folder
+tracker: vitscale.training.session Tracker
+start: vitscale.training.session build_engine
+restore: vitscale.training.session restore_engine
+batch: vitscale.engine.device_batches DeviceBatches.__next__
+forward: vitscale.engine.engine Engine.logits
+backward: vitscale.engine.engine Engine.backward
+step: vitscale.engine.engine Engine.step
+log: vitscale.training.interval_log IntervalLog.write
+evaluation: vitscale.training.session TrainingSession._evaluate
+evaluated batch: vitscale.data.loader Batch.to
+export: vitscale.engine.engine Engine.export_state
+write: vitscale.checkpoint.folders write_new_file
+rename: vitscale.checkpoint.folders commit_folder
+prune: vitscale.checkpoint.folders _prune
+flush: vitscale.tracking.journal Journal.flush
+close: vitscale.tracking.tracker Tracker.close
+leave: torch.distributed destroy_process_group
+""")
 Call = Callable[[], Any]
 
 
@@ -138,7 +139,7 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
 
 def plant(fault: dict[str, Any]) -> None:
     """`nth`: a number, or "every" for all calls."""
-    module_name, path = PLACES[fault["place"]]
+    module_name, path = PLACES[fault["place"]].split()
     owner: Any = importlib.import_module(module_name)
     *outer, name = path.split(".")
     for each in outer:
