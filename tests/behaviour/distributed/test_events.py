@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import (
     FailureKind,
     NodeError,
@@ -200,7 +200,7 @@ def test_the_rank_that_is_behind_is_named() -> None:
 def test_storage_that_hangs_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answered = threading.Event()
     monkeypatch.setattr("vitscale.distributed.watchdog.SEND_S", 0.05)
-    monkeypatch.setattr("os.path.exists", lambda path: answered.wait(PATIENCE_S))
+    monkeypatch.setattr(os.path, "exists", lambda path: path != tmp_path or answered.wait())
     ranks = Ranks(2)
     for dog in ranks.dogs:
         dog.folder = tmp_path
