@@ -128,7 +128,9 @@ end_step='scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep "[.][0-9]")'
 AFTER = """\
 }} 2>&1 | tee "$srun_errors" >(sed -nu "/ launch failed: /e $end_step")
 code=${{PIPESTATUS[0]}}
-kill "$watcher"
+# Its sleep, and then itself: TERM is ignored here.
+pkill -KILL -P "$watcher"
+kill -KILL "$watcher"
 next=$({after} --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
 # Without Python on this node: a line for each start in a row, as `after` would decide.

@@ -19,7 +19,7 @@ import pytest
 from finetune.run import FinetuneRun
 from launch.planning.dry_run import plan_rows
 from pretrain.run import PretrainRun
-from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.run_states import journal_rows
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
@@ -45,7 +45,7 @@ UNPLANNED = "digits/pretrain"
 SHORT = """
     schedule.epochs=null schedule.steps=2 schedule.warmup_epochs=0 schedule.warmup_steps=1
     checkpoint.every_steps=2 checkpoint.keep=1 data.global_batch=8 data.num_workers=0
-    data.val_split=train model.num_classes=null engine.device=auto engine.num_threads=1
+    data.val_split=test model.num_classes=null engine.device=auto engine.num_threads=1
     engine.max_micro_batch=4 tracking.uri=null tracking.log_every_steps=1
 """.split()
 
@@ -108,7 +108,8 @@ def test_every_recipe_plans_at_full_size() -> None:
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path: Path) -> None:
-    shards = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=1)
+    shards = tmp_path / "shards"
+    make_shard_folder(shards, lengths={"train": (16,), "test": (8,)})
 
     def command(name: str) -> list[str | Path]:
         run, start = recipes()[name], start_of(name)
