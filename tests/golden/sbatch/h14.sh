@@ -64,7 +64,9 @@ srun --unbuffered --output FOLDER/runs/vit_h14-imagenet21k/slurm/%j/%j_%t_log.ou
 # teardown
 } 2>&1 | tee "$srun_errors" >(sed -nu "/ launch failed: /e $end_step")
 code=${PIPESTATUS[0]}
-kill "$watcher"
+# Its sleep, and then itself: TERM is ignored here.
+pkill -KILL -P "$watcher"
+kill -KILL "$watcher"
 next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/vit_h14-imagenet21k --signal-delay 300 --max-requeues 100 --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
 # Without Python on this node: a line for each start in a row, as `after` would decide.
