@@ -91,6 +91,7 @@ def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
         assert text not in log
 
 
+@pytest.mark.exhaustive  # SLURM itself waits for more than a minute
 def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_path) -> None:
     job = submit(WAITING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
