@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -131,6 +132,8 @@ def _once_each(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
     found: dict[str, ComparedRun] = {}
     for run in runs:
         place = run.source if run.folder is None else str(run.folder.resolve())
+        if place in found:
+            print(f"{place} is named twice: it counts once", file=sys.stderr)
         found.setdefault(place, run)
     return list(found.values())
 
