@@ -42,7 +42,9 @@ watch_lock() {
     while sleep 60; do
         now=$(stat -c "%y %s" "$1" 2> /dev/null)
         # Rank 0 touches its lock every few seconds, from when it has opened the run.
-        [ "$now" = "$last" ] && [ "$now" != "$first" ] && still=$((still + 1)) || still=0
+        # Storage that fails says nothing of them.
+        still=$((still + 1))
+        [ -n "$now" ] && [ "$now" = "$last" ] && [ "$now" != "$first" ] || still=0
         last=$now
         [ "$still" -lt 5 ] || {
             echo "no rank has touched $1 since $(date -r "$1" 2>&1): srun is ended"
