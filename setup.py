@@ -11,7 +11,9 @@ STAGES = ("data_prep", "finetune", "launch", "pretrain")
 INSIDE = "vitscale._app"
 
 packages = find_packages(include=["vitscale", "vitscale.*"])
-stages = find_packages(include=[pattern for name in STAGES for pattern in (name, f"{name}.*")])
+stages = find_packages(
+    include=[pattern for name in STAGES for pattern in (name, f"{name}.*")]
+)
 package_dir = {}
 if "editable_wheel" in sys.argv:
     packages += stages

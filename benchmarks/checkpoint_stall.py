@@ -42,11 +42,26 @@ from vitscale.distributed.world import World, gather_objects, process_group
 # 5 tokens an image, so 160 a step: far fewer than a GPU takes for the same weights.
 BATCH = 32
 # width, depth, MLP width: about this many MB of weights and both moments.
-SIZES = {1: (64, 2, 128), 50: (512, 1, 2560), 500: (768, 6, 3072), 1000: (1024, 7, 4096)}
+SIZES = {
+    1: (64, 2, 128),
+    50: (512, 1, 2560),
+    500: (768, 6, 3072),
+    1000: (1024, 7, 4096),
+}
 RESULT = "RESULT "
 SETTINGS = (
-    *("engine.device=cpu", "engine.zero_stage=1", "engine.num_threads=null", "model.num_heads=8"),
-    *("model.image_size=32", "model.patch_size=16", "model.num_classes=10", "optim.ema=null"),
+    *(
+        "engine.device=cpu",
+        "engine.zero_stage=1",
+        "engine.num_threads=null",
+        "model.num_heads=8",
+    ),
+    *(
+        "model.image_size=32",
+        "model.patch_size=16",
+        "model.num_classes=10",
+        "optim.ema=null",
+    ),
 )
 RATIOS = (
     ("stall", "torch.save"),
@@ -58,13 +73,17 @@ RATIOS = (
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--mb", type=int, nargs="+", choices=SIZES, default=[50, 500])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_args().toy:
         parser.set_defaults(mb=[1], ranks=[2], rounds=1)
     options = parser.parse_args()
     if options.worker:
-        run_rank_script(lambda: save_often(options.work, options.mb[0], rounds=options.rounds))
+        run_rank_script(
+            lambda: save_often(options.work, options.mb[0], rounds=options.rounds)
+        )
     else:
         run_benchmark(options, lambda work: measure(work, options), "torch")
 
@@ -74,7 +93,9 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     for size in options.mb:
         for num_ranks in options.ranks:
             folder = Path(tempfile.mkdtemp(dir=work))
-            results.append(run_ranks(folder, size, num_ranks=num_ranks, rounds=options.rounds))
+            results.append(
+                run_ranks(folder, size, num_ranks=num_ranks, rounds=options.rounds)
+            )
             print(table(results[-1]), flush=True)
     return {"measurements": results}
 
@@ -114,7 +135,10 @@ def save_often(work: Path, size: int, *, rounds: int) -> None:
                 train_step(loop, store)
             state: dict[str, torch.Tensor] = {}
             for number in range(rounds + 1):
-                state = {name: each.clone() for name, each in loop.engine.export_state().items()}
+                state = {
+                    name: each.clone()
+                    for name, each in loop.engine.export_state().items()
+                }
                 row = timed_torch_save(state, work / f"plain-{world.rank}.pt")
                 row |= timed_our_save(store, loop, step=number + 1)
                 for name, value in row.items():
@@ -124,18 +148,31 @@ def save_often(work: Path, size: int, *, rounds: int) -> None:
             check_last_save(store, loop, step=rounds + 2)
             num_bytes = sum(gather_objects(sum(each.nbytes for each in state.values())))
         if world.is_first:
-            found = {"state_mb": num_bytes / 1e6, "ranks": world.world_size, "seconds": seconds}
+            found = {
+                "state_mb": num_bytes / 1e6,
+                "ranks": world.world_size,
+                "seconds": seconds,
+            }
             print(RESULT + json.dumps(found), flush=True)
 
 
 def loop_of(world: World, size: int) -> EngineLoop:
     width, depth, mlp_width = SIZES[size]
-    sizes = (f"model.width={width}", f"model.depth={depth}", f"model.mlp_width={mlp_width}")
-    batch = (f"data.global_batch={BATCH * world.world_size}", f"engine.max_micro_batch={BATCH}")
+    sizes = (
+        f"model.width={width}",
+        f"model.depth={depth}",
+        f"model.mlp_width={mlp_width}",
+    )
+    batch = (
+        f"data.global_batch={BATCH * world.world_size}",
+        f"engine.max_micro_batch={BATCH}",
+    )
     config = ROOT / "configs/digits/pretrain.yaml"
     given = [*SETTINGS, *sizes, *batch]
     run = load_run(PretrainRun, config, overrides=given, with_site=False).run
-    return EngineLoop(Task(run=run, device=world.device, world_size=world.world_size), world)
+    return EngineLoop(
+        Task(run=run, device=world.device, world_size=world.world_size), world
+    )
 
 
 def train_step(loop: EngineLoop, store: CheckpointStore) -> tuple[float, float, float]:
@@ -181,7 +218,9 @@ def timed_torch_save(state: dict[str, torch.Tensor], path: Path) -> dict[str, fl
     }
 
 
-def timed_our_save(store: CheckpointStore, loop: EngineLoop, *, step: int) -> dict[str, float]:
+def timed_our_save(
+    store: CheckpointStore, loop: EngineLoop, *, step: int
+) -> dict[str, float]:
     """Seconds: stall; until committed, while training continues; a step during the save."""
     flush_disk()
     quiet = median(train_step(loop, store)[0] for _ in range(5))

@@ -35,7 +35,11 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
-from benchmarks.corpora.photo_folder import given_photos, noise_photos, write_photo_folder
+from benchmarks.corpora.photo_folder import (
+    given_photos,
+    noise_photos,
+    write_photo_folder,
+)
 from benchmarks.measuring import (
     NUM_CORES,
     ROOT,
@@ -75,8 +79,17 @@ from vitscale.training.interval_log import peak_flops
 
 # Of the recipes in configs/: no regularisation, 1,000 classes, softmax, clipping, a short schedule.
 PLAIN = (
-    *("model.num_classes=1000", "model.representation_layer=false", "model.dropout=0.0"),
-    *("model.head_bias=0.0", "objective.loss=softmax", "optim.clip_norm=1.0", "optim.lr=3e-4"),
+    *(
+        "model.num_classes=1000",
+        "model.representation_layer=false",
+        "model.dropout=0.0",
+    ),
+    *(
+        "model.head_bias=0.0",
+        "objective.loss=softmax",
+        "optim.clip_norm=1.0",
+        "optim.lr=3e-4",
+    ),
     *("optim.weight_decay=0.1", "schedule.epochs=null", "schedule.steps=1000"),
     *("schedule.warmup_steps=10", "schedule.final_lr=0.0", "schedule.decay=cosine"),
     *("checkpoint.every_steps=1000", "evaluate=[]", "tracking.uri=null"),
@@ -113,7 +126,11 @@ RECIPES = {
     "recomputed": ("engine.activation_checkpointing=true",),
     "lamb": ("optim.name=lamb", "optim.lr=1e-3"),
     "sgd": ("optim.name=sgd",),
-    "mae": ("objective.name=mae", "model.positions=sincos2d_mae", "model.num_classes=null"),
+    "mae": (
+        "objective.name=mae",
+        "model.positions=sincos2d_mae",
+        "model.num_classes=null",
+    ),
 }
 RECIPE_BATCH, HOST_BATCH, RECIPE_STEPS = 32, 4, 10
 SECTIONS = ("probe", "recipes", "host", "models", "kernels", "loops", "stall", "data")
@@ -128,21 +145,31 @@ NUM_KERNELS = 20
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS)
+    )
     parser.add_argument("--minutes", type=float, default=9, help="of one call")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--images", type=Path, help="folder or tar of JPEGs; default: noise")
-    parser.add_argument("--total-mib", type=float, default=700, help="images are repeated")
+    parser.add_argument(
+        "--images", type=Path, help="folder or tar of JPEGs; default: noise"
+    )
+    parser.add_argument(
+        "--total-mib", type=float, default=700, help="images are repeated"
+    )
     parser.add_argument("--steps", type=int, default=20, help="of each loop and round")
     if parser.parse_args().toy:
         parser.set_defaults(rounds=2, steps=2, total_mib=1)
     options = parser.parse_args()
-    run_benchmark(options, lambda work: measure(work, options), "torch", "deepspeed", "timm")
+    run_benchmark(
+        options, lambda work: measure(work, options), "torch", "deepspeed", "timm"
+    )
 
 
 def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     threads = 1 if options.toy else None
-    with process_group(device=options.device, timeout_min=10, num_threads=threads) as world:
+    with process_group(
+        device=options.device, timeout_min=10, num_threads=threads
+    ) as world:
         bench = Bench(options=options, world=world, work=work)
         for section in options.sections:
             getattr(bench, section)()
@@ -172,19 +199,27 @@ class Bench:
         """Whether a measurement may begin; a line says which one does not."""
         if time.monotonic() - self.began < self.options.minutes * 60:
             return True
-        print(f"{what}: left out, {self.options.minutes:g} minutes are over", flush=True)
+        print(
+            f"{what}: left out, {self.options.minutes:g} minutes are over", flush=True
+        )
         return False
 
     @property
     def on_gpu(self) -> bool:
         return self.world.device.type == "cuda"
 
-    def task(self, name: str, *more: str, share: float = 1.0, batch: int | None = None) -> Task:
+    def task(
+        self, name: str, *more: str, share: float = 1.0, batch: int | None = None
+    ) -> Task:
         """A model with a share of its batch, or another, and further overrides."""
         start_afresh(self.world.device)
         batch = 4 if self.options.toy else batch or int(MODELS[name].batch * share)
         sizes = (f"data.global_batch={batch}", f"engine.max_micro_batch={batch}")
-        given = [each for each in PLAIN if "objective.name=mae" not in more or "loss" not in each]
+        given = [
+            each
+            for each in PLAIN
+            if "objective.name=mae" not in more or "loss" not in each
+        ]
         given += [*(TINY if self.options.toy else ()), *sizes]
         given += [f"engine.device={self.world.device.type}", "engine.precision=bf16"]
         given += more
@@ -200,11 +235,16 @@ class Bench:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "device": torch.cuda.get_device_name(device) if self.on_gpu else "cpu",
-            "capability": torch.cuda.get_device_capability(device) if self.on_gpu else None,
+            "capability": torch.cuda.get_device_capability(device)
+            if self.on_gpu
+            else None,
             "attention": int(torch._fused_sdp_choice(query, query, query)),
             "matmul_flops": self.matmul(),
         }
-        print("\n" + ", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
+        print(
+            "\n" + ", ".join(f"{name} {value}" for name, value in found.items()),
+            flush=True,
+        )
         self.keep("probe", found=found)
 
     def recipes(self) -> None:
@@ -215,9 +255,16 @@ class Bench:
                 where = f"{kind}, ZeRO {stage}"
                 if (kind == "lamb" and stage) or not self.has_time(where):
                     continue
-                given = (*overrides, f"engine.zero_stage={stage}", "engine.compile=false")
+                given = (
+                    *overrides,
+                    f"engine.zero_stage={stage}",
+                    "engine.compile=false",
+                )
                 task = self.task("B16", *given, batch=RECIPE_BATCH)
-                loop, losses = EngineLoop(task, self.world, stage=stage), list[torch.Tensor]()
+                loop, losses = (
+                    EngineLoop(task, self.world, stage=stage),
+                    list[torch.Tensor](),
+                )
                 step = stepper(loop, task.pool, losses)
                 for number in range(RECIPE_STEPS):
                     step(number)
@@ -250,8 +297,12 @@ class Bench:
                 seconds = interleaved({kind: step}, **self.turns())[kind]
                 with Calls() as calls:
                     step(WARM_UP)
-                print(f"{name:5} {kind:12} {1000 * median(seconds):8.2f} {calls.count:6}")
-                self.keep("host", name, kind, found={"seconds": seconds, "calls": calls.count})
+                print(
+                    f"{name:5} {kind:12} {1000 * median(seconds):8.2f} {calls.count:6}"
+                )
+                self.keep(
+                    "host", name, kind, found={"seconds": seconds, "calls": calls.count}
+                )
 
     def kernels(self) -> None:
         """The kernels that take most of three steps with ZeRO 1."""
@@ -272,7 +323,8 @@ class Bench:
             spent = "self_device_time_total" if self.on_gpu else "self_cpu_time_total"
             rows = sorted(trace.key_averages(), key=lambda row: -getattr(row, spent))
             table = [
-                (row.key, row.count / 3, getattr(row, spent) / 3) for row in rows[:NUM_KERNELS]
+                (row.key, row.count / 3, getattr(row, spent) / 3)
+                for row in rows[:NUM_KERNELS]
             ]
             print(f"\n{name}, batch {task.batch}: calls and us of a step")
             for key, count, micros in table:
@@ -295,13 +347,20 @@ class Bench:
             for number in range(1, self.options.rounds + 1):
                 quiet = median(seconds_of(lambda: step(0), device) for _ in range(5))
                 start = time.perf_counter()
-                store.save(loop.engine.export_state(), step=number, progress={}, description={})
+                store.save(
+                    loop.engine.export_state(), step=number, progress={}, description={}
+                )
                 called = time.perf_counter() - start
                 steps = [seconds_of(lambda: step(0), device)]
                 while (commit := store.take_committed()) is None:
                     steps.append(seconds_of(lambda: step(0), device))
-                row = {"called": called, "added": called + sum(steps) - quiet * len(steps)}
-                for key, value in (row | {"committed": time.perf_counter() - start}).items():
+                row = {
+                    "called": called,
+                    "added": called + sum(steps) - quiet * len(steps),
+                }
+                for key, value in (
+                    row | {"committed": time.perf_counter() - start}
+                ).items():
                     found.setdefault(key, []).append(value)
                 if commit.warnings:
                     raise Failed(f"checkpoint: {commit.warnings}")
@@ -311,7 +370,9 @@ class Bench:
         self.keep("stall", found=found)
 
     def models(self) -> None:
-        print("\nmodel  images/s: min / median / max  TFLOP/s  of datasheet  of matmul  memory")
+        print(
+            "\nmodel  images/s: min / median / max  TFLOP/s  of datasheet  of matmul  memory"
+        )
         for name in self.options.models:
             if self.has_time(name):
                 self.keep("models", name, found=self.model(name))
@@ -327,9 +388,14 @@ class Bench:
         before = self.matmul()
         seconds = interleaved({name: step}, **self.turns())[name]
         flops = task.batch / median(seconds) * train_flops_per_image(task.arch)
-        of_matmul, datasheet = 2 * flops / (before + self.matmul()), peak_flops(task.device)
+        of_matmul, datasheet = (
+            2 * flops / (before + self.matmul()),
+            peak_flops(task.device),
+        )
         rates = [task.batch / each for each in seconds]
-        gib = " of an estimated ".join(f"{each / 2**30:.2f}" for each in memory.values())
+        gib = " of an estimated ".join(
+            f"{each / 2**30:.2f}" for each in memory.values()
+        )
         of_datasheet = "-" if datasheet is None else f"{flops / datasheet:.3f}"
         print(
             f"{name:6} {spread(rates):28} {flops / 1e12:8.1f} {of_datasheet:>13} "
@@ -338,7 +404,9 @@ class Bench:
         )
         loop.engine.close()
         if not losses[-1] < losses[0]:
-            raise Failed(f"{name}: the loss does not fall: {[float(each) for each in losses]}")
+            raise Failed(
+                f"{name}: the loss does not fall: {[float(each) for each in losses]}"
+            )
         return {
             "batch": task.batch,
             "first_step_s": first_s,
@@ -394,19 +462,26 @@ class Bench:
         build: dict[str, Callable[[], Any]] = {
             "bare": partial(bare, precision="master"),
             "bare, autocast": partial(bare, precision="autocast"),
-            "timm": lambda: TimmLoop(MODELS[name].timm_name, task, compiled=self.on_gpu, **sizes),
+            "timm": lambda: TimmLoop(
+                MODELS[name].timm_name, task, compiled=self.on_gpu, **sizes
+            ),
             **{
                 f"ZeRO {stage}": partial(EngineLoop, task, self.world, stage=stage)
                 for stage in stages
             },
         }
         losses: dict[str, list[torch.Tensor]] = {kind: [] for kind in build}
-        steps = {kind: stepper(make(), task.pool, losses[kind]) for kind, make in build.items()}
+        steps = {
+            kind: stepper(make(), task.pool, losses[kind])
+            for kind, make in build.items()
+        }
         for step in steps.values():
             for number in range(WARM_UP):
                 step(number)
         seconds = interleaved(steps, **self.turns())
-        print(f"\n{name}, batch {task.batch}: images/s, min / median / max; speed over bare, timm")
+        print(
+            f"\n{name}, batch {task.batch}: images/s, min / median / max; speed over bare, timm"
+        )
         for kind, each in seconds.items():
             rates = spread([task.batch / one for one in each])
             own = "bare, autocast" if kind in ("ZeRO 0", "bare, autocast") else "bare"
@@ -414,7 +489,10 @@ class Bench:
             print(f"{kind:15} {rates:20} {over}", flush=True)
             values = [float(loss) for loss in losses[kind][:WARM_UP]]
             expected = [float(loss) for loss in losses[own][:WARM_UP]]
-            gap = max(abs(a - b) for a, b in zip(values, expected, strict=True)) / expected[0]
+            gap = (
+                max(abs(a - b) for a, b in zip(values, expected, strict=True))
+                / expected[0]
+            )
             if kind.startswith("ZeRO") and not gap < MAX_GAP:
                 raise Failed(f"{kind}: losses {values}, of the bare loop {expected}")
         return {"batch": task.batch, "seconds": seconds}
@@ -423,10 +501,14 @@ class Bench:
         """Steps on JPEGs that the loader decodes, beside steps on synthetic batches."""
         if not self.has_time("data"):
             return
-        photos = given_photos(self.options.images) if self.options.images else noise_photos()
+        photos = (
+            given_photos(self.options.images) if self.options.images else noise_photos()
+        )
         total = int(self.options.total_mib * 2**20)
         source = write_photo_folder(self.work / "photos", photos, total_bytes=total)
-        run_command(make_shards_command(source.root, self.work / "shards", shard_mib=32))
+        run_command(
+            make_shards_command(source.root, self.work / "shards", shard_mib=32)
+        )
         task, workers = self.task(COMPARED), max(1, NUM_CORES - 2)
         settings = DataSettings(
             path=str(self.work / "shards"), global_batch=task.batch, num_workers=workers
@@ -459,12 +541,18 @@ class Bench:
             # What the loader has prefetched must not count.
             for number in range(2 * workers + 2):
                 real(number)
-            seconds = interleaved({"synthetic": synthetic, "real": real}, **self.turns())
-        print(f"\n{COMPARED}, batch {task.batch}, {workers} workers: images/s, min / median / max")
+            seconds = interleaved(
+                {"synthetic": synthetic, "real": real}, **self.turns()
+            )
+        print(
+            f"\n{COMPARED}, batch {task.batch}, {workers} workers: images/s, min / median / max"
+        )
         for name, each in seconds.items():
             print(f"{name:15} {spread([task.batch / one for one in each])}")
         print(f"real / synthetic: {ratio(seconds['synthetic'], seconds['real'])}")
-        self.keep("data", found={"batch": task.batch, "workers": workers, "seconds": seconds})
+        self.keep(
+            "data", found={"batch": task.batch, "workers": workers, "seconds": seconds}
+        )
 
 
 def stepper(

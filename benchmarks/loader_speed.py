@@ -22,7 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
-from benchmarks.corpora.photo_folder import as_png, given_photos, noise_photos, write_photo_folder
+from benchmarks.corpora.photo_folder import (
+    as_png,
+    given_photos,
+    noise_photos,
+    write_photo_folder,
+)
 from benchmarks.loader import contenders, pixels
 from benchmarks.loader.contenders import CONTENDERS, RIVALS, sample_order, why_missing
 from benchmarks.loader.ours import SIDE
@@ -42,7 +47,14 @@ from vitscale.images.crops import DECODERS, missing
 # A fast decoder may differ from Pillow by rounding; a wrong box gives a far lower PSNR.
 LEAST_PSNR = 30.0
 PACKAGES = (
-    *("torch", "torchvision", "webdataset", "pillow", "simplejpeg", "opencv-python-headless"),
+    *(
+        "torch",
+        "torchvision",
+        "webdataset",
+        "pillow",
+        "simplejpeg",
+        "opencv-python-headless",
+    ),
     *("opencv-python", "nvidia-dali-cuda130", "spdl"),
 )
 
@@ -53,21 +65,32 @@ def main() -> None:
 
 
 def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    photos = given_photos(options.images) if options.images else noise_photos(**options.noise)
+    photos = (
+        given_photos(options.images)
+        if options.images
+        else noise_photos(**options.noise)
+    )
     if options.png or options.png_side:
         photos = as_png(photos, side=options.png_side)
-    source = write_photo_folder(work / "photos", photos, total_bytes=int(options.total_mib * 2**20))
+    source = write_photo_folder(
+        work / "photos", photos, total_bytes=int(options.total_mib * 2**20)
+    )
     shards = work / "shards"
     how = {"shard_mib": options.shard_mib}
     run_command(make_shards_command(source.root, shards, "images.check=header", **how))
-    run_command([sys.executable, "data_prep/verify_shards.py", shards, "--entry-points"])
+    run_command(
+        [sys.executable, "data_prep/verify_shards.py", shards, "--entry-points"]
+    )
     num = read_split(shards, split="train").num_samples
     kind = "PNG" if options.png or options.png_side else "JPEG"
     kind += " of given photographs" if options.images else " of noise"
     print(f"{num:,} {kind}, {source.num_bytes / 1e6:,.0f} MB")
     if num != len(source.digests):
         raise Failed(f"{num} images in shards of {len(source.digests)}")
-    return {"pixels": measure_pixels(shards, options), "rates": measure_rates(shards, options)}
+    return {
+        "pixels": measure_pixels(shards, options),
+        "rates": measure_rates(shards, options),
+    }
 
 
 def child(script: ModuleType, *arguments: object, fresh: bool) -> dict[str, Any]:
@@ -127,7 +150,11 @@ def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def left_out(name: str) -> str | None:
     decoder = name.partition("_")[0]
-    return missing(decoder) if decoder in DECODERS and name not in RIVALS else why_missing(name)
+    return (
+        missing(decoder)
+        if decoder in DECODERS and name not in RIVALS
+        else why_missing(name)
+    )
 
 
 def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
@@ -135,7 +162,9 @@ def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
     first = next(iter(rates))
     rivals = [name for name in RIVALS if name in rates]
     best = max(rivals, key=lambda name: median(rates[name]))
-    print(f"\n{'img/s':18} {'min':>6} {'median':>7} {'max':>6} {'first batch, s':>15}  x {first}")
+    print(
+        f"\n{'img/s':18} {'min':>6} {'median':>7} {'max':>6} {'first batch, s':>15}  x {first}"
+    )
     for name, contender in CONTENDERS.items():
         if name not in rates:
             print(f"{name:18} left out: {left_out(name)}")
@@ -153,18 +182,36 @@ def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, rounds=5)
-    parser.add_argument("--images", type=Path, help="folder or tar of JPEGs; default: noise")
-    parser.add_argument("--png", action="store_true", help="encode the photographs as PNG")
-    parser.add_argument("--png-side", type=int, help="PNG of this many pixels a side; output too")
-    parser.add_argument("--total-mib", type=float, default=300, help="images are repeated")
+    parser.add_argument(
+        "--images", type=Path, help="folder or tar of JPEGs; default: noise"
+    )
+    parser.add_argument(
+        "--png", action="store_true", help="encode the photographs as PNG"
+    )
+    parser.add_argument(
+        "--png-side", type=int, help="PNG of this many pixels a side; output too"
+    )
+    parser.add_argument(
+        "--total-mib", type=float, default=300, help="images are repeated"
+    )
     parser.add_argument("--shard-mib", type=int, default=24)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8, help="per loader and round")
-    parser.add_argument("--check-images", type=int, default=512, help="to compare with Pillow")
+    parser.add_argument(
+        "--check-images", type=int, default=512, help="to compare with Pillow"
+    )
     parser.set_defaults(noise={})
     if parser.parse_args().toy:
-        tiny = {"rounds": 1, "total_mib": 3, "shard_mib": 1, "seconds": 0, "check_images": 64}
-        parser.set_defaults(**tiny, workers=1, noise={"width": 160, "height": 120, "num": 8})
+        tiny = {
+            "rounds": 1,
+            "total_mib": 3,
+            "shard_mib": 1,
+            "seconds": 0,
+            "check_images": 64,
+        }
+        parser.set_defaults(
+            **tiny, workers=1, noise={"width": 160, "height": 120, "num": 8}
+        )
     options = parser.parse_args()
     options.side = options.png_side or SIDE
     return options

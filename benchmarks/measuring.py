@@ -35,14 +35,20 @@ def parser_of(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--work", type=Path, default=Path("runs"), help="on the disk to measure")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs"), help="on the disk to measure"
+    )
     parser.add_argument("--json", type=Path, help="write all results here")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, to show that it works")
+    parser.add_argument(
+        "--toy", action="store_true", help="tiny sizes, to show that it works"
+    )
     return parser
 
 
 def run_benchmark(
-    options: argparse.Namespace, measure: Callable[[Path], dict[str, Any]], *packages: str
+    options: argparse.Namespace,
+    measure: Callable[[Path], dict[str, Any]],
+    *packages: str,
 ) -> None:
     """Print the machine, measure in a temporary folder, and write the results."""
     if options.json and not options.json.parent.is_dir():
@@ -60,13 +66,19 @@ def run_benchmark(
     finally:
         shutil.rmtree(work, ignore_errors=True)
     if options.json:
-        options.json.write_text(json.dumps({"environment": machine, **results}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"environment": machine, **results}, indent=1) + "\n"
+        )
 
 
 def environment(*packages: str) -> dict[str, Any]:
     """The machine, its load, and the versions of what is compared."""
     with open("/proc/cpuinfo") as lines:
-        models = {line.split(":")[1].strip() for line in lines if line.startswith("model name")}
+        models = {
+            line.split(":")[1].strip()
+            for line in lines
+            if line.startswith("model name")
+        }
     found: dict[str, Any] = {
         "cpu": ", ".join(sorted(models)) or platform.machine(),
         "cores": NUM_CORES,
@@ -86,10 +98,16 @@ def run_command(command: Sequence[str | Path]) -> float:
     """Seconds from start to end. Raises Failed."""
     start = time.perf_counter()
     # As in an ordinary installation: modules are compiled once, not at every start.
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    environment = {
+        k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), environment.get("PYTHONPATH", "")]
+    )
     words = list(map(str, command))
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     seconds = time.perf_counter() - start
     if done.returncode:
         text = done.stdout + done.stderr
@@ -115,4 +133,6 @@ def ratio(over: Sequence[float], under: Sequence[float], form: str = ".2f") -> s
 
 
 def spread(values: Sequence[float], form: str = ".0f") -> str:
-    return " / ".join(format(each, form) for each in (min(values), median(values), max(values)))
+    return " / ".join(
+        format(each, form) for each in (min(values), median(values), max(values))
+    )

@@ -47,7 +47,11 @@ except ModuleNotFoundError as error:
 WILSON_Z = 1.96
 NUM_EXAMPLES = 4
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
-FILTERS = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC, Image.Resampling.LANCZOS)
+FILTERS = (
+    Image.Resampling.BILINEAR,
+    Image.Resampling.BICUBIC,
+    Image.Resampling.LANCZOS,
+)
 MAX_ASPECT_CHANGE = 0.05
 BATCH_ROWS = 10_000
 
@@ -58,14 +62,18 @@ def main() -> None:
     parser.add_argument(
         "--different", type=Path, nargs="*", default=[], help="folders without copies"
     )
-    parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="search N descriptors")
+    parser.add_argument(
+        "--scale", type=int, nargs="+", metavar="N", help="search N descriptors"
+    )
     parser.add_argument("--search", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.search:
         report_search(arguments.search)
     elif arguments.scale:
         for size in arguments.scale:
-            subprocess.run([sys.executable, __file__, "--search", str(size)], check=True)
+            subprocess.run(
+                [sys.executable, __file__, "--search", str(size)], check=True
+            )
     elif arguments.images:
         images = read_images(arguments.images)
         report_catch_rates(images)
@@ -76,7 +84,9 @@ def main() -> None:
 
 def read_images(folder: Path) -> dict[str, bytes]:
     """Name -> encoded image."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+    files = sorted(
+        path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES
+    )
     if not files:
         raise UserError("contains no images", where=f"{folder}")
     return {path.name: path.read_bytes() for path in files}
@@ -94,13 +104,18 @@ def jpeg(image: Image.Image, quality: int) -> bytes:
 
 def resized(image: Image.Image, scale: float, rng: random.Random) -> Image.Image:
     aspect = rng.uniform(1 - MAX_ASPECT_CHANGE, 1 + MAX_ASPECT_CHANGE)
-    size = max(1, round(image.width * scale * aspect)), max(1, round(image.height * scale))
+    size = (
+        max(1, round(image.width * scale * aspect)),
+        max(1, round(image.height * scale)),
+    )
     return image.resize(size, rng.choice(FILTERS))
 
 
 def cropped(image: Image.Image, share: float) -> Image.Image:
     x, y = image.width * (1 - share) / 2, image.height * (1 - share) / 2
-    return image.crop((round(x), round(y), round(image.width - x), round(image.height - y)))
+    return image.crop(
+        (round(x), round(y), round(image.width - x), round(image.height - y))
+    )
 
 
 def any_copy(image: Image.Image, rng: random.Random) -> bytes:
@@ -119,18 +134,26 @@ PROMISED: dict[str, Manipulation] = {
         image, "WEBP", quality=rng.randint(30, 95), method=2
     ),
     "PNG": lambda image, rng: encoded(image, "PNG", compress_level=1),
-    "size x 0.4, aspect up to 5 %": lambda image, rng: jpeg(resized(image, 0.4, rng), 95),
+    "size x 0.4, aspect up to 5 %": lambda image, rng: jpeg(
+        resized(image, 0.4, rng), 95
+    ),
     "size x 0.4-2, aspect up to 5 %": lambda image, rng: jpeg(
         resized(image, rng.uniform(0.4, 2), rng), 95
     ),
     "mirrored": lambda image, rng: jpeg(ImageOps.mirror(image), 95),
     "all together, random": any_copy,
-    "all together, hardest": lambda image, rng: jpeg(resized(ImageOps.mirror(image), 0.4, rng), 30),
+    "all together, hardest": lambda image, rng: jpeg(
+        resized(ImageOps.mirror(image), 0.4, rng), 30
+    ),
 }
 NOT_PROMISED: dict[str, Manipulation] = {
     "grey": lambda image, rng: jpeg(image.convert("L"), 90),
-    "contrast x 0.7": lambda image, rng: jpeg(ImageEnhance.Contrast(image).enhance(0.7), 90),
-    "brightness x 1.3": lambda image, rng: jpeg(ImageEnhance.Brightness(image).enhance(1.3), 90),
+    "contrast x 0.7": lambda image, rng: jpeg(
+        ImageEnhance.Contrast(image).enhance(0.7), 90
+    ),
+    "brightness x 1.3": lambda image, rng: jpeg(
+        ImageEnhance.Brightness(image).enhance(1.3), 90
+    ),
     "centre crop of 99 %": lambda image, rng: jpeg(cropped(image, 0.99), 90),
     "centre crop of 98 %": lambda image, rng: jpeg(cropped(image, 0.98), 90),
     "centre crop of 97 %": lambda image, rng: jpeg(cropped(image, 0.97), 90),
@@ -157,8 +180,12 @@ def compared_copies(job: tuple[int, bytes]) -> np.ndarray:
 
 def report_catch_rates(images: dict[str, bytes]) -> None:
     """Images with too little contrast to compare count as missed."""
-    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
-        caught = np.stack(pool.map(compared_copies, enumerate(images.values()), chunksize=8))
+    with multiprocessing.get_context("spawn").Pool(
+        len(os.sched_getaffinity(0))
+    ) as pool:
+        caught = np.stack(
+            pool.map(compared_copies, enumerate(images.values()), chunksize=8)
+        )
     start = time.process_time()
     descriptors, _ = describe_images(list(images.values()))
     rate = len(images) / (time.process_time() - start)
@@ -183,7 +210,9 @@ def wilson(num: int, total: int) -> tuple[float, float]:
 def report_false_positives(images: dict[str, bytes], folders: list[Path]) -> None:
     print(f"\n{'taken for copies':34}{'images':>8}{'copies':>8}")
     sets = {"images": images, "handwritten digits": digits()}
-    for name, contents in (sets | {folder.name: read_images(folder) for folder in folders}).items():
+    for name, contents in (
+        sets | {folder.name: read_images(folder) for folder in folders}
+    ).items():
         rows = found_copies(contents)
         copies = [row for row in rows if not row["keep"]]
         low, high = wilson(len(copies), max(len(rows), 1))
@@ -206,8 +235,13 @@ def found_copies(contents: dict[str, bytes]) -> list[dict[str, object]]:
             scripts.parent / "configs/data/image_folder.yaml",
         ]
         settings = [f"source.path={source}", f"output={shards}", "labels.values=none"]
-        for command in ([*make, *settings], [scripts / "find_duplicates.py", shards, "--similar"]):
-            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+        for command in (
+            [*make, *settings],
+            [scripts / "find_duplicates.py", shards, "--similar"],
+        ):
+            subprocess.run(
+                [sys.executable, *command], check=True, stdout=subprocess.DEVNULL
+            )
         table = pq.read_table(Path(folder, "shards-duplicates", "duplicates.parquet"))
         rows: list[dict[str, object]] = table.to_pylist()
         return rows

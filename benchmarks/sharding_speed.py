@@ -82,9 +82,13 @@ def shard_writer(source: PhotoFolder, output: Path) -> float:
     for folder, _, names in os.walk(source.root):
         files += [os.path.join(folder, name) for name in names]
     random.Random(0).shuffle(files)
-    labels = {name: i for i, name in enumerate(sorted({f.split(os.sep)[-2] for f in files}))}
+    labels = {
+        name: i for i, name in enumerate(sorted({f.split(os.sep)[-2] for f in files}))
+    }
     pattern, most = str(output / "train-%06d.tar"), SHARD_MIB << 20
-    with webdataset.ShardWriter(pattern, maxcount=1_000_000, maxsize=most, verbose=0) as sink:
+    with webdataset.ShardWriter(
+        pattern, maxcount=1_000_000, maxsize=most, verbose=0
+    ) as sink:
         for path in files:
             with open(path, "rb") as file:
                 image = file.read()
@@ -99,7 +103,9 @@ def pillow(source: PhotoFolder, output: Path) -> float:
     output.mkdir()
     ready = FORK.Barrier(NUM_CORES + 1)
     processes = [
-        FORK.Process(target=_decode, args=(source.root, source.paths[i::NUM_CORES], ready))
+        FORK.Process(
+            target=_decode, args=(source.root, source.paths[i::NUM_CORES], ready)
+        )
         for i in range(NUM_CORES)
     ]
     for process in processes:
@@ -135,7 +141,9 @@ def strict(source: PhotoFolder, output: Path) -> float:
 
 def _checked(source: PhotoFolder, output: Path, check: str) -> float:
     how = f"images.check={check}"
-    return run_command(make_shards_command(source.root, output, how, shard_mib=DECODE_SHARD_MIB))
+    return run_command(
+        make_shards_command(source.root, output, how, shard_mib=DECODE_SHARD_MIB)
+    )
 
 
 def check_copy(source: PhotoFolder, output: Path) -> None:
@@ -149,7 +157,9 @@ def check_nothing(source: PhotoFolder, output: Path) -> None:
 
 def check_plain_tars(source: PhotoFolder, output: Path) -> None:
     """Tars without an index: the images by their keys."""
-    if images_of(output) != {Path(path).stem: digest for path, digest in source.digests.items()}:
+    if images_of(output) != {
+        Path(path).stem: digest for path, digest in source.digests.items()
+    }:
         raise Failed(f"{output} does not contain the images of {source.root}")
 
 
@@ -160,11 +170,15 @@ def check_shards(source: PhotoFolder, output: Path) -> None:
     """
     columns = ("path", "key", "status", "blake3")
     table = pq.read_table(output / "ledger.parquet", columns=list(columns))
-    ledger = {row["key"]: row for row in table.to_pylist() if row["status"] != "rejected"}
+    ledger = {
+        row["key"]: row for row in table.to_pylist() if row["status"] != "rejected"
+    }
     classes = json.loads((output / "manifest.json").read_text())["classes"]
     stored, order = set(images_of(output).values()), []
     for row in pq.read_table(output / "index.parquet").to_pylist():
-        path, status, read = (ledger[row["key"]][name] for name in ("path", "status", "blake3"))
+        path, status, read = (
+            ledger[row["key"]][name] for name in ("path", "status", "blake3")
+        )
         order.append(path)
         with open(output / row["shard"], "rb") as file:
             file.seek(row["offset"])
@@ -199,11 +213,31 @@ def images_of(folder: Path) -> dict[str, bytes]:
 # Name -> (timed part, check, what it is). The first three read all photographs, the others a part.
 CANDIDATES: dict[str, tuple[Callable[..., float], Callable[..., None], str]] = {
     "copy": (copy, check_copy, "files into one file, fsync, 1 process"),
-    "shardwriter": (shard_writer, check_plain_tars, "webdataset.ShardWriter, not flushed"),
-    "header": (header, check_shards, "make_shards.py images.check=header, whole command"),
-    "pillow": (pillow, check_nothing, f"Pillow decodes from memory, {NUM_CORES} processes"),
-    "decode": (decode, check_shards, "make_shards.py images.check=decode, whole command"),
-    "strict": (strict, check_shards, "make_shards.py images.check=strict, whole command"),
+    "shardwriter": (
+        shard_writer,
+        check_plain_tars,
+        "webdataset.ShardWriter, not flushed",
+    ),
+    "header": (
+        header,
+        check_shards,
+        "make_shards.py images.check=header, whole command",
+    ),
+    "pillow": (
+        pillow,
+        check_nothing,
+        f"Pillow decodes from memory, {NUM_CORES} processes",
+    ),
+    "decode": (
+        decode,
+        check_shards,
+        "make_shards.py images.check=decode, whole command",
+    ),
+    "strict": (
+        strict,
+        check_shards,
+        "make_shards.py images.check=strict, whole command",
+    ),
 }
 OF_PART = ("pillow", "decode", "strict")
 COMPARED = (
@@ -214,9 +248,15 @@ COMPARED = (
 
 def main() -> None:
     parser = parser_of(__doc__, rounds=5)
-    parser.add_argument("--images", type=Path, help="folder or tar of JPEGs; default: noise")
-    parser.add_argument("--total-mib", type=float, default=1200, help="images are repeated")
-    parser.add_argument("--decode-images", type=int, default=3000, help="number to decode")
+    parser.add_argument(
+        "--images", type=Path, help="folder or tar of JPEGs; default: noise"
+    )
+    parser.add_argument(
+        "--total-mib", type=float, default=1200, help="images are repeated"
+    )
+    parser.add_argument(
+        "--decode-images", type=int, default=3000, help="number to decode"
+    )
     if parser.parse_args().toy:
         parser.set_defaults(rounds=1, total_mib=4, decode_images=16)
     options = parser.parse_args()
@@ -241,14 +281,25 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
             shutil.rmtree(output)
             os.sync()  # unwritten pages must not slow the next candidate
     for folder in (source, part):
-        print(f"\n{len(folder.paths):,} files, {folder.num_bytes / 1e6:,.0f} MB; MB/s, processor s")
+        print(
+            f"\n{len(folder.paths):,} files, {folder.num_bytes / 1e6:,.0f} MB; MB/s, processor s"
+        )
         for name in CANDIDATES:
             if (name in OF_PART) == (folder is part):
-                rates = spread([folder.num_bytes / 1e6 / each for each in seconds[name]])
-                print(f"{name:12} {rates:20} {median(cpu[name]):7.1f}  {CANDIDATES[name][2]}")
+                rates = spread(
+                    [folder.num_bytes / 1e6 / each for each in seconds[name]]
+                )
+                print(
+                    f"{name:12} {rates:20} {median(cpu[name]):7.1f}  {CANDIDATES[name][2]}"
+                )
     for name, other in COMPARED:
         print(f"{name} / {other}: {ratio(seconds[other], seconds[name])}")
-    return {"bytes": source.num_bytes, "part": part.num_bytes, "seconds": seconds, "cpu": cpu}
+    return {
+        "bytes": source.num_bytes,
+        "part": part.num_bytes,
+        "seconds": seconds,
+        "cpu": cpu,
+    }
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ class Task:
 
     @cached_property
     def plan(self) -> TrainingPlan:
-        return training_plan(self.run, world_size=self.world_size, num_samples=NUM_SAMPLES)
+        return training_plan(
+            self.run, world_size=self.world_size, num_samples=NUM_SAMPLES
+        )
 
     @property
     def batch(self) -> int:
@@ -82,7 +84,10 @@ class Task:
     def pool(self) -> list[Images]:
         """uint8 images [batch, 3, side, side] and labels, on the device."""
         rng = torch.Generator().manual_seed(0)
-        side, classes = self.arch.image_size, max(1, min(LABELS_USED, self.arch.num_classes))
+        side, classes = (
+            self.arch.image_size,
+            max(1, min(LABELS_USED, self.arch.num_classes)),
+        )
         found = []
         for _ in range(POOL):
             images = torch.randint(
@@ -110,7 +115,9 @@ class EngineLoop:
         self.before_update: Callable[[], None] = lambda: None
         self._weights_B = torch.ones(task.batch, device=world.device)
 
-    def step(self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+    def step(
+        self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor
+    ) -> torch.Tensor:
         seed_step(self.run.seed, step=number, micro_step=0, rank=0)
         positions = np.arange(number * len(labels_B), (number + 1) * len(labels_B))
         batch = Batch(images_B3SS, labels_B, self._weights_B, positions=positions)
@@ -135,7 +142,10 @@ class BareLoop:
         if compiled:
             compile_blocks(model, backend="inductor")
         model.to(task.device)
-        named = [(name, nn.Parameter(p.detach().clone())) for name, p in model.named_parameters()]
+        named = [
+            (name, nn.Parameter(p.detach().clone()))
+            for name, p in model.named_parameters()
+        ]
         if precision == "master":
             model.to(torch.bfloat16)
             self.masters = [copy for _, copy in named]
@@ -153,7 +163,9 @@ class BareLoop:
         self.optimizer = build_optimizer(groups, settings=task.run.optim)
         self.normalize: Any = torch.compile(normalize) if compiled else normalize
 
-    def step(self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+    def step(
+        self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor
+    ) -> torch.Tensor:
         x_B3SS = self.normalize(images_B3SS)
         if self.precision == "master":
             x_B3SS = x_B3SS.to(torch.bfloat16)
@@ -164,7 +176,9 @@ class BareLoop:
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.rate(number) * group["lr_scale"]
         if self.precision == "master":
-            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.parameters])
+            torch._foreach_copy_(
+                [m.grad for m in self.masters], [p.grad for p in self.parameters]
+            )
             torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
             self.optimizer.step()
             with torch.no_grad():
@@ -196,7 +210,9 @@ class TimmLoop:
     def __init__(self, name: str, task: Task, *, compiled: bool, **sizes: Any) -> None:
         self.task = task
         classes, side = task.arch.num_classes, task.arch.image_size
-        model = create_model(name, num_classes=classes, img_size=side, **sizes).to(task.device)
+        model = create_model(name, num_classes=classes, img_size=side, **sizes).to(
+            task.device
+        )
         optim = task.run.optim
         self.optimizer = create_optimizer_v2(
             model,
@@ -208,11 +224,15 @@ class TimmLoop:
         self.parameters = list(model.parameters())
         self.model = torch.compile(model) if compiled else model
         shape = (1, 3, 1, 1)
-        self.mean = torch.tensor([255 * x for x in MEAN], device=task.device).view(shape)
+        self.mean = torch.tensor([255 * x for x in MEAN], device=task.device).view(
+            shape
+        )
         self.std = torch.tensor([255 * x for x in STD], device=task.device).view(shape)
         self.loss = nn.CrossEntropyLoss()
 
-    def step(self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
+    def step(
+        self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor
+    ) -> torch.Tensor:
         x_B3SS = images_B3SS.float().sub_(self.mean).div_(self.std)
         with torch.autocast(self.task.device.type, dtype=torch.bfloat16):
             loss = self.loss(self.model(x_B3SS), labels_B)
@@ -231,7 +251,11 @@ class Calls(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self.count += 1
         return func(*args, **(kwargs or {}))
@@ -264,14 +288,20 @@ def start_afresh(device: torch.device) -> None:
 
 
 def interleaved(
-    steps: Mapping[str, Step], *, rounds: int, steps_per_round: int, device: torch.device
+    steps: Mapping[str, Step],
+    *,
+    rounds: int,
+    steps_per_round: int,
+    device: torch.device,
 ) -> dict[str, list[float]]:
     """Seconds per step of each loop and round: A B C, C B A, A B C, ..."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         for name in list(steps) if turn % 2 == 0 else reversed(list(steps)):
 
-            def several(step: Step = steps[name], first: int = turn * steps_per_round) -> None:
+            def several(
+                step: Step = steps[name], first: int = turn * steps_per_round
+            ) -> None:
                 for number in range(first, first + steps_per_round):
                     step(number)
 
@@ -293,6 +323,10 @@ def matmul_rate(device: torch.device, *, side: int) -> float:
             torch.mm(a, b, out=out)
 
     products(3)
-    count = max(1, int(1.0 / seconds_of(lambda: products(3), device) * 3)) if side > 1000 else 3
+    count = (
+        max(1, int(1.0 / seconds_of(lambda: products(3), device) * 3))
+        if side > 1000
+        else 3
+    )
     products(count)
     return 2 * side**3 * count / seconds_of(lambda: products(count), device)

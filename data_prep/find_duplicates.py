@@ -64,11 +64,16 @@ def parse_arguments() -> argparse.Namespace:
         help="shards or image folders, such as an evaluation set; copies of their images go",
     )
     parser.add_argument(
-        "--similar", action="store_true", help="find copies by what they show, not only by bytes"
+        "--similar",
+        action="store_true",
+        help="find copies by what they show, not only by bytes",
     )
     parser.add_argument("--output", metavar="FOLDER", help="default: SHARDS-duplicates")
     parser.add_argument(
-        "--num-workers", type=int, default=num_cores(), help="processes (default: %(default)s)"
+        "--num-workers",
+        type=int,
+        default=num_cores(),
+        help="processes (default: %(default)s)",
     )
     return parser.parse_args()
 
@@ -141,7 +146,9 @@ def find_similar(
     positions = np.arange(len(images))
     likely = np.where(first == positions, nearest_similar(descriptors), positions)
     rows = np.flatnonzero(likely != positions)
-    pairs = ([images.slice(i, 1).to_pylist()[0] for i in (likely[row], row)] for row in rows)
+    pairs = (
+        [images.slice(i, 1).to_pylist()[0] for i in (likely[row], row)] for row in rows
+    )
     with Workers(compare, num=num_workers, imports=[compare.__module__]) as workers:
         for number, _, likeness in workers.results(pairs):
             if likeness:
@@ -166,7 +173,9 @@ def describe_all(images: pa.Table, *, num_workers: int) -> np.ndarray:
             num_lost += lost
             advance(len(batch))
     if num_lost:
-        print(f"warning: {num_lost:,} images cannot be decoded and are compared by bytes only")
+        print(
+            f"warning: {num_lost:,} images cannot be decoded and are compared by bytes only"
+        )
     return descriptors
 
 

@@ -51,7 +51,9 @@ def refuse_rewriting(run: DataPrepRun) -> None:
     advice = "remove this key, or make new shards with vitscale prepare shards"
     errors = [
         UserError(what, where=key, next_step=advice)
-        for key, value in (wanted | {"images.short_side": run.images.short_side}).items()
+        for key, value in (
+            wanted | {"images.short_side": run.images.short_side}
+        ).items()
         if value
     ]
     if run.source.kind != "webdataset":

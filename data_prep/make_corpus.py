@@ -52,9 +52,16 @@ FAMILIES = {
 }
 FONTS = [f"{family}{style}" for family, styles in FAMILIES.items() for style in styles]
 # Every family and every style once.
-TEST_FONTS = ["DejaVuSans-BoldOblique", "DejaVuSansMono-Oblique", "DejaVuSerif-Bold", "STIXGeneral"]
+TEST_FONTS = [
+    "DejaVuSans-BoldOblique",
+    "DejaVuSansMono-Oblique",
+    "DejaVuSerif-Bold",
+    "STIXGeneral",
+]
 # The letters with a mark of ISO 8859-1.
-LETTERS = [chr(i) for i in range(0xC0, 0x100) if len(unicodedata.normalize("NFD", chr(i))) > 1]
+LETTERS = [
+    chr(i) for i in range(0xC0, 0x100) if len(unicodedata.normalize("NFD", chr(i))) > 1
+]
 
 LETTER_PX = 48
 # Letters are drawn large, then transformed at twice the size of the image, then halved.
@@ -75,7 +82,9 @@ def main() -> None:
     if arguments.corpus == "digits":
         contents = dict(digit_files())
     else:
-        contents = dict(character_files(num_train=arguments.num_train, num_test=arguments.num_test))
+        contents = dict(
+            character_files(num_train=arguments.num_train, num_test=arguments.num_test)
+        )
     num_train = sum(name.startswith("train/") for name in contents)
     num_classes = len({name.split("/")[1] for name in contents})
     if output.exists():
@@ -99,12 +108,18 @@ def parse_arguments() -> argparse.Namespace:
     )
     corpora = parser.add_subparsers(dest="corpus", required=True, metavar="CORPUS")
     digits = corpora.add_parser("digits", help="scikit-learn's handwritten digits")
-    letters = corpora.add_parser("characters", help="letters of the fonts in matplotlib's wheel")
+    letters = corpora.add_parser(
+        "characters", help="letters of the fonts in matplotlib's wheel"
+    )
     for corpus in (digits, letters):
         corpus.formatter_class = argparse.ArgumentDefaultsHelpFormatter
         corpus.add_argument("output", type=Path, help="folder to create")
-    letters.add_argument("--num-train", type=int, default=160, help="training images per letter")
-    letters.add_argument("--num-test", type=int, default=40, help="test images per letter")
+    letters.add_argument(
+        "--num-train", type=int, default=160, help="training images per letter"
+    )
+    letters.add_argument(
+        "--num-test", type=int, default=40, help="test images per letter"
+    )
     return parser.parse_args()
 
 
@@ -113,13 +128,18 @@ def digit_files() -> Iterator[tuple[str, bytes]]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        what, step = "scikit-learn, which holds the digits, is missing", "pip install scikit-learn"
+        what, step = (
+            "scikit-learn, which holds the digits, is missing",
+            "pip install scikit-learn",
+        )
         raise UserError(what, next_step=step) from None
     digits = load_digits()
     test = _choose_test(digits.target)
     for i, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
         grey = np.rint(image * (255 / MAX_GREY)).astype(np.uint8)
-        enlarged = Image.fromarray(grey).resize((SIDE_PX, SIDE_PX), Image.Resampling.BICUBIC)
+        enlarged = Image.fromarray(grey).resize(
+            (SIDE_PX, SIDE_PX), Image.Resampling.BICUBIC
+        )
         file = io.BytesIO()
         enlarged.convert("RGB").save(file, format="PNG")
         yield f"{'test' if i in test else 'train'}/{label}/{i:04d}.png", file.getvalue()
@@ -143,7 +163,10 @@ def character_files(*, num_train: int, num_test: int) -> Iterator[tuple[str, byt
     trained = [font for font in FONTS if font not in TEST_FONTS]
     for letter in LETTERS:
         name = unicodedata.name(letter).lower().replace(" ", "_")
-        for split, fonts, num in (("train", trained, num_train), ("test", TEST_FONTS, num_test)):
+        for split, fonts, num in (
+            ("train", trained, num_train),
+            ("test", TEST_FONTS, num_test),
+        ):
             for i in range(num):
                 font = fonts[i % len(fonts)]
                 random = CounterRandom(stream_key("characters", 0, letter, font, i))
@@ -156,7 +179,9 @@ def render(letter: str, font: str, random: CounterRandom) -> bytes:
     angle = math.radians(random.uniform(-ROTATION_DEGREES, ROTATION_DEGREES))
     shear = random.uniform(-SHEAR, SHEAR)
     shift_x, shift_y = random.uniform(-JITTER, JITTER), random.uniform(-JITTER, JITTER)
-    stroke = random.uniform(-MAX_STROKE, MAX_STROKE)  # half of the letters keep their own
+    stroke = random.uniform(
+        -MAX_STROKE, MAX_STROKE
+    )  # half of the letters keep their own
 
     em_px = round(MAX_EM * LARGE_PX)
     canvas = Image.new("L", (4 * em_px, 3 * em_px))
@@ -181,7 +206,9 @@ def render(letter: str, font: str, random: CounterRandom) -> bytes:
     c = round(source_x - a * target_x - b * target_y, 6)
     f = round(source_y - d * target_x - e * target_y, 6)
     size, affine = (LARGE_PX, LARGE_PX), Image.Transform.AFFINE
-    large = canvas.transform(size, affine, (a, b, c, d, e, f), resample=Image.Resampling.BICUBIC)
+    large = canvas.transform(
+        size, affine, (a, b, c, d, e, f), resample=Image.Resampling.BICUBIC
+    )
     file = io.BytesIO()
     large.reduce(2).convert("RGB").save(file, format="PNG")
     return file.getvalue()
@@ -214,7 +241,9 @@ def check_same_files(output: Path, contents: dict[str, bytes]) -> None:
     found = {str(path.relative_to(output)): path.read_bytes() for path in files}
     if found != contents:
         step = "choose another folder, or remove this one"
-        raise UserError("exists already and holds other files", where=str(output), next_step=step)
+        raise UserError(
+            "exists already and holds other files", where=str(output), next_step=step
+        )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 STEPS = (
-    Step("open source", lambda _: [list_inputs.CONTAINERS], list_inputs.list_containers),
+    Step(
+        "open source", lambda _: [list_inputs.CONTAINERS], list_inputs.list_containers
+    ),
     Step("list inputs", list_inputs.list_units, list_inputs.list_inputs),
     Step("plan shards", lambda _: [plan_shards.ROWS], plan_shards.plan_shards),
     Step("write shards", tars.shard_units, tars.write_shard, images=tars.num_images),
@@ -43,9 +45,13 @@ def main() -> None:
         description="Turn a raw corpus into shuffled WebDataset tars with index and ledger.",
     )
     run = command.run
-    output, source = (Path(path).expanduser().resolve() for path in (run.output, run.source.path))
+    output, source = (
+        Path(path).expanduser().resolve() for path in (run.output, run.source.path)
+    )
     if output.is_relative_to(source):
-        raise UserError("is inside source.path", where="output", next_step="choose another folder")
+        raise UserError(
+            "is inside source.path", where="output", next_step="choose another folder"
+        )
     make_output(run, STEPS)
 
 

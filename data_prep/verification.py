@@ -96,7 +96,9 @@ def _findings(name: str, check: Iterator[str]) -> Iterator[str]:
 def tar_tasks(index: Iterable[pa.Table], manifest: Manifest) -> Iterator[Task]:
     """Yield every tar with its rows. index: pieces of the index, whose rows are in that order."""
     pieces, rows = iter(index), INDEX_SCHEMA.empty_table()
-    for shard in (shard for entry in manifest.splits.values() for shard in entry.shards):
+    for shard in (
+        shard for entry in manifest.splits.values() for shard in entry.shards
+    ):
         while len(rows) < shard.samples and (piece := next(pieces, None)) is not None:
             rows = pa.concat_tables([rows, piece])
         own = rows.slice(0, shard.samples).unify_dictionaries()
@@ -120,7 +122,9 @@ def _batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[pa.Ta
     with pq.ParquetFile(path) as file:
         for number in range(file.num_row_groups):
             # One group at a time: a reader of several keeps the bytes of all that it has read.
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[number], columns=columns):
+            for batch in file.iter_batches(
+                BATCH_ROWS, row_groups=[number], columns=columns
+            ):
                 yield pa.Table.from_batches([batch]).drop_null()
 
 
@@ -152,7 +156,10 @@ def _check_index(folder: Path, manifest: Manifest, *, is_index: bool) -> Iterato
         yield "does not have the samples of the manifest's tars, in their order"
     for split, entry in manifest.splits.items():
         samples = map(sample_bytes, _of_split(path, split))
-        if split_fingerprint(samples, shard_lengths=entry.shard_lengths) != entry.fingerprint:
+        if (
+            split_fingerprint(samples, shard_lengths=entry.shard_lengths)
+            != entry.fingerprint
+        ):
             yield f"samples of split {split!r} do not have the manifest's fingerprint"
 
 
@@ -163,7 +170,12 @@ def _of_split(path: Path, split: str) -> Iterator[pa.Table]:
 
 
 def check_tar(
-    task: Task, *, folder: Path, root: Path, ours: bool, write_entry_points: bool = False
+    task: Task,
+    *,
+    folder: Path,
+    root: Path,
+    ours: bool,
+    write_entry_points: bool = False,
 ) -> list[str]:
     """Compare one tar with the manifest and the index. Raises for no content of the file.
 
@@ -219,10 +231,14 @@ def _check_sample(
     except Rejected as error:
         return f"the image cannot be read ({error})", image
     expected = row["format"], row["width"], row["height"]
-    return (None if found == expected else f"is {found}, but the index says {expected}"), image
+    return (
+        None if found == expected else f"is {found}, but the index says {expected}"
+    ), image
 
 
-def _check_ledger(folder: Path, manifest: Manifest, *, has_index: bool) -> Iterator[str]:
+def _check_ledger(
+    folder: Path, manifest: Manifest, *, has_index: bool
+) -> Iterator[str]:
     """Check that it has all inputs, and that those not rejected are the samples."""
     path = folder / LEDGER_NAME
     if pq.read_metadata(path).num_rows != manifest.inputs.get("num_rows"):
@@ -240,7 +256,9 @@ def _key_hashes(path: Path, *status: str) -> dict[str, bytes]:
     for rows in _batches(path, ["split", "key", *status]):
         for row in rows.to_pylist():
             if row.get("status") != "rejected":
-                hashes.setdefault(row["split"], blake3()).update(f"{row['key']}\0".encode())
+                hashes.setdefault(row["split"], blake3()).update(
+                    f"{row['key']}\0".encode()
+                )
     return {split: found.digest() for split, found in hashes.items()}
 
 
@@ -251,16 +269,22 @@ def _check_info(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
     """Draw the first samples of each class, one class per row; at most MAX_CLASSES, evenly."""
-    table = pq.read_table(folder / INDEX_NAME, columns=["shard", "offset", "length", "label"])
+    table = pq.read_table(
+        folder / INDEX_NAME, columns=["shard", "offset", "length", "label"]
+    )
     labels = table.column("label").to_numpy()
     present = np.unique(labels)
-    chosen = present[np.linspace(0, len(present) - 1, min(MAX_CLASSES, len(present))).astype(int)]
+    chosen = present[
+        np.linspace(0, len(present) - 1, min(MAX_CLASSES, len(present))).astype(int)
+    ]
     rows = []
     for label in chosen.tolist():
         positions = np.flatnonzero(labels == label)
         name = "no label" if label == NO_LABEL else f"{label} {manifest.classes[label]}"
         shown = table.take(positions[:PER_CLASS]).to_pylist()
         tars = tar_files(folder, manifest, [row["shard"] for row in shown])
-        images = [image_of(row | {"file": tar}) for row, tar in zip(shown, tars, strict=True)]
+        images = [
+            image_of(row | {"file": tar}) for row, tar in zip(shown, tars, strict=True)
+        ]
         rows.append((f"{name}: {len(positions):,}", images))
     draw_rows(path, rows)

@@ -32,13 +32,21 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("shards", metavar="SHARDS", help="folder with a manifest.json")
     parser.add_argument(
-        "--entry-points", action="store_true", help="write entry points, to read less in training"
+        "--entry-points",
+        action="store_true",
+        help="write entry points, to read less in training",
     )
     parser.add_argument(
-        "--sheet", metavar="FILE.png", type=Path, help="draw samples of each class into this file"
+        "--sheet",
+        metavar="FILE.png",
+        type=Path,
+        help="draw samples of each class into this file",
     )
     parser.add_argument(
-        "--num-workers", type=int, default=num_cores(), help="processes (default: %(default)s)"
+        "--num-workers",
+        type=int,
+        default=num_cores(),
+        help="processes (default: %(default)s)",
     )
     return parser.parse_args()
 

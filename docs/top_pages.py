@@ -25,4 +25,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Let search and links find each key."""
-    return KEY.sub(r"### \1\n\n\2.\n\n", markdown) if page.url == "configuration/" else markdown
+    return (
+        KEY.sub(r"### \1\n\n\2.\n\n", markdown)
+        if page.url == "configuration/"
+        else markdown
+    )

@@ -78,7 +78,9 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     )
     num_images = sum(each.num_samples for each in (*train, val))
     subject = Subject(
-        model=model.for_inference(world, precision=run.compute.precision, num_images=num_images),
+        model=model.for_inference(
+            world, precision=run.compute.precision, num_images=num_images
+        ),
         train=train,
         val=val,
         # Read as the model expects its images.
@@ -107,15 +109,22 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
         if part.note:
             say(part.note)
     if train:
-        say(f"probes learn from {subject.num_train:,} images of {run.data.train_split!r}")
-    with run_folder_lock(folder, world=world), open_tracker(run, model, world) as tracker:
+        say(
+            f"probes learn from {subject.num_train:,} images of {run.data.train_split!r}"
+        )
+    with (
+        run_folder_lock(folder, world=world),
+        open_tracker(run, model, world) as tracker,
+    ):
         if world.is_first:
             shutil.rmtree(folder / FILES, ignore_errors=True)
         names = ", ".join(each.name for each in run.evaluate)
         images = f"{val.num_samples} images of {run.data.evaluated}"
         say(f"{subject.image_size} px: {images}; {names}")
         rows, start = list[Row](), time.perf_counter()
-        for settings, metrics in zip(run.evaluate, results(evaluations, subject), strict=True):
+        for settings, metrics in zip(
+            run.evaluate, results(evaluations, subject), strict=True
+        ):
             rows += as_rows(settings.name, metrics, image_size=subject.image_size)
             seconds = time.perf_counter() - start
             say(f"{subject.image_size} px: {settings.name} after {seconds:.1f} s")
@@ -163,10 +172,15 @@ def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str
             "images": val.num_samples,
             "fingerprint": val.fingerprint,
             "classes": len(val.classes),
-            **{key: value for key, value in chosen.items() if value not in (None, [], 0, 100)},
+            **{
+                key: value
+                for key, value in chosen.items()
+                if value not in (None, [], 0, 100)
+            },
         },
         "evaluate": [
-            each.model_dump(mode="json", exclude={"every_steps"}) for each in run.evaluate
+            each.model_dump(mode="json", exclude={"every_steps"})
+            for each in run.evaluate
         ],
     }
 
@@ -194,10 +208,16 @@ def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker
 # ---- the table -----------------------------------------------------------------------------------
 
 
-def as_rows(evaluation: str, metrics: Mapping[str, float], *, image_size: int) -> list[Row]:
+def as_rows(
+    evaluation: str, metrics: Mapping[str, float], *, image_size: int
+) -> list[Row]:
     rows = []
     for metric, value in metrics.items():
-        row: Row = {"image_size": image_size, "evaluation": evaluation, "metric": metric}
+        row: Row = {
+            "image_size": image_size,
+            "evaluation": evaluation,
+            "metric": metric,
+        }
         row |= {"value": float(value), "low": None, "high": None, "images": None}
         if isinstance(value, Share):
             row["low"], row["high"] = value.interval()
@@ -215,7 +235,9 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join([*found, *(f"\n{why}" for why in _reasons(rows))])
 
 
-def write_results(folder: Path, rows: Sequence[Row], *, description: Mapping[str, Any]) -> None:
+def write_results(
+    folder: Path, rows: Sequence[Row], *, description: Mapping[str, Any]
+) -> None:
     """Write results.json, with `description`, results.csv and results.md."""
     # JSON has no NaN.
     valid = [{key: None if x != x else x for key, x in row.items()} for row in rows]
@@ -233,12 +255,18 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
     without = [row["metric"] for row in rows if row["low"] is None]
     if "class_mean_top1" in without:
         yield "class_mean_top1 has no interval: it is a mean over classes"
-    if any(metric.startswith("few_shot") and metric.endswith("_top1") for metric in without):
+    if any(
+        metric.startswith("few_shot") and metric.endswith("_top1") for metric in without
+    ):
         yield "few_shotK_top1 has no interval: it is a mean over draws, with few_shotK_std"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    interval = "" if row["low"] is None else f"{_spelled(row['low'])} to {_spelled(row['high'])}"
+    interval = (
+        ""
+        if row["low"] is None
+        else f"{_spelled(row['low'])} to {_spelled(row['high'])}"
+    )
     images = "" if row["images"] is None else str(row["images"])
     first = (str(row["image_size"]), row["evaluation"], row["metric"])
     return (*first, _spelled(row["value"]), interval, images)
@@ -247,4 +275,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _spelled(value: float) -> str:
     if 0 < abs(value) < 0.001:
         return f"{value:.1e}"
-    return f"{value:.4f}" if not math.isfinite(value) or abs(value) < 100 else f"{value:.1f}"
+    return (
+        f"{value:.4f}"
+        if not math.isfinite(value) or abs(value) < 100
+        else f"{value:.1f}"
+    )

@@ -58,7 +58,11 @@ class Images:
 
     def label_name(self, label: int) -> str | None:
         """The true class, where the shards have it."""
-        return None if self.index is None or label == NO_LABEL else self.index.classes[label]
+        return (
+            None
+            if self.index is None or label == NO_LABEL
+            else self.index.classes[label]
+        )
 
     def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
         if self.index is not None:
@@ -73,7 +77,9 @@ def shard_folder(paths: Sequence[str]) -> str | None:
 
     Raises UserError for shards beside other inputs.
     """
-    shards = [path for path in paths if is_url(path) or (Path(path) / MANIFEST_NAME).is_file()]
+    shards = [
+        path for path in paths if is_url(path) or (Path(path) / MANIFEST_NAME).is_file()
+    ]
     if shards and len(paths) > 1:
         raise UserError(
             f"{shards[0]!r} is a shard folder, and {len(paths)} inputs are given",
@@ -107,8 +113,12 @@ def find_files(given: Sequence[str]) -> Images:
         paths += sorted(images, key=os.fsencode)
         num_left_out += len(below) - len(images)
     if not paths:
-        what = f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files"
-        raise UserError(what, where="images", allowed=f"names in .{', .'.join(sorted(SUFFIXES))}")
+        what = (
+            f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files"
+        )
+        raise UserError(
+            what, where="images", allowed=f"names in .{', .'.join(sorted(SUFFIXES))}"
+        )
     return Images(paths=paths, num_left_out=num_left_out)
 
 
@@ -119,7 +129,9 @@ def _suffix(path: str) -> str:
 class FileSamples(Samples):
     """Image files that were not prepared: rotated by EXIF, transparent or with 16 bits, too."""
 
-    def __init__(self, paths: Sequence[str], *, settings: DataSettings, image_size: int) -> None:
+    def __init__(
+        self, paths: Sequence[str], *, settings: DataSettings, image_size: int
+    ) -> None:
         self.paths, self.image_size = paths, image_size
         self.resize = EvaluationResize(settings, image_size=image_size)
 
@@ -146,7 +158,9 @@ def converted_pixels(data: bytes) -> torch.Tensor | None:
 def _bounded_bytes(path: str) -> bytes:
     """The content of a regular file of bounded size. Raises OSError or ValueError."""
     if (suffix := _suffix(path)) in OTHER_SUFFIXES:
-        raise ValueError(f"{suffix.upper()} is not read; convert it to JPEG, PNG or WebP")
+        raise ValueError(
+            f"{suffix.upper()} is not read; convert it to JPEG, PNG or WebP"
+        )
     # A pipe must not wait for its writer.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:

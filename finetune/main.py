@@ -26,12 +26,16 @@ def train(run: FinetuneRun) -> None:
 
     objective = run.make_objective()
     with open_session(
-        run, objective, initial_weights=lambda model, arch: load_initial_weights(model, arch, run)
+        run,
+        objective,
+        initial_weights=lambda model, arch: load_initial_weights(model, arch, run),
     ) as session:
         for step in session.steps():  # from the checkpoint's step
             for batch in session.micro_batches(step):
                 loss = objective.loss(session.engine, batch)
-                session.update(loss)  # backward; the optimiser steps after the last micro-batch
+                session.update(
+                    loss
+                )  # backward; the optimiser steps after the last micro-batch
             session.end_step(step)  # log, evaluate, save; ends here when preempted
 
 

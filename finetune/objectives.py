@@ -38,7 +38,9 @@ class PredictionsDrawn(Objective):
             samples.fill(sample, row)
         engine.eval()
         with torch.no_grad():
-            predicted = engine.logits(images.to(engine.world.device)).argmax(dim=1).tolist()
+            predicted = (
+                engine.logits(images.to(engine.world.device)).argmax(dim=1).tolist()
+            )
         engine.train()
         if not engine.world.is_first:
             return
@@ -49,14 +51,18 @@ class PredictionsDrawn(Objective):
         }
         cells = [
             (
-                names[guess] if guess == label else f"{names[guess]}\nis: {names[label]}",
+                names[guess]
+                if guess == label
+                else f"{names[guess]}\nis: {names[label]}",
                 label != guess,
                 image,
             )
             for guess, label, image in zip(predicted, labels, images, strict=True)
         ]
         right = sum(not is_wrong for _, is_wrong, _ in cells)
-        title = f"Test images with the predicted class: {right} of {count} right, in black"
+        title = (
+            f"Test images with the predicted class: {right} of {count} right, in black"
+        )
         rows = [cells[at : at + SHEET_COLUMNS] for at in range(0, count, SHEET_COLUMNS)]
         path = session.folder / "pictures" / "test_predictions.png"
         save_figure(sheet(title, rows, height=2.0), path)

@@ -44,7 +44,9 @@ def find_inputs(run: PredictRun) -> Images:
     if shards is None:
         images = find_files(run.images)
     else:
-        split = read_split(shards, split=run.split, key="split", remote_settings=run.remote)
+        split = read_split(
+            shards, split=run.split, key="split", remote_settings=run.remote
+        )
         images = Images(index=split)
     if run.output is None and images.total > MAX_PRINTED:
         raise UserError(
@@ -76,14 +78,18 @@ def predict_images(
         rows = _on_all_ranks(run, lambda: [row for chunk in chunks for row in chunk])
         for row in (row for part in gather_objects(rows) for row in part):
             label = f" ({row['label']})" if row["label"] is not None else ""
-            reason = f": cannot be read: {row['error']}" if row["error"] is not None else ""
+            reason = (
+                f": cannot be read: {row['error']}" if row["error"] is not None else ""
+            )
             yield visible(f"{row['image']}{label}{reason}")
             for rank in range(1, top + 1) if not reason else ():
                 yield visible(f"  {row[f'p_{rank}']:7.2%}  {row[f'class_{rank}']}")
         return
     output = Path(run.output).absolute()
     # Each rank writes a Parquet file; the first joins them in the order of the images.
-    parts = output.with_name(gather_objects(f".{output.name}.{uuid.uuid4().hex[:8]}.parts")[0])
+    parts = output.with_name(
+        gather_objects(f".{output.name}.{uuid.uuid4().hex[:8]}.parts")[0]
+    )
 
     def write_part() -> None:
         make_folders(parts)
@@ -94,7 +100,9 @@ def predict_images(
     try:
         _on_all_ranks(run, write_part)
         counts = _on_all_ranks(
-            run, lambda: _join(parts, output) if world.is_first else None, tried=world.is_first
+            run,
+            lambda: _join(parts, output) if world.is_first else None,
+            tried=world.is_first,
         )
     finally:
         if world.is_first:
@@ -105,7 +113,9 @@ def predict_images(
         )
 
 
-def _on_all_ranks(run: PredictRun, work: Callable[[], Any], *, tried: bool = True) -> Any:
+def _on_all_ranks(
+    run: PredictRun, work: Callable[[], Any], *, tried: bool = True
+) -> Any:
     """Call `work`. Raises UserError on every rank if one of them fails. Collective.
 
     tried: whether it does anything on this rank.
@@ -127,7 +137,9 @@ def output_names(model: TrainedModel, images: Images) -> tuple[Sequence[str], st
     if not classes:
         return names, ""
     try:
-        found = column_of_each_class(model.classes, classes, num_outputs=model.num_classes)
+        found = column_of_each_class(
+            model.classes, classes, num_outputs=model.num_classes
+        )
     except UserError as error:
         return names, error.what
     if lacking := found.lacking(classes):
@@ -148,7 +160,9 @@ def predictions(
     names: Sequence[str],
 ) -> Iterator[list[Row]]:
     """Yield the predictions for this rank's images, in order, CHUNK_ROWS at a time."""
-    start, stop = (images.total * rank // world.world_size for rank in (world.rank, world.rank + 1))
+    start, stop = (
+        images.total * rank // world.world_size for rank in (world.rank, world.rank + 1)
+    )
     size = run.compute.batch
     positions = [range(at, min(stop, at + size)) for at in range(start, stop, size)]
     settings = DataSettings(
@@ -160,7 +174,9 @@ def predictions(
     )
     samples = images.samples(settings, image_size=model.preprocessing.image_size)
     pinned = world.device.type == "cuda"
-    network = model.for_inference(world, precision=run.compute.precision, num_images=images.total)
+    network = model.for_inference(
+        world, precision=run.compute.precision, num_images=images.total
+    )
     pending: list[Row] = []
     with open_batches(
         samples, positions, batch=size, settings=settings, pin_memory=pinned
@@ -174,7 +190,9 @@ def predictions(
                     next_step="give an earlier checkpoint, or other weights",
                 )
             # Shares of their own need not sum to 1.
-            shares_BC = logits_BC.sigmoid() if model.independent else logits_BC.softmax(dim=1)
+            shares_BC = (
+                logits_BC.sigmoid() if model.independent else logits_BC.softmax(dim=1)
+            )
             # Ranked by the logits: many shares are rounded to 0 or 1.
             ranked_BK = logits_BC.topk(top, dim=1).indices
             shares_BK = shares_BC.gather(1, ranked_BK)
@@ -185,11 +203,17 @@ def predictions(
             ):
                 row: Row = {"label": label, "error": errors.get(number)}
                 for rank in range(top) if number not in errors else ():
-                    row |= {f"class_{rank + 1}": names[ranked[rank]], f"p_{rank + 1}": shares[rank]}
+                    row |= {
+                        f"class_{rank + 1}": names[ranked[rank]],
+                        f"p_{rank + 1}": shares[rank],
+                    }
                 pending.append(row)
             if len(pending) >= CHUNK_ROWS or numbers.stop == stop:
                 found = images.names(range(numbers.stop - len(pending), numbers.stop))
-                yield [{"image": name, **row} for name, row in zip(found, pending, strict=True)]
+                yield [
+                    {"image": name, **row}
+                    for name, row in zip(found, pending, strict=True)
+                ]
                 pending = []
 
 
@@ -201,7 +225,10 @@ def schema(top: int) -> pa.Schema:
     pairs = [(f"class_{rank}", f"p_{rank}") for rank in range(1, top + 1)]
     names = ["image", "label", *(name for pair in pairs for name in pair), "error"]
     return pa.schema(
-        [(name, pa.float32() if name.startswith("p_") else pa.string()) for name in names]
+        [
+            (name, pa.float32() if name.startswith("p_") else pa.string())
+            for name in names
+        ]
     )
 
 
@@ -215,8 +242,13 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     counts, errors = Counter[str](), list[str]()
     with atomic_file(output) as file, kind(file, files[0].schema_arrow) as writer:
         for batch in (batch for each in files for batch in each.iter_batches()):
-            writer.write_batch(batch if output.suffix == ".parquet" else _csv_cells(batch))
-            columns = (batch[name].to_pylist() for name in ("image", "label", "class_1", "error"))
+            writer.write_batch(
+                batch if output.suffix == ".parquet" else _csv_cells(batch)
+            )
+            columns = (
+                batch[name].to_pylist()
+                for name in ("image", "label", "class_1", "error")
+            )
             for image, label, guess, error in zip(*columns, strict=True):
                 labelled = error is None and label is not None
                 counts.update(images=1, unread=error is not None, labelled=labelled)
@@ -227,12 +259,20 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
 
 
 def _csv_cells(batch: pa.RecordBatch) -> pa.RecordBatch:
-    columns = [pa.array(map(csv_cell, column.to_pylist()), column.type) for column in batch.columns]
+    columns = [
+        pa.array(map(csv_cell, column.to_pylist()), column.type)
+        for column in batch.columns
+    ]
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
 
 
 def _report(
-    output: str, count: Counter[str], errors: list[str], *, left_out: int, no_accuracy: str
+    output: str,
+    count: Counter[str],
+    errors: list[str],
+    *,
+    left_out: int,
+    no_accuracy: str,
 ) -> Iterator[str]:
     yield f"{output}: {count['images']:,} images, {count['unread']:,} of them unreadable"
     if no_accuracy:

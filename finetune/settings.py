@@ -58,7 +58,13 @@ class PreprocessingSettings(Section):
     std: tuple[float, float, float] | None = Field(default=None, strict=False)
     """Red, green and blue are divided by it."""
     eval_resize: (
-        Literal["squash", "center_crop", "squash_crop", "center_crop_down", "squash_crop_down"]
+        Literal[
+            "squash",
+            "center_crop",
+            "squash_crop",
+            "center_crop_down",
+            "squash_crop_down",
+        ]
         | None
     ) = None
     """Same as `data.eval_resize` of a training."""
@@ -164,13 +170,22 @@ class EvaluateRun(ModelRun):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         if self.data.val_split is None and not self.data.dev_percent:
-            yield ("data.val_split", "null evaluates the part of dev_percent; set one of the two")
+            yield (
+                "data.val_split",
+                "null evaluates the part of dev_percent; set one of the two",
+            )
         names = [each.name for each in self.evaluate]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
+            yield (
+                "evaluate",
+                f"{name} is listed twice; its metrics would have the same names",
+            )
         for each in self.evaluate:
             if each.every_steps is not None:
-                yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")
+                yield (
+                    "evaluate",
+                    f"{each.name}: every_steps is for trainings; remove it",
+                )
         yield from tracking_problems(self.tracking)
         yield from launch_problems(self.launch)
 
@@ -187,9 +202,14 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     init = os.path.expanduser(init)
     if not init.startswith("hf://") and not Path(init).exists():
         resolve_weights(init)
-    files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]
+    files = [
+        each / "config.yaml"
+        for each in (Path(init), Path(init).absolute().parent.parent)
+    ]
     path = next((each for each in files if each.is_file()), None)
-    config: Any = (read_yaml(path.read_text(), name=str(path)).values if path else None) or {}
+    config: Any = (
+        read_yaml(path.read_text(), name=str(path)).values if path else None
+    ) or {}
     evaluations = [
         {key: value for key, value in each.items() if key != "every_steps"}
         for each in config.get("evaluate") or [{"name": "classification"}]
@@ -205,7 +225,9 @@ def _samples_of_run(config: Mapping[str, Any], argv: Sequence[str]) -> dict[str,
     cache = (used.get("remote") or {}).get("cache_path")
     precision = (config.get("engine") or {}).get("precision", "auto")
 
-    found = {f"data.{key}": used.get(key) for key in ("path", "train_split", "val_split")}
+    found = {
+        f"data.{key}": used.get(key) for key in ("path", "train_split", "val_split")
+    }
     chosen = {f"data.{key}": used.get(key) for key in CHOOSING if used.get(key)}
     # The dev part was evaluated instead of the split.
     chosen |= {"data.val_split": None} if used.get("dev_percent") else {}
@@ -213,7 +235,9 @@ def _samples_of_run(config: Mapping[str, Any], argv: Sequence[str]) -> dict[str,
     is_own = not any(word.startswith("data.path=") for word in argv)
     found |= chosen if is_own else {}
     found |= {} if cache is None else {"data.remote.cache_path": cache}
-    return found | ({"compute.precision": precision} if precision in ("bf16", "fp32") else {})
+    return found | (
+        {"compute.precision": precision} if precision in ("bf16", "fp32") else {}
+    )
 
 
 # ---- predictions, exports, pictures --------------------------------------------------------------

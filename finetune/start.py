@@ -17,7 +17,11 @@ from vitscale.evaluation.classes import column_of_each_class
 from vitscale.evaluation.trained_model import read_source
 from vitscale.models.settings import Architecture
 from vitscale.models.weights.files import Weights
-from vitscale.models.weights.transfer import head_layers, inferred_model, transfer_weights
+from vitscale.models.weights.transfer import (
+    head_layers,
+    inferred_model,
+    transfer_weights,
+)
 
 # Fewer matches than this share are a mistake, not a few missing classes.
 MIN_SHARE = 0.5
@@ -55,7 +59,9 @@ def load_initial_weights(
             error.what, where=error.where, allowed=error.allowed, next_step=next_step
         ) from None
     if left_out := [*left_out, *found.left_out]:
-        what = f"{len(left_out)} tensors that this model does not have: {_first(left_out)}"
+        what = (
+            f"{len(left_out)} tensors that this model does not have: {_first(left_out)}"
+        )
         messages.append(f"left out {what}")
     messages += _differences(found, run, arch)
     if source is not None:
@@ -105,7 +111,9 @@ def _differences(found: Weights, run: FinetuneRun, arch: Architecture) -> Iterat
     # A new head may well see another pool.
     left_out = () if run.keep_head else ("pool",)
     left_out = (*left_out, "name", "image_size")
-    expected = {f"model.{key}": found.known[key] for key in found.known if key not in left_out}
+    expected = {
+        f"model.{key}": found.known[key] for key in found.known if key not in left_out
+    }
     expected |= {f"data.{key}": found.preprocessing[key] for key in ("mean", "std")}
     for key, value in expected.items():
         section, _, name = key.partition(".")
@@ -144,7 +152,9 @@ def with_head(
         if keep != "slice":
             return found, []  # the table of misfits says so
         raise UserError(
-            "contains no classifier to slice", where=where, next_step="set keep_head=false"
+            "contains no classifier to slice",
+            where=where,
+            next_step="set keep_head=false",
         )
     num_rows = len(weights[f"{heads[0]}.weight"])
     names = found.names_of(num_rows)
@@ -153,9 +163,8 @@ def with_head(
     except UserError:
         if keep == "slice" or num_rows != len(target):
             raise
-        said = (
-            f"kept the head, whose {num_rows:,} classes have no names: taken in the shards' order"
-        )
+        said = f"kept the head, whose {num_rows:,} classes have no names: "
+        said += "taken in the shards' order"
         return found, [said]
     missing = matched.lacking(target)
     num_found = len(target) - len(missing)
@@ -172,7 +181,10 @@ def with_head(
     columns = torch.tensor(matched.columns)
     tensors = dict(weights)
     for head in heads:
-        kernel, bias = weights[f"{head}.weight"][columns], weights[f"{head}.bias"][columns]
+        kernel, bias = (
+            weights[f"{head}.weight"][columns],
+            weights[f"{head}.bias"][columns],
+        )
         kernel[columns < 0] = 0
         bias[columns < 0] = bias[columns >= 0].min()
         tensors |= {f"{head}.weight": kernel, f"{head}.bias": bias}

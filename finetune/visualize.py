@@ -24,7 +24,9 @@ def visualize(run: VisualizeRun) -> None:
 
     compute = run.compute
     with process_group(
-        device=compute.device, timeout_min=compute.timeout_min, num_threads=compute.num_threads
+        device=compute.device,
+        timeout_min=compute.timeout_min,
+        num_threads=compute.num_threads,
     ) as world:
         if world.is_first:
             draw_pictures(run, world)

@@ -15,7 +15,13 @@ from pathlib import Path
 try:
     from launch.comparison.differences import compare, parse_budget
     from launch.comparison.page import render
-    from launch.comparison.report import plain_text, tables, write_csv, write_file, write_json
+    from launch.comparison.report import (
+        plain_text,
+        tables,
+        write_csv,
+        write_file,
+        write_json,
+    )
     from launch.comparison.runs import load_runs, search_runs
     from launch.comparison.sync import sync
     from vitscale.config.errors import UserError, run_script
@@ -37,8 +43,12 @@ def parse_arguments() -> argparse.Namespace:
     text = "compare at equal steps, samples, hours or flops; default TOTAL: all runs' minimum"
     parser.add_argument("--at", metavar="AXIS[=TOTAL]", help=text)
     default = "runs/compare.html"
-    parser.add_argument("--output", metavar="FILE.html", default=default, help="report to write")
-    parser.add_argument("--csv", metavar="FILE", help="write one row per run and metric")
+    parser.add_argument(
+        "--output", metavar="FILE.html", default=default, help="report to write"
+    )
+    parser.add_argument(
+        "--csv", metavar="FILE", help="write one row per run and metric"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the whole comparison")
     text = "MLflow store, searched first; default: that of the site file, or runs/mlflow.db"
     parser.add_argument("--uri", help=text)

@@ -54,14 +54,18 @@ def folder_of_classes(folder: Path) -> Path:
     try:
         splits = splits_of_folders(folder)
     except UserError as error:
-        step = f"name the folder whose sub-folders are classes, such as {folder / 'train'}"
+        step = (
+            f"name the folder whose sub-folders are classes, such as {folder / 'train'}"
+        )
         raise UserError(error.what, where=f"DATA={folder}", next_step=step) from None
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
         raise UserError(what, where=f"DATA={folder}", allowed=ALLOWED) from None
     if not splits:
         return folder
-    print(f"{folder} has the splits {', '.join(splits)}; the demo takes images of train alone")
+    print(
+        f"{folder} has the splits {', '.join(splits)}; the demo takes images of train alone"
+    )
     return folder / splits["train"]
 
 
@@ -103,7 +107,9 @@ def link_some(folder: Path, target: Path) -> None:
         if images := [path for path in paths if path.suffix.lower() in SUFFIXES]:
             classes[name] = images
     if not classes:
-        raise UserError("has no class folders with images", where=f"DATA={folder}", allowed=ALLOWED)
+        raise UserError(
+            "has no class folders with images", where=f"DATA={folder}", allowed=ALLOWED
+        )
     most = min(MAX_PER_CLASS, max(10, MAX_IMAGES // len(classes)))
     for name, images in classes.items():
         (target / name).mkdir(parents=True, exist_ok=True)
@@ -111,13 +117,17 @@ def link_some(folder: Path, target: Path) -> None:
             link = target / name / f"{number:04d}{image.suffix}"
             link.unlink(missing_ok=True)
             link.symlink_to(image.resolve())
-    print(f"{target}: at most {most} images of each of {len(classes):,} classes of {folder}")
+    print(
+        f"{target}: at most {most} images of each of {len(classes):,} classes of {folder}"
+    )
 
 
 def run_command(title: str, command: str) -> None:
     print(f"\n=== {title}\n$ {command}", flush=True)
     _, *words = shlex.split(command)
-    if code := subprocess.run([sys.executable, "-m", "vitscale.command", *words]).returncode:
+    if code := subprocess.run(
+        [sys.executable, "-m", "vitscale.command", *words]
+    ).returncode:
         raise UserError(
             f"{title} ended with exit code {code}",
             where=command,
@@ -137,7 +147,9 @@ def print_summary(name: str, *, minutes: float, is_folder: bool) -> None:
         "finetune": f"fine-tuned from it at {high} px",
         "scratch": "the same fine-tuning from random weights",
     }
-    print(f"\n=== Done in {minutes:.1f} minutes\n\nAccuracy (top-1 on the test images):")
+    print(
+        f"\n=== Done in {minutes:.1f} minutes\n\nAccuracy (top-1 on the test images):"
+    )
     for part, text in parts.items():
         print(f"  {final_top1(f'{name}-{part}'):7.2%}  {text:42} runs/{name}-{part}")
     print(
@@ -159,8 +171,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="vitscale demo", description="Run the whole chain on a small corpus."
     )
-    parser.add_argument("--data", type=Path, help="folder with one sub-folder of images per class")
-    parser.add_argument("--open", action="store_true", help="show the report in the browser")
+    parser.add_argument(
+        "--data", type=Path, help="folder with one sub-folder of images per class"
+    )
+    parser.add_argument(
+        "--open", action="store_true", help="show the report in the browser"
+    )
     arguments = parser.parse_args()
     folder = None if arguments.data is None else arguments.data.resolve()
     if folder is not None:
@@ -173,8 +189,12 @@ def main() -> None:
         run_command(f"{number}/{len(steps)} {title}", command)
     minutes = (time.monotonic() - start) / 60
     print_summary(name, minutes=minutes, is_folder=folder is not None)
-    if arguments.open and not webbrowser.open(Path(f"runs/{name}/report.html").absolute().as_uri()):
-        print(f"no browser found; open runs/{name}/report.html yourself", file=sys.stderr)
+    if arguments.open and not webbrowser.open(
+        Path(f"runs/{name}/report.html").absolute().as_uri()
+    ):
+        print(
+            f"no browser found; open runs/{name}/report.html yourself", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

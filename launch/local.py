@@ -39,23 +39,35 @@ def main() -> None:
         description="Run a stage, a sweep or a chain on this machine; init=RUN alone: its "
         "evaluation.\n--num-procs N: that many processes; default: one for each GPU.",
         examples=("vitscale launch --local demo/pretrain --num-procs 2",),
-        switches={"--dry-run": "list the runs of a chain with their states; start nothing"},
+        switches={
+            "--dry-run": "list the runs of a chain with their states; start nothing"
+        },
     )
     is_dry_run = "--dry-run" in command.switches
     if isinstance(command.run, ChainRun):
-        raise SystemExit(start_chain(command.run, num_procs, stop=stop, is_dry_run=is_dry_run))
+        raise SystemExit(
+            start_chain(command.run, num_procs, stop=stop, is_dry_run=is_dry_run)
+        )
     if is_dry_run:
         step = "vitscale launch --dry-run shows the plan of one run"
-        raise UserError("--dry-run is for chains here", where="command line", next_step=step)
+        raise UserError(
+            "--dry-run is for chains here", where="command line", next_step=step
+        )
     run = command.run
     check_job(run, num_tasks=num_procs, cluster="local")
     if isinstance(run, TrainingRun) and not run.data.is_streamed:
-        read_manifest(run.data.path)  # a wrong path is an error here, before ranks import torch
+        read_manifest(
+            run.data.path
+        )  # a wrong path is an error here, before ranks import torch
     job = prepare_job(run, cluster="local")
-    raise SystemExit(run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop))
+    raise SystemExit(
+        run_here(job, python=run.launch.python, num_procs=num_procs, stop=stop)
+    )
 
 
-def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool) -> int:
+def start_chain(
+    settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool
+) -> int:
     """Run what a chain lacks, or show it. Returns the exit code."""
     from launch.chains.executors import chain_states, overview, run_chain
 
@@ -73,11 +85,15 @@ def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_ru
 def parse_num_procs() -> tuple[int, list[str]]:
     """The number of processes, and the other arguments, which belong to the configuration."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num-procs", nargs="?", const="", default=str(num_gpus() or 1))
+    parser.add_argument(
+        "--num-procs", nargs="?", const="", default=str(num_gpus() or 1)
+    )
     arguments, others = parser.parse_known_args()
     given = arguments.num_procs
     if not (given.isdecimal() and int(given)):
-        raise UserError(f"{given!r} is not allowed", where="--num-procs", allowed="1, 2, ...")
+        raise UserError(
+            f"{given!r} is not allowed", where="--num-procs", allowed="1, 2, ..."
+        )
     return int(given), others
 
 

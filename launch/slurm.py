@@ -85,7 +85,9 @@ def main() -> None:
         return
     refuse_or_warn(checks)
     require_slurm()
-    submission = submit_run(run, earlier="wait" if "--after" in command.switches else "refuse")
+    submission = submit_run(
+        run, earlier="wait" if "--after" in command.switches else "refuse"
+    )
     print_next_steps(run, submission)
     if "--follow" in command.switches:
         print(flush=True)

@@ -51,11 +51,16 @@ def parse() -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "runs", nargs="*", metavar="RUN", help="run folder, name below runs/, or folder of runs"
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="run folder, name below runs/, or folder of runs",
     )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
-        "--follow", action="store_true", help="show the log of one run until the run ends"
+        "--follow",
+        action="store_true",
+        help="show the log of one run until the run ends",
     )
     mode.add_argument("--json", action="store_true", help="print a list of objects")
     return parser.parse_args()

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Literal
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
 from vitscale.config.section import NamedSection, choice_of
-from vitscale.objectives.objective import Distillation, Objective, Supervised, SupervisedSettings
+from vitscale.objectives.objective import (
+    Distillation,
+    Objective,
+    Supervised,
+    SupervisedSettings,
+)
 from vitscale.runs.training import TrainingRun
 
 # A new objective is one file in `objectives` and one line here.

@@ -39,9 +39,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--renew-golden", action="store_true", help="write tests/golden anew")
-    parser.addoption("--storm-kills", type=int, default=200, help="faults of each storm")
-    parser.addoption("--storm-seed", type=int, default=1, help="decides the plan of each storm")
+    parser.addoption(
+        "--renew-golden", action="store_true", help="write tests/golden anew"
+    )
+    parser.addoption(
+        "--storm-kills", type=int, default=200, help="faults of each storm"
+    )
+    parser.addoption(
+        "--storm-seed", type=int, default=1, help="decides the plan of each storm"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -107,17 +113,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded corpus as shards, made by the scripts."""
     folder = tmp_path_factory.mktemp("digits")
-    prepare = ["data_prep/make_shards.py", "--config", ROOT / "configs/data/digits.yaml"]
+    prepare = [
+        "data_prep/make_shards.py",
+        "--config",
+        ROOT / "configs/data/digits.yaml",
+    ]
     prepare += [f"source.path={folder / 'images'}", f"output={folder / 'shards'}"]
     for command in (["data_prep/make_corpus.py", "digits", folder / "images"], prepare):
         script, *arguments = map(str, command)
-        subprocess.run([sys.executable, ROOT / script, *arguments], check=True, cwd=folder)
+        subprocess.run(
+            [sys.executable, ROOT / script, *arguments], check=True, cwd=folder
+        )
     return folder / "shards"
 
 
 @pytest.fixture(scope="session")
 def fault_runs(
-    warm_starter: WarmStarter, digits_shards: Path, tmp_path_factory: pytest.TempPathFactory
+    warm_starter: WarmStarter,
+    digits_shards: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> FaultRuns:
     folder = tmp_path_factory.mktemp("faults")
     return FaultRuns(warm_starter, shards=digits_shards, folder=folder)
@@ -128,7 +142,9 @@ def killed(fault_runs: FaultRuns) -> Path:
     """A training killed in step 17, with checkpoints of steps 10 and 15. Tests copy it."""
     place = fault_runs.folder / "killed"
     # Rank 1 waits 2 s before it dies, so that the save of step 15 is committed.
-    ranks = fault_runs.start(place, faults={1: [fault("backward", micro_step(17), "lag and kill")]})
+    ranks = fault_runs.start(
+        place, faults={1: [fault("backward", micro_step(17), "lag and kill")]}
+    )
     assert wait_and_end_others(ranks)[1] == -signal.SIGKILL
     return place
 

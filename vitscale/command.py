@@ -19,24 +19,54 @@ from vitscale.config.errors import UserError, did_you_mean, not_written, run_scr
 from vitscale.config.packaged import CONFIGS, config_names
 
 PREPARE = {
-    "shards": ("data_prep/make_shards.py", "images -> shuffled shards, an index and a ledger"),
-    "index": ("data_prep/index_shards.py", "index the WebDataset tars of others, unchanged"),
+    "shards": (
+        "data_prep/make_shards.py",
+        "images -> shuffled shards, an index and a ledger",
+    ),
+    "index": (
+        "data_prep/index_shards.py",
+        "index the WebDataset tars of others, unchanged",
+    ),
     "verify": ("data_prep/verify_shards.py", "read shards completely; draw samples"),
-    "duplicates": ("data_prep/find_duplicates.py", "find copies among images and of other sets"),
-    "corpus": ("data_prep/make_corpus.py", "write a small corpus: digits or characters"),
+    "duplicates": (
+        "data_prep/find_duplicates.py",
+        "find copies among images and of other sets",
+    ),
+    "corpus": (
+        "data_prep/make_corpus.py",
+        "write a small corpus: digits or characters",
+    ),
 }
 COMMANDS = {
     "prepare": ("", f"images -> shards: {', '.join(PREPARE)}"),
     "pretrain": ("pretrain/main.py", "shards -> checkpoint"),
     "finetune": ("finetune/main.py", "checkpoint -> model for other labels"),
-    "evaluate": ("finetune/evaluate_model.py", "model and shards -> one table of results"),
+    "evaluate": (
+        "finetune/evaluate_model.py",
+        "model and shards -> one table of results",
+    ),
     "predict": ("finetune/predict.py", "model and images -> classes"),
-    "export": ("finetune/export.py", "model -> timm, Hugging Face, npz, ONNX, safetensors"),
-    "visualize": ("finetune/visualize.py", "model -> pictures: filters, positions, attention"),
-    "launch": ("launch/slurm.py", "submit a run or a chain to SLURM; --local: run it here"),
-    "compare": ("launch/compare.py", "runs -> tables and an HTML report; sync: to MLflow"),
+    "export": (
+        "finetune/export.py",
+        "model -> timm, Hugging Face, npz, ONNX, safetensors",
+    ),
+    "visualize": (
+        "finetune/visualize.py",
+        "model -> pictures: filters, positions, attention",
+    ),
+    "launch": (
+        "launch/slurm.py",
+        "submit a run or a chain to SLURM; --local: run it here",
+    ),
+    "compare": (
+        "launch/compare.py",
+        "runs -> tables and an HTML report; sync: to MLflow",
+    ),
     "status": ("launch/status.py", "what runs do, and why they ended"),
-    "demo": ("launch/demo.py", "the whole chain on a small corpus, in minutes, without a GPU"),
+    "demo": (
+        "launch/demo.py",
+        "the whole chain on a small corpus, in minutes, without a GPU",
+    ),
     "configs": ("", "list the packaged configurations; copy NAME: for editing"),
     "completion": ("", "print the completion of bash, zsh or fish, to be sourced"),
 }
@@ -109,17 +139,25 @@ def _known(name: str, commands: dict[str, tuple[str, str]]) -> tuple[str, str]:
     if name not in commands:
         what = f"there is no {name!r}" if name else "a word is missing"
         step = did_you_mean(name, [*commands], "vitscale --help")
-        raise UserError(what, where="vitscale", allowed=", ".join(commands), next_step=step)
+        raise UserError(
+            what, where="vitscale", allowed=", ".join(commands), next_step=step
+        )
     return commands[name]
 
 
 def _with_config(name: str, words: Sequence[str]) -> list[str]:
     """The words with `--config` before the first plain one, where a configuration is wanted."""
-    split = (word.split("=", 1) if word.startswith("--config=") else [word] for word in words)
+    split = (
+        word.split("=", 1) if word.startswith("--config=") else [word] for word in words
+    )
     words = [part for parts in split for part in parts]
     if name in WITH_CONFIG and not {*HELP, "--config"} & {*words}:
         for i, word in enumerate(words):
-            if "=" not in word and word[:1] != "-" and words[i - 1 : i] != ["--num-procs"]:
+            if (
+                "=" not in word
+                and word[:1] != "-"
+                and words[i - 1 : i] != ["--num-procs"]
+            ):
                 return ["--config", word, *words[:i], *words[i + 1 :]]
     return words
 
@@ -130,9 +168,13 @@ def _check_stage(name: str, words: Sequence[str]) -> None:
 
     config = words[0] if words else ""
     if config and (stage := read_values(config).get("stage", name)) != name:
-        other = {"chain": "launch --local", "data_prep": "prepare shards"}.get(stage, stage)
+        other = {"chain": "launch --local", "data_prep": "prepare shards"}.get(
+            stage, stage
+        )
         step = f"vitscale {other} {shlex.quote(config)}"
-        raise UserError(f"is a configuration of stage {stage}", where=config, next_step=step)
+        raise UserError(
+            f"is a configuration of stage {stage}", where=config, next_step=step
+        )
 
 
 def execute(script: str, words: Sequence[str]) -> NoReturn:
@@ -140,14 +182,23 @@ def execute(script: str, words: Sequence[str]) -> NoReturn:
     if packaged.IS_WHEEL:  # its stages are on no path of their own
         paths = [str(packaged.INSIDE), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.execv(sys.executable, [sys.executable, str(packaged.PROJECT_ROOT / script), *words])
+    os.execv(
+        sys.executable, [sys.executable, str(packaged.PROJECT_ROOT / script), *words]
+    )
 
 
 def list_configs(words: Sequence[str]) -> None:
     """Print names that contain a word, or all, with each card's first line. Raises UserError."""
-    names = [each for each in config_names() if not words or any(word in each for word in words)]
+    names = [
+        each
+        for each in config_names()
+        if not words or any(word in each for word in words)
+    ]
     if not names:
-        what, step = f"no name contains {' or '.join(words)}", packaged.similar_configs(words[0])
+        what, step = (
+            f"no name contains {' or '.join(words)}",
+            packaged.similar_configs(words[0]),
+        )
         raise UserError(what, where="configs", next_step=step)
     for name in names:
         first = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
@@ -162,13 +213,18 @@ def copy_config(words: Sequence[str]) -> None:
     name = words[0] if len(words) == 1 else ""
     found = CONFIGS.parent / packaged.find_config(name)
     if not (found.is_relative_to(CONFIGS) and found.exists()):
-        what, step = f"{name!r} is no packaged configuration", packaged.similar_configs(name)
+        what, step = (
+            f"{name!r} is no packaged configuration",
+            packaged.similar_configs(name),
+        )
         raise UserError(what, where="copy", allowed="one name", next_step=step)
     path: Path | None = found
     while path is not None:
         target = Path("configs", path.relative_to(CONFIGS))
         if path == found and target.exists():
-            raise UserError("exists already", where=str(target), next_step="edit it, or remove it")
+            raise UserError(
+                "exists already", where=str(target), next_step="edit it, or remove it"
+            )
         if not target.exists():
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
@@ -184,7 +240,11 @@ def complete(words: Sequence[str]) -> None:
     """Print a shell's completion; after `words`, what may follow the words after that."""
     if words[:1] == ["words"]:
         names = config_names() if words[-1] in (*WITH_CONFIG, "--local", "copy") else ()
-        followers = {"words": (*COMMANDS,), "prepare": (*PREPARE,), "completion": (*COMPLETION,)}
+        followers = {
+            "words": (*COMMANDS,),
+            "prepare": (*PREPARE,),
+            "completion": (*COMPLETION,),
+        }
         followers["configs"] = ("copy",)
         print(*followers.get(words[-1], names), sep="\n")
     else:

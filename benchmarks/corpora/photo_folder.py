@@ -58,7 +58,13 @@ def with_comment(image: bytes, text: str) -> bytes:
         part = (len(body) - 4).to_bytes(4, "big") + body + checksum
         return image[:PNG_HEADER] + part + image[PNG_HEADER:]
     assert image[:2] == b"\xff\xd8"
-    return image[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + image[2:]
+    return (
+        image[:2]
+        + b"\xff\xfe"
+        + (len(comment) + 2).to_bytes(2, "big")
+        + comment
+        + image[2:]
+    )
 
 
 def as_png(photos: list[bytes], *, side: int | None) -> list[bytes]:
@@ -77,7 +83,9 @@ def as_png(photos: list[bytes], *, side: int | None) -> list[bytes]:
 def given_photos(source: Path) -> list[bytes]:
     """The JPEG files of a folder or of a tar."""
     if source.is_dir():
-        found = [path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()]
+        found = [
+            path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()
+        ]
     else:
         with tarfile.open(source) as tar:
             files = [tar.extractfile(member) for member in tar if member.isfile()]
@@ -88,21 +96,27 @@ def given_photos(source: Path) -> list[bytes]:
     return photos
 
 
-def noise_photos(*, width: int = 500, height: int = 375, num: int = NOISE_PHOTOS) -> list[bytes]:
+def noise_photos(
+    *, width: int = 500, height: int = 375, num: int = NOISE_PHOTOS
+) -> list[bytes]:
     """Blurred noise that compresses to about the size of ImageNet's photographs (110 kB)."""
     photos = []
     for seed in range(num):
         rng = np.random.default_rng(seed)
         coarse = rng.integers(0, 256, (height // 2, width // 2, 3), dtype=np.uint8)
         fine = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        smooth = Image.fromarray(coarse).resize(
+            (width, height), Image.Resampling.BICUBIC
+        )
         file = io.BytesIO()
         Image.blend(smooth, Image.fromarray(fine), 0.2).save(file, "JPEG", quality=85)
         photos.append(file.getvalue())
     return photos
 
 
-def write_photo_folder(root: Path, photos: list[bytes], *, total_bytes: int) -> PhotoFolder:
+def write_photo_folder(
+    root: Path, photos: list[bytes], *, total_bytes: int
+) -> PhotoFolder:
     """Repeat `photos` until they make `total_bytes`; every file differs from every other."""
     digests: dict[str, bytes] = {}
     written = 0
@@ -124,7 +138,10 @@ def _repeated(photos: list[bytes]) -> Iterator[tuple[str, bytes]]:
         for i, photo in enumerate(photos):
             label = f"n{i % num_classes:08d}"
             suffix = "png" if photo.startswith(PNG_START) else "JPEG"
-            yield f"{label}/{label}_{i}_{turn}.{suffix}", with_comment(photo, f"copy {turn}")
+            yield (
+                f"{label}/{label}_{i}_{turn}.{suffix}",
+                with_comment(photo, f"copy {turn}"),
+            )
         turn += 1
 
 

@@ -98,13 +98,18 @@ class _Stored(Dataset[tuple[torch.Tensor, int]]):
 
 def sample_order(shards: Path) -> SampleOrder:
     index = read_split(shards, split="train")
-    return SampleOrder(shard_lengths=index.shard_lengths, fingerprint=index.fingerprint, seed=SEED)
+    return SampleOrder(
+        shard_lengths=index.shard_lengths, fingerprint=index.fingerprint, seed=SEED
+    )
 
 
 def map_style(task: Task, *, make_decode: Callable[[int], Decode]) -> Batches:
     positions = range(BATCH << 20)
     yield from DataLoader(
-        _Stored(task, make_decode), batch_size=BATCH, sampler=positions, **_processes(task)
+        _Stored(task, make_decode),
+        batch_size=BATCH,
+        sampler=positions,
+        **_processes(task),
     )
 
 
@@ -112,7 +117,9 @@ def torchvision_decode(side: int) -> Decode:
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms import v2
 
-    transform = v2.Compose([v2.RandomResizedCrop(side, scale=AREA), v2.RandomHorizontalFlip()])
+    transform = v2.Compose(
+        [v2.RandomResizedCrop(side, scale=AREA), v2.RandomHorizontalFlip()]
+    )
 
     def decode(data: bytes) -> torch.Tensor:
         stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -143,7 +150,9 @@ def simplejpeg_torch_decode(side: int) -> Decode:
     def decode(data: bytes) -> torch.Tensor:
         crop, flip = _random_crop(_whole(data))
         planes = torch.from_numpy(crop).permute(2, 0, 1)[None]
-        resized = torch.nn.functional.interpolate(planes, size=(side, side), mode="bilinear")[0]
+        resized = torch.nn.functional.interpolate(
+            planes, size=(side, side), mode="bilinear"
+        )[0]
         return resized.flip(-1) if flip else resized
 
     return decode
@@ -162,7 +171,9 @@ def _whole(data: bytes) -> np.ndarray:
     import simplejpeg
 
     try:
-        return simplejpeg.decode_jpeg(data, colorspace="RGB", fastdct=True, fastupsample=True)
+        return simplejpeg.decode_jpeg(
+            data, colorspace="RGB", fastdct=True, fastupsample=True
+        )
     except ValueError:  # PNG, CMYK and other rarities
         return np.array(Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB"))
 
@@ -172,7 +183,9 @@ def _random_crop(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     from torchvision.transforms import RandomResizedCrop
 
     shape = torch.empty(0, *pixels.shape[:2])
-    top, left, height, width = RandomResizedCrop.get_params(shape, list(AREA), [3 / 4, 4 / 3])
+    top, left, height, width = RandomResizedCrop.get_params(
+        shape, list(AREA), [3 / 4, 4 / 3]
+    )
     return pixels[top : top + height, left : left + width], bool(torch.rand(()) < 0.5)
 
 
@@ -181,7 +194,10 @@ def dali(task: Task) -> Batches:
     from nvidia.dali import fn, pipeline_def, types
 
     @pipeline_def(
-        batch_size=BATCH, num_threads=task.workers, device_id=None, prefetch_queue_depth=2
+        batch_size=BATCH,
+        num_threads=task.workers,
+        device_id=None,
+        prefetch_queue_depth=2,
     )
     def pipeline() -> Any:
         tars = [str(path) for path in sorted(task.shards.glob("*.tar"))]
@@ -192,11 +208,18 @@ def dali(task: Task) -> Batches:
             missing_component_behavior="error",
         )
         crop = fn.decoders.image_random_crop(
-            stored, device="cpu", random_area=list(AREA), random_aspect_ratio=[3 / 4, 4 / 3]
+            stored,
+            device="cpu",
+            random_area=list(AREA),
+            random_aspect_ratio=[3 / 4, 4 / 3],
         )
         side = task.side
         resized = fn.resize(
-            crop, resize_x=side, resize_y=side, interp_type=types.INTERP_LINEAR, antialias=False
+            crop,
+            resize_x=side,
+            resize_y=side,
+            interp_type=types.INTERP_LINEAR,
+            antialias=False,
         )
         return fn.flip(resized, horizontal=fn.random.coin_flip()), label
 
@@ -250,15 +273,24 @@ CONTENDERS = {
         in_our_order=False,
     ),
     "torchvision": Contender(
-        _mapped(torchvision_decode), "decode_image, transforms v2; antialias", needs="torchvision"
+        _mapped(torchvision_decode),
+        "decode_image, transforms v2; antialias",
+        needs="torchvision",
     ),
     "opencv": Contender(
         _mapped(opencv_decode), "simplejpeg (PNG: OpenCV), OpenCV resize", needs="cv2"
     ),
-    "simplejpeg_torch": Contender(_mapped(simplejpeg_torch_decode), "simplejpeg, torch resize"),
-    "decode_only": Contender(_mapped(only_decode), "simplejpeg, whole images, nothing else"),
+    "simplejpeg_torch": Contender(
+        _mapped(simplejpeg_torch_decode), "simplejpeg, torch resize"
+    ),
+    "decode_only": Contender(
+        _mapped(only_decode), "simplejpeg, whole images, nothing else"
+    ),
     "dali": Contender(
-        dali, "DALI, threads, decodes the crop alone", needs="nvidia.dali", in_our_order=False
+        dali,
+        "DALI, threads, decodes the crop alone",
+        needs="nvidia.dali",
+        in_our_order=False,
     ),
     "spdl": Contender(
         spdl,
@@ -268,7 +300,8 @@ CONTENDERS = {
     ),
     "region": Contender(partial(ours, decoder="region"), "ours"),
     "region_from_top": Contender(
-        partial(ours, decoder="region", entry_points=False), "ours, without entry points"
+        partial(ours, decoder="region", entry_points=False),
+        "ours, without entry points",
     ),
     "region_antialias": Contender(
         partial(ours, decoder="region", antialias=True), "ours; antialias"

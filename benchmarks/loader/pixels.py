@@ -39,7 +39,9 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--side", type=int, default=SIDE)
     options = parser.parse_args(arguments)
-    settings = data_settings(options.shards, workers=options.workers, decoder=options.decoder)
+    settings = data_settings(
+        options.shards, workers=options.workers, decoder=options.decoder
+    )
     index = read_split(options.shards, split="train")
     order = sample_order(options.shards)
     stop = min(options.images, index.num_samples) // BATCH * BATCH
@@ -72,7 +74,9 @@ def _reference(data: bytes, *, epoch: int, sample: int, side: int) -> torch.Tens
     random = CounterRandom(augmentation_key(SEED, Draw(0, epoch, sample, 0)))
     decoded = crops.decode(data)
     height, width = decoded.shape[:2]
-    box = crops.random_crop_box(width, height, area=AREA, aspect=(3 / 4, 4 / 3), random=random)
+    box = crops.random_crop_box(
+        width, height, area=AREA, aspect=(3 / 4, 4 / 3), random=random
+    )
     flip = random.uniform() < 0.5
     request = crops.CropRequest(
         box=box, size=side, interpolation="bilinear", antialias=False, flip=flip

@@ -47,7 +47,9 @@ def list_images(folder: Path) -> pa.Table:
     """
     if (folder / INDEX_NAME).is_file():
         samples = list_samples(folder)
-        names = pc.binary_join_element_wise(printable(str(folder)), samples["name"], "/")
+        names = pc.binary_join_element_wise(
+            printable(str(folder)), samples["name"], "/"
+        )
         return samples.set_column(0, "name", names)
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
@@ -68,7 +70,9 @@ def list_images(folder: Path) -> pa.Table:
         where = printable(str(error.filename or folder))
         raise UserError(f"cannot be read ({error.strerror})", where=where) from None
     if not files:
-        raise UserError("has no images", where=str(folder), allowed="image files, or shards")
+        raise UserError(
+            "has no images", where=str(folder), allowed="image files, or shards"
+        )
     return pa.Table.from_pylist(rows, schema=IMAGES)
 
 
@@ -80,7 +84,9 @@ def list_samples(folder: Path) -> pa.Table:
     table = table.take(np.argsort(in_train, kind="stable")).combine_chunks()
     shards = table["shard"].cast(pa.string()).combine_chunks().dictionary_encode()
     tars = tar_files(folder, read_manifest(folder), shards.dictionary.to_pylist())
-    files = pa.DictionaryArray.from_arrays(shards.indices, pa.array(map(os.fsencode, tars)))
+    files = pa.DictionaryArray.from_arrays(
+        shards.indices, pa.array(map(os.fsencode, tars))
+    )
     columns = [table["key"], table["blake3"], files, table["offset"], table["length"]]
     return pa.table(columns, schema=IMAGES)
 
@@ -99,7 +105,9 @@ def source_paths(folder: Path, keys: pa.ChunkedArray) -> pa.ChunkedArray:
             next_step="index the tars of each split alone by source.splits, and name the index "
             "of the others by --against",
         )
-    return ledger["path"].take(pc.index_in(keys, value_set=ledger["key"].combine_chunks()))
+    return ledger["path"].take(
+        pc.index_in(keys, value_set=ledger["key"].combine_chunks())
+    )
 
 
 def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:

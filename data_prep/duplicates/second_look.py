@@ -68,7 +68,9 @@ def _same_grey(a: np.ndarray, b: np.ndarray) -> bool:
 
     strong = [np.sqrt(_blocks(_means(fine, 2) ** 2)) for fine in (fine_a, fine_b)]
     more = np.maximum(*strong)
-    if ((more >= STRONG_DETAIL) & (np.minimum(*strong) < MIN_DETAIL_SHARE * more)).any():
+    if (
+        (more >= STRONG_DETAIL) & (np.minimum(*strong) < MIN_DETAIL_SHARE * more)
+    ).any():
         return False
 
     detail = np.sqrt(np.maximum(_blocks(fine_a**2), _blocks(fine_b**2)))

@@ -53,7 +53,9 @@ def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     pictures = [grey_picture(content, side=SIDE_PX) for content in contents]
     blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
     found = [blank if picture is None else picture.pixels for picture in pictures]
-    return picture_descriptors(np.array(found)), sum(picture is None for picture in pictures)
+    return picture_descriptors(np.array(found)), sum(
+        picture is None for picture in pictures
+    )
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
@@ -81,7 +83,9 @@ def _frequencies() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def has_contrast(descriptors: np.ndarray) -> np.ndarray:
     """Mark the descriptors with enough contrast to be compared; the others match nothing."""
-    squares: np.ndarray = np.einsum("ij,ij->i", descriptors, descriptors, dtype=np.int64)
+    squares: np.ndarray = np.einsum(
+        "ij,ij->i", descriptors, descriptors, dtype=np.int64
+    )
     return squares >= (MIN_CONTRAST * SCALE * SIDE_PX) ** 2
 
 
@@ -91,14 +95,24 @@ def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Only images that share a key are compared: direct with direct, or direct with mirrored.
     """
     _, frequency, signs = _frequencies()
-    flips = np.indices((2,) * UNCERTAIN_BITS).reshape(UNCERTAIN_BITS, NUM_KEYS).astype(np.uint32)
+    flips = (
+        np.indices((2,) * UNCERTAIN_BITS)
+        .reshape(UNCERTAIN_BITS, NUM_KEYS)
+        .astype(np.uint32)
+    )
     coefficients = descriptors.astype(np.float64)
-    threshold = np.sqrt((coefficients**2).sum(axis=1, keepdims=True)) * BIT_THRESHOLD / frequency
+    threshold = (
+        np.sqrt((coefficients**2).sum(axis=1, keepdims=True))
+        * BIT_THRESHOLD
+        / frequency
+    )
     found = []
     for values in (coefficients, coefficients * signs):
         margins = (values - threshold)[:, :KEY_BITS]
         key = np.packbits(margins > 0, axis=1, bitorder="little").view("<u4")
-        uncertain = np.argsort(np.abs(margins), axis=1, kind="stable")[:, :UNCERTAIN_BITS]
+        uncertain = np.argsort(np.abs(margins), axis=1, kind="stable")[
+            :, :UNCERTAIN_BITS
+        ]
         masks = np.left_shift(np.uint32(1), uncertain.astype(np.uint32)) @ flips
         found.append(key ^ masks)
     return found[0], found[1]
@@ -161,7 +175,9 @@ def _nearest(descriptors: np.ndarray) -> np.ndarray:
                 is_open = (earlier < later) & (best[later] < SETTLED)
                 pairs = np.unique(later[is_open] * num + earlier[is_open])
                 later, earlier = np.divmod(pairs, num)
-                alike = correlation(descriptors[later], descriptors[earlier], mirrored=side == 1)
+                alike = correlation(
+                    descriptors[later], descriptors[earlier], mirrored=side == 1
+                )
                 # The largest of an image is stored last.
                 order = np.argsort(alike, kind="stable")
                 order = order[alike[order] >= best[later[order]]]
@@ -170,7 +186,9 @@ def _nearest(descriptors: np.ndarray) -> np.ndarray:
     return nearest
 
 
-def _equal_keys(table: np.ndarray, probes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _equal_keys(
+    table: np.ndarray, probes: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield every (position in probes, position in the sorted table) with equal keys."""
     start = np.searchsorted(table, probes, side="left")
     counts = np.searchsorted(table, probes, side="right") - start

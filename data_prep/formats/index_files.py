@@ -70,11 +70,17 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
     """
     with atomic_file(folder / INDEX_NAME) as file:
         with pq.ParquetWriter(file, INDEX_SCHEMA, compression="zstd") as writer:
-            for _, group in groupby(filter(len, tables), lambda table: table["split"][0].as_py()):
+            for _, group in groupby(
+                filter(len, tables), lambda table: table["split"][0].as_py()
+            ):
                 table = pa.concat_tables(group)
                 for start in range(0, len(table), ROW_GROUP_ROWS):
                     # New dictionaries: those of the tables depend on the division.
-                    part = table.slice(start, ROW_GROUP_ROWS).cast(TEXT_SCHEMA).combine_chunks()
+                    part = (
+                        table.slice(start, ROW_GROUP_ROWS)
+                        .cast(TEXT_SCHEMA)
+                        .combine_chunks()
+                    )
                     writer.write_table(part.cast(INDEX_SCHEMA))
 
 
@@ -84,7 +90,9 @@ def info_of(manifest: Manifest) -> dict[str, Any]:
         name: {
             "name": name,
             "num_samples": entry.num_samples,
-            "filenames": [str(Path(manifest.shards_root, shard.name)) for shard in entry.shards],
+            "filenames": [
+                str(Path(manifest.shards_root, shard.name)) for shard in entry.shards
+            ],
             "shard_lengths": list(entry.shard_lengths),
         }
         for name, entry in manifest.splits.items()
@@ -93,13 +101,19 @@ def info_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def write_card(
-    folder: Path, *, splits: Iterable[str], classes: Sequence[str], formats: Iterable[str]
+    folder: Path,
+    *,
+    splits: Iterable[str],
+    classes: Sequence[str],
+    formats: Iterable[str],
 ) -> None:
     """Write README.md, from which Hugging Face `datasets` knows the splits and the classes.
 
     formats: suffixes of the images.
     """
-    features: list[dict[str, Any]] = [{"name": suffix, "dtype": "image"} for suffix in formats]
+    features: list[dict[str, Any]] = [
+        {"name": suffix, "dtype": "image"} for suffix in formats
+    ]
     if classes:
         names = {str(label): name for label, name in enumerate(classes)}
         features.append({"name": "cls", "dtype": {"class_label": {"names": names}}})
@@ -120,7 +134,9 @@ def write_manifest(folder: Path, *, manifest: Manifest) -> None:
     write_json(folder / MANIFEST_NAME, asdict(manifest))
 
 
-def split_fingerprint(content: Iterable[np.ndarray], *, shard_lengths: Sequence[int]) -> str:
+def split_fingerprint(
+    content: Iterable[np.ndarray], *, shard_lengths: Sequence[int]
+) -> str:
     """Hash of a split: its samples in order, then the samples per tar.
 
     content: pieces of [samples, 36] uint8, an image's BLAKE3 and its label (uint32, little-endian).
@@ -129,7 +145,9 @@ def split_fingerprint(content: Iterable[np.ndarray], *, shard_lengths: Sequence[
     for piece in content:
         assert piece.dtype == np.uint8 and piece.shape[1:] == (36,)
         digest.update(piece.tobytes())
-    digest.update(b"".join(int(length).to_bytes(8, "little") for length in shard_lengths))
+    digest.update(
+        b"".join(int(length).to_bytes(8, "little") for length in shard_lengths)
+    )
     return digest.hexdigest()
 
 
@@ -140,7 +158,9 @@ def sample_bytes(rows: pa.Table) -> np.ndarray:
     return np.hstack([hashes.reshape(-1, 32), labels.reshape(-1, 4)])
 
 
-def folder_fingerprint(splits: Mapping[str, SplitEntry], *, classes: Sequence[str]) -> str:
+def folder_fingerprint(
+    splits: Mapping[str, SplitEntry], *, classes: Sequence[str]
+) -> str:
     """Hash of the whole corpus as stored."""
     parts = {name: entry.fingerprint for name, entry in splits.items()}
     text = json.dumps([parts, label_map_sha256(classes)], sort_keys=True)
@@ -159,7 +179,9 @@ def tar_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[Pa
     known = {shard.name for entry in manifest.splits.values() for shard in entry.shards}
     for name in (name for name in names if name not in known):
         what = f"names the tar {name!r}, which {MANIFEST_NAME} does not have"
-        raise UserError(what, where=str(folder / INDEX_NAME), next_step="make the shards again")
+        raise UserError(
+            what, where=str(folder / INDEX_NAME), next_step="make the shards again"
+        )
     return [root / name for name in names]
 
 
@@ -193,7 +215,11 @@ def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     command = f"vitscale launch {config} --dry-run"
     if gpus:  # a power of two, which divides the batches of all recipes
         command = f"vitscale pretrain {config} --num-procs {1 << gpus.bit_length() - 1}"
-    places = [f"data.path={quote(str(folder))}", *settings, f"data.val_split={val_split}"]
+    places = [
+        f"data.path={quote(str(folder))}",
+        *settings,
+        f"data.val_split={val_split}",
+    ]
     if is_url(manifest.shards_root):
         places.append("data.remote.cache_path=FOLDER")
     return " ".join([command, *places])

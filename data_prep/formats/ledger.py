@@ -80,7 +80,9 @@ class Outcomes:
         reasons = rows["reason"].cast(pa.string())
         self.num_rows += len(rows)
         self.num_kept += reasons.null_count
-        for reason, num in zip(*pc.value_counts(reasons.drop_null()).flatten(), strict=True):
+        for reason, num in zip(
+            *pc.value_counts(reasons.drop_null()).flatten(), strict=True
+        ):
             name = reason.as_py()
             self.reasons[name] += num.as_py()
             shown = self.examples.setdefault(name, [])
@@ -103,7 +105,9 @@ class Outcomes:
     def describe(self, among: Collection[str] = REASONS) -> str:
         """Return a line with count, meaning and examples per reason, most frequent first."""
         lines = []
-        for reason, num in sorted(self.reasons.items(), key=lambda item: (-item[1], item[0])):
+        for reason, num in sorted(
+            self.reasons.items(), key=lambda item: (-item[1], item[0])
+        ):
             if reason in among:
                 shown = ", ".join(map(repr, self.examples.get(reason, ())))
                 lines.append(f"  {num:,} {reason} ({REASONS[reason]}): {shown}")
@@ -115,9 +119,13 @@ class Outcomes:
         num_images: number of all images, of which only some may be counted here.
         """
         if self.num_bad > max_bad_fraction * num_images:
-            next_step = "fix, convert or remove these files, or raise images.max_bad_fraction"
+            next_step = (
+                "fix, convert or remove these files, or raise images.max_bad_fraction"
+            )
             if 2 * self.reasons["no_label"] > self.num_bad:
-                next_step = "set source.label to where the labels are, or labels.values=none"
+                next_step = (
+                    "set source.label to where the labels are, or labels.values=none"
+                )
             raise UserError(
                 f"{self.num_bad} of {num_images} images are bad, more than the fraction "
                 f"{max_bad_fraction} allowed\n{self.describe(BAD)}",
@@ -132,9 +140,8 @@ def describe_inputs(inputs: Mapping[str, Any]) -> str:
     vars(found).update(inputs)
     repaired = f" ({found.num_repaired:,} repaired)" if found.num_repaired else ""
     num_rejected = found.num_rows - found.num_kept
-    text = (
-        f"{found.num_rows:,} inputs = {found.num_kept:,} kept{repaired} + {num_rejected:,} rejected"
-    )
+    text = f"{found.num_rows:,} inputs = {found.num_kept:,} kept{repaired}"
+    text += f" + {num_rejected:,} rejected"
     return f"{text}\n{found.describe()}" if num_rejected else text
 
 
@@ -150,7 +157,9 @@ def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> Outcomes:
         pq.ParquetWriter(file, LEDGER_SCHEMA, compression="zstd") as writer,
     ):
         for rows in tables:
-            reason, changes = (rows[name].cast(pa.string()) for name in ("reason", "changes"))
+            reason, changes = (
+                rows[name].cast(pa.string()) for name in ("reason", "changes")
+            )
             status = pc.if_else(pc.is_valid(changes), "repaired", "kept")
             status = pc.if_else(pc.is_valid(reason), "rejected", status)
             classes = rows["class"].cast(pa.string())
@@ -160,7 +169,9 @@ def write_ledger(folder: Path, tables: Iterable[pa.Table]) -> Outcomes:
                 "reason": pc.coalesce(reason, changes),
             }
             columns = [made[n] if n in made else rows[n] for n in LEDGER_SCHEMA.names]
-            writer.write_table(pa.table(columns, LEDGER_SCHEMA.names).cast(LEDGER_SCHEMA))
+            writer.write_table(
+                pa.table(columns, LEDGER_SCHEMA.names).cast(LEDGER_SCHEMA)
+            )
             sums.add(rows)
             sums.num_repaired += pc.sum(pc.equal(status, "repaired")).as_py() or 0
     return sums

@@ -36,12 +36,35 @@ FAULTS = {
     "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
 }
 # In the order in which the ledger names them.
-CHANGES = ("gzip", "cmyk", "16_bit", "transparency", "animation", "exif_rotation", "short_side")
+CHANGES = (
+    "gzip",
+    "cmyk",
+    "16_bit",
+    "transparency",
+    "animation",
+    "exif_rotation",
+    "short_side",
+)
 MAX_FILE_BYTES = 512 << 20
 GZIP = b"\x1f\x8b"
 START_BYTES = 64
-OTHER_FORMATS = (b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\x00\x00\x01\x00", b"8BPS", b"\xff\x0a")
-OTHER_BRANDS = (b"ftypavif", b"ftypavis", b"ftypheic", b"ftypheix", b"ftypmif1", b"jP  \r\n\x87\n")
+OTHER_FORMATS = (
+    b"GIF8",
+    b"BM",
+    b"II*\0",
+    b"MM\0*",
+    b"\x00\x00\x01\x00",
+    b"8BPS",
+    b"\xff\x0a",
+)
+OTHER_BRANDS = (
+    b"ftypavif",
+    b"ftypavis",
+    b"ftypheic",
+    b"ftypheix",
+    b"ftypmif1",
+    b"jP  \r\n\x87\n",
+)
 PNG_DEPTH, PNG_END = 24, b"\0\0\0\0IEND\xaeB`\x82"
 # Without one of these, Pillow would decode a whole PNG in search of its orientation.
 PNG_EXIF = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
@@ -72,7 +95,9 @@ class Rejected(Exception):
     """Rejection of an input; its text is a key of FAULTS."""
 
 
-def check_image(data: bytes, *, settings: ImageSettings, convert: bool = True) -> CheckedImage:
+def check_image(
+    data: bytes, *, settings: ImageSettings, convert: bool = True
+) -> CheckedImage:
     """Check and convert. Raises for no input, except MemoryError.
 
     convert: False keeps the bytes of every image that decoders can turn into RGB.
@@ -82,11 +107,15 @@ def check_image(data: bytes, *, settings: ImageSettings, convert: bool = True) -
         _check(found, data, settings, converts=convert)
     except Rejected as reason:
         return CheckedImage(str(reason), found.input_hash)
-    found.content_hash = blake3(found.content).digest() if found.changes else found.input_hash
+    found.content_hash = (
+        blake3(found.content).digest() if found.changes else found.input_hash
+    )
     return found
 
 
-def _check(found: CheckedImage, data: bytes, settings: ImageSettings, *, converts: bool) -> None:
+def _check(
+    found: CheckedImage, data: bytes, settings: ImageSettings, *, converts: bool
+) -> None:
     """Fill in content, format, size and changes. Raises Rejected."""
     if not data:
         raise Rejected("empty")
@@ -121,7 +150,12 @@ def _check(found: CheckedImage, data: bytes, settings: ImageSettings, *, convert
                 image.draft("L", (1, 1))
             image.load()
         if changes:
-            _convert(found, image, turn, settings.short_side if "short_side" in changes else None)
+            _convert(
+                found,
+                image,
+                turn,
+                settings.short_side if "short_side" in changes else None,
+            )
     except MemoryError:
         raise
     except Exception:
@@ -177,24 +211,31 @@ def is_whole(data: bytes, format: str) -> bool:
     return 8 + int.from_bytes(data[4:8], "little") <= len(data)
 
 
-def _changes(image: ImageFile, data: bytes, turn: int, *, short_side: int | None) -> list[str]:
+def _changes(
+    image: ImageFile, data: bytes, turn: int, *, short_side: int | None
+) -> list[str]:
     """List the changes needed for a plain 8-bit image; empty: its bytes are kept."""
     is_needed = {
         "cmyk": image.mode == "CMYK",
         "16_bit": image.format == "PNG" and data[PNG_DEPTH] == 16,
         "transparency": has_opacity(image),
         # A JPEG with several pictures (MPO) is one to every decoder.
-        "animation": image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False),
+        "animation": image.format in ("PNG", "WEBP")
+        and getattr(image, "is_animated", False),
         "exif_rotation": turn != UPRIGHT,
         "short_side": short_side is not None and min(image.size) > short_side,
     }
     return [name for name, needed in is_needed.items() if needed]
 
 
-def _convert(found: CheckedImage, file: ImageFile, turn: int, short_side: int | None) -> None:
+def _convert(
+    found: CheckedImage, file: ImageFile, turn: int, short_side: int | None
+) -> None:
     """Replace content, format and size. Raises what Pillow raises."""
     data, size = found.content, file.size
-    is_lossy = file.format != "PNG" and not (file.format == "WEBP" and b"VP8L" in data[:4096])
+    is_lossy = file.format != "PNG" and not (
+        file.format == "WEBP" and b"VP8L" in data[:4096]
+    )
     if short_side is not None:
         short = min(size)
         width, height = ((side * short_side + short // 2) // short for side in size)
@@ -224,4 +265,6 @@ def decode_strictly(data: bytes) -> None:
 
     space = simplejpeg.decode_jpeg_header(data)[2]
     target = "CMYK" if space in ("CMYK", "YCCK") else "GRAY"
-    simplejpeg.decode_jpeg(data, colorspace=target, min_height=1, min_width=1, strict=True)
+    simplejpeg.decode_jpeg(
+        data, colorspace=target, min_height=1, min_width=1, strict=True
+    )

@@ -59,7 +59,9 @@ def split_places(settings: SourceSettings, *, kind: str) -> dict[str, str]:
             raise UserError(f"{str(full)!r}: no such {kind}", where=where)
         for other, other_path in places.items():
             a, b = full.resolve(), (top / other_path).resolve()
-            if a.is_relative_to(b) or b.is_relative_to(a):  # it would store an image twice
+            if a.is_relative_to(b) or b.is_relative_to(
+                a
+            ):  # it would store an image twice
                 what = f"two splits share files ({other} and {split})"
                 raise UserError(what, where="source.splits", allowed="separate folders")
         places[split] = "" if path == "." else path
@@ -80,7 +82,9 @@ def file_containers(
         folder = path if is_folder else os.path.dirname(path)
         with os.scandir(root / folder) as entries:
             shown = [entry for entry in entries if not is_hidden(entry.name)]
-        names = {entry.name for entry in shown if is_wanted(entry.name) and entry.is_file()}
+        names = {
+            entry.name for entry in shown if is_wanted(entry.name) and entry.is_file()
+        }
         missing = set[str]()
         if is_folder:
             _refuse_deeper_files(full, is_wanted, kind=kind, where=where)
@@ -98,12 +102,18 @@ def file_containers(
         if is_folder and not settings.splits:
             by_name = splits_of_files(names, are_classes=settings.kind == "class_tars")
         for name in sorted(names, key=os.fsencode):
-            found.append(Container(os.path.join(folder, name), by_name.get(name, split)))
+            found.append(
+                Container(os.path.join(folder, name), by_name.get(name, split))
+            )
     first = dict[str, Container]()
     for box in found:
         other = first.setdefault(os.path.realpath(root / box.path), box)
         if other is not box:
-            two = "two splits share files" if other.split != box.split else "one file has two names"
+            two = (
+                "two splits share files"
+                if other.split != box.split
+                else "one file has two names"
+            )
             what = f"{two}: {printable(other.path)!r} and {printable(box.path)!r}"
             raise UserError(what, where="source.path", allowed="separate files")
     return found
@@ -117,7 +127,9 @@ def _refuse_deeper_files(
     with suppress(OSError):  # a closed folder
         below = files_below(folder, follow_links=True)
         wanted = (path for path in below if is_wanted(os.path.basename(path)))
-        deeper = next((path for path in wanted if os.path.dirname(path) != str(folder)), None)
+        deeper = next(
+            (path for path in wanted if os.path.dirname(path) != str(folder)), None
+        )
     if deeper is not None:
         example = printable(os.path.relpath(deeper, folder))
         raise UserError(

@@ -81,7 +81,9 @@ class ImageFolder(Source):
                 )
             found.append(Container(path or ".", split))
             for name in names:
-                found.append(Container(os.path.join(path, name), split, printable(name)))
+                found.append(
+                    Container(os.path.join(path, name), split, printable(name))
+                )
         return found
 
     def _unlabelled(self, top: str, split: str) -> list[Container]:
@@ -90,11 +92,14 @@ class ImageFolder(Source):
         while folders and len(folders) < UNLABELLED_FOLDERS:
             divided += folders
             folders = [
-                os.path.join(folder, name) for folder in folders for name in self._inside(folder)
+                os.path.join(folder, name)
+                for folder in folders
+                for name in self._inside(folder)
             ]
         base = top or "."
         found = [
-            Container(each or ".", split, NO_CLASS, base=base, only_files=True) for each in divided
+            Container(each or ".", split, NO_CLASS, base=base, only_files=True)
+            for each in divided
         ]
         return found + [Container(each, split, NO_CLASS, base=base) for each in folders]
 
@@ -111,7 +116,11 @@ class ImageFolder(Source):
         Links to files are followed, and the container itself may be a link; a link to a folder
         below it is one row, so that no walk can go in circles.
         """
-        split, class_name, classes = container.split, container.class_name, dict[str, str]()
+        split, class_name, classes = (
+            container.split,
+            container.class_name,
+            dict[str, str](),
+        )
         if self.settings.val_labels is not None and class_name is None:
             top = self.root / container.path
             if not folders_in(top):
@@ -131,7 +140,9 @@ class ImageFolder(Source):
                 with os.scandir(self.root / folder) as listed:
                     entries = list(listed)
             except OSError as error:
-                yield Input(folder, split, class_name, folder[start:], 0, _fault(error, folder))
+                yield Input(
+                    folder, split, class_name, folder[start:], 0, _fault(error, folder)
+                )
                 continue
             for entry in entries:
                 path = f"{folder}/{entry.name}" if folder else entry.name
@@ -170,9 +181,12 @@ class ImageFolder(Source):
         """
         file = self.settings.val_labels or ""
         names = _images_in(folder)
-        file_of = {form: name for name in names for form in (name, stem_and_suffix(name)[0])}
+        file_of = {
+            form: name for name in names for form in (name, stem_and_suffix(name)[0])
+        }
         tables = {
-            separator: read_cells(file, separator, where=VAL_LABELS) for separator in SEPARATORS
+            separator: read_cells(file, separator, where=VAL_LABELS)
+            for separator in SEPARATORS
         }
 
         def image_at(path: str) -> str | None:
@@ -182,7 +196,8 @@ class ImageFolder(Source):
         # The separator by which most lines begin with the name of an image.
         def num_known(separator: str) -> int:
             return sum(
-                len(row) > 1 and image_at(row[0]) is not None for _, row in tables[separator]
+                len(row) > 1 and image_at(row[0]) is not None
+                for _, row in tables[separator]
             )
 
         separator = max(tables, key=num_known)
@@ -203,14 +218,15 @@ class ImageFolder(Source):
             problem = ""
             name = image_at(row[0])
             if len(row) != width:
-                problem = (
-                    f"{len(row)} values instead of {width}; quote a class that has a {separator!r}"
-                )
+                problem = f"{len(row)} values instead of {width}; "
+                problem += f"quote a class that has a {separator!r}"
             elif name is None:
                 others.append(row[0])
             elif number in used_lines:
                 problem = "fits an image of another split, too; write names with folders: val/NAME"
-            elif self.settings.label not in titles and not CLASS_IS_SECOND.match("\n".join(row)):
+            elif self.settings.label not in titles and not CLASS_IS_SECOND.match(
+                "\n".join(row)
+            ):
                 problem = "which of these is the class? Line 1 has no title equal to source.label"
             else:
                 class_name = row[column].split(" ")[0] if with_boxes else row[column]
@@ -228,7 +244,12 @@ class ImageFolder(Source):
 
 
 def _input_of(
-    entry: os.DirEntry[str], path: str, container: Container, *, start: int, hidden: bool
+    entry: os.DirEntry[str],
+    path: str,
+    container: Container,
+    *,
+    start: int,
+    hidden: bool,
 ) -> Input:
     """The input of a file. start: of its name in its path."""
     name = path[start : len(path) - len(entry.name)] + stem_and_suffix(entry.name)[0]
@@ -256,11 +277,15 @@ def _fault(error: OSError, path: str, *, is_link: bool = False) -> str:
 
 def _images_in(folder: Path) -> list[str]:
     """Names of the visible image files, sorted by their bytes."""
-    names = [name for name in os.listdir(folder) if name[0] != "." and is_image_name(name)]
+    names = [
+        name for name in os.listdir(folder) if name[0] != "." and is_image_name(name)
+    ]
     return sorted(names, key=os.fsencode)
 
 
-def _rows_in_order(file: str, names: Sequence[str], *, folder: Path) -> list[tuple[int, list[str]]]:
+def _rows_in_order(
+    file: str, names: Sequence[str], *, folder: Path
+) -> list[tuple[int, list[str]]]:
     """Rows of name and class, from lines of classes alone. names: of images, sorted by bytes."""
     classes = read_cells(file, "\n", where=VAL_LABELS)
     allowed = "lines of NAME,CLASS, such as ILSVRC2012_val_00000001,n01751748"
@@ -278,7 +303,9 @@ def _rows_in_order(file: str, names: Sequence[str], *, folder: Path) -> list[tup
                 f"{first!r} is before {by_number!r}, sorted by number it is after it"
             )
             raise UserError(what, where=VAL_LABELS, allowed=allowed)
-    return [(line, [name, *row]) for name, (line, row) in zip(names, classes, strict=True)]
+    return [
+        (line, [name, *row]) for name, (line, row) in zip(names, classes, strict=True)
+    ]
 
 
 def _natural(name: str) -> list[str | int]:

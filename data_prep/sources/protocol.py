@@ -32,7 +32,14 @@ FILE_FAULTS = frozenset(
     {
         *(errno.EIO, *DATA_LOSS_ERRNOS),
         *(errno.EACCES, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
-        *(errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.EOVERFLOW, errno.EPERM, errno.ESPIPE),
+        *(
+            errno.ENOENT,
+            errno.ENOTDIR,
+            errno.ENXIO,
+            errno.EOVERFLOW,
+            errno.EPERM,
+            errno.ESPIPE,
+        ),
     }
 )
 
@@ -106,7 +113,11 @@ class Source(ABC):
 
     def labelled(self, item: Input) -> Input:
         """Reject an input without a label."""
-        if item.reason is None and item.class_name is None and self.labels.values != "none":
+        if (
+            item.reason is None
+            and item.class_name is None
+            and self.labels.values != "none"
+        ):
             item.reason = "no_label"
         return item
 

@@ -55,9 +55,13 @@ class ParquetImages(Source):
         """Raise UserError for files that name the classes of their numbers in different ways."""
         first: dict[tuple[str, ...] | None, str] = {}
         for box in containers:
-            with suppress(pa.ArrowException, OSError):  # a damaged table is a row of the ledger
+            with suppress(
+                pa.ArrowException, OSError
+            ):  # a damaged table is a row of the ledger
                 schema = pq.read_schema(self.root / box.path)
-                first.setdefault(class_label_names(schema, self.settings.label), box.path)
+                first.setdefault(
+                    class_label_names(schema, self.settings.label), box.path
+                )
         if len(first) > 1:
             one, other = (f"{printable(path)!r}" for path in list(first.values())[:2])
             raise UserError(
@@ -90,7 +94,9 @@ class ParquetImages(Source):
         columns = [image]
         if pa.types.is_struct(image_type):
             fields = {field.name: field.type for field in image_type}
-            columns = [f"{image}.{name}" for name in ("bytes", "path") if name in fields]
+            columns = [
+                f"{image}.{name}" for name in ("bytes", "path") if name in fields
+            ]
             image_type = fields.get("bytes", pa.null())
         if image_type not in (pa.binary(), pa.large_binary()):
             what = f"column {image!r} of {printable(path)!r} contains no bytes"
@@ -109,9 +115,17 @@ class ParquetImages(Source):
         return [*columns, label]
 
     def _input(
-        self, container: Container, number: int, image: Mapping[str, Any], class_name: str | None
+        self,
+        container: Container,
+        number: int,
+        image: Mapping[str, Any],
+        class_name: str | None,
     ) -> Input:
-        parts = [part for part in (image.get("path") or "").split("/") if part not in ("", ".")]
+        parts = [
+            part
+            for part in (image.get("path") or "").split("/")
+            if part not in ("", ".")
+        ]
         name = stem_and_suffix("/".join(parts))[0]
         if not name.strip("./"):
             name = f"{stem_and_suffix(os.path.basename(container.path))[0]}-{number}"
@@ -130,9 +144,15 @@ class PathTable(Source):
     def containers(self) -> list[Container]:
         if not self.settings.splits and Path(self.settings.path).expanduser().is_dir():
             what = f"{self.settings.path!r} is not a table"
-            allowed = "a .csv, .tsv or .parquet file; or a folder, with a table per split in "
-            raise UserError(what, where="source.path", allowed=allowed + "source.splits")
-        return file_containers(self.settings, _is_table, kind="tables (.csv, .tsv, .parquet)")
+            allowed = (
+                "a .csv, .tsv or .parquet file; or a folder, with a table per split in "
+            )
+            raise UserError(
+                what, where="source.path", allowed=allowed + "source.splits"
+            )
+        return file_containers(
+            self.settings, _is_table, kind="tables (.csv, .tsv, .parquet)"
+        )
 
     def inputs(self, container: Container) -> Iterator[Input]:
         try:
@@ -141,22 +161,31 @@ class PathTable(Source):
             if _is_parquet(container.path):
                 raise
             what = f"{printable(container.path)!r} cannot be read: {error}"
-            raise UserError(what, where="source.path", allowed="a table in UTF-8") from None
+            raise UserError(
+                what, where="source.path", allowed="a table in UTF-8"
+            ) from None
         number = count()
         with ThreadPoolExecutor(STAT_THREADS) as pool:
             for batch in table.to_batches(max_chunksize=PATH_ROWS):
-                yield from pool.map(partial(self._input, container), batch.to_pylist(), number)
+                yield from pool.map(
+                    partial(self._input, container), batch.to_pylist(), number
+                )
 
     def _read(self, path: str) -> pa.Table:
         """The columns needed, of the whole table."""
-        full, keys = self.root / path, {"source.image_column": self.settings.image_column}
+        full, keys = (
+            self.root / path,
+            {"source.image_column": self.settings.image_column},
+        )
         if self.labels.values != "none":
             keys["source.label"] = self.settings.label
         columns = dict.fromkeys(keys.values())
         if _is_parquet(path):
             with pq.ParquetFile(full) as file:
                 schema = file.schema_arrow
-                wanted = [name for name in (*columns, SPLIT_COLUMN) if name in schema.names]
+                wanted = [
+                    name for name in (*columns, SPLIT_COLUMN) if name in schema.names
+                ]
                 batches = _batches(file, wanted, path=full, times=TEXT_EXPANSION)
                 types = pa.schema([schema.field(name) for name in wanted])
                 table = pa.Table.from_batches(batches, types)
@@ -169,11 +198,15 @@ class PathTable(Source):
                 raise pa.ArrowInvalid("it is UTF-16, or has NUL bytes")
             delimiter = DELIMITERS[_suffix(path)]
             if b";" in header and delimiter.encode() not in header:
-                delimiter = ";"  # as Excel writes .csv where a comma is the decimal point
+                delimiter = (
+                    ";"  # as Excel writes .csv where a comma is the decimal point
+                )
             parsing = pa.csv.ParseOptions(delimiter=delimiter)
             parsing.newlines_in_values = True
             converting = pa.csv.ConvertOptions(column_types=types)
-            table = pa.csv.read_csv(full, parse_options=parsing, convert_options=converting)
+            table = pa.csv.read_csv(
+                full, parse_options=parsing, convert_options=converting
+            )
             _refuse_swallowed_rows(table, delimiter)
         for key, name in keys.items():
             column_type(table.schema, name, path=path, key=key)
@@ -186,13 +219,17 @@ class PathTable(Source):
         path = values.pop(self.settings.image_column)
         if isinstance(path, bytes):  # file names need not be UTF-8
             path = os.fsdecode(path)
-        cells = {column: _text(value, column, row=name) for column, value in values.items()}
+        cells = {
+            column: _text(value, column, row=name) for column, value in values.items()
+        }
         split = _split_of(cells, container, row=name)
         class_name = class_from_cell(cells.get(self.settings.label), self.labels)
         item = Input(name, split, class_name, "", 0, "unreadable")
         if not isinstance(path, str) or not path or "\0" in path:
             return item
-        item.path = os.path.join(os.path.dirname(container.path), os.path.normpath(path))
+        item.path = os.path.join(
+            os.path.dirname(container.path), os.path.normpath(path)
+        )
         item.name = stem_and_suffix(item.path)[0]
         try:
             status = os.stat(self.root / item.path)
@@ -205,7 +242,11 @@ class PathTable(Source):
 
 
 def _batches(
-    table: pq.ParquetFile, columns: Sequence[str], *, path: Path, times: int = MAX_EXPANSION
+    table: pq.ParquetFile,
+    columns: Sequence[str],
+    *,
+    path: Path,
+    times: int = MAX_EXPANSION,
 ) -> Iterator[pa.RecordBatch]:
     """Yield rows, at most about CELL_BYTES of them at a time.
 
@@ -220,7 +261,9 @@ def _batches(
     for number in range(table.num_row_groups):
         group = table.metadata.row_group(number)
         parts = [group.column(column) for column in range(group.num_columns)]
-        wanted = [part for part in parts if f"{part.path_in_schema}.".startswith(prefixes)]
+        wanted = [
+            part for part in parts if f"{part.path_in_schema}.".startswith(prefixes)
+        ]
         sizes.append(sum(part.total_uncompressed_size for part in wanted))
     check(sum(sizes), times=times)
 
@@ -255,7 +298,9 @@ def _refuse_swallowed_rows(table: pa.Table, delimiter: str) -> None:
         if column.type in (pa.string(), pa.binary()):
             row = pc.index(pc.match_substring_regex(column, both), value=True).as_py()
             if row >= 0:
-                raise pa.ArrowInvalid(f"line {row + 2}: a quote that is not closed there")
+                raise pa.ArrowInvalid(
+                    f"line {row + 2}: a quote that is not closed there"
+                )
 
 
 def _split_of(cells: Mapping[str, object], container: Container, *, row: str) -> str:
@@ -285,7 +330,10 @@ def _suffix(name: str) -> str:
 def column_type(schema: pa.Schema, name: str, *, path: str, key: str) -> pa.DataType:
     """Return the type of a column. Raises UserError if it is missing."""
     if schema.names.count(name) != 1:
-        what, allowed = f"{printable(path)!r} has no column {name!r}", map(repr, schema.names[:20])
+        what, allowed = (
+            f"{printable(path)!r} has no column {name!r}",
+            map(repr, schema.names[:20]),
+        )
         raise UserError(what, where=key, allowed=", ".join(allowed))
     return schema.field(name).type
 
@@ -293,7 +341,9 @@ def column_type(schema: pa.Schema, name: str, *, path: str, key: str) -> pa.Data
 def class_label_names(schema: pa.Schema, column: str) -> tuple[str, ...] | None:
     """Class names by label from the metadata of the `datasets` package, or None."""
     try:
-        feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
+        feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][
+            column
+        ]
         names = tuple(feature["names"]) if feature["_type"] == "ClassLabel" else ()
         "".join(names).encode()  # fails for other values, and lone surrogates of JSON
     except (KeyError, TypeError, ValueError, RecursionError):

@@ -164,7 +164,10 @@ class WebDataset(Source):
         with open(self.root / container.path, "rb") as file:
             modified_ns = os.fstat(file.fileno()).st_mtime_ns
             for member, name, label, reason in self._rows(file):
-                path, is_sample = f"{container.path}/{member.name}", reason in (None, "no_image")
+                path, is_sample = (
+                    f"{container.path}/{member.name}",
+                    reason in (None, "no_image"),
+                )
                 if is_sample and hash(name) in seen:
                     is_sample, label, reason = False, None, "duplicate_key"
                 if is_sample:
@@ -185,12 +188,17 @@ class WebDataset(Source):
                 )
                 yield self.labelled(item)
 
-    def _rows(self, file: BinaryIO) -> Iterator[tuple[Member, str, str | None, str | None]]:
+    def _rows(
+        self, file: BinaryIO
+    ) -> Iterator[tuple[Member, str, str | None, str | None]]:
         """Yield (member, name, label, reason) of samples, and of members outside them.
 
         Raises TarDefect after what is before the damage.
         """
-        key, sample = "", dict[str, Member]()  # suffix -> consecutive member with the same key
+        key, sample = (
+            "",
+            dict[str, Member](),
+        )  # suffix -> consecutive member with the same key
         defect = None
         try:
             for member in members(file):
@@ -199,7 +207,12 @@ class WebDataset(Source):
                 parts = split_member_name(member.name) if member.is_file else None
                 if parts is None or _is_hidden(member.name):
                     reason = "hidden" if _is_hidden(member.name) else "other_name"
-                    yield member, member.name, None, reason if member.is_file else "not_a_file"
+                    yield (
+                        member,
+                        member.name,
+                        None,
+                        reason if member.is_file else "not_a_file",
+                    )
                     continue
                 if sample and parts[0] != key:
                     yield from self._sample(file, key, sample)
@@ -222,7 +235,9 @@ class WebDataset(Source):
     ) -> Iterator[tuple[Member, str, str | None, str | None]]:
         """Yield the row of a sample; one for each image where names with dots share its key."""
         suffix, json_field = self.label
-        label = read_label(file, sample[suffix], json_field) if suffix in sample else None
+        label = (
+            read_label(file, sample[suffix], json_field) if suffix in sample else None
+        )
         if IMAGE in sample:
             yield sample[IMAGE], key, label, None
             return
@@ -238,7 +253,11 @@ def split_member_name(name: str) -> tuple[str, str] | None:
     """
     folder, slash, base = name.rpartition("/")
     stem, dot, suffix = base.partition(".")
-    if not stem or not dot or (name.startswith("__") and name.endswith("__") and not slash):
+    if (
+        not stem
+        or not dot
+        or (name.startswith("__") and name.endswith("__") and not slash)
+    ):
         return None
     return folder + slash + stem, suffix.lower()
 

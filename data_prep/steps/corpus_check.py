@@ -62,7 +62,9 @@ def take_census(tables: Iterable[pa.Table]) -> Census:
         for row in groups.aggregate([([], "count_all"), ("path", "first")]).to_pylist():
             name = row["class"] or ""
             if row["reason"] is None:
-                census.counts.setdefault(row["split"], Counter())[name] += row["count_all"]
+                census.counts.setdefault(row["split"], Counter())[name] += row[
+                    "count_all"
+                ]
                 census.examples.setdefault(name, printable(row["path_first"]))
             elif row["reason"] == "unknown_class":
                 census.unknown[name] += row["count_all"]
@@ -94,14 +96,18 @@ def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.nda
     for group in groups.values():
         kept = min(group, key=lambda row: row["split"] == TRAIN)
         is_one_class = len({row["class"] for row in group}) == 1
-        rejected += [row["position"] for row in group if row is not kept or not is_one_class]
+        rejected += [
+            row["position"] for row in group if row is not kept or not is_one_class
+        ]
     return np.array(rejected, np.int64)
 
 
 # ---- classes -------------------------------------------------------------------------------------
 
 
-def check_listed(work: WorkFolder, census: Census, *, listed: Outcomes, num_left: int) -> None:
+def check_listed(
+    work: WorkFolder, census: Census, *, listed: Outcomes, num_left: int
+) -> None:
     """Raise UserError for unknown classes, classes without images, and no images at all.
 
     listed: inputs that are rejected already.
@@ -127,8 +133,13 @@ def check_listed(work: WorkFolder, census: Census, *, listed: Outcomes, num_left
         what = f"{len(empty)} of {len(named)} classes hold no images: {shown}"
         advice = "remove these classes, or add their images"
     elif left_out(run.source.leave_out) and not listed.reasons["left_out"]:
-        where, what = "source.leave_out", f"{run.source.leave_out!r} names no image of the source"
-        advice = "take what `vitscale prepare duplicates` wrote for shards of this source"
+        where, what = (
+            "source.leave_out",
+            f"{run.source.leave_out!r} names no image of the source",
+        )
+        advice = (
+            "take what `vitscale prepare duplicates` wrote for shards of this source"
+        )
     elif not num_left:
         where, what = "source.min_images_per_class", "no class is left"
         advice = "check the source, or lower source.min_images_per_class"
@@ -186,7 +197,11 @@ def _check_looks(census: Census) -> None:
     looks = names_by(look_of, images)
     for name in sorted(images):
         other = looks[look_of(name)]
-        problem = f"look like {ascii(other)} ({census.examples[other]!r})" if other != name else ""
+        problem = (
+            f"look like {ascii(other)} ({census.examples[other]!r})"
+            if other != name
+            else ""
+        )
         if not problem and {"\0", "\ufeff"}.intersection(name):
             problem = "have characters that cannot be seen"
         if problem:
@@ -201,7 +216,9 @@ def _check_looks(census: Census) -> None:
 def _check_training(census: Census) -> None:
     """Refuse classes without an image in `train`, if there is such a split."""
     train = census.counts.get(TRAIN)
-    lost = {name: num for name, num in census.images.items() if train and name not in train}
+    lost = {
+        name: num for name, num in census.images.items() if train and name not in train
+    }
     if not train or not lost:
         return
     name, num = min(lost.items(), key=lambda item: (-item[1], item[0]))
@@ -220,7 +237,9 @@ def _check_training(census: Census) -> None:
 # ---- what is said --------------------------------------------------------------------------------
 
 
-def notes_on(classes: Sequence[str], hashes: Mapping[str, pa.ChunkedArray]) -> list[str]:
+def notes_on(
+    classes: Sequence[str], hashes: Mapping[str, pa.ChunkedArray]
+) -> list[str]:
     """Return a sentence for each thing about the corpus that people may not expect.
 
     hashes: split -> BLAKE3 of its samples.
@@ -236,7 +255,9 @@ def notes_on(classes: Sequence[str], hashes: Mapping[str, pa.ChunkedArray]) -> l
             break
     if len(classes) == 1:
         notes.append(f"all images have the class {classes[0]!r}")
-    for one, other in combinations(sorted(hashes, key=lambda name: (name == TRAIN, name)), 2):
+    for one, other in combinations(
+        sorted(hashes, key=lambda name: (name == TRAIN, name)), 2
+    ):
         if num := pc.sum(pc.is_in(hashes[one], value_set=hashes[other])).as_py():
             notes.append(f"{num:,} images of {one} have the bytes of images of {other}")
     return notes

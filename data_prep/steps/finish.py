@@ -44,7 +44,12 @@ from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import read_containers
 from data_prep.steps.plan_shards import REJECTED, read_plan
 from data_prep.steps.tars import facts_of, root_of, split_of, tar_units
-from data_prep.steps.work import WorkFolder, check_settings, content_config, tool_version
+from data_prep.steps.work import (
+    WorkFolder,
+    check_settings,
+    content_config,
+    tool_version,
+)
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import (
     FORMAT_VERSION,
@@ -77,12 +82,16 @@ class Tar:
         facts = facts_of(table)
         samples = table.filter(pc.is_null(table["reason"])).sort_by("offset")
         num, num_bytes = len(samples), int(facts["bytes"])
-        entry = ShardEntry(name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"])
+        entry = ShardEntry(
+            name=name, samples=num, bytes=num_bytes, blake3=facts["blake3"]
+        )
         return cls(split, entry, samples.drop(["path", "input_hash"]))
 
     def rows(self, classes: Sequence[str]) -> pa.Table:
         """Return its samples as rows of the index."""
-        labels = pc.index_in(self.samples["class"], value_set=pa.array(classes, pa.string()))
+        labels = pc.index_in(
+            self.samples["class"], value_set=pa.array(classes, pa.string())
+        )
         rows = self.samples.append_column("label", labels.fill_null(NO_LABEL))
         rows = rows.append_column("shard", pa.repeat(self.entry.name, len(rows)))
         return rows.select(INDEX_SCHEMA.names).cast(INDEX_SCHEMA)
@@ -116,7 +125,11 @@ def finish_shards(work: WorkFolder, unit: str) -> None:
     # The plan found images of each class, in train if there is one; are they all rejected?
     lost = [name for name in plan.present if plan.classes and name not in kept]
     if not tars or (lost and load_labels(work.run.labels).space is None):
-        shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
+        shown = (
+            f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}"
+            if lost
+            else ""
+        )
         where = f" (in {TRAIN})" if lost and has_train else ""
         raise UserError(
             f"no usable image is left{shown}{where}\n{sums.describe()}",
@@ -130,7 +143,9 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     """Commit the index of tars that stay where they are."""
     root, labels = root_of(work), load_labels(work.run.labels)
     containers = read_containers(work)
-    tables = _with_unique_keys([work.table(unit) for unit in tar_units(work)], containers)
+    tables = _with_unique_keys(
+        [work.table(unit) for unit in tar_units(work)], containers
+    )
     tars = []
     for table, container in zip(tables, containers, strict=True):
         _check_unchanged(root, container.path, facts_of(table))
@@ -146,7 +161,14 @@ def finish_index(work: WorkFolder, unit: str) -> None:
     tars = sorted((tar for tar in tars if tar.entry.samples), key=lambda tar: tar.split)
     classes = labels.label_map(found, keep_numbers=True)
     place = root_of_tars(root, output=work.output)
-    _commit(work, tars, classes, inputs=sums, source_fingerprint=fingerprint, shards_root=place)
+    _commit(
+        work,
+        tars,
+        classes,
+        inputs=sums,
+        source_fingerprint=fingerprint,
+        shards_root=place,
+    )
 
 
 def _with_unique_keys(
@@ -165,7 +187,9 @@ def _with_unique_keys(
     for table, container in zip(tables, containers, strict=True):
         keys, prefix = table["key"], printable(stem_and_suffix(container.path)[0])
         is_again = pc.is_in(keys, value_set=again[container.split])
-        unique = pc.if_else(is_again, pc.binary_join_element_wise(prefix, keys, "/"), keys)
+        unique = pc.if_else(
+            is_again, pc.binary_join_element_wise(prefix, keys, "/"), keys
+        )
         found.append(table.set_column(table.column_names.index("key"), "key", unique))
     return found
 
@@ -200,7 +224,9 @@ def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> Non
         raise ChangedSource(name)
 
 
-def _write_ledger(work: WorkFolder, outcomes: Iterable[pa.Table]) -> tuple[Outcomes, str]:
+def _write_ledger(
+    work: WorkFolder, outcomes: Iterable[pa.Table]
+) -> tuple[Outcomes, str]:
     """Write the ledger of all inputs; return its sums and the fingerprint of the source.
 
     Raises UserError for too many bad images.
@@ -220,7 +246,9 @@ def _write_ledger(work: WorkFolder, outcomes: Iterable[pa.Table]) -> tuple[Outco
     final = work.path / FINAL
     final.mkdir(exist_ok=True)
     sums = write_ledger(final, tables())
-    sums.check(max_bad_fraction=work.run.images.max_bad_fraction, num_images=sums.num_images)
+    sums.check(
+        max_bad_fraction=work.run.images.max_bad_fraction, num_images=sums.num_images
+    )
     return sums, digest.hexdigest()
 
 
@@ -241,21 +269,29 @@ def _commit(
     hashes = dict[str, pa.ChunkedArray]()
     write_index(final, tables=tables)
     for split in sorted({tar.split for tar in tars}):
-        own = [table for tar, table in zip(tars, tables, strict=True) if tar.split == split]
+        own = [
+            table for tar, table in zip(tars, tables, strict=True) if tar.split == split
+        ]
         shards = tuple(tar.entry for tar in tars if tar.split == split)
         lengths = [shard.samples for shard in shards]
         rows = pa.concat_tables(own)
         hashes[split] = rows["blake3"]
         if split == TRAIN and shards_root != ".":  # tars of others are not shuffled
-            check_mixed(rows["label"].to_numpy(), shard_lengths=lengths, where="source.path")
+            check_mixed(
+                rows["label"].to_numpy(), shard_lengths=lengths, where="source.path"
+            )
         splits[split] = SplitEntry(
             num_samples=sum(lengths),
             num_bytes=sum(shard.bytes for shard in shards),
-            fingerprint=split_fingerprint(map(sample_bytes, own), shard_lengths=lengths),
+            fingerprint=split_fingerprint(
+                map(sample_bytes, own), shard_lengths=lengths
+            ),
             shards=shards,
         )
     if shards_root == ".":
-        formats = {name for table in tables for name in table["format"].unique().to_pylist()}
+        formats = {
+            name for table in tables for name in table["format"].unique().to_pylist()
+        }
         write_card(final, splits=splits, classes=classes, formats=sorted(formats))
     write_manifest(
         final,

@@ -50,7 +50,9 @@ class Labels:
         is_position = POSITION.fullmatch(value) and int(value) < len(self.space)
         return self.space[int(value)] if is_position else None
 
-    def label_map(self, found: Mapping[str, int], *, keep_numbers: bool = False) -> tuple[str, ...]:
+    def label_map(
+        self, found: Mapping[str, int], *, keep_numbers: bool = False
+    ) -> tuple[str, ...]:
         """Class names in label order, given the number of images of each class; none if ignored.
 
         keep_numbers: the source's classes are labels, as in `.cls` members. If all are numbers,
@@ -62,7 +64,12 @@ class Labels:
             assert self.known.issuperset(found)
             return self.space
         names = tuple(sorted(found))
-        if keep_numbers and self.map is None and names and all(map(PLAIN_NUMBER.fullmatch, names)):
+        if (
+            keep_numbers
+            and self.map is None
+            and names
+            and all(map(PLAIN_NUMBER.fullmatch, names))
+        ):
             return tuple(str(number) for number in range(max(map(int, names)) + 1))
         return names
 
@@ -110,7 +117,9 @@ def load_labels(settings: LabelSettings) -> Labels:
     """Read the label files. Raises UserError for unknown spaces and malformed files."""
     space = None if settings.space is None else load_space(settings.space)
     label_map = None if settings.map is None else read_map(settings.map)
-    return Labels(settings=settings, space=space, known=frozenset(space or ()), map=label_map)
+    return Labels(
+        settings=settings, space=space, known=frozenset(space or ()), map=label_map
+    )
 
 
 def load_space(space: str) -> tuple[str, ...]:
@@ -134,7 +143,10 @@ def load_space(space: str) -> tuple[str, ...]:
         if first.setdefault(name, number) != number:
             problem = f"{name!r} is already in line {first[name]}"
         if problem:
-            what, allowed = f"{space}:{number}: {problem}", "one class name per line, each once"
+            what, allowed = (
+                f"{space}:{number}: {problem}",
+                "one class name per line, each once",
+            )
             raise UserError(what, where=where, allowed=allowed)
     return tuple(first)
 

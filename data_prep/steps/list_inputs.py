@@ -75,7 +75,9 @@ ROW_SCHEMA = pa.schema(
 
 def list_containers(work: WorkFolder, unit: str) -> None:
     source = open_source(work.run.source, work.run.labels)
-    write_json(work.path / unit, [astuple(container) for container in source.containers()])
+    write_json(
+        work.path / unit, [astuple(container) for container in source.containers()]
+    )
 
 
 def read_containers(work: WorkFolder) -> list[Container]:
@@ -106,7 +108,11 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
         while batch := list(islice(inputs, BATCH_ROWS)):
             for item in batch:
                 if item.data is not None and item.reason is None:
-                    item.file, item.offset, item.spooled = f"{number:06d}.bin", spooled.tell(), True
+                    item.file, item.offset, item.spooled = (
+                        f"{number:06d}.bin",
+                        spooled.tell(),
+                        True,
+                    )
                     spooled.write(item.data)
                 item.data = None
             writer.write_table(rows_table(batch, seed=run.seed))
@@ -164,15 +170,31 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
     """Make rows of inputs with their final class names."""
     order = b"".join(
         # Lower case: names that differ only in case are neighbours, where keys are made unique.
-        seeded_hash(f"{i.split}-{i.class_name}-{i.name}".lower(), seed=seed, purpose="order")[:16]
+        seeded_hash(
+            f"{i.split}-{i.class_name}-{i.name}".lower(), seed=seed, purpose="order"
+        )[:16]
         for i in inputs
     )
     halves = np.frombuffer(order, ">u8").reshape(-1, 2).astype(np.uint64)
     hashes = (seeded_hash(i.path, seed=seed, purpose="holdout")[:8] for i in inputs)
     holdout = np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
-    plain = ("split", "num_bytes", "reason", "offset", "modified_ns", "spooled", "inode")
-    columns: dict[str, object] = {name: [getattr(i, name) for i in inputs] for name in plain}
-    columns |= {"order_high": halves[:, 0], "order_low": halves[:, 1], "holdout": holdout}
+    plain = (
+        "split",
+        "num_bytes",
+        "reason",
+        "offset",
+        "modified_ns",
+        "spooled",
+        "inode",
+    )
+    columns: dict[str, object] = {
+        name: [getattr(i, name) for i in inputs] for name in plain
+    }
+    columns |= {
+        "order_high": halves[:, 0],
+        "order_low": halves[:, 1],
+        "holdout": holdout,
+    }
     columns["path"] = [os.fsencode(i.path) for i in inputs]
     columns["file"] = [os.fsencode(i.file) for i in inputs]
     columns["class"] = [i.class_name for i in inputs]
@@ -182,7 +204,11 @@ def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
 
 
 def check_input(
-    work: WorkFolder, row: Mapping[str, Any], *, source: Path | None = None, convert: bool = True
+    work: WorkFolder,
+    row: Mapping[str, Any],
+    *,
+    source: Path | None = None,
+    convert: bool = True,
 ) -> CheckedImage:
     """Read and check one input. Its hash is empty if its bytes were not read.
 
@@ -223,9 +249,16 @@ def left_out(file: str | None) -> dict[str, str]:
     if file is None:
         return {}
     try:
-        table = pq.read_table(Path(file).expanduser(), columns=["path", "keep", "copy_of"])
+        table = pq.read_table(
+            Path(file).expanduser(), columns=["path", "keep", "copy_of"]
+        )
         dropped = table.filter(pc.invert(table["keep"]))
-        return dict(zip(*(dropped[name].to_pylist() for name in ("path", "copy_of")), strict=True))
+        return dict(
+            zip(
+                *(dropped[name].to_pylist() for name in ("path", "copy_of")),
+                strict=True,
+            )
+        )
     except (OSError, pa.ArrowException) as error:
         raise UserError(
             f"{file!r} cannot be read ({error})",

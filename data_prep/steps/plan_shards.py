@@ -39,7 +39,17 @@ ROWS, REJECTED = "rows.arrow", "rejected.arrow"
 # Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
 # What writing a shard needs of its rows.
-PLANNED = ("path", "class", "key", "label", "num_bytes", "file", "offset", "modified_ns", "spooled")
+PLANNED = (
+    "path",
+    "class",
+    "key",
+    "label",
+    "num_bytes",
+    "file",
+    "offset",
+    "modified_ns",
+    "spooled",
+)
 
 # Rows of the ledger; those without a reason are also rows of the index.
 OUTCOMES = pa.schema(
@@ -88,8 +98,12 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     # Classes that are too small leave the corpus.
     census = take_census([rows])
     found = census.images
-    present = {name: num for name, num in found.items() if num >= source.min_images_per_class}
-    is_small = pc.is_in(rows["class"], value_set=pa.array(found.keys() - present, pa.string()))
+    present = {
+        name: num for name, num in found.items() if num >= source.min_images_per_class
+    }
+    is_small = pc.is_in(
+        rows["class"], value_set=pa.array(found.keys() - present, pa.string())
+    )
     is_small = pc.and_(is_small, pc.is_null(rows["reason"]))
     rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
     kept = pc.is_null(rows["reason"]).to_numpy()
@@ -101,26 +115,39 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     are_values = open_source(source, settings).has_label_values
     check_classes(take_census([rows]), labels=settings, are_values=are_values)
     num_images = len(rows) - len(rejected) + listed.num_images
-    listed.check(max_bad_fraction=work.run.images.max_bad_fraction, num_images=num_images)
+    listed.check(
+        max_bad_fraction=work.run.images.max_bad_fraction, num_images=num_images
+    )
     classes = load_labels(settings).label_map(present, keep_numbers=are_values)
 
     taken = np.zeros(len(rows), bool)
     train = np.flatnonzero(kept & pc.equal(rows["split"], TRAIN).to_numpy())
     has_splits = pc.any(pc.not_equal(rows["split"], TRAIN)).as_py()
     taken[train] = held_out(
-        rows["class"].dictionary_encode().combine_chunks().indices.fill_null(0).to_numpy()[train],
+        rows["class"]
+        .dictionary_encode()
+        .combine_chunks()
+        .indices.fill_null(0)
+        .to_numpy()[train],
         rows["holdout"].to_numpy()[train],
         fraction=0 if has_splits else source.holdout_fraction,
         num=source.val_per_class,
     )
-    rows = _with(rows, "split", pc.if_else(pa.array(taken), source.holdout_split, rows["split"]))
+    rows = _with(
+        rows, "split", pc.if_else(pa.array(taken), source.holdout_split, rows["split"])
+    )
     labels = pc.index_in(rows["class"], value_set=pa.array(classes, pa.string()))
     rows = _with(rows, "label", labels.fill_null(NO_LABEL))
     planned = rows.select(PLANNED)
-    for name in ("class", "file"):  # few values, whose bytes in one column could exceed 2 GiB
+    for name in (
+        "class",
+        "file",
+    ):  # few values, whose bytes in one column could exceed 2 GiB
         planned = _with(planned, name, planned[name].dictionary_encode())
     planned = planned.combine_chunks()
-    units, positions = _divided(work, planned, order[kept[order]], rows["split"], listed)
+    units, positions = _divided(
+        work, planned, order[kept[order]], rows["split"], listed
+    )
     plan = Plan(
         classes=list(classes),
         present=sorted(present),
@@ -190,7 +217,9 @@ def _rejected(work: WorkFolder, rows: pa.Table, positions: np.ndarray) -> pa.Tab
     copy_of = left_out(work.run.source.leave_out)
     copies = pa.array(map(copy_of.get, paths), pa.string())
     detail = pc.if_else(pc.equal(chosen["reason"], "left_out"), copies, None)
-    chosen = _with(_with(chosen, "path", pa.array(paths, pa.string())), "detail", detail)
+    chosen = _with(
+        _with(chosen, "path", pa.array(paths, pa.string())), "detail", detail
+    )
     return pa.concat_tables([OUTCOMES.empty_table(), chosen], promote_options="default")
 
 
@@ -211,12 +240,17 @@ def held_out(
 
 
 def _divided(
-    work: WorkFolder, planned: pa.Table, order: np.ndarray, split: pa.ChunkedArray, listed: Outcomes
+    work: WorkFolder,
+    planned: pa.Table,
+    order: np.ndarray,
+    split: pa.ChunkedArray,
+    listed: Outcomes,
 ) -> tuple[list[str], list[np.ndarray]]:
     """The names of the shards' tables, and the rows of each. Raises UserError."""
     run = work.run
     of_split = {
-        name: order[pc.equal(split, name).to_numpy()[order]] for name in split.unique().to_pylist()
+        name: order[pc.equal(split, name).to_numpy()[order]]
+        for name in split.unique().to_pylist()
     }
     for name in run.source.splits:
         if not len(of_split.get(name, ())):
@@ -236,7 +270,9 @@ def _divided(
         if not len(rows):
             continue
         total = ratio * int(sizes[rows].sum()) + SAMPLE_OVERHEAD * len(rows)
-        lengths = shard_lengths(len(rows), num_bytes=total, shards=run.shards, split=name)
+        lengths = shard_lengths(
+            len(rows), num_bytes=total, shards=run.shards, split=name
+        )
         units += [f"tars/{name}-{number:06d}.arrow" for number in range(len(lengths))]
         parts += np.split(rows, np.cumsum(lengths)[:-1])
         needed += total
@@ -263,7 +299,9 @@ def shard_lengths(
             where="shards.min_shards",
             allowed=f"at most {num_images}",
         )
-    num_shards = max(shards.min_shards, -(-int(num_bytes) // max(1, int(shards.shard_mib * 2**20))))
+    num_shards = max(
+        shards.min_shards, -(-int(num_bytes) // max(1, int(shards.shard_mib * 2**20)))
+    )
     num_shards = min(num_shards, num_images)
     share, rest = divmod(num_images, num_shards)
     return [share + (i < rest) for i in range(num_shards)]

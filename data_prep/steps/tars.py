@@ -12,7 +12,12 @@ from typing import Any
 import pyarrow as pa
 
 from data_prep.images.check import CheckedImage
-from data_prep.sources.protocol import Container, printable, source_read_error, with_damage
+from data_prep.sources.protocol import (
+    Container,
+    printable,
+    source_read_error,
+    with_damage,
+)
 from data_prep.sources.tars import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import check_input, read_containers, set_class
@@ -54,9 +59,13 @@ def write_shard(work: WorkFolder, unit: str) -> None:
             key, offset = f"{split}-{row['key']}", 0
             if image.reason is None:
                 label = None if row["label"] == NO_LABEL else row["label"]
-                offset = tar.add(key, extension=image.extension, image=image.content, label=label)
+                offset = tar.add(
+                    key, extension=image.extension, image=image.content, label=label
+                )
             length = len(image.content)
-            outcomes.append(outcome(row, split, image, key=key, offset=offset, length=length))
+            outcomes.append(
+                outcome(row, split, image, key=key, offset=offset, length=length)
+            )
         digest = tar.finish()
     work.commit(temporary, str(Path(unit).with_suffix(".tar")))
     commit_outcomes(work, unit, outcomes, bytes=tar.num_bytes, blake3=digest)
@@ -75,7 +84,12 @@ def outcome(
     row = {"path": printable(item["path"]), "split": split, "class": item["class"]}
     row |= {"reason": image.reason, "input_hash": image.input_hash or None}
     if image.reason is None:
-        row |= {"changes": image.changes, "key": key, "offset": offset, "length": length}
+        row |= {
+            "changes": image.changes,
+            "key": key,
+            "offset": offset,
+            "length": length,
+        }
         row |= {"format": image.extension, "width": image.width, "height": image.height}
         row["blake3"] = image.content_hash
     return row
@@ -106,7 +120,9 @@ def list_tars(work: WorkFolder, unit: str) -> None:
         for split, pattern in (source.splits or {"train": "*.tar"}).items():
             where = f"source.splits.{split}"
             if not (names := matching(pattern, listed, where=where)):
-                advice = "correct the pattern; a web server cannot list its files: name them"
+                advice = (
+                    "correct the pattern; a web server cannot list its files: name them"
+                )
                 raise UserError(f"no tars {pattern!r}", where=where, next_step=advice)
             by_name = {} if source.splits else splits_of_files(names)
             found += [(name, by_name.get(name, split)) for name in sorted(names)]
@@ -165,5 +181,9 @@ def _index_local(work: WorkFolder, unit: str, container: Container, root: Path) 
         row = {"path": item.path, "class": item.class_name}
         place = {"offset": item.offset, "length": item.num_bytes}
         rows.append(outcome(row, item.split, image, key=printable(item.name), **place))
-    facts = {"bytes": status.st_size, "modified_ns": status.st_mtime_ns, "blake3": digest}
+    facts = {
+        "bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "blake3": digest,
+    }
     commit_outcomes(work, unit, rows, **facts)

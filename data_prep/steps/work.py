@@ -103,7 +103,9 @@ class WorkFolder:
             (self.path / name).mkdir(exist_ok=True)
         self.scratch.mkdir(exist_ok=True)
         (self.scratch / HEARTBEAT_NAME).touch()
-        threading.Thread(target=_beat, args=(self.scratch / HEARTBEAT_NAME,), daemon=True).start()
+        threading.Thread(
+            target=_beat, args=(self.scratch / HEARTBEAT_NAME,), daemon=True
+        ).start()
 
     def clean(self) -> None:
         """Remove the unfinished files of dead processes of this host."""
@@ -129,7 +131,10 @@ class WorkFolder:
 
     def commit_table(self, name: str, table: pa.Table) -> None:
         temporary = self.temporary("table")
-        with open(temporary, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        with (
+            open(temporary, "wb") as file,
+            pa.ipc.new_file(file, table.schema) as writer,
+        ):
             writer.write_table(table)
         self.commit(temporary, name)
 
@@ -231,7 +236,9 @@ def run_steps(work: WorkFolder, steps: Sequence[Step], *, num_workers: int) -> N
         try:
             # Workers come first: their server is a fork of this process only while that has no
             # thread, such as the heartbeat's, and else takes half a second to import everything.
-            with Workers(partial(attempt, work), num=num_workers, imports=IMPORTS) as workers:
+            with Workers(
+                partial(attempt, work), num=num_workers, imports=IMPORTS
+            ) as workers:
                 work.open()
                 work.clean()
                 for step in steps:
@@ -256,7 +263,9 @@ def _stop(*_: object) -> None:
 def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
     """Return when every unit is done, here or elsewhere."""
     units = step.units(work)
-    sizes = dict(zip(units, step.images(work) if step.images else [1] * len(units), strict=True))
+    sizes = dict(
+        zip(units, step.images(work) if step.images else [1] * len(units), strict=True)
+    )
     # Tasks do not all begin with the first unit, whose claim one alone gets.
     names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
     task = environment_number(names[0], least=0) if names else 0
@@ -267,9 +276,13 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
     with item_progress(step.title, total=sum(sizes.values()), unit=counted) as advance:
         while waiting:
             busy = []
-            for _, (_, unit), is_done in workers.results((step.do, unit) for unit in waiting):
+            for _, (_, unit), is_done in workers.results(
+                (step.do, unit) for unit in waiting
+            ):
                 work.raise_failure()
-                if _stopped.is_set():  # a weak reference's callback, or C, drops what _stop raises
+                if (
+                    _stopped.is_set()
+                ):  # a weak reference's callback, or C, drops what _stop raises
                     raise SystemExit(EXIT_STOPPED_RESUMABLE)
                 if not is_done:
                     busy.append(unit)
@@ -283,12 +296,16 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
                 _say_wait(work, step, busy, waited_s=now - progressed)
             if len(busy) == len(waiting):
                 if not work.path.exists() and not work.is_finished:
-                    raise FileNotFoundError(errno.ENOENT, "it was removed", str(work.path))
+                    raise FileNotFoundError(
+                        errno.ENOENT, "it was removed", str(work.path)
+                    )
                 time.sleep(WAIT_S)
             waiting = busy
 
 
-def _say_wait(work: WorkFolder, step: Step, units: Sequence[str], *, waited_s: float) -> None:
+def _say_wait(
+    work: WorkFolder, step: Step, units: Sequence[str], *, waited_s: float
+) -> None:
     shown = ", ".join(work.owners(units)[:OWNERS_SHOWN])
     print(
         f"{step.title}: waited {waited_s:.0f} s for {len(units):,} units of {shown or 'others'}; "
@@ -297,7 +314,9 @@ def _say_wait(work: WorkFolder, step: Step, units: Sequence[str], *, waited_s: f
     )
 
 
-def attempt(work: WorkFolder, task: tuple[Callable[[WorkFolder, str], None], str]) -> bool:
+def attempt(
+    work: WorkFolder, task: tuple[Callable[[WorkFolder, str], None], str]
+) -> bool:
     """Do a unit, unless it is done. False: another process is doing it."""
     do, unit = task
     # The default allocator keeps what is freed: a quarter of a worker's memory.
@@ -387,11 +406,15 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     print(f"\n{work.output}: {describe_inputs(manifest.inputs)}")
     for split, entry in manifest.splits.items():
         mib = f"{entry.num_bytes / 2**20:,.1f} MiB"
-        print(f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, {mib}")
+        print(
+            f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, {mib}"
+        )
     for note in manifest.notes:
         print(f"  note: {note}")
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
-    print(f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input")
+    print(
+        f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input"
+    )
     print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
 
 
@@ -413,7 +436,9 @@ def find_existing(work: WorkFolder) -> Manifest | None:
     except UserError as error:
         what = f"exists already and was not made by this script\n{error.text()}"
         raise UserError(what, where="output", next_step=advice) from None
-    changed = changed_settings(manifest.config, content_config(work.run), purpose="output")
+    changed = changed_settings(
+        manifest.config, content_config(work.run), purpose="output"
+    )
     difference = work.run.source.other_place(manifest.source_path)
     if changed:
         difference = f"made with other settings: {', '.join(changed)}"
@@ -435,7 +460,9 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
         section, key = name.split(".")
         file = config[section][key]
         if file is not None and file not in LABEL_SPACES:
-            config[section][f"{key}_blake3"] = blake3(read_named(file, where=name)).hexdigest()
+            config[section][f"{key}_blake3"] = blake3(
+                read_named(file, where=name)
+            ).hexdigest()
     return config
 
 
@@ -451,7 +478,10 @@ def check_settings(work: WorkFolder) -> None:
 
 
 def _settings(run: DataPrepRun) -> dict[str, Any]:
-    return content_config(run) | {"path": run.source.path, "tool_version": tool_version()}
+    return content_config(run) | {
+        "path": run.source.path,
+        "tool_version": tool_version(),
+    }
 
 
 def tool_version() -> str:

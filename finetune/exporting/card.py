@@ -17,7 +17,9 @@ from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 MAX_NAMES = 20
 
 
-def model_card(form: Format, model: TrainedModel, *, checked: str, repository: str | None) -> str:
+def model_card(
+    form: Format, model: TrainedModel, *, checked: str, repository: str | None
+) -> str:
     """Return the card as Markdown. repository: OWNER/NAME to load the model from, if any."""
     task = "image-classification" if model.num_classes else "image-feature-extraction"
     tags = ["vitscale", model.arch.name]
@@ -39,7 +41,10 @@ def model_card(form: Format, model: TrainedModel, *, checked: str, repository: s
 
 def _usage(form: Format, model: TrainedModel, repository: str | None) -> str:
     usage = form.usage(model)
-    for local, scheme in (("local-dir:", "hf-hub:"), ('load_model("', f'load_model("{HUB}')):
+    for local, scheme in (
+        ("local-dir:", "hf-hub:"),
+        ('load_model("', f'load_model("{HUB}'),
+    ):
         if repository is not None:
             usage = usage.replace(f"{local}FOLDER", f"{scheme}{repository}")
     return usage.replace('"FOLDER"', f'"{repository or "FOLDER"}"')
@@ -93,9 +98,13 @@ def _training(run: SourceRun) -> Iterator[str]:
     path = run.folder / JOURNAL_NAME
     for row, _ in read_rows(path) if path.exists() else ():
         if row.step <= step:
-            results |= {key: value for key, value in row.metrics.items() if key[:4] == "val/"}
+            results |= {
+                key: value for key, value in row.metrics.items() if key[:4] == "val/"
+            }
     if results:
-        rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in sorted(results.items()))
+        rows = "\n".join(
+            f"| {name} | {value:.4f} |" for name, value in sorted(results.items())
+        )
         yield (
             f"## Results\nOf the run, on its validation split at its own image size; `val/ema_` is "
             f"of the average of the weights.\n\n| Metric | Value |\n|---|---|\n{rows}"

@@ -61,7 +61,9 @@ def check_folder(output: str) -> None:
 
 def check_packages(to: str) -> None:
     """Raise UserError if a package needed to write the format is missing."""
-    missing = [name for name in EXPORTS[to].needs if importlib.util.find_spec(name) is None]
+    missing = [
+        name for name in EXPORTS[to].needs if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise UserError(
             f"needs {' and '.join(missing)}",
@@ -74,7 +76,9 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
     """Export, and yield lines to print. If it raises, nothing is left behind."""
     form = EXPORTS[run.to]()
     if problems := [what for what, is_there in form.unlike(model).items() if is_there]:
-        fitting = (to for to, each in EXPORTS.items() if not any(each().unlike(model).values()))
+        fitting = (
+            to for to, each in EXPORTS.items() if not any(each().unlike(model).values())
+        )
         others = [f"--to {to}" for to in fitting]
         raise UserError(
             f"{run.to} cannot express this model: it has {'; '.join(problems)}",
@@ -106,7 +110,10 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
     for path in sorted(final.iterdir()):
         yield f"  {run.output}/{path.name}  {path.stat().st_size:,} bytes"
     yield "load it:"
-    yield from (f"  {line}" for line in form.usage(model).replace("FOLDER", run.output).split("\n"))
+    yield from (
+        f"  {line}"
+        for line in form.usage(model).replace("FOLDER", run.output).split("\n")
+    )
     if run.push is not None:
         yield _push(run.output, run.push)
 
@@ -116,7 +123,9 @@ def _push(folder: str, name: str) -> str:
 
     A new repository is private. Raises UserError, or StorageError without a connection.
     """
-    with hub_errors(name, where=f"push={name}", then=f"; then run hf upload {name} {folder}"):
+    with hub_errors(
+        name, where=f"push={name}", then=f"; then run hf upload {name} {folder}"
+    ):
         hub = HfApi()
         hub.create_repo(name, private=True, exist_ok=True)
         commit = hub.upload_folder(
@@ -143,8 +152,13 @@ def _check(form: Format, model: TrainedModel, folder: Path) -> str:
         )
     found = form.logits(model, folder, images_B3SS)
     if found is None:
-        return f"not checked: {form.library} is not installed (pip install {form.library})"
-    difference, largest = float((found - expected).abs().max()), float(expected.abs().max())
+        return (
+            f"not checked: {form.library} is not installed (pip install {form.library})"
+        )
+    difference, largest = (
+        float((found - expected).abs().max()),
+        float(expected.abs().max()),
+    )
     allowed = TOLERANCE * max(1.0, largest)
     if not difference <= allowed:
         raise UserError(

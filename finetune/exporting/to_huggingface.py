@@ -38,7 +38,8 @@ class HuggingFaceFormat(Format):
         kind, pool, has_scale = _kind(arch), arch.pool, arch.layer_scale is not None
         found = {
             "a representation layer": arch.representation_layer,
-            "attention heads of a width of their own": arch.attention_width != arch.width,
+            "attention heads of a width of their own": arch.attention_width
+            != arch.width,
         }
         if not kind.startswith("dinov2"):
             return found | {
@@ -59,7 +60,9 @@ class HuggingFaceFormat(Format):
     def write(self, model: TrainedModel, folder: Path) -> None:
         save_weights(_weights(model), folder / "model.safetensors")
         write_json(folder / "config.json", _config(model))
-        write_json(folder / "preprocessor_config.json", _preprocessor(model.preprocessing))
+        write_json(
+            folder / "preprocessor_config.json", _preprocessor(model.preprocessing)
+        )
 
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
@@ -70,16 +73,24 @@ class HuggingFaceFormat(Format):
 
         transformers.utils.logging.disable_progress_bar()
         kind: Any = getattr(transformers, _class_name(model))
-        theirs = kind.from_pretrained(folder, local_files_only=True, **_options(model)).eval()
+        theirs = kind.from_pretrained(
+            folder, local_files_only=True, **_options(model)
+        ).eval()
         outputs: Any = theirs(pixel_values=images_B3SS)
         if model.num_classes:
             logits: torch.Tensor = outputs.logits
             return logits
         tokens_BLD = outputs.last_hidden_state
-        return torch.cat([tokens_BLD[:, a:b].mean(dim=1) for a, b in _pooled(model)], dim=1)
+        return torch.cat(
+            [tokens_BLD[:, a:b].mean(dim=1) for a, b in _pooled(model)], dim=1
+        )
 
     def usage(self, model: TrainedModel) -> str:
-        kind = "AutoModelForImageClassification" if model.num_classes else _class_name(model)
+        kind = (
+            "AutoModelForImageClassification"
+            if model.num_classes
+            else _class_name(model)
+        )
         more = "".join(f", {key}={value}" for key, value in _options(model).items())
         return (
             f"from transformers import AutoImageProcessor, {kind}\n"
@@ -90,7 +101,10 @@ class HuggingFaceFormat(Format):
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
         if model.num_classes == 0:
-            means = [f"`last_hidden_state[:, {a}:{b or ''}].mean(1)`" for a, b in _pooled(model)]
+            means = [
+                f"`last_hidden_state[:, {a}:{b or ''}].mean(1)`"
+                for a, b in _pooled(model)
+            ]
             feature = " and ".join(means) + (", concatenated" if len(means) > 1 else "")
             yield f"The model has no head. An image's feature is {feature}."
 
@@ -101,7 +115,9 @@ def _kind(arch: ViTSettings) -> str:
         return "deit"
     if arch.num_registers:
         return "dinov2_with_registers"
-    return "dinov2" if arch.pool == "cls_mean" or arch.layer_scale is not None else "vit"
+    return (
+        "dinov2" if arch.pool == "cls_mean" or arch.layer_scale is not None else "vit"
+    )
 
 
 def _class_name(model: TrainedModel) -> str:
@@ -177,7 +193,9 @@ def _config(model: TrainedModel) -> dict[str, Any]:
     if not kind.startswith("dinov2"):
         return config | {"intermediate_size": arch.mlp_width}
     config |= {"mlp_ratio": _mlp_ratio(arch), "use_swiglu_ffn": arch.mlp == "swiglu"}
-    return config | ({"num_register_tokens": arch.num_registers} if arch.num_registers else {})
+    return config | (
+        {"num_register_tokens": arch.num_registers} if arch.num_registers else {}
+    )
 
 
 def _preprocessor(how: Preprocessing) -> dict[str, Any]:

@@ -69,7 +69,9 @@ class OnnxFormat(Format):
             folder / GRAPH_NAME, options, providers=["CPUExecutionProvider"]
         )
         parts = (images_B3SS[:1], images_B3SS[1:])
-        found = [torch.from_numpy(graph.run(None, {"images": p.numpy()})[0]) for p in parts]
+        found = [
+            torch.from_numpy(graph.run(None, {"images": p.numpy()})[0]) for p in parts
+        ]
         return torch.cat(found)
 
     def notes(self, model: TrainedModel) -> Iterator[str]:

@@ -36,7 +36,8 @@ class TimmFormat(Format):
             f"pool={arch.pool}": arch.pool not in POOLS,
             "a representation layer": arch.representation_layer,
             f"layer_norm_eps {eps:g} (timm has {NORM_EPS:g})": eps != NORM_EPS,
-            "attention heads of a width of their own": arch.attention_width != arch.width,
+            "attention heads of a width of their own": arch.attention_width
+            != arch.width,
             f"a distillation token beside mlp={arch.mlp}": (
                 arch.distillation_token and arch.mlp != "gelu"
             ),
@@ -74,12 +75,17 @@ def _config(model: TrainedModel) -> dict[str, Any]:
         size = {"img_size": arch.image_size} if theirs.fixed_input_size else {}
         name, arguments = arch.model.partition(".")[0], {**size, **arch.arguments}
         layers = {
-            key: getattr(theirs, key) for key in ("fixed_input_size", "first_conv", "classifier")
+            key: getattr(theirs, key)
+            for key in ("fixed_input_size", "first_conv", "classifier")
         }
     else:
         name, arguments = _vit(arch)
         heads = ["head", "head_dist"] if arch.distillation_token else "head"
-        layers = {"fixed_input_size": True, "first_conv": "patch_embed.proj", "classifier": heads}
+        layers = {
+            "fixed_input_size": True,
+            "first_conv": "patch_embed.proj",
+            "classifier": heads,
+        }
     names = {} if model.classes is None else {"label_names": list(model.classes)}
     return {
         "architecture": name,
@@ -120,7 +126,11 @@ def _vit(arch: Any) -> tuple[str, dict[str, Any]]:
         "num_heads": arch.num_heads,
         # timm counts gates as hidden channels.
         "mlp_ratio": (2 if is_gated else 1) * arch.mlp_ratio,
-        "act_layer": "silu" if is_gated else "gelu_tanh" if arch.gelu == "tanh" else "gelu",
+        "act_layer": "silu"
+        if is_gated
+        else "gelu_tanh"
+        if arch.gelu == "tanh"
+        else "gelu",
         "global_pool": POOLS[arch.pool],
         "class_token": arch.has_class_token,
         "reg_tokens": arch.num_registers,

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.exporting.format import IN_VITSCALE, Format, save_weights, write_description
+from finetune.exporting.format import (
+    IN_VITSCALE,
+    Format,
+    save_weights,
+    write_description,
+)
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.weights.google import to_google
 
@@ -42,10 +47,13 @@ class NpzFormat(SafetensorsFormat):
             return {f"a model of the family {arch.name}": True}
         _, unnamed = _google(model)
         return {
-            f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}": bool(unnamed),
+            f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}": bool(
+                unnamed
+            ),
             f"pool={arch.pool}": arch.pool == "cls_mean",
             f"mlp={arch.mlp}": arch.mlp != "gelu",
-            "a class token that no head reads": arch.pool != "cls" and arch.has_class_token,
+            "a class token that no head reads": arch.pool != "cls"
+            and arch.has_class_token,
         }
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
@@ -56,7 +64,9 @@ class NpzFormat(SafetensorsFormat):
     def write(self, model: TrainedModel, folder: Path) -> None:
         named, _ = _google(model)
         # Sorted, so that equal weights give equal bytes.
-        arrays: Any = {n: np.ascontiguousarray(named[n].float().numpy()) for n in sorted(named)}
+        arrays: Any = {
+            n: np.ascontiguousarray(named[n].float().numpy()) for n in sorted(named)
+        }
         np.savez(folder / "model.npz", **arrays)
         write_description(model, folder)
 

@@ -38,7 +38,9 @@ OPACITY = 0.65
 def attention_modules(network: nn.Module) -> list[Any]:
     """timm's attention of each block, first layer first; empty for a model without any."""
     blocks = getattr(network, "blocks", ())
-    return [block.attn for block in blocks if hasattr(getattr(block, "attn", None), "qkv")]
+    return [
+        block.attn for block in blocks if hasattr(getattr(block, "attn", None), "qkv")
+    ]
 
 
 def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -46,7 +48,9 @@ def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Ten
 
     attention: timm's `Attention`. x: its input.
     """
-    qkv_BT3HE = attention.qkv(x_BTD).unflatten(-1, (3, attention.num_heads, attention.head_dim))
+    qkv_BT3HE = attention.qkv(x_BTD).unflatten(
+        -1, (3, attention.num_heads, attention.head_dim)
+    )
     q_BTHE, k_BTHE, _ = qkv_BT3HE.unbind(2)
     q_BTHE, k_BTHE = attention.q_norm(q_BTHE).float(), attention.k_norm(k_BTHE).float()
     for head in range(attention.num_heads):
@@ -56,7 +60,9 @@ def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Ten
 
 
 @torch.no_grad()
-def read_attention(model: InferenceModel, images_B3SS: torch.Tensor, consume: Consume) -> None:
+def read_attention(
+    model: InferenceModel, images_B3SS: torch.Tensor, consume: Consume
+) -> None:
     """One forward pass; `consume(layer, head, attention [B, T, T])` is called in order.
 
     images: uint8 on the model's device. The matrix is not used again: `consume` may overwrite it.
@@ -70,7 +76,10 @@ def read_attention(model: InferenceModel, images_B3SS: torch.Tensor, consume: Co
         return read
 
     modules = attention_modules(model.network)
-    handles = [each.register_forward_pre_hook(hook(layer)) for layer, each in enumerate(modules)]
+    handles = [
+        each.register_forward_pre_hook(hook(layer))
+        for layer, each in enumerate(modules)
+    ]
     try:
         model.forward(images_B3SS, "features")
     finally:
@@ -97,7 +106,9 @@ def patch_distances(grid: tuple[int, int], *, stride: int) -> torch.Tensor:
     rows, columns = (torch.arange(each, dtype=torch.float32) * stride for each in grid)
     centres_L2 = torch.cartesian_prod(rows, columns)
     # Not by a matrix product, which loses digits of small distances.
-    return torch.cdist(centres_L2, centres_L2, compute_mode="donot_use_mm_for_euclid_dist")
+    return torch.cdist(
+        centres_L2, centres_L2, compute_mode="donot_use_mm_for_euclid_dist"
+    )
 
 
 def mean_distance(p_BLL: torch.Tensor, distances_LL: torch.Tensor) -> torch.Tensor:
@@ -150,10 +161,14 @@ def draw_distance(subject: Visualized) -> Figure:
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.add_subplot()
     for head in range(num_heads):
-        axes.plot(range(depth), distances_NH[:, head], "o", markersize=5, alpha=0.8, zorder=2)
+        axes.plot(
+            range(depth), distances_NH[:, head], "o", markersize=5, alpha=0.8, zorder=2
+        )
     uniform = float(patch_distances(grid, stride=stride).mean())
     label = f"uniform attention: {uniform:.1f} px"
-    axes.axhline(uniform, color="grey", linewidth=1, linestyle=(0, (4, 3)), zorder=1, label=label)
+    axes.axhline(
+        uniform, color="grey", linewidth=1, linestyle=(0, (4, 3)), zorder=1, label=label
+    )
     axes.legend(loc="lower right", frameon=False, fontsize=8)
     axes.set_ylim(0, max(1.12 * uniform, 1.05 * float(distances_NH.max())))
     axes.set_xlim(-0.5, depth - 0.5)
@@ -172,7 +187,9 @@ def draw_distance(subject: Visualized) -> Figure:
 # ---- rollout ------------------------------------------------------------------------------------
 
 
-def rolled_out(product_BTT: torch.Tensor | None, mean_BTT: torch.Tensor) -> torch.Tensor:
+def rolled_out(
+    product_BTT: torch.Tensor | None, mean_BTT: torch.Tensor
+) -> torch.Tensor:
     """Multiply the next layer, averaged over its heads, onto the product of those before it.
 
     Half of a layer is the identity. Overwrites `mean_BTT`.
@@ -208,7 +225,11 @@ def attention_rollout(model: InferenceModel, images_B3SS: torch.Tensor) -> torch
 
 
 def patch_weights(
-    rollout_BTT: torch.Tensor, *, num_prefix_tokens: int, grid: tuple[int, int], pooled: bool
+    rollout_BTT: torch.Tensor,
+    *,
+    num_prefix_tokens: int,
+    grid: tuple[int, int],
+    pooled: bool,
 ) -> torch.Tensor:
     """Weight of each patch over the largest one: [B, R, C].
 
@@ -236,7 +257,9 @@ def draw_rollout(subject: Visualized) -> Figure:
             for some_B3SS in images_B3SS.split(subject.attention_batch)
         ]
     )
-    weights_B1SS = F.interpolate(weights_BRC[:, None], size=images_B3SS.shape[2:], mode="bilinear")
+    weights_B1SS = F.interpolate(
+        weights_BRC[:, None], size=images_B3SS.shape[2:], mode="bilinear"
+    )
     heat = torch.from_numpy(colormaps["inferno"](weights_B1SS[:, 0].numpy())[..., :3])
     grey_B1SS = images_B3SS.float().mean(dim=1, keepdim=True)
     blended_B3SS = grey_B1SS.lerp(255 * heat.permute(0, 3, 1, 2).float(), OPACITY)

@@ -38,7 +38,9 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
     subject = Visualized(run, loaded, world)
     print(f"model: {loaded.source}")
     missing = {
-        name: why for name in PICTURES if (why := reason_unavailable(name, subject)) is not None
+        name: why
+        for name in PICTURES
+        if (why := reason_unavailable(name, subject)) is not None
     }
     has = [name for name in PICTURES if name not in missing]
     for name in run.pictures:
@@ -50,7 +52,9 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
                 next_step="remove it from pictures",
             )
     for why in dict.fromkeys(missing.values()) if not run.pictures else ():
-        print(f"left out {', '.join(name for name in missing if missing[name] == why)}: {why}")
+        print(
+            f"left out {', '.join(name for name in missing if missing[name] == why)}: {why}"
+        )
     written = []
     for name in [name for name in has if not run.pictures or name in run.pictures]:
         path = subject.folder / f"{name}.png"
@@ -62,7 +66,9 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
         print(f"wrote {path}", flush=True)
     if subject.skipped:
         skipped = dict.fromkeys(subject.skipped)
-        print(f"skipped {len(skipped)} unreadable images; the first: {next(iter(skipped))}")
+        print(
+            f"skipped {len(skipped)} unreadable images; the first: {next(iter(skipped))}"
+        )
     if run.mlflow and loaded.run is not None:
         upload(loaded.run.folder, written, say=print)
     return written

@@ -28,7 +28,9 @@ class Visualized:
     def __init__(self, run: VisualizeRun, loaded: TrainedModel, world: World) -> None:
         """Raises UserError if `images` is given and cannot be opened."""
         self.run, self.loaded, self.device = run, loaded, world.device
-        self.model = loaded.for_inference(world, precision=run.compute.precision, num_images=0)
+        self.model = loaded.for_inference(
+            world, precision=run.compute.precision, num_images=0
+        )
         self.skipped: list[str] = []
         """Unreadable images, each with its path and error."""
         if run.images:
@@ -47,7 +49,9 @@ class Visualized:
         if self.run.output is not None:
             return Path(self.run.output)
         source = self.loaded.run
-        return (Path("runs/visualize") if source is None else source.folder) / "pictures"
+        return (
+            Path("runs/visualize") if source is None else source.folder
+        ) / "pictures"
 
     @property
     def vit(self) -> ViTSettings:
@@ -105,7 +109,9 @@ class Visualized:
         settings = DataSettings(path="", global_batch=1, **how.data_values())
         samples = images.samples(settings, image_size=how.image_size)
         count = min(count, images.total)
-        pixels = torch.empty(count, 3, how.image_size, how.image_size, dtype=torch.uint8)
+        pixels = torch.empty(
+            count, 3, how.image_size, how.image_size, dtype=torch.uint8
+        )
         titles: list[str] = []
         for number in (place * images.total // count for place in range(count)):
             samples.prefetch([number])
@@ -133,5 +139,7 @@ class Visualized:
         folder = Path(self.images.paths[number]).absolute().parent
         roots = {Path(root).absolute() for root in self.run.images}
         return (
-            folder.name if roots & {*folder.parents} else Path(self.images.names([number])[0]).stem
+            folder.name
+            if roots & {*folder.parents}
+            else Path(self.images.names([number])[0]).stem
         )

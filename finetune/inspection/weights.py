@@ -44,16 +44,22 @@ def principal_components(
     noise = torch.finfo(torch.float32).eps * singular_K.max()
     count = min(count, max(1, int((singular_K > noise).sum())))
     components_KX = components_KX[:count]
-    largest_K1 = components_KX.gather(1, components_KX.abs().argmax(dim=1, keepdim=True))
+    largest_K1 = components_KX.gather(
+        1, components_KX.abs().argmax(dim=1, keepdim=True)
+    )
     components_KX = components_KX * largest_K1.sign()
-    shares_K = variances_K[:count] / variances_K.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    shares_K = variances_K[:count] / variances_K.sum().clamp(
+        min=torch.finfo(torch.float64).tiny
+    )
     return components_KX.unflatten(1, filters_D3pp.shape[1:]), shares_K
 
 
 def first_filters(network: nn.Module) -> torch.Tensor:
     """Filters of the first convolution on colours [D, 3, p, p], on the CPU."""
     first = next(
-        each for each in network.modules() if isinstance(each, nn.Conv2d) and each.in_channels == 3
+        each
+        for each in network.modules()
+        if isinstance(each, nn.Conv2d) and each.in_channels == 3
     )
     return first.weight.detach().cpu().double()
 
@@ -100,17 +106,25 @@ def draw_positions(subject: Visualized) -> Figure:
     network: Any = subject.model.network
     pos_1LD: torch.Tensor = network.pos_embed  # learned, or a fixed buffer
     similarity_RCRC = position_similarity(pos_1LD[0].detach().cpu(), grid=grid)
-    num_tiles = grid[0] if grid[0] <= MAX_TILES else FEWER_TILES  # a side; grids are square
+    num_tiles = (
+        grid[0] if grid[0] <= MAX_TILES else FEWER_TILES
+    )  # a side; grids are square
     shown = [round(i * (grid[0] - 1) / max(1, num_tiles - 1)) for i in range(num_tiles)]
     scale = -(-MIN_SIDE // grid[0])
     side = scale * grid[0]
     gap = round(GAP * side)
-    tiles = similarity_RCRC[shown][:, shown].repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    tiles = (
+        similarity_RCRC[shown][:, shown]
+        .repeat_interleave(scale, 2)
+        .repeat_interleave(scale, 3)
+    )
     tiles = F.pad(tiles, (0, gap, 0, gap), value=float("nan"))
     canvas = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:-gap, :-gap]
     figure = Figure(figsize=(6.6, 5.9), layout="constrained")
     axes = figure.add_subplot()
-    image = axes.imshow(canvas.numpy(), vmin=-1, vmax=1, cmap="viridis", interpolation="nearest")
+    image = axes.imshow(
+        canvas.numpy(), vmin=-1, vmax=1, cmap="viridis", interpolation="nearest"
+    )
     centres = [i * (side + gap) + side / 2 for i in range(len(shown))]
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(centres, labels=[str(number + 1) for number in shown])
@@ -119,7 +133,9 @@ def draw_positions(subject: Visualized) -> Figure:
     axes.set_xlabel("Input patch column")
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, label="Cosine similarity", shrink=0.8)
-    kept = "" if max(grid) <= MAX_TILES else f"; {len(shown)} × {len(shown)} of them shown"
+    kept = (
+        "" if max(grid) <= MAX_TILES else f"; {len(shown)} × {len(shown)} of them shown"
+    )
     text = f"Position embeddings of {grid[0]} × {grid[1]} patches: similarity to all others{kept}"
     figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
     return figure

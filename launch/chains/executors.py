@@ -92,8 +92,12 @@ def step_state(step: ChainStep, states: States) -> StepState:
     if not results.exists():
         return StepState(text="missing")
     finished = results.stat().st_mtime
-    files = sorted(step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
-    is_newest = all(state.is_done and finished >= (state.finished or 0) for state in needs)
+    files = sorted(
+        step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime
+    )
+    is_newest = all(
+        state.is_done and finished >= (state.finished or 0) for state in needs
+    )
     if not is_newest or not files or _changes_since(step.run, files[-1]):
         return StepState(text="old")
     return StepState(text="done", finished=finished)
@@ -131,9 +135,13 @@ def _training_state(step: ChainStep, *, complete: bool) -> StepState:
     at = step_of(newest)
     changes = _changes_since(step.run, step.folder / "config.yaml")
     if not complete:
-        changes = [f"what it starts from is missing or incomplete: {', '.join(step.needs)}"]
+        changes = [
+            f"what it starts from is missing or incomplete: {', '.join(step.needs)}"
+        ]
     if changes:
-        return _changed(f"trained to step {at:,} with other settings", changes, step.folder)
+        return _changed(
+            f"trained to step {at:,} with other settings", changes, step.folder
+        )
     start = read_start(step.folder)
     if start is None or at < start.total_steps:
         return StepState(text=f"resumable (step {at:,})")
@@ -204,11 +212,17 @@ def _checks(chain: Chain, states: States, num_procs: int | None) -> list[Check]:
         if not states[step.name].is_done and "data_prep" not in missing:
             run = step.run
             if num_procs is not None:
-                launch = run.launch.model_copy(update={"nodes": 1, "tasks_per_node": num_procs})
+                launch = run.launch.model_copy(
+                    update={"nodes": 1, "tasks_per_node": num_procs}
+                )
                 run = run.model_copy(update={"launch": launch})
             rows += run_checks(run, known=known)
     if num_procs is None:
-        rows += [row for script in _scripts(chain, states).values() for row in slurm_check(script)]
+        rows += [
+            row
+            for script in _scripts(chain, states).values()
+            for row in slurm_check(script)
+        ]
     return list({(row.name, row.detail): row for row in rows}.values())
 
 
@@ -234,13 +248,17 @@ def run_chain(chain: Chain, *, num_procs: int, stop: StopFlag) -> int:
         else:
             say(title)
             job = prepare_job(step.run, cluster="local")
-            code = run_here(job, python=step.run.launch.python, num_procs=num_procs, stop=stop)
+            code = run_here(
+                job, python=step.run.launch.python, num_procs=num_procs, stop=stop
+            )
             if code in (EXIT_STOPPED_RESUMABLE, EXIT_INTERRUPTED):
                 say("stopped; the same command resumes the chain")
                 return code
             if code:
                 alone = f"vitscale launch --local --config {quote(os.path.relpath(job.config))}"
-                failures.append(f"{step.name}: ended with code {code}\n    alone: {alone}")
+                failures.append(
+                    f"{step.name}: ended with code {code}\n    alone: {alone}"
+                )
             states[step.name] = step_state(step, states)
     if failures:
         say(f"{len(failures)} run(s) of the chain are not done:")
@@ -284,7 +302,9 @@ def submit_chain(chain: Chain) -> None:
     try:
         queue = user_jobs()
     except NoAnswerError as error:
-        raise UserError(f"SLURM does not answer: {error}", next_step="try again later") from None
+        raise UserError(
+            f"SLURM does not answer: {error}", next_step="try again later"
+        ) from None
     jobs: dict[str, list[str]] = {}
     new: list[str] = []
     for step in chain.steps:
@@ -295,7 +315,9 @@ def submit_chain(chain: Chain) -> None:
         kept = jobs_of(job_folder(step.run, cluster="slurm").parent, jobs=queue)
         if kept:
             jobs[step.name] = submitted_ids(kept)
-            say(f"kept      {step.name}: job {kept[0].job_id} is {kept[0].state.lower()}")
+            say(
+                f"kept      {step.name}: job {kept[0].job_id} is {kept[0].state.lower()}"
+            )
             continue
         submission = submit_run(step.run, after_ok=needed, earlier="ignore")
         jobs[step.name] = [submission.job_id]

@@ -20,7 +20,13 @@ from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import COMMAND_LINE, load_run, read_values, read_yaml, yaml_flow
+from vitscale.config.loader import (
+    COMMAND_LINE,
+    load_run,
+    read_values,
+    read_yaml,
+    yaml_flow,
+)
 from vitscale.config.section import Run, groups_of, is_list, settings_of
 from vitscale.runs.data_prep import DataPrepRun
 
@@ -51,7 +57,9 @@ class ChainStep:
     @property
     def folder(self) -> Path:
         """The run folder; of a data preparation, that of the shards."""
-        return Path(self.run.output if isinstance(self.run, DataPrepRun) else self.run.folder)
+        return Path(
+            self.run.output if isinstance(self.run, DataPrepRun) else self.run.folder
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +71,9 @@ class Chain:
     steps: tuple[ChainStep, ...]
 
 
-def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None) -> Chain:
+def load_chain(
+    settings: ChainRun, *, cluster: str, num_tasks: int | None = None
+) -> Chain:
     """Load and validate every run.
 
     num_tasks: processes of each run; None: as its `launch` section says.
@@ -82,7 +92,9 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
             text = each.text().replace(f"{COMMAND_LINE}: ", "override ", 1)
             errors.setdefault(text, []).append(name)
 
-    for name in TopologicalSorter({s.name: s.needs for s in settings.stages}).static_order():
+    for name in TopologicalSorter(
+        {s.name: s.needs for s in settings.stages}
+    ).static_order():
         stage = stages[name]
         if not found.keys() >= set(stage.needs):
             continue  # its errors are reported
@@ -101,7 +113,11 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
             except UserError as error:
                 note(error, step_name)
                 continue
-            steps.append(ChainStep(name=step_name, kind=kind, run=run, needs=needs, labels=labels))
+            steps.append(
+                ChainStep(
+                    name=step_name, kind=kind, run=run, needs=needs, labels=labels
+                )
+            )
         if steps:
             found[name] = steps
     every = [step for steps in found.values() for step in steps]
@@ -111,10 +127,14 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
         problems.append(UserError(f"{text}\n  in: {names[0]}{more}"))
     for text in settings.overrides:
         if kinds and not any(_has_key(kind, text) for kind in kinds):
-            problems.append(UserError(f"{text}: no stage has this key", where="overrides"))
+            problems.append(
+                UserError(f"{text}: no stage has this key", where="overrides")
+            )
     folders = [step.folder.absolute() for step in every]
     # Two data preparations may name the same shards, and two values the same run.
-    if shared := next((step for step in every if folders.count(step.folder.absolute()) > 1), None):
+    if shared := next(
+        (step for step in every if folders.count(step.folder.absolute()) > 1), None
+    ):
         what = f"{shared.name} and another run both write {shared.folder}"
         step = "rename one value, or set output"
         problems.append(UserError(what, where="stages", next_step=step))
@@ -127,16 +147,24 @@ def _kind_of(file: str) -> str:
     """The `stage` of a run file. Raises UserErrors for a file that cannot be launched."""
     stage = read_values(file).get("stage")
     if stage not in RUN_TYPES:
-        what = "stage is missing" if stage is None else f"stage {stage!r} cannot be launched"
+        what = (
+            "stage is missing"
+            if stage is None
+            else f"stage {stage!r} cannot be launched"
+        )
         raise UserError(what, where=file, allowed=", ".join(RUN_TYPES))
     return str(stage)
 
 
-def _check_stage(stage: ChainStage, kind: str, found: dict[str, list[ChainStep]]) -> None:
+def _check_stage(
+    stage: ChainStage, kind: str, found: dict[str, list[ChainStep]]
+) -> None:
     """Raise UserError for what the kind of a stage, or of its inputs, does not allow."""
     if kind == "data_prep" and (stage.sweep or stage.variants):
         raise UserError("data_prep has no sweep and no variants", where="stages")
-    if kind != "data_prep" and "output" in {text.partition("=")[0] for text in stage.overrides}:
+    if kind != "data_prep" and "output" in {
+        text.partition("=")[0] for text in stage.overrides
+    }:
         what = "the chain sets output itself, from the names of chain and stage"
         raise UserError(what, where="output", next_step="set output of the chain")
     for key, name in stage.inputs.items():
@@ -147,7 +175,9 @@ def _check_stage(stage: ChainStage, kind: str, found: dict[str, list[ChainStep]]
 
 
 def _has_key(kind: str, override: str) -> bool:
-    return override.partition("=")[0].split(".")[0].strip() in RUN_TYPES[kind].model_fields
+    return (
+        override.partition("=")[0].split(".")[0].strip() in RUN_TYPES[kind].model_fields
+    )
 
 
 def _wanted(
@@ -173,7 +203,11 @@ def _wanted(
             name = _name(stage, sources, own)
             words = [*general, *stage.overrides, *inputs, *words]
             seeds = [value for key, value in inherited.items() if key.endswith(".seed")]
-            if seeds and kind in TRAINABLE and not any(w.startswith("seed=") for w in words):
+            if (
+                seeds
+                and kind in TRAINABLE
+                and not any(w.startswith("seed=") for w in words)
+            ):
                 words.append(f"seed={seeds[-1]}")
             if kind != "data_prep":
                 tags = {"chain": chain.name, "chain.stage": stage.name}
@@ -199,9 +233,17 @@ def _choices(
     if stage.variants:
         names = before & stage.variants.keys() or stage.variants.keys()
         variants = stage.variants.items()
-        axes.append([("variant", name, list(words)) for name, words in variants if name in names])
+        axes.append(
+            [
+                ("variant", name, list(words))
+                for name, words in variants
+                if name in names
+            ]
+        )
     for key, values in stage.sweep.items():
-        axes.append([(key, _shown(value), [f"{key}={yaml_flow(value)}"]) for value in values])
+        axes.append(
+            [(key, _shown(value), [f"{key}={yaml_flow(value)}"]) for value in values]
+        )
     for choice in itertools.product(*axes):
         labels = {f"{stage.name}.{key}": text for key, text, _ in choice}
         yield labels, [word for _, _, words in choice for word in words]
@@ -228,7 +270,9 @@ def _name(stage: ChainStage, sources: Sequence[ChainStep], own: dict[str, str]) 
 # ---- from the command line --------------------------------------------------------------------
 
 
-def launch_command(argv: Sequence[str], **more: Any) -> Command[LaunchableRun | ChainRun]:
+def launch_command(
+    argv: Sequence[str], **more: Any
+) -> Command[LaunchableRun | ChainRun]:
     """Parse the command line into a run, or into the chain that a file or a sweep describes.
 
     A sweep is a list for a key that takes one value: optim.lr=[0.003,0.03] seed=[0,1].
@@ -238,22 +282,36 @@ def launch_command(argv: Sequence[str], **more: Any) -> Command[LaunchableRun | 
     values = _sweeps(argv)
     others = [word for word in argv if word.partition("=")[0].strip() not in values]
     if not values:
-        types: dict[str, type[LaunchableRun | ChainRun]] = {**RUN_TYPES, "chain": ChainRun}
+        types: dict[str, type[LaunchableRun | ChainRun]] = {
+            **RUN_TYPES,
+            "chain": ChainRun,
+        }
         return load_command(types, argv=others, **more)
     first = [f"{key}={yaml_flow(each[0])}" for key, each in values.items()]
     command = load_command(TRAINABLE, argv=[*others, *first], **more)
     assert command.config_path is not None
-    run, overrides = command.run, [w for w in others if "=" in w and not w.startswith("-")]
+    run, overrides = (
+        command.run,
+        [w for w in others if "=" in w and not w.startswith("-")],
+    )
     stage = ChainStage(
         name=run.stage,
         config=command.config_path,
-        overrides=tuple(w for w in overrides if w.partition("=")[0] not in ("name", "output")),
+        overrides=tuple(
+            w for w in overrides if w.partition("=")[0] not in ("name", "output")
+        ),
         sweep={key: tuple(each) for key, each in values.items()},
     )
     # Beside the run of the file alone.
-    name = run.name if any(w.startswith("name=") for w in overrides) else f"{run.name}-sweep"
+    name = (
+        run.name
+        if any(w.startswith("name=") for w in overrides)
+        else f"{run.name}-sweep"
+    )
     chain = ChainRun(name=name, output=run.output, stages=(stage,))
-    return Command(run=chain, switches=command.switches, config_path=command.config_path)
+    return Command(
+        run=chain, switches=command.switches, config_path=command.config_path
+    )
 
 
 def _sweeps(argv: Sequence[str]) -> dict[str, list[Any]]:
@@ -283,7 +341,13 @@ def _is_sweep(run_type: type[Run], key: str, value: Any) -> bool:
     nodes = [each.node for each in settings if each.key == key]
     # A group of free keys stands for each of them.
     above = [each.node for each in settings if key.startswith(f"{each.key}.")]
-    nodes += [node for node in above if node.get("type") == "object" and not groups_of(node)]
-    if not isinstance(value, list) or not nodes or any(groups_of(node) for node in nodes):
+    nodes += [
+        node for node in above if node.get("type") == "object" and not groups_of(node)
+    ]
+    if (
+        not isinstance(value, list)
+        or not nodes
+        or any(groups_of(node) for node in nodes)
+    ):
         return False
     return not any(map(is_list, nodes)) or all(isinstance(each, list) for each in value)

@@ -81,13 +81,21 @@ class ChainRun(Run):
             for name in stage.needs:
                 if name not in names:
                     advice = did_you_mean(name, names, f"one of {', '.join(names)}")
-                    yield ("stages", f"{stage.name}: there is no stage {name!r}; {advice}")
+                    yield (
+                        "stages",
+                        f"{stage.name}: there is no stage {name!r}; {advice}",
+                    )
         try:
-            TopologicalSorter({stage.name: stage.needs for stage in self.stages}).prepare()
+            TopologicalSorter(
+                {stage.name: stage.needs for stage in self.stages}
+            ).prepare()
         except CycleError as error:
             # graphlib lists each stage before those that need it.
             shown = " -> ".join(reversed(error.args[1]))
-            yield ("stages", f"need each other in a circle: {shown}; remove one reference")
+            yield (
+                "stages",
+                f"need each other in a circle: {shown}; remove one reference",
+            )
 
 
 def _stage_problems(stage: ChainStage) -> Iterator[str]:
@@ -96,7 +104,9 @@ def _stage_problems(stage: ChainStage) -> Iterator[str]:
     for key in sorted({*given, *varied, *stage.sweep} & OWN_KEYS.keys()):
         yield f"{key}: the chain sets it itself, from {OWN_KEYS[key]}"
     keys = [*stage.inputs, *stage.sweep, *varied, *given]
-    for key in sorted({key for key in [*stage.inputs, *stage.sweep] if keys.count(key) > 1}):
+    for key in sorted(
+        {key for key in [*stage.inputs, *stage.sweep] if keys.count(key) > 1}
+    ):
         yield f"{key} is given twice; keep one of overrides, inputs, sweep and variants"
 
 

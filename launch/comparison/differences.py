@@ -26,14 +26,22 @@ BETTER = {
     "mfu": "higher",
 }
 # The metric that decides: the first of these that the most runs have, then any of val, then loss.
-PREFERRED = ("val/top1", "val/knn_top1", "val/linear_top1", "val/class_mean_top1", "val/loss")
+PREFERRED = (
+    "val/top1",
+    "val/knn_top1",
+    "val/linear_top1",
+    "val/class_mean_top1",
+    "val/loss",
+)
 LAST_RESORT = "train/loss"
 # The place of a run in a chain: the chain's name, the stage, and the keys of its sweeps and of its
 # inputs' sweeps.
 CHAIN_TAG = "tracking.tags.chain"
 # Of a path such as runs/pretrain_seed0, in which repetitions differ, too.
 SEED = re.compile(r"seed[-_=]?\d+")
-BUDGET = re.compile(rf"({'|'.join(AXES)})(?:=((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?))?", re.IGNORECASE)
+BUDGET = re.compile(
+    rf"({'|'.join(AXES)})(?:=((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?))?", re.IGNORECASE
+)
 # Relative difference below which two runs are as long as each other.
 SAME = 1e-3
 
@@ -76,7 +84,9 @@ class MetricLine:
     def deltas(self) -> tuple[float | None, ...]:
         """Differences to the first run."""
         first, *others = self.equal
-        return None, *(None if v is None or first is None else v - first for v in others)
+        return None, *(
+            None if v is None or first is None else v - first for v in others
+        )
 
     def change(self, delta: float | None) -> str | None:
         """better, worse or equal; None for an unknown direction or a delta that is not finite."""
@@ -114,7 +124,9 @@ class Comparison:
         """The metric that says which run is best."""
 
         def place(line: MetricLine) -> tuple[int, int, bool, str]:
-            rank = PREFERRED.index(line.key) if line.key in PREFERRED else len(PREFERRED)
+            rank = (
+                PREFERRED.index(line.key) if line.key in PREFERRED else len(PREFERRED)
+            )
             return -len(_finite(line.equal)), rank, line.better != "higher", line.key
 
         known = [line for line in self.metrics if line.better and _finite(line.equal)]
@@ -141,10 +153,14 @@ def compare(
 
     keys = sorted({key for run in runs for key in with_effect(run.params, "table")})
     differing = keys if len(runs) == 1 else sorted(_differing(runs))
-    metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
+    metric_keys = sorted(
+        {key for run in runs for row in run.rows for key in row.metrics}
+    )
     return Comparison(
         runs=tuple(runs),
-        params=tuple((key, tuple(run.params.get(key) for run in runs)) for key in differing),
+        params=tuple(
+            (key, tuple(run.params.get(key) for run in runs)) for key in differing
+        ),
         num_equal_params=len(keys) - len(differing),
         metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
         budget=budget,
@@ -160,7 +176,9 @@ def _differing(runs: Sequence[ComparedRun]) -> set[str]:
         first = first_of_kind.setdefault(run.is_evaluation, run)
         differing |= changed_settings(first.params, run.params, purpose="table").keys()
 
-    trained, evaluated = (first_of_kind.get(kind, runs[0]).params for kind in (False, True))
+    trained, evaluated = (
+        first_of_kind.get(kind, runs[0]).params for kind in (False, True)
+    )
     changed = changed_settings(trained, evaluated, purpose="table")
     return differing | (changed.keys() & trained.keys() & evaluated.keys())
 
@@ -178,7 +196,9 @@ def parse_budget(text: str) -> tuple[str, float | None]:
     return found[1].lower(), total
 
 
-def _equal_budget(runs: Sequence[ComparedRun], axis: str, total: float | None) -> Budget:
+def _equal_budget(
+    runs: Sequence[ComparedRun], axis: str, total: float | None
+) -> Budget:
     """The total of `axis` that all runs have reached, or the one given. Raises UserError."""
     for run in runs:
         if axis not in run.totals:
@@ -201,7 +221,9 @@ def _equal_budget(runs: Sequence[ComparedRun], axis: str, total: float | None) -
     limit = chosen * (1 + 1e-9)
     steps = tuple(
         # An evaluation spends nothing: its results count at any budget.
-        run.steps[-1] if run.is_evaluation else _last(run.steps, run.totals[axis], limit)
+        run.steps[-1]
+        if run.is_evaluation
+        else _last(run.steps, run.totals[axis], limit)
         for run in runs
     )
     return Budget(axis=axis, total=chosen, steps=steps)
@@ -213,9 +235,13 @@ def _last(values: Sequence[Any], places: Sequence[float], limit: float) -> Any:
     return values[found - 1] if found else None
 
 
-def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -> MetricLine:
+def _metric_line(
+    key: str, runs: Sequence[ComparedRun], budget: Budget | None
+) -> MetricLine:
     name = key.rsplit("/", 1)[-1]
-    better = next((way for suffix, way in BETTER.items() if name.endswith(suffix)), None)
+    better = next(
+        (way for suffix, way in BETTER.items() if name.endswith(suffix)), None
+    )
     series = [run.series(key) for run in runs]
     pick = max if better == "higher" else min
     final = tuple(values[-1] if values else None for _, values in series)
@@ -229,7 +255,10 @@ def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -
         key=key,
         better=better,
         final=final,
-        best=tuple(pick(_finite(values), default=None) if better else None for _, values in series),
+        best=tuple(
+            pick(_finite(values), default=None) if better else None
+            for _, values in series
+        ),
         equal=equal,
     )
 
@@ -265,7 +294,8 @@ def varied_settings(runs: Sequence[ComparedRun]) -> list[dict[str, str]]:
             known.setdefault((tuple(place.items()), key), set()).add(each.get(key))
 
     return [
-        place | {k: v for k, v in each.items() if len(known[tuple(place.items()), k]) > 1}
+        place
+        | {k: v for k, v in each.items() if len(known[tuple(place.items()), k]) > 1}
         for place, each in zip(places, settings, strict=True)
     ]
 
@@ -328,10 +358,14 @@ def dependences(comparison: Comparison) -> list[Dependence]:
         for each, value in zip(settings, line.final, strict=True):
             number = _number(each.get(key))
             if number is not None and value is not None and math.isfinite(value):
-                others = ", ".join(f"{k}={each[k]}" for k in keys if k != key and k in each)
+                others = ", ".join(
+                    f"{k}={each[k]}" for k in keys if k != key and k in each
+                )
                 groups.setdefault(others, {}).setdefault(number, []).append(value)
         series = {
-            others: tuple((n, over) for n in sorted(points) if (over := spread(points[n])))
+            others: tuple(
+                (n, over) for n in sorted(points) if (over := spread(points[n]))
+            )
             for others, points in groups.items()
         }
         if any(len(points) > 1 for points in series.values()):

@@ -85,7 +85,9 @@ def render(comparison: Comparison, *, say: Say = print) -> str:
         (line.key for line in comparison.metrics),
         key=lambda key: (deciding is None or key != deciding.key, metric_place(key)),
     )
-    varied = {key for key in keys if any(any(run.series(key)[1]) for run in comparison.runs)}
+    varied = {
+        key for key in keys if any(any(run.series(key)[1]) for run in comparison.runs)
+    }
     runs_table, *other_tables = tables(comparison)
     return environment.get_template("page.html.j2").render(
         labels=[run.label for run in comparison.runs],
@@ -130,7 +132,9 @@ def _verdict(comparison: Comparison) -> Iterator[str]:
     yield from _unranked(comparison, line)
 
 
-def _against_second(comparison: Comparison, value: str, ranked: Sequence[Side]) -> Iterator[str]:
+def _against_second(
+    comparison: Comparison, value: str, ranked: Sequence[Side]
+) -> Iterator[str]:
     (label, run, best), (second, other, next_best), *_ = ranked
     if best.mean == next_best.mean:
         yield f"{label} and {second} are equal: {value}."
@@ -138,7 +142,9 @@ def _against_second(comparison: Comparison, value: str, ranked: Sequence[Side]) 
         yield f"{label} is best: {value}; next is {second}, {format_spread(next_best)}."
 
     reasons = [*changed_settings(run.params, other.params, purpose="result")]
-    if "seed" in reasons and (best.deviation is not None or next_best.deviation is not None):
+    if "seed" in reasons and (
+        best.deviation is not None or next_best.deviation is not None
+    ):
         reasons.remove("seed")
     if reasons:
         yield f"They differ in {_few(reasons)}."
@@ -150,7 +156,9 @@ def _against_second(comparison: Comparison, value: str, ranked: Sequence[Side]) 
     if abs(best.mean - next_best.mean) < largest:
         yield f"The difference is within the spread of the seeds ({largest:.2g})."
     batches = {run.params.get("data.global_batch") for run in comparison.runs} - {None}
-    if len(batches) > 1 and (comparison.budget is None or comparison.budget.axis == "steps"):
+    if len(batches) > 1 and (
+        comparison.budget is None or comparison.budget.axis == "steps"
+    ):
         yield "They have not seen equally many samples: compare them with --at samples."
 
 
@@ -159,7 +167,9 @@ def _unranked(comparison: Comparison, line: MetricLine) -> Iterator[str]:
     at = "" if comparison.budget is None else f" {comparison.budget.title}"
     sentences = []
     for run, value, last in zip(comparison.runs, line.equal, line.final, strict=True):
-        if not _is_ranked(run, comparison) or (value is not None and math.isfinite(value)):
+        if not _is_ranked(run, comparison) or (
+            value is not None and math.isfinite(value)
+        ):
             continue
         step = next(iter(run.series(line.key)[0][-1:]), None)
         text = f"{run.label} has no {line.key}{at}"
@@ -229,7 +239,9 @@ def _drawn(y: Any) -> Any:
     if len(y) <= MAX_POINTS:
         return np.arange(len(y))
     parts = np.array_split(np.arange(len(y)), MAX_POINTS // 2)
-    return np.unique([part[pick(y[part])] for part in parts for pick in (np.argmin, np.argmax)])
+    return np.unique(
+        [part[pick(y[part])] for part in parts for pick in (np.argmin, np.argmax)]
+    )
 
 
 def _dependence(found: Dependence) -> str:
@@ -250,7 +262,9 @@ def _dependence(found: Dependence) -> str:
     return _figure(traces, x_title=_text(found.key), x_type="log" if log else "linear")
 
 
-def _figure(traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear") -> str:
+def _figure(
+    traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear"
+) -> str:
     from plotly.colors import qualitative
 
     axis = {"gridcolor": "#e6eaef", "zeroline": False, "automargin": True}
@@ -281,7 +295,9 @@ def _rounded(values: Any) -> list[float]:
 # ---- files of the runs ------------------------------------------------------------------------
 
 
-def _pictures(runs: Sequence[ComparedRun], *, say: Say) -> dict[str, list[tuple[str, str]]]:
+def _pictures(
+    runs: Sequence[ComparedRun], *, say: Say
+) -> dict[str, list[tuple[str, str]]]:
     """Name -> (label of the run, base64), those that most runs have first.
 
     Objectives draw pictures at the end of a training, evaluations and `finetune/visualize.py`
@@ -297,14 +313,20 @@ def _pictures(runs: Sequence[ComparedRun], *, say: Say) -> dict[str, list[tuple[
                 continue
             num_pictures += 1
             if num_pictures > MAX_PICTURES:
-                say(f"left out: {path} and all further pictures: the page has {MAX_PICTURES}")
+                say(
+                    f"left out: {path} and all further pictures: the page has {MAX_PICTURES}"
+                )
                 return _most_first(found)
             encoded = base64.b64encode(data).decode()
-            found.setdefault(path.stem.replace("_", " "), []).append((run.label, encoded))
+            found.setdefault(path.stem.replace("_", " "), []).append(
+                (run.label, encoded)
+            )
     return _most_first(found)
 
 
-def _most_first(found: dict[str, list[tuple[str, str]]]) -> dict[str, list[tuple[str, str]]]:
+def _most_first(
+    found: dict[str, list[tuple[str, str]]],
+) -> dict[str, list[tuple[str, str]]]:
     return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))
 
 
@@ -332,7 +354,8 @@ def _per_class(runs: Sequence[ComparedRun], *, say: Say) -> list[Table]:
 
     chosen = sorted(shares, key=place)[:MAX_CLASSES]
     rows = tuple(
-        (name, *(format_value(shares[name].get(label)) for label in labels)) for name in chosen
+        (name, *(format_value(shares[name].get(label)) for label in labels))
+        for name in chosen
     )
     title = "Top-1 of each class"
     if len(chosen) < len(shares):

@@ -56,7 +56,13 @@ def tables(comparison: Comparison) -> list[Table]:
         header=("run", "made"),
         rows=tuple((run.label, run.origin) for run in comparison.runs if run.origin),
     )
-    found = [_runs_table(comparison), metrics, _seeds_table(comparison), params, origins]
+    found = [
+        _runs_table(comparison),
+        metrics,
+        _seeds_table(comparison),
+        params,
+        origins,
+    ]
     return [table for table in found if table.rows]
 
 
@@ -82,7 +88,9 @@ def _metric_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
             yield "", "equal", *map(format_value, line.equal)
         if len(line.final) > 1:
             cells = (
-                ABSENT if delta is None else f"{delta:+.5g} {line.change(delta) or ''}".strip()
+                ABSENT
+                if delta is None
+                else f"{delta:+.5g} {line.change(delta) or ''}".strip()
                 for delta in line.deltas
             )
             yield "", "delta", *cells
@@ -100,7 +108,9 @@ def _seeds_table(comparison: Comparison) -> Table:
     """Metrics at the end of each run, over seeds."""
     rows = []
     for line in comparison.metrics:
-        groups = [spread(line.final[i] for i in each) for each in comparison.seeds.values()]
+        groups = [
+            spread(line.final[i] for i in each) for each in comparison.seeds.values()
+        ]
         if line.better is not None and any(groups):
             cells = (ABSENT if over is None else format_spread(over) for over in groups)
             rows.append((line.key, *cells))
@@ -116,7 +126,9 @@ def format_value(value: float | None) -> str:
 
 
 def format_spread(over: Spread) -> str:
-    return f"{over.mean:.5g}" + ("" if over.deviation is None else f" ± {over.deviation:.2g}")
+    return f"{over.mean:.5g}" + (
+        "" if over.deviation is None else f" ± {over.deviation:.2g}"
+    )
 
 
 def plain_text(table: Table) -> str:
@@ -129,7 +141,9 @@ def plain_text(table: Table) -> str:
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
     lines = [table.title]
     for row in cells:
-        padded = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        padded = "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        )
         lines.append(f"  {padded}".rstrip())
     return "\n".join(lines) + "\n"
 

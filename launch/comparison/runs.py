@@ -21,7 +21,12 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, read_values
 from vitscale.config.redaction import flatten_params, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
-from vitscale.tracking.mlflow_sync import CONFIG_NAME, origin_line, read_record, stored_runs
+from vitscale.tracking.mlflow_sync import (
+    CONFIG_NAME,
+    origin_line,
+    read_record,
+    stored_runs,
+)
 from vitscale.tracking.run_files import check_records
 from vitscale.tracking.settings import absolute_uri, default_uri, sqlite_path
 
@@ -69,7 +74,9 @@ class ComparedRun:
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric."""
-        points = [(row.step, row.metrics[key]) for row in self.rows if key in row.metrics]
+        points = [
+            (row.step, row.metrics[key]) for row in self.rows if key in row.metrics
+        ]
         return [step for step, _ in points], [value for _, value in points]
 
 
@@ -86,7 +93,9 @@ def _hours(run: ComparedRun) -> list[float]:
         if before.ended is not None and after.started > max(start, before.ended)
     ]
     seconds = [
-        time - start - sum(min(time, end) - begin for begin, end in waits if begin < time)
+        time
+        - start
+        - sum(min(time, end) - begin for begin, end in waits if begin < time)
         for time in (logged[step] for step in run.steps)
     ]
     return list(accumulate((each / 3600 for each in seconds), max))
@@ -151,7 +160,11 @@ def _with_states(runs: list[ComparedRun]) -> list[ComparedRun]:
 
 def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
     """Runs of an MLflow store that its filter finds, newest first. Raises UserError for none."""
-    runs = [run for run in _stored(uri or default_uri(), query, limit=MAX_FILTERED) if run.rows]
+    runs = [
+        run
+        for run in _stored(uri or default_uri(), query, limit=MAX_FILTERED)
+        if run.rows
+    ]
     if not runs:
         raise UserError(f"no run with metrics matches {query!r}", where="--filter")
     return _with_distinct_labels(runs)
@@ -186,9 +199,13 @@ def _load(name: str, *, uri: str | None) -> list[ComparedRun]:
             if stored := _stored(uri or default_uri(), query, limit=2):
                 newest = stored[0]
                 if not newest.rows:
-                    raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
+                    raise UserError(
+                        f"the MLflow run {name!r} has no metrics", where="RUN"
+                    )
                 if len(stored) > 1:
-                    newest = replace(newest, label=f"{newest.label} (newest of this name)")
+                    newest = replace(
+                        newest, label=f"{newest.label} (newest of this name)"
+                    )
                 return [newest]
     folders = find_runs([name])
     # Runs of a chain that have not started are left out.

@@ -18,9 +18,20 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import read_values, shorten
 from vitscale.config.redaction import printable, redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.mlflow_sync import CONFIG_NAME, MlflowRun, RunRecord, Status, read_record
+from vitscale.tracking.mlflow_sync import (
+    CONFIG_NAME,
+    MlflowRun,
+    RunRecord,
+    Status,
+    read_record,
+)
 from vitscale.tracking.run_files import check_records
-from vitscale.tracking.settings import STORE_NAMES, absolute_uri, default_uri, is_store_name
+from vitscale.tracking.settings import (
+    STORE_NAMES,
+    absolute_uri,
+    default_uri,
+    is_store_name,
+)
 from vitscale.tracking.tracker import Opener, reader_of
 
 STATUS: dict[RunState, Status] = {
@@ -42,11 +53,16 @@ def sync(arguments: Sequence[str]) -> None:
     help_text = "run folder, name under runs/, or folder of runs"
     parser.add_argument("runs", nargs="+", metavar="RUN", help=help_text)
     parser.add_argument(
-        "--uri", help="MLflow store; default: that of the site file, else runs/mlflow.db"
+        "--uri",
+        help="MLflow store; default: that of the site file, else runs/mlflow.db",
     )
-    parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
+    parser.add_argument(
+        "--experiment", help="of new MLflow runs; default: that of each run"
+    )
     stores = ("mlflow", "tensorboard", "wandb")
-    parser.add_argument("--to", choices=stores, default="mlflow", help="default: mlflow")
+    parser.add_argument(
+        "--to", choices=stores, default="mlflow", help="default: mlflow"
+    )
     given = parser.parse_args(arguments)
     uri = absolute_uri(given.uri or default_uri(), where="--uri")
     opener: Opener = partial(MlflowRun, uri=uri, experiment=given.experiment, say=print)
@@ -92,7 +108,9 @@ def _start(folder: Path) -> float:
     journal, config = folder / JOURNAL_NAME, folder / CONFIG_NAME
     first = next(read_rows(journal), None) if journal.is_file() else None
     if first is None:
-        raise UserError("has no metrics", where=str(journal), next_step="name a run that has some")
+        raise UserError(
+            "has no metrics", where=str(journal), next_step="name a run that has some"
+        )
     if not config.is_file() or not read_values(config):
         raise UserError("is not the configuration of a run", where=str(config))
     return first[0].time

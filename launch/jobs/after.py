@@ -105,7 +105,9 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     folder, job_id, restart = options.run_folder, options.job, restart_count()
     # The record of an array's task has a folder only from its start on.
     if "_" not in job_id and not folder.is_dir():
-        say(f"not requeued: {folder} was moved or removed. Submit the run from where it is now.")
+        say(
+            f"not requeued: {folder} was moved or removed. Submit the run from where it is now."
+        )
         return int(options.code) or FailureKind.STORAGE.exit_code
     fields = job_fields(job_id)
     outcome = classify(
@@ -121,7 +123,9 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
     attempts = read_attempts(folder)
     if not attempts or (attempts[-1].job_id, attempts[-1].restart) != (job_id, restart):
         # No rank 0 has started, or storage did not take its record.
-        attempts.append(begin_attempt(folder, cluster="slurm", job_id=job_id, restart=restart))
+        attempts.append(
+            begin_attempt(folder, cluster="slurm", job_id=job_id, restart=restart)
+        )
     attempts[-1] = ended = end_attempt(attempts[-1], folder, outcome)
     if ended.ending is Ending.DONE:
         return 0
@@ -140,7 +144,11 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
         why = "its last two attempts failed there"
         if ended.kind is FailureKind.NODE:
             why = "it lacks what the run needs"
-        say(exclude(job_id, node, why=why, job=fields, fewest_nodes=options.fewest_nodes))
+        say(
+            exclude(
+                job_id, node, why=why, job=fields, fewest_nodes=options.fewest_nodes
+            )
+        )
     return outcome.exit_code
 
 
@@ -176,7 +184,9 @@ def classify(
         # srun has not heard of the end of its tasks.
         if is_complete(run_folder):
             return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
-        return failure_outcome(failure_of_srun(code, srun_errors), run_folder, attempt=attempt)
+        return failure_outcome(
+            failure_of_srun(code, srun_errors), run_folder, attempt=attempt
+        )
     nodes, ranks, first, what = found.groups()
     if what not in STOPPED:
         log = log_of(run_folder, job_id=attempt.partition("/")[0], rank=int(first))
@@ -187,21 +197,29 @@ def classify(
         reason += ": preempted"
     elif end_time(fields) - time.time() < signal_delay_s + EARLY_S:
         reason += ": the time limit is near"
-    return Outcome(ending=Ending.STOPPED, reason=reason, exit_code=EXIT_STOPPED_RESUMABLE)
+    return Outcome(
+        ending=Ending.STOPPED, reason=reason, exit_code=EXIT_STOPPED_RESUMABLE
+    )
 
 
 def with_node(not_launched: re.Match[str]) -> str:
     """Rewrite srun's line about a task that was not launched: add the node, which it leaves out."""
     rank, why = not_launched.groups()
-    tasks, nodes = (int(os.environ[name]) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES"))
+    tasks, nodes = (
+        int(os.environ[name]) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")
+    )
     try:
-        node = ask_slurm("scontrol", "show", "hostnames").split()[int(rank) * nodes // tasks]
+        node = ask_slurm("scontrol", "show", "hostnames").split()[
+            int(rank) * nodes // tasks
+        ]
     except NoAnswerError:
         return not_launched[0]
     return f"srun: error: {node}: task {rank}: {why}"
 
 
-def failure_of_task(nodes: str, ranks: str, first: int, what: str, log: Path) -> Failure:
+def failure_of_task(
+    nodes: str, ranks: str, first: int, what: str, log: Path
+) -> Failure:
     """Describe tasks that ended together, from srun's line: n[1-2], 0-1, 0, Killed.
 
     log: of the first of them.
@@ -233,9 +251,15 @@ def log_of(folder: Path, *, job_id: str, rank: int) -> Path:
 
 def not_started(log: Path, code: int) -> str | None:
     """Return why a task's command could not be executed (no Python, ...), or None."""
-    lines = (line.decode(errors="replace").strip() for line in reversed(last_lines(log)))
+    lines = (
+        line.decode(errors="replace").strip() for line in reversed(last_lines(log))
+    )
     # srun's lines follow in the log of rank 0.
-    own = (line for line in lines if not re.match(r"srun: |slurmstepd\S*: error: \*\*\*", line))
+    own = (
+        line
+        for line in lines
+        if not re.match(r"srun: |slurmstepd\S*: error: \*\*\*", line)
+    )
     last = next(own, "")
     if found := NOT_EXECUTED.match(last):
         return found[1]
@@ -247,7 +271,9 @@ def failure_of_srun(code: int, srun_errors: Sequence[str]) -> Failure:
     failure = ended_with("srun", code)
     # A shell's code of a command that a signal ended.
     if code - 128 in set(signal.Signals):
-        failure = replace(failure, what=f"srun was ended by {signal.Signals(code - 128).name}")
+        failure = replace(
+            failure, what=f"srun was ended by {signal.Signals(code - 128).name}"
+        )
     if errors := [line for line in srun_errors if line.startswith("srun: error: ")]:
         last = errors[-1].removeprefix("srun: error: ").strip()
         failure = replace(failure, what=f"{failure.what}: {last}")
@@ -280,11 +306,15 @@ def fruitless_row(attempts: Sequence[Attempt]) -> list[Attempt]:
     """
 
     def counts(attempt: Attempt) -> bool:
-        return attempt.ending is Ending.FAILED and attempt.kind is not FailureKind.STORAGE
+        return (
+            attempt.ending is Ending.FAILED and attempt.kind is not FailureKind.STORAGE
+        )
 
     last = attempts[-1]
     place = (last.job_id, last.checkpoint_step)
-    at_place = takewhile(lambda each: (each.job_id, each.checkpoint_step) == place, attempts[::-1])
+    at_place = takewhile(
+        lambda each: (each.job_id, each.checkpoint_step) == place, attempts[::-1]
+    )
     return [each for each in at_place if counts(each)][::-1] if counts(last) else []
 
 
@@ -298,7 +328,9 @@ def blamed_node(attempts: Sequence[Attempt]) -> str | None:
         return last.failed_node
     places = {(each.job_id, each.ending, each.failed_node) for each in attempts[-2:]}
     (_, ending, node), *others = places
-    return node if len(attempts) > 1 and not others and ending is Ending.FAILED else None
+    return (
+        node if len(attempts) > 1 and not others and ending is Ending.FAILED else None
+    )
 
 
 def crash_loop_text(row: Sequence[Attempt]) -> str:
@@ -311,7 +343,9 @@ def crash_loop_text(row: Sequence[Attempt]) -> str:
         )
     nodes = {attempt.failed_node for attempt in row}
     if len(nodes) == 1 and (node := nodes.pop()):
-        lines.append(f"Each of them failed on {node}. To avoid it: launch.sbatch.exclude='{node}'")
+        lines.append(
+            f"Each of them failed on {node}. To avoid it: launch.sbatch.exclude='{node}'"
+        )
     lines.append("Submit the same command again when the cause is removed.")
     return "\n".join(lines)
 
@@ -338,7 +372,10 @@ def storage_refusal(folder: Path) -> str | None:
     path = place / f".probe-{uuid.uuid4().hex[:8]}"
     try:
         path.write_bytes(bytes(1 << 16))
-        sizes = [sum(f.stat().st_size for f in step.iterdir()) for step in place.glob("step-*")]
+        sizes = [
+            sum(f.stat().st_size for f in step.iterdir())
+            for step in place.glob("step-*")
+        ]
         free, needed = shutil.disk_usage(place).free, max(sizes, default=0)
         return f"{place} has {free} bytes free, not {needed}" if free < needed else None
     except OSError as error:

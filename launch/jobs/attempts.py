@@ -146,10 +146,14 @@ def end_attempt(attempt: Attempt, run_folder: Path | str, outcome: Outcome) -> A
 def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:
     """Append the end of an attempt. Default of `ended`: the time of its last journal line."""
     rows = map(decode, reversed(last_lines(folder / JOURNAL_NAME)))
-    row = next((row for row in rows if row is not None), Row(step=0, time=0.0, metrics={}))
+    row = next(
+        (row for row in rows if row is not None), Row(step=0, time=0.0, metrics={})
+    )
     saved = next(map(step_of, step_folders(folder / "checkpoints")), 0)
     gained = {"checkpoint_step": saved, "last_step": max(row.step, saved)}
-    closed = replace(attempt, **{"ended": max(attempt.started, row.time)} | gained | changes)
+    closed = replace(
+        attempt, **{"ended": max(attempt.started, row.time)} | gained | changes
+    )
     _append(folder, closed)
     return closed
 
@@ -175,13 +179,19 @@ def last_lines(path: Path) -> list[bytes]:
 
 def _append(folder: Path, attempt: Attempt) -> None:
     """Append an event. If storage keeps refusing it, print a warning and drop it."""
-    values = {key: value for key, value in asdict(attempt).items() if value not in (None, (), "")}
+    values = {
+        key: value
+        for key, value in asdict(attempt).items()
+        if value not in (None, (), "")
+    }
 
     def append() -> None:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         append_event(folder, ATTEMPT, values)
 
-    with or_warn(folder / EVENTS_NAME, lambda text: print(text, file=sys.stderr, flush=True)):
+    with or_warn(
+        folder / EVENTS_NAME, lambda text: print(text, file=sys.stderr, flush=True)
+    ):
         retried(append)
 
 
@@ -195,8 +205,13 @@ def failure_outcome(seen: Failure, run_folder: Path | str, *, attempt: str) -> O
     reports = read_failures(run_folder, attempt=attempt)
     is_killed = seen.kind is FailureKind.KILLED
     # Of a killed rank the parent knows the signal, the other ranks only that it is gone.
-    same = [is_killed and (each.kind, each.rank) == (seen.kind, seen.rank) for each in reports]
-    reports = [seen if is_same else each for each, is_same in zip(reports, same, strict=True)]
+    same = [
+        is_killed and (each.kind, each.rank) == (seen.kind, seen.rank)
+        for each in reports
+    ]
+    reports = [
+        seen if is_same else each for each, is_same in zip(reports, same, strict=True)
+    ]
     if not reports or (is_killed and not any(same)):
         record_failure(run_folder, replace(seen, attempt=attempt))
         reports.append(seen)

@@ -54,14 +54,20 @@ def run_name(run: LaunchableRun) -> str:
         return run.name
     # Jobs are in a folder of this name below the current one, so paths in it can be relative.
     output = Path(os.path.abspath(Path(run.output).expanduser()))
-    output = output.relative_to(Path.cwd()) if output.is_relative_to(Path.cwd()) else output
+    output = (
+        output.relative_to(Path.cwd()) if output.is_relative_to(Path.cwd()) else output
+    )
     path = hashlib.sha256(os.fsencode(output)).hexdigest()[:8]
     return f"data_prep-{output.name}" + (f"-{path}" if len(output.parts) > 1 else "")
 
 
 def job_folder(run: LaunchableRun, *, cluster: str) -> Path:
     """Folder of the logs, pickles and configurations of this run's jobs."""
-    base = Path("runs") / run_name(run) if isinstance(run, DataPrepRun) else Path(run.folder)
+    base = (
+        Path("runs") / run_name(run)
+        if isinstance(run, DataPrepRun)
+        else Path(run.folder)
+    )
     return (base / cluster).absolute()
 
 
@@ -98,7 +104,9 @@ def resources(run: LaunchableRun) -> LaunchSettings:
     return run.launch.model_copy(update={"setup": (*run.launch.setup, *lines)})
 
 
-def check_job(run: LaunchableRun, *, cluster: str, num_tasks: int | None = None) -> None:
+def check_job(
+    run: LaunchableRun, *, cluster: str, num_tasks: int | None = None
+) -> None:
     """Validate what depends on the job's size and cluster. Raises UserErrors with all problems.
 
     num_tasks: None: on the most and on the fewest nodes that `launch.nodes` allows.
@@ -107,14 +115,19 @@ def check_job(run: LaunchableRun, *, cluster: str, num_tasks: int | None = None)
         raise UserErrors(problems)
 
 
-def _problems(run: LaunchableRun, *, num_tasks: int | None, cluster: str) -> Iterator[UserError]:
+def _problems(
+    run: LaunchableRun, *, num_tasks: int | None, cluster: str
+) -> Iterator[UserError]:
     folder, launch = str(job_folder(run, cluster=cluster)), run.launch
     batch = run.data.global_batch if isinstance(run, TrainingRun) else 0
     fewest = launch.node_counts[0] * launch.tasks_per_node
     num_tasks = num_tasks or (fewest if batch % fewest else launch.num_ranks)
     # Any number of tasks can share other work.
     if batch % num_tasks:
-        below, above = batch // num_tasks * num_tasks, -(-batch // num_tasks) * num_tasks
+        below, above = (
+            batch // num_tasks * num_tasks,
+            -(-batch // num_tasks) * num_tasks,
+        )
         sizes = " or ".join(str(size) for size in (below, above) if size)
         yield UserError(
             f"{batch} images are not divisible by {num_tasks} tasks",
@@ -141,7 +154,9 @@ def _problems(run: LaunchableRun, *, num_tasks: int | None, cluster: str) -> Ite
         )
 
 
-def prepare_job(run: LaunchableRun, *, cluster: str, code: Path | None = None) -> StageJob:
+def prepare_job(
+    run: LaunchableRun, *, cluster: str, code: Path | None = None
+) -> StageJob:
     """Create the job folder with the resolved configuration.
 
     code: the snapshot that contains the stage; None: the code that runs now.
@@ -155,7 +170,11 @@ def prepare_job(run: LaunchableRun, *, cluster: str, code: Path | None = None) -
         write_text(config, text)
     except OSError as error:
         raise not_written(error, f"output={folder.parent}") from None
-    script = f"data_prep/{run.script}.py" if isinstance(run, DataPrepRun) else SCRIPTS[run.stage]
+    script = (
+        f"data_prep/{run.script}.py"
+        if isinstance(run, DataPrepRun)
+        else SCRIPTS[run.stage]
+    )
     return StageJob(
         script=str((code or PROJECT_ROOT) / script),
         config=str(config.resolve()),
@@ -185,7 +204,9 @@ def submit_run(
             launch = depending_on(launch, "afterany", ids)
         code = kept_code(launch, folder)
         job = prepare_job(run, cluster="slurm", code=code)
-        return submit_to_slurm(job, launch=launch, name=run_name(run), folder=folder, code=code)
+        return submit_to_slurm(
+            job, launch=launch, name=run_name(run), folder=folder, code=code
+        )
 
 
 def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:
@@ -235,7 +256,9 @@ def submitting(folder: Path) -> Iterator[None]:
             yield
         except UserError:
             for path in files() - before:
-                path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+                path.unlink() if path.is_file() else shutil.rmtree(
+                    path, ignore_errors=True
+                )
             with suppress(OSError):  # a folder with other files stays
                 for each in missing:
                     each.rmdir()
@@ -252,7 +275,9 @@ def make_private(folder: Path) -> None:
             each.mkdir(parents=True, mode=0o700, exist_ok=True)
         folder.chmod(0o700)
         if folder.stat().st_uid != os.getuid():  # root may change its mode
-            raise PermissionError(errno.EPERM, "another user, who could change the job, owns it")
+            raise PermissionError(
+                errno.EPERM, "another user, who could change the job, owns it"
+            )
     except OSError as error:
         raise UserError(
             f"cannot create the private job folder {folder}: {error.strerror}",

@@ -29,7 +29,12 @@ from launch.jobs.attempts import (
     failure_outcome,
 )
 from launch.jobs.submission import StageJob
-from vitscale.config.errors import EXIT_FAILED, EXIT_STOPPED_RESUMABLE, FailureKind, UserError
+from vitscale.config.errors import (
+    EXIT_FAILED,
+    EXIT_STOPPED_RESUMABLE,
+    FailureKind,
+    UserError,
+)
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.events import ATTEMPT_VARIABLE, Failure
 from vitscale.distributed.processes import (
@@ -60,7 +65,9 @@ class StopFlag:
     def _set(self, number: int, _: object) -> None:
         self.is_set = True
         for output in (1, 2) if number == signal.SIGHUP else ():
-            if stat.S_ISCHR(os.fstat(output).st_mode):  # writing to a lost terminal fails
+            if stat.S_ISCHR(
+                os.fstat(output).st_mode
+            ):  # writing to a lost terminal fails
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
@@ -73,7 +80,9 @@ class LogTail:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         if last_lines is not None:
             content = path.read_bytes()
-            self.position = len(content) - len(b"".join(content.splitlines(True)[-last_lines:]))
+            self.position = len(content) - len(
+                b"".join(content.splitlines(True)[-last_lines:])
+            )
 
     def copy(self) -> None:
         try:
@@ -93,7 +102,9 @@ def log_of(rank: int, folder: Path) -> Path:
     return folder / f"rank_{rank}_log.out"
 
 
-def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFlag) -> int:
+def run_here(
+    job: StageJob, *, python: str | None, num_procs: int, stop: StopFlag
+) -> int:
     """Run the job to its end and return its exit code. SIGTERM stops it with a checkpoint.
 
     python: interpreter command; None: this interpreter. Logs are in a folder beside the config.
@@ -107,14 +118,19 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
     run_folder = job.run_folder or folder
     ranks: list[Rank] = []
     failed: int | None = None
-    attempt = begin_attempt(run_folder, cluster="local", job_id=name, nodes=[node_name()])
-    outcome = Outcome(ending=Ending.FAILED, reason="the launcher ended", exit_code=EXIT_FAILED)
+    attempt = begin_attempt(
+        run_folder, cluster="local", job_id=name, nodes=[node_name()]
+    )
+    outcome = Outcome(
+        ending=Ending.FAILED, reason="the launcher ended", exit_code=EXIT_FAILED
+    )
     try:
         print(f"running {num_procs} process(es); logs in {folder}", flush=True)
         dropped = launcher_variables()
         if dropped:
             print(
-                f"{', '.join(dropped)} of the environment not used: all ranks are here", flush=True
+                f"{', '.join(dropped)} of the environment not used: all ranks are here",
+                flush=True,
             )
         environment = {
             each: value
@@ -130,7 +146,11 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
             # The configuration is complete; a site file must not change it.
             SITE_VARIABLE: "",
         }
-        command = [*(shlex.split(python) if python else [sys.executable]), "-u", *job.arguments]
+        command = [
+            *(shlex.split(python) if python else [sys.executable]),
+            "-u",
+            *job.arguments,
+        ]
         for number in range(num_procs):
             ranks.append(_start(job, command, number, folder, environment))
         failed = _follow(ranks, log_of(0, folder), stop)
@@ -151,7 +171,9 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
         # A second Ctrl-C would leave processes running.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         reason = "interrupted by Ctrl-C"
-        outcome = Outcome(ending=Ending.STOPPED, reason=reason, exit_code=EXIT_INTERRUPTED)
+        outcome = Outcome(
+            ending=Ending.STOPPED, reason=reason, exit_code=EXIT_INTERRUPTED
+        )
         with suppress(OSError):
             print("\ninterrupted: ending all processes", file=sys.stderr, flush=True)
     finally:
@@ -167,7 +189,11 @@ def run_here(job: StageJob, *, python: str | None, num_procs: int, stop: StopFla
 
 
 def _start(
-    job: StageJob, command: Sequence[str], rank: int, folder: Path, environment: dict[str, str]
+    job: StageJob,
+    command: Sequence[str],
+    rank: int,
+    folder: Path,
+    environment: dict[str, str],
 ) -> Rank:
     with open(log_of(rank, folder), "ab", buffering=0) as log:
         if rank == 0:
@@ -216,9 +242,16 @@ def _follow(ranks: Sequence[Rank], log: Path, stop: StopFlag) -> int | None:
         codes = [rank.poll() for rank in ranks]
         is_running = None in codes
         # A rank that does not handle the stop signal yet is killed by it, which is no failure.
-        fine = (None, 0, EXIT_STOPPED_RESUMABLE, *((-signal.SIGTERM,) if stop.is_set else ()))
+        fine = (
+            None,
+            0,
+            EXIT_STOPPED_RESUMABLE,
+            *((-signal.SIGTERM,) if stop.is_set else ()),
+        )
         if failed is None:
-            failed = next((number for number, code in enumerate(codes) if code not in fine), None)
+            failed = next(
+                (number for number, code in enumerate(codes) if code not in fine), None
+            )
         # Others may still save when one has stopped as asked.
         if any(code not in (None, 0, EXIT_STOPPED_RESUMABLE) for code in codes):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)

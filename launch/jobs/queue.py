@@ -33,7 +33,9 @@ PAUSE_SECONDS = 2.0
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 # Of refusals that no repetition changes.
-FINAL_REFUSAL = re.compile(r"disabled|invalid job id|denied|not permitted", re.IGNORECASE)
+FINAL_REFUSAL = re.compile(
+    r"disabled|invalid job id|denied|not permitted", re.IGNORECASE
+)
 # squeue's names of the fields of `QueuedJob`. The script's path may contain the separator.
 FORMAT = "%i|%F|%T|%r|%S|%N|%V|%o"
 # JOB STATE CODES of `man squeue`: states that a job does not leave.
@@ -69,7 +71,13 @@ class QueuedJob:
 
     def __str__(self) -> str:
         """Format the job: 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
-        more = f" on {self.nodes}" if self.nodes else f": {self.reason}" if self.reason else ""
+        more = (
+            f" on {self.nodes}"
+            if self.nodes
+            else f": {self.reason}"
+            if self.reason
+            else ""
+        )
         return f"{self.job_id} ({self.state}{more})"
 
 
@@ -79,7 +87,9 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
     Raises NoAnswerError with the command's own message.
     """
     # SQUEUE_PARTITION, SINFO_FORMAT and the like would change what the options ask for.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SINFO_"))}
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SINFO_"))
+    }
     try:
         done = subprocess.run(
             command,
@@ -93,12 +103,16 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
     except FileNotFoundError:
         raise NoAnswerError(f"{command[0]} is not on PATH") from None
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"{command[0]} did not answer in {SLURM_SECONDS} s") from None
+        raise NoAnswerError(
+            f"{command[0]} did not answer in {SLURM_SECONDS} s"
+        ) from None
     except OSError as error:
         raise NoAnswerError(f"{command[0]}: {error.strerror}") from None
     if done.returncode:
         message = " ".join(done.stderr.split())
-        raise NoAnswerError(message or f"{command[0]} ended with code {done.returncode}")
+        raise NoAnswerError(
+            message or f"{command[0]} ended with code {done.returncode}"
+        )
     return done.stdout
 
 
@@ -107,11 +121,21 @@ def ask_slurm(*command: str, stdin: str = "") -> str:
 
 def user_jobs() -> list[QueuedJob]:
     """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}"]
+    command = [
+        "squeue",
+        "--noheader",
+        "--array",
+        "--states=all",
+        f"--user={os.getuid()}",
+    ]
     text = ask_slurm(*command, f"--format={FORMAT}")
-    jobs = [_job(line) for line in text.splitlines() if line.count("|") >= FORMAT.count("|")]
+    jobs = [
+        _job(line) for line in text.splitlines() if line.count("|") >= FORMAT.count("|")
+    ]
     # 9 comes before 10, and 4711_2 before 4711_10.
-    return sorted(jobs, key=lambda job: [int(each) for each in re.findall(r"\d+", job.job_id)])
+    return sorted(
+        jobs, key=lambda job: [int(each) for each in re.findall(r"\d+", job.job_id)]
+    )
 
 
 def known_jobs() -> list[QueuedJob] | None:
@@ -124,11 +148,15 @@ def known_jobs() -> list[QueuedJob] | None:
 
 def _job(line: str) -> QueuedJob:
     names = [field.name for field in fields(QueuedJob)]
-    values: dict[str, Any] = dict(zip(names, line.split("|", len(names) - 1), strict=True))
+    values: dict[str, Any] = dict(
+        zip(names, line.split("|", len(names) - 1), strict=True)
+    )
     for name in ("start", "submitted"):
         values[name] = _seconds(values[name])
     reason = values["reason"] if values["reason"] != "None" else None
-    return QueuedJob(**values | {"reason": reason or None, "nodes": values["nodes"] or None})
+    return QueuedJob(
+        **values | {"reason": reason or None, "nodes": values["nodes"] or None}
+    )
 
 
 def _seconds(text: str) -> float | None:
@@ -136,7 +164,9 @@ def _seconds(text: str) -> float | None:
     return float(text) if text.isdecimal() else None
 
 
-def jobs_of(run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
+def jobs_of(
+    run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None
+) -> list[QueuedJob]:
     """The jobs of a run that are queued or running, oldest first.
 
     jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
@@ -147,7 +177,8 @@ def jobs_of(run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None) -> lis
         job
         for job in (user_jobs() if jobs is None else jobs)
         # submitit leaves a link where the script was submitted from.
-        if os.path.lexists(folder / Path(job.script).name) and job.state not in ENDED_STATES
+        if os.path.lexists(folder / Path(job.script).name)
+        and job.state not in ENDED_STATES
     ]
 
 
@@ -156,7 +187,9 @@ def submitted_ids(jobs: Iterable[QueuedJob]) -> list[str]:
     return list(dict.fromkeys(job.submitted_id for job in jobs))
 
 
-def depending_on(launch: LaunchSettings, how: str, job_ids: Sequence[str]) -> LaunchSettings:
+def depending_on(
+    launch: LaunchSettings, how: str, job_ids: Sequence[str]
+) -> LaunchSettings:
     """The same resources, with a dependency added to what `launch.sbatch` may have.
 
     how: afterany, or afterok: SLURM cancels the job when one that it waits for has failed.
@@ -212,11 +245,18 @@ def requeue(job_id: str) -> str | None:
         # A job stopped by a preemption or by `scontrol requeue` is already in the queue.
         return ALREADY_QUEUED in message or is_ended_by_slurm(job_fields(job_id))
 
-    return _insist("scontrol", "requeue", job_id, seconds=REQUEUE_SECONDS, unless=is_queued)
+    return _insist(
+        "scontrol", "requeue", job_id, seconds=REQUEUE_SECONDS, unless=is_queued
+    )
 
 
 def exclude(
-    job_id: str, node: str, *, why: str, job: Mapping[str, str], fewest_nodes: int | None = None
+    job_id: str,
+    node: str,
+    *,
+    why: str,
+    job: Mapping[str, str],
+    fewest_nodes: int | None = None,
 ) -> str:
     """Exclude a node from a job that was just requeued. Returns a sentence for the log.
 

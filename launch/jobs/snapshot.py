@@ -33,7 +33,9 @@ Code = dict[str, bytes]
 """Path below the root -> content, with the record of the version."""
 
 
-def kept_code(launch: LaunchSettings, folder: Path, *, root: Path = PROJECT_ROOT) -> Path | None:
+def kept_code(
+    launch: LaunchSettings, folder: Path, *, root: Path = PROJECT_ROOT
+) -> Path | None:
     """The snapshot of the code in a job folder, written if it is not there yet.
 
     None if `launch` wants none: then the job runs the code on disk.

@@ -29,7 +29,13 @@ from vitscale.config.errors import (
     UserErrors,
     did_you_mean,
 )
-from vitscale.distributed.events import Failure, TrainingStart, cause, read_failures, read_start
+from vitscale.distributed.events import (
+    Failure,
+    TrainingStart,
+    cause,
+    read_failures,
+    read_start,
+)
 from vitscale.distributed.processes import is_alive, node_name
 from vitscale.tracking.journal import JOURNAL_NAME, decode, format_duration
 from vitscale.tracking.mlflow_sync import ARTIFACTS_FOLDER
@@ -43,7 +49,14 @@ JOB_FOLDERS = ("slurm", "local")
 # Of an evaluation, whose journal has image sizes as steps.
 RESULTS_NAME = "results.json"
 # JOB STATE CODES of `man squeue`, of jobs that have no nodes.
-WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
+WAITING_STATES = (
+    "PENDING",
+    "REQUEUED",
+    "REQUEUE_HOLD",
+    "REQUEUE_FED",
+    "SPECIAL_EXIT",
+    "SUSPENDED",
+)
 MAX_RESULTS = 4
 # A run that has logged nothing for this long may hang.
 QUIET_S = 60.0
@@ -145,7 +158,9 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
     start, logged = read_start(folder), _read_logged(folder)
     last = attempts[-1] if attempts else None
     opened = last if last is not None and last.ended is None else None
-    queued = sorted(jobs_of(folder, jobs=jobs or ()), key=lambda job: job.state in WAITING_STATES)
+    queued = sorted(
+        jobs_of(folder, jobs=jobs or ()), key=lambda job: job.state in WAITING_STATES
+    )
     job, failure, place = next(iter(queued), None), None, ""
     if job is not None:
         place = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
@@ -164,9 +179,13 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         place += "not answer"
     else:
         state, failure = _ended_state(folder, last, start, logged)
-        since = last.ended if last is not None and last.ended is not None else logged.time
+        since = (
+            last.ended if last is not None and last.ended is not None else logged.time
+        )
     followed = attempts if state in ACTIVE else attempts[:-1]
-    broken = [each.kind or each.ending for each in followed if each.ending is not Ending.DONE]
+    broken = [
+        each.kind or each.ending for each in followed if each.ending is not Ending.DONE
+    ]
     return RunStatus(
         folder=folder,
         state=state,
@@ -196,7 +215,9 @@ def _may_have_job(folder: Path) -> bool:
     if submitted is None:
         return False
     attempts = read_attempts(folder) or _attempts_of_tasks(folder)
-    ended = attempts[-1].ended if attempts and attempts[-1].ending is Ending.DONE else None
+    ended = (
+        attempts[-1].ended if attempts and attempts[-1].ending is Ending.DONE else None
+    )
     return ended is None or submitted > ended
 
 
@@ -205,7 +226,11 @@ def _attempts_of_tasks(folder: Path) -> list[Attempt]:
 
     Of an array that of a failed task, if there is one.
     """
-    tasks = [path.parent for depth in ("*/*", "*/*/*") for path in folder.glob(f"{depth}/events")]
+    tasks = [
+        path.parent
+        for depth in ("*/*", "*/*/*")
+        for path in folder.glob(f"{depth}/events")
+    ]
     last = [attempts[-1] for task in tasks if (attempts := read_attempts(task))]
     last.sort(key=lambda each: each.started)
     job_id = last[-1].job_id.partition("_")[0] if last else ""
@@ -213,7 +238,9 @@ def _attempts_of_tasks(folder: Path) -> list[Attempt]:
     return [each for each in of_job if each.ending is Ending.FAILED][-1:] or last[-1:]
 
 
-def _live_pid(folder: Path, attempt: Attempt | None, start: TrainingStart | None) -> int | None:
+def _live_pid(
+    folder: Path, attempt: Attempt | None, start: TrainingStart | None
+) -> int | None:
     """Find a process of the run on this machine: launcher of an open attempt, else rank 0."""
     here = node_name()
     found = []
@@ -230,15 +257,28 @@ def _live_pid(folder: Path, attempt: Attempt | None, start: TrainingStart | None
 
 
 def _ended_state(
-    folder: Path, last: Attempt | None, start: TrainingStart | None, logged: LoggedProgress
+    folder: Path,
+    last: Attempt | None,
+    start: TrainingStart | None,
+    logged: LoggedProgress,
 ) -> tuple[RunState, Failure | None]:
     """The state of a run without a job or process."""
-    is_saved = logged.total_steps is not None and logged.checkpoint_step >= logged.total_steps
-    if is_saved or (last is not None and last.ending is Ending.DONE) or _has_made_shards(folder):
+    is_saved = (
+        logged.total_steps is not None and logged.checkpoint_step >= logged.total_steps
+    )
+    if (
+        is_saved
+        or (last is not None and last.ending is Ending.DONE)
+        or _has_made_shards(folder)
+    ):
         return RunState.FINISHED, None
-    for path in folder.glob("slurm/*/*.failed_starts"):  # of the batch script, without Python
+    for path in folder.glob(
+        "slurm/*/*.failed_starts"
+    ):  # of the batch script, without Python
         if path.stat().st_mtime > (0 if last is None else last.ended or last.started):
-            what = f"Python did not start on {path.read_text().split()[-1]}, or was killed"
+            what = (
+                f"Python did not start on {path.read_text().split()[-1]}, or was killed"
+            )
             return RunState.FAILED, Failure(kind=FailureKind.OTHER, what=what)
     if last is not None and last.ending in (None, Ending.FAILED):
         what = last.reason or (
@@ -252,7 +292,9 @@ def _ended_state(
         return (RunState.STOPPED if logged.step else RunState.NOT_STARTED), None
     if last is None and start is not None:
         # Started without a launcher of ours; its ranks have recorded why it failed, if they could.
-        found = cause([each for each in read_failures(folder) if each.time >= start.time])
+        found = cause(
+            [each for each in read_failures(folder) if each.time >= start.time]
+        )
         if found is not None:
             return RunState.FAILED, replace(found, what=found.text)
     return RunState.STOPPED, None
@@ -260,7 +302,9 @@ def _ended_state(
 
 def _has_made_shards(folder: Path) -> bool:
     """Return True if the output of the newest data preparation has its manifest."""
-    files = sorted(folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
+    files = sorted(
+        folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime
+    )
     with suppress(OSError, yaml.YAMLError, LookupError, TypeError):
         output = Path(yaml.safe_load(files[-1].read_text())["output"])
         return (output.expanduser() / "manifest.json").is_file()
@@ -269,13 +313,19 @@ def _has_made_shards(folder: Path) -> bool:
 
 def newest_log(folder: Path) -> Path | None:
     """The log of rank 0 that was written to last."""
-    logs = [path for each in JOB_FOLDERS for path in folder.glob(f"{each}/*/*_0_log.out")]
+    logs = [
+        path for each in JOB_FOLDERS for path in folder.glob(f"{each}/*/*_0_log.out")
+    ]
     return max(logs, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _read_logged(run_folder: Path) -> LoggedProgress:
     """The run's journal and checkpoints. Missing files and unreadable lines count as not logged."""
-    rows = [row for row in map(decode, last_lines(run_folder / JOURNAL_NAME)) if row is not None]
+    rows = [
+        row
+        for row in map(decode, last_lines(run_folder / JOURNAL_NAME))
+        if row is not None
+    ]
     last = {key: value for row in rows for key, value in row.metrics.items()}
     named = {key.rpartition("/")[2]: value for key, value in last.items()}
     start = read_start(run_folder)
@@ -319,8 +369,13 @@ def find_runs(names: Sequence[str]) -> list[Path]:
             continue
         folders += found
         if not found:
-            known = [str(p.relative_to(RUNS_FOLDER)) for p in _below(RUNS_FOLDER, depth=MAX_DEPTH)]
-            otherwise = "change to the folder that you started the run from, or name its output"
+            known = [
+                str(p.relative_to(RUNS_FOLDER))
+                for p in _below(RUNS_FOLDER, depth=MAX_DEPTH)
+            ]
+            otherwise = (
+                "change to the folder that you started the run from, or name its output"
+            )
             what = f"no run folder in {places[0]}" if places else f"no such run: {name}"
             errors.append(
                 UserError(
@@ -352,7 +407,11 @@ def _below(folder: Path, *, depth: int) -> Iterator[Path]:
     if not is_run and depth and folder.is_dir():
         # Copies of config.yaml are among the artifacts.
         skipped = (*JOB_FOLDERS, ARTIFACTS_FOLDER)
-        inner = (path for path in folder.iterdir() if path.is_dir() and path.name not in skipped)
+        inner = (
+            path
+            for path in folder.iterdir()
+            if path.is_dir() and path.name not in skipped
+        )
         found = [run for path in sorted(inner) for run in _below(path, depth=depth - 1)]
     yield from found
     if is_run or (not found and any((folder / name).is_dir() for name in JOB_FOLDERS)):
@@ -364,11 +423,15 @@ def _below(folder: Path, *, depth: int) -> Iterator[Path]:
 
 def as_text(runs: Sequence[RunStatus], *, now: float) -> str:
     """All runs, active ones first, and their number in each state."""
-    ordered = sorted(runs, key=lambda run: (ORDER.index(run.state), -(run.since or 0.0)))
+    ordered = sorted(
+        runs, key=lambda run: (ORDER.index(run.state), -(run.since or 0.0))
+    )
     lines = [line_of(run, now=now) for run in ordered]
     if len(runs) > 1:
         counts = Counter(run.state for run in runs)
-        listed = ", ".join(f"{counts[state]} {state}" for state in ORDER if counts[state])
+        listed = ", ".join(
+            f"{counts[state]} {state}" for state in ORDER if counts[state]
+        )
         lines.append(f"{len(runs)} runs: {listed}")
     return "\n".join(lines)
 
@@ -390,7 +453,10 @@ def line_of(run: RunStatus, *, now: float) -> str:
         shown = list(logged.results.items())[:MAX_RESULTS]
         shown += [("train/loss", logged.loss)] if logged.loss is not None else []
         results = ", ".join(f"{name} {value:.4f}" for name, value in shown)
-        parts = ["finished" + (f", {logged.step:,} steps" if has_steps else "") + ago, results]
+        parts = [
+            "finished" + (f", {logged.step:,} steps" if has_steps else "") + ago,
+            results,
+        ]
     elif run.failure is not None:
         log = f"log {shown_folder(run.log)}" if run.log else ""
         parts = [f"{run.state}{at}{ago}: {run.failure.what}", log]
@@ -400,7 +466,9 @@ def line_of(run: RunStatus, *, now: float) -> str:
     else:
         parts = [f"{run.state}"]
     if run.restarts:
-        endings = ", ".join(f"{number} {ending}" for ending, number in run.restarts.items())
+        endings = ", ".join(
+            f"{number} {ending}" for ending, number in run.restarts.items()
+        )
         parts.append(f"restarted {sum(run.restarts.values())}x ({endings})")
     return f"{shown_folder(run.folder)}: {'; '.join(filter(None, parts))}"
 
@@ -410,7 +478,9 @@ def _running(run: RunStatus, length: str, *, now: float) -> Iterator[str]:
     yield "running" + (f" for {length}" if length else "")
     # Without a line in the journal since this attempt began.
     if run.since is not None and (logged.time is None or logged.time < run.since):
-        yield "starting" + (f" from step {logged.checkpoint_step:,}" * bool(logged.checkpoint_step))
+        yield "starting" + (
+            f" from step {logged.checkpoint_step:,}" * bool(logged.checkpoint_step)
+        )
         return
     if logged.step:
         yield _steps(run)
@@ -426,7 +496,11 @@ def _running(run: RunStatus, length: str, *, now: float) -> Iterator[str]:
 
 def _steps(run: RunStatus) -> str:
     step, total = run.logged.step, run.logged.total_steps
-    return f"step {step:,}" if total is None else f"step {step:,} of {total:,} ({step / total:.0%})"
+    return (
+        f"step {step:,}"
+        if total is None
+        else f"step {step:,} of {total:,} ({step / total:.0%})"
+    )
 
 
 def waiting(job: QueuedJob, *, now: float) -> str:
@@ -447,7 +521,9 @@ def shown_folder(folder: Path) -> str:
     """The path, relative to the current folder where it is inside."""
     here = Path.cwd()
     absolute = folder.absolute()
-    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
+    return str(
+        absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
+    )
 
 
 def clock(seconds: float) -> str:
@@ -481,7 +557,11 @@ def follow_run(folder: Path) -> int:
             if tail is not None:
                 tail.copy()
             # SLURM's estimate of the start changes all the time.
-            reason = run.job.reason if run.job and run.state is not RunState.RUNNING else None
+            reason = (
+                run.job.reason
+                if run.job and run.state is not RunState.RUNNING
+                else None
+            )
             if shown != (shown := (run.state, reason, run.job and run.job.job_id)):
                 print(line_of(run, now=time.time()), flush=True)
             if run.state not in ACTIVE:
@@ -493,7 +573,11 @@ def follow_run(folder: Path) -> int:
                 run = read_state(folder, jobs)
     except KeyboardInterrupt:
         job = run.job
-        what = f"job {job.job_id} continues; scancel {job.job_id} ends it" if job else "it goes on"
+        what = (
+            f"job {job.job_id} continues; scancel {job.job_id} ends it"
+            if job
+            else "it goes on"
+        )
         again = f"vitscale status {quote(shown_folder(folder))} --follow"
         print(f"\n{what}\nfollow it again: {again}")
         return EXIT_INTERRUPTED

@@ -187,7 +187,11 @@ class _Executor(SlurmExecutor):
 
 
 def _executor(
-    launch: LaunchSettings, name: str, folder: Path, run_folder: str | None, code: Path | None
+    launch: LaunchSettings,
+    name: str,
+    folder: Path,
+    run_folder: str | None,
+    code: Path | None,
 ) -> _Executor:
     """submitit's executor for validated settings."""
     # A wheel's stages are on no path of their own.
@@ -195,9 +199,18 @@ def _executor(
     # SLURM_JOB_ID of the first task of an array would mean all its tasks.
     is_array = launch.num_tasks > 1
     job_id = "$SLURM_ARRAY_JOB_ID" if is_array else "$SLURM_JOB_ID"
-    where = shlex.quote(run_folder) if run_folder else f'{shlex.quote(str(folder))}/{job_id}/"$job"'
+    where = (
+        shlex.quote(run_folder)
+        if run_folder
+        else f'{shlex.quote(str(folder))}/{job_id}/"$job"'
+    )
     after = [sys.executable, "-u", "-m", "launch.jobs.after"]
-    options = ["--signal-delay", launch.signal_delay_s, "--max-requeues", launch.max_requeues]
+    options = [
+        "--signal-delay",
+        launch.signal_delay_s,
+        "--max-requeues",
+        launch.max_requeues,
+    ]
     if len(launch.node_counts) > 1:
         options += ["--fewest-nodes", launch.node_counts[0]]
     words = {
@@ -233,7 +246,9 @@ def _executor(
         "wckey": None,
         "additional_parameters": {
             "requeue": True,
-            **{key: value for key, value in launch.sbatch.items() if value is not False},
+            **{
+                key: value for key, value in launch.sbatch.items() if value is not False
+            },
         },
         "array_parallelism": launch.num_tasks,
         **_gpu_parameters(launch),
@@ -309,7 +324,12 @@ def require_slurm() -> None:
 
 
 def submit_to_slurm(
-    job: StageJob, *, launch: LaunchSettings, name: str, folder: Path, code: Path | None = None
+    job: StageJob,
+    *,
+    launch: LaunchSettings,
+    name: str,
+    folder: Path,
+    code: Path | None = None,
 ) -> Submission:
     """Submit one job, or an array of `launch.num_tasks` equal jobs, through sbatch.
 
@@ -319,7 +339,10 @@ def submit_to_slurm(
     executor = _executor(launch, name, folder, job.run_folder, code)
     try:
         # submitit prints sbatch's message, which the error contains as well.
-        with submission_environment(_script_of(executor)), redirect_stderr(io.StringIO()):
+        with (
+            submission_environment(_script_of(executor)),
+            redirect_stderr(io.StringIO()),
+        ):
             # An array of one is submitted as a plain job.
             submitted = executor.submit_array([job] * launch.num_tasks)
     except (FailedJobError, FailedSubmissionError) as error:
@@ -351,13 +374,23 @@ def submission_environment(script: str) -> Iterator[None]:
         for name, option in SITE_VARIABLES.items()
         if name in os.environ and option not in options
     }
-    kept = {name: os.environ[name] for name in (*CLUSTER_VARIABLES, *of_site) if name in os.environ}
+    kept = {
+        name: os.environ[name]
+        for name in (*CLUSTER_VARIABLES, *of_site)
+        if name in os.environ
+    }
 
-    prefixes = ("SBATCH_",) if "SLURM_JOB_ID" in os.environ else ("SBATCH_", "SLURM_", "SRUN_")
+    prefixes = (
+        ("SBATCH_",) if "SLURM_JOB_ID" in os.environ else ("SBATCH_", "SLURM_", "SRUN_")
+    )
     left_out = [name for name in RANK_VARIABLES if name in os.environ]
-    left_out += [name for name in os.environ if name.startswith(prefixes) and name not in kept]
+    left_out += [
+        name for name in os.environ if name.startswith(prefixes) and name not in kept
+    ]
     if left_out:
-        _say_once(f"left out of the job, so that the run decides: {', '.join(sorted(left_out))}")
+        _say_once(
+            f"left out of the job, so that the run decides: {', '.join(sorted(left_out))}"
+        )
     for name, why in of_site.items():
         _say_once(f"{name}={os.environ[name]} of this shell counts: {why}")
 
@@ -397,7 +430,11 @@ class StageJob:
 
         def stop_early(number: int, _: object) -> None:
             # Nothing to save: the script has no handlers, or has not set them yet.
-            state = " before training started" if self.run_folder else "; finished work is kept"
+            state = (
+                " before training started"
+                if self.run_folder
+                else "; finished work is kept"
+            )
             print(f"stopped by {signal.Signals(number).name}{state}", flush=True)
             os._exit(EXIT_STOPPED_RESUMABLE)
 

@@ -19,7 +19,13 @@ from typing import Literal
 
 from finetune.run import FinetuneRun
 from finetune.settings import EvaluateRun
-from launch.jobs.preparation import LaunchableRun, job_folder, resources, run_name, usable_nodes
+from launch.jobs.preparation import (
+    LaunchableRun,
+    job_folder,
+    resources,
+    run_name,
+    usable_nodes,
+)
 from launch.jobs.queue import NoAnswerError, ask_slurm
 from launch.jobs.snapshot import folder_name, read_code
 from launch.jobs.submission import sbatch_text, submission_environment
@@ -55,7 +61,14 @@ OF_PIXELS = (
         "horizontal_flip",
     ),
     *("crop", "crop_area", "crop_aspect", "crop_share", "interpolation", "antialias"),
-    *("eval_resize", "eval_interpolation", "eval_antialias", "eval_crop_fraction", "mean", "std"),
+    *(
+        "eval_resize",
+        "eval_interpolation",
+        "eval_antialias",
+        "eval_crop_fraction",
+        "mean",
+        "std",
+    ),
 )
 
 
@@ -98,7 +111,11 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
             num_classes=data.webdataset.num_classes or 0,
             source="data.webdataset; tars without an index, no exact resume",
         )
-    share = "" if data.first_percent == 100 else f"data.first_percent={data.first_percent:g} of "
+    share = (
+        ""
+        if data.first_percent == 100
+        else f"data.first_percent={data.first_percent:g} of "
+    )
     planned, missing = data.planned_num_samples, _missing_part(data)
     if missing is None:
         location = location_of(data.path)
@@ -108,7 +125,9 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
             evaluated = None
             if check_files:
                 for part in opened.parts:
-                    check_mixed(part.label, shard_lengths=part.shard_lengths, where="data.path")
+                    check_mixed(
+                        part.label, shard_lengths=part.shard_lengths, where="data.path"
+                    )
                 if not data.dev_percent:
                     evaluated = open_val_split(data, parts=opened.parts)
             return DataFacts(
@@ -127,7 +146,9 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
                 raise
     _, path = missing or ("", data.path)
     if planned is None:
-        source = f"no {MANIFEST_NAME} in {path}, and data.planned_num_samples is not set"
+        source = (
+            f"no {MANIFEST_NAME} in {path}, and data.planned_num_samples is not set"
+        )
         return DataFacts(num_samples=None, source=source)
     # Classes left out are not known before there is an index.
     num_taken = data.num_first(planned)
@@ -142,7 +163,9 @@ def _count(data: DataSettings, *, check_files: bool) -> DataFacts:
 def _missing_part(data: DataSettings) -> tuple[str, str] | None:
     """(key, path) of the first folder without shards here."""
     parts = {"data.path": data.path}
-    parts |= {f"data.mixture[{i}].path": part.path for i, part in enumerate(data.mixture)}
+    parts |= {
+        f"data.mixture[{i}].path": part.path for i, part in enumerate(data.mixture)
+    }
     for key, path in parts.items():
         folder = location_of(path)
         if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
@@ -215,7 +238,9 @@ def _data_prep_rows(run: DataPrepRun) -> Rows:
 def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     """(name, value) of every derived quantity. Unknown ones name the missing setting."""
     facts = data_facts(run)
-    count = "unknown number of" if facts.num_samples is None else f"{facts.num_samples:,}"
+    count = (
+        "unknown number of" if facts.num_samples is None else f"{facts.num_samples:,}"
+    )
     unlabelled = " without labels" if facts.num_classes == 0 else ""
     held_out = f" without {facts.num_dev:,} held out" if facts.num_dev else ""
     yield "data", f"{count} training images{unlabelled}{held_out}, from {facts.source}"
@@ -230,7 +255,10 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
             how += f"; used: {used} (the global batch divides over these)"
         yield "nodes", how
     if plan is None:
-        yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
+        yield (
+            "schedule",
+            "unknown: epochs need a number of images (data.planned_num_samples)",
+        )
     else:
         yield from _schedule_rows(run, facts, plan)
     num_classes = planned_classes(run, facts)
@@ -249,7 +277,9 @@ def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | N
     return run.model.num_classes or facts.num_classes
 
 
-def known_plan(run: TrainingRun, facts: DataFacts, *, nodes: int) -> TrainingPlan | None:
+def known_plan(
+    run: TrainingRun, facts: DataFacts, *, nodes: int
+) -> TrainingPlan | None:
     """The plan on this many nodes; None while the number of steps is unknown."""
     if facts.num_samples is None and run.schedule.steps is None:
         return None
@@ -284,7 +314,9 @@ def _schedule_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Ro
         steps = (math.ceil(share * plan.total_steps) for share in run.schedule.drops_at)
         rate += f" to a tenth at steps {', '.join(f'{step:,}' for step in steps)}"
     elif plan.cooldown_steps:
-        rate += f" until step {plan.total_steps - plan.cooldown_steps:,}, then cooled down"
+        rate += (
+            f" until step {plan.total_steps - plan.cooldown_steps:,}, then cooled down"
+        )
     if run.schedule.decay not in ("constant", "drops") or plan.cooldown_steps:
         rate += f" to {run.schedule.final_lr:g} at step {plan.total_steps:,}"
     yield "learning rate", rate
@@ -296,9 +328,15 @@ def _cost_rows(
     objective, arch = run.make_objective(), run.model.resolved(num_classes=num_classes)
     classes = f"{num_classes:,} classes" if num_classes else "no classes"
     if MODELS[arch.name].costs is None:
-        yield "model", f"{arch.summary}, {classes}; its costs are known when it is built"
+        yield (
+            "model",
+            f"{arch.summary}, {classes}; its costs are known when it is built",
+        )
         return
-    yield "model", f"{objective.num_parameters(arch):,} parameters, {arch.summary}, {classes}"
+    yield (
+        "model",
+        f"{objective.num_parameters(arch):,} parameters, {arch.summary}, {classes}",
+    )
     flops = objective.train_flops_per_image(arch)
     each = f"{flops / 1e9:,.1f} GFLOPs per training image"
     if plan is None:
@@ -325,7 +363,11 @@ def _cost_rows(
     parts = " + ".join(f"{size / GIB:.2f} GiB {name}" for name, size in sizes)
     kind = "GPU" if run.launch.gpus_per_node else "process"
     yield f"memory per {kind}", f"{memory.total / GIB:.2f} GiB = {parts}"
-    on = f"on {run.launch.node_counts[0]} nodes, " if len(run.launch.node_counts) > 1 else ""
+    on = (
+        f"on {run.launch.node_counts[0]} nodes, "
+        if len(run.launch.node_counts) > 1
+        else ""
+    )
     yield "", f"({on}ZeRO {run.engine.zero_stage}, {precision}; estimate without slack)"
 
 
@@ -381,7 +423,9 @@ def as_table(checks: Sequence[Check]) -> str:
             rows.append(("", "", f"next: {check.next_step}"))
         previous = check.name
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{row[0]:<{first}}  {row[1]:<{second}}  {row[2]}".rstrip() for row in rows)
+    return "\n".join(
+        f"{row[0]:<{first}}  {row[1]:<{second}}  {row[2]}".rstrip() for row in rows
+    )
 
 
 def slurm_check(script: str) -> list[Check]:
@@ -393,7 +437,11 @@ def slurm_check(script: str) -> list[Check]:
             ask_slurm("sbatch", "--test-only", stdin=script)
     except NoAnswerError as error:
         next_step = "compare the launch section with what sinfo shows"
-        return [Check("SLURM", "warning", f"sbatch --test-only: {error}", next_step=next_step)]
+        return [
+            Check(
+                "SLURM", "warning", f"sbatch --test-only: {error}", next_step=next_step
+            )
+        ]
     return [Check("SLURM", "ok", "sbatch --test-only accepts the job")]
 
 
@@ -404,11 +452,15 @@ def run_checks(run: LaunchableRun, *, known: KnownFacts | None = None) -> list[C
     """
     launch = run.launch
     if isinstance(run, DataPrepRun):
-        rows = [Check("configuration", "ok", f"{run.stage}, {launch.num_tasks} task(s)")]
+        rows = [
+            Check("configuration", "ok", f"{run.stage}, {launch.num_tasks} task(s)")
+        ]
         images = location_of(run.source.path)
         if isinstance(images, Path) and not images.exists():
             next_step = "correct source.path, unless only the nodes see it"
-            rows.append(Check("images", "warning", f"{images} does not exist here", next_step))
+            rows.append(
+                Check("images", "warning", f"{images} does not exist here", next_step)
+            )
         return rows
     rows = [Check("configuration", "ok", f"{run.stage}, {launch.num_ranks} task(s)")]
     if isinstance(run, EvaluateRun):
@@ -428,7 +480,9 @@ def _evaluation_data(run: EvaluateRun) -> Iterator[Check]:
     yield Check("data", "ok", f"{split}: {index.num_samples:,} samples")
 
 
-def _training_checks(run: PretrainRun | FinetuneRun, known: KnownFacts | None) -> Iterator[Check]:
+def _training_checks(
+    run: PretrainRun | FinetuneRun, known: KnownFacts | None
+) -> Iterator[Check]:
     facts = data_facts(run, check_files=True, known=known)
     check_data(run, facts)
     yield _training_data(run, facts)
@@ -441,7 +495,9 @@ def _training_data(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Check:
     """Counts of the samples and shards. Raises UserError for what is missing or damaged."""
     data = run.data
     if data.is_streamed:
-        tars = tars_of_split(Path(data.path), data.train_split, where="data.train_split")
+        tars = tars_of_split(
+            Path(data.path), data.train_split, where="data.train_split"
+        )
         for nodes in usable_nodes(run):
             num_ranks = nodes * run.launch.tasks_per_node
             check_shares(len(tars), num_ranks=num_ranks, num_workers=data.num_workers)
@@ -472,15 +528,21 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
     each = f"{num_ranks} rank(s) x {max(1, workers)} loader process(es)"
     num_shards = facts.num_shards
     if samples < run.data.global_batch:
-        text = f"{samples:,} samples are less than one batch of {run.data.global_batch:,}"
+        text = (
+            f"{samples:,} samples are less than one batch of {run.data.global_batch:,}"
+        )
         next_step = "lower data.global_batch, or use more samples"
         yield Check("loader", "warning", text, next_step)
     elif num_shards is not None and num_shards < processes:
         text = f"{num_shards:,} shards for {each}: several processes read one file at a time"
-        next_step = "make more shards (shards.min_shards) if the storage is slow at this"
+        next_step = (
+            "make more shards (shards.min_shards) if the storage is slow at this"
+        )
         yield Check("loader", "warning", text, next_step)
     else:
-        shards = "" if num_shards is None else f"{num_shards / processes:,.1f} shards and "
+        shards = (
+            "" if num_shards is None else f"{num_shards / processes:,.1f} shards and "
+        )
         text = f"{shards}{samples / processes:,.0f} samples for each of {each}"
         yield Check("loader", "ok", text)
     needed, cpus = 1 + workers, run.launch.cpus_per_task
@@ -495,11 +557,15 @@ def _loader(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]
 def _micro_batches(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
     """Numbers of nodes on which each rank's share has to be divided into small micro-batches."""
     plans = {nodes: known_plan(run, facts, nodes=nodes) for nodes in usable_nodes(run)}
-    advice = {nodes: plan.advice for nodes, plan in plans.items() if plan and plan.advice}
+    advice = {
+        nodes: plan.advice for nodes, plan in plans.items() if plan and plan.advice
+    }
     if not advice:
         return
     nodes, *others = advice
-    more = f" (it is small on {', '.join(map(str, others))} nodes, too)" if others else ""
+    more = (
+        f" (it is small on {', '.join(map(str, others))} nodes, too)" if others else ""
+    )
     next_step = "change data.global_batch, or the number of ranks"
     yield Check("micro-batch", "warning", f"{advice[nodes]}{more}", next_step)
 
@@ -513,7 +579,9 @@ def _disk(run: PretrainRun | FinetuneRun, facts: DataFacts) -> Iterator[Check]:
     there = next(each for each in (folder, *folder.parents) if each.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise UserError(
-            f"cannot write to {there}", where="output", next_step="choose another output"
+            f"cannot write to {there}",
+            where="output",
+            next_step="choose another output",
         )
     # Weights in fp32, optimiser states, and the average of the weights.
     each = 4 + run.optim.state_bytes_per_parameter + (4 if run.optim.ema else 0)

@@ -46,7 +46,9 @@ class MaeSettings(NamedSection):
     def problems(self) -> Iterator[tuple[str, str]]:
         width, heads = self.decoder_width, self.decoder_heads
         if width % heads:
-            what = f"{heads} heads do not divide width {width} (remainder {width % heads})"
+            what = (
+                f"{heads} heads do not divide width {width} (remainder {width % heads})"
+            )
             yield ("objective.decoder_heads", f"{what}; change one of them")
         if width % 4:
             what = f"{width}: sin-cos positions need a width that 4 divides"
@@ -70,7 +72,10 @@ class Mae(Objective):
             return
         if not model.has_class_token:
             what = "mae's encoder has a class token"
-            yield ("model.pool", f"{what}; set pool=cls, or class_token=true beside pool=gap")
+            yield (
+                "model.pool",
+                f"{what}; set pool=cls, or class_token=true beside pool=gap",
+            )
         if model.num_registers:
             yield ("model.num_registers", "mae's encoder has no registers; set it to 0")
         if model.pool_norm:
@@ -83,7 +88,10 @@ class Mae(Objective):
             kept = self.settings.num_kept(num_patches)
             if not 0 < kept < num_patches:
                 what = f"{self.settings.mask_ratio:g} keeps {kept} of {num_patches} patches"
-                yield ("objective.mask_ratio", f"{what}; keep at least 1 and remove at least 1")
+                yield (
+                    "objective.mask_ratio",
+                    f"{what}; keep at least 1 and remove at least 1",
+                )
 
     def extend_model(self, model: Any, arch: Any) -> None:
         from vitscale.models.mae import MaskedAutoencoder
@@ -101,8 +109,16 @@ class Mae(Objective):
     def _decoder(self, arch: Any) -> Any:
         """The decoder as a model, whose blocks see all tokens."""
         width = self.settings.decoder_width
-        sizes = {"width": width, "mlp_width": 4 * width, "head_width": None, "layer_scale": None}
-        sizes |= {"depth": self.settings.decoder_depth, "num_heads": self.settings.decoder_heads}
+        sizes = {
+            "width": width,
+            "mlp_width": 4 * width,
+            "head_width": None,
+            "layer_scale": None,
+        }
+        sizes |= {
+            "depth": self.settings.decoder_depth,
+            "num_heads": self.settings.decoder_heads,
+        }
         return arch.model_copy(update=sizes)
 
     def _num_visible(self, arch: Any) -> int:
@@ -111,7 +127,9 @@ class Mae(Objective):
     def num_parameters(self, arch: Any) -> int:
         """Exact count of trained values of encoder and decoder; both positions are fixed."""
         d, w, pixels = arch.width, self.settings.decoder_width, arch.patch_values
-        blocks = self.settings.decoder_depth * costs.block_parameters(self._decoder(arch))
+        blocks = self.settings.decoder_depth * costs.block_parameters(
+            self._decoder(arch)
+        )
         added = (d * w + w) + w + blocks + 2 * w + (w * pixels + pixels)
         return super().num_parameters(arch) + int(added)
 
@@ -129,7 +147,9 @@ class Mae(Objective):
         encoder = costs.activation_bytes_per_image(
             arch, num_tokens=self._num_visible(arch), **options
         )
-        return encoder + costs.activation_bytes_per_image(self._decoder(arch), **options)
+        return encoder + costs.activation_bytes_per_image(
+            self._decoder(arch), **options
+        )
 
     # ---- training
 
@@ -159,14 +179,19 @@ class Mae(Objective):
         from vitscale.data.loader import on_device
         from vitscale.models.patches import random_orders, to_patches
 
-        patches_BLP = to_patches(engine.normalized(images_B3SS), patch_size=self.patch_size)
+        patches_BLP = to_patches(
+            engine.normalized(images_B3SS), patch_size=self.patch_size
+        )
         num_patches = patches_BLP.shape[1]
         kept = self.settings.num_kept(num_patches)
         # On the CPU, in fp64: the same patches on every device and in every precision.
-        noise_BL = uniform_rows(positions, num=num_patches, key=stream_key("mae", self.seed))
+        noise_BL = uniform_rows(
+            positions, num=num_patches, key=stream_key("mae", self.seed)
+        )
         order = random_orders(noise_BL)  # those with the least noise are kept
         order_BL, places_BL = (
-            on_device(each, images_B3SS.device) for each in (order, np.argsort(order, axis=1))
+            on_device(each, images_B3SS.device)
+            for each in (order, np.argsort(order, axis=1))
         )
         predicted_BLP = engine.forward(
             images_B3SS, "objective", kept_BK=order_BL[:, :kept], places_BL=places_BL

@@ -43,7 +43,9 @@ class MaskedPatchPredictionSettings(NamedSection):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.mask_share + self.swap_share > 1 + 1e-9:
-            what = f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
+            what = (
+                f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
+            )
             yield ("objective.mask_share", f"{what}; lower one of them")
 
     def num_corrupted(self, num_patches: int) -> int:
@@ -62,7 +64,10 @@ class MaskedPatchPrediction(Objective):
         yield from super().problems(run)
         if run.model.name != "vit":
             what = f"{run.model.name} has no patches of pixels to predict"
-            yield ("model.name", f"{what}; set model.name=vit, or choose another objective")
+            yield (
+                "model.name",
+                f"{what}; set model.name=vit, or choose another objective",
+            )
             return
         if run.data.mixing is not None:
             what = "mixed images have no colours of their own to predict"
@@ -71,11 +76,16 @@ class MaskedPatchPrediction(Objective):
             return
         arch: Any = run.model.resolved(num_classes=0)
         if not self.settings.num_corrupted(arch.num_patches):
-            what = f"{self.settings.corrupted_share} of {arch.num_patches} patches is none"
+            what = (
+                f"{self.settings.corrupted_share} of {arch.num_patches} patches is none"
+            )
             yield ("objective.corrupted_share", f"{what}; raise it")
         if self.settings.swap_share and arch.num_patches == 1:
             what = "an image of one patch has no other patch"
-            yield ("objective.swap_share", f"{what}; set it to 0, or use smaller patches")
+            yield (
+                "objective.swap_share",
+                f"{what}; set it to 0, or use smaller patches",
+            )
 
     def extend_model(self, model: Any, arch: Any) -> None:
         from pretrain.objectives.masked_patches import MaskedPatches
@@ -93,14 +103,18 @@ class MaskedPatchPrediction(Objective):
         head = self.settings.num_corrupted(arch.num_patches) * arch.width * NUM_COLORS
         return super().train_flops_per_image(arch) + int(3 * 2 * head)
 
-    def activation_bytes_per_image(self, arch: Any, *, precision: str, **options: Any) -> int:
+    def activation_bytes_per_image(
+        self, arch: Any, *, precision: str, **options: Any
+    ) -> int:
         """The head's input, and its output in the model's precision and twice in fp32."""
         model = super().activation_bytes_per_image(arch, precision=precision, **options)
         bytes_each = 2 * ACTIVATION_SCALE[precision]
         per_patch = bytes_each * (arch.width + NUM_COLORS) + 2 * 4 * NUM_COLORS
         return model + int(self.settings.num_corrupted(arch.num_patches) * per_patch)
 
-    def corruption(self, positions_B: np.ndarray, device: torch.device) -> dict[str, torch.Tensor]:
+    def corruption(
+        self, positions_B: np.ndarray, device: torch.device
+    ) -> dict[str, torch.Tensor]:
         """Corrupt the images at these positions."""
         from pretrain.objectives.masked_patches import draw_corruption
         from vitscale.data.loader import on_device
@@ -135,6 +149,8 @@ class MaskedPatchPrediction(Objective):
         def rows(images_B3SS: torch.Tensor) -> dict[str, torch.Tensor]:
             inputs = self.corruption(np.arange(len(images_B3SS)), images_B3SS.device)
             logits_BKC = session.engine.forward(images_B3SS, "objective", **inputs)
-            return picture_rows(images_B3SS, logits_BKC, inputs, patch_size=self._arch.patch_size)
+            return picture_rows(
+                images_B3SS, logits_BKC, inputs, patch_size=self._arch.patch_size
+            )
 
         draw_predictions(session, rows)

@@ -61,14 +61,20 @@ def draw_corruption(
     donors_BN = np.empty_like(circle_BN)
     np.put_along_axis(donors_BN, circle_BN, np.roll(circle_BN, -1, axis=1), axis=1)
     is_masked_BK = kinds_BK < settings.mask_share
-    is_swapped_BK = ~is_masked_BK & (kinds_BK < settings.mask_share + settings.swap_share)
+    is_swapped_BK = ~is_masked_BK & (
+        kinds_BK < settings.mask_share + settings.swap_share
+    )
     masked_BN = np.zeros(circle_BN.shape, dtype=bool)
     np.put_along_axis(masked_BN, predicted_BK, is_masked_BK, axis=1)
     sources_BN = np.tile(np.arange(num_patches), (len(positions_B), 1))
     donors_BK = np.take_along_axis(donors_BN, predicted_BK, axis=1)
     sources_BK = np.where(is_swapped_BK, donors_BK, predicted_BK)
     np.put_along_axis(sources_BN, predicted_BK, sources_BK, axis=1)
-    return {"predicted_BK": predicted_BK, "sources_BN": sources_BN, "masked_BN": masked_BN}
+    return {
+        "predicted_BK": predicted_BK,
+        "sources_BN": sources_BN,
+        "masked_BN": masked_BN,
+    }
 
 
 class MaskedPatches(nn.Module):
@@ -155,7 +161,9 @@ def picture_rows(
     index_BKX = predicted_BK[..., None].expand(-1, -1, patches_BNX.shape[2])
 
     def colored(colors_BK: torch.Tensor) -> torch.Tensor:
-        return patches_BNX.scatter(1, index_BKX, shades(colors_BK).repeat(1, 1, patch_size**2))
+        return patches_BNX.scatter(
+            1, index_BKX, shades(colors_BK).repeat(1, 1, patch_size**2)
+        )
 
     rows = {
         "original": patches_BNX,
@@ -163,4 +171,6 @@ def picture_rows(
         "targets": colored(colors(take_patches(patches_BNX, predicted_BK))),
         "predicted": colored(logits_BKC.argmax(dim=-1)),
     }
-    return {title: to_images(row_BNX, grid=(side, side)) for title, row_BNX in rows.items()}
+    return {
+        title: to_images(row_BNX, grid=(side, side)) for title, row_BNX in rows.items()
+    }

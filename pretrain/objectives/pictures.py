@@ -40,4 +40,6 @@ def draw_predictions(
             for title, images in drawn.items()
         ]
         path = session.folder / "pictures/reconstructions.png"
-        save_figure(sheet("What the objective sees and predicts", cells, height=1.35), path)
+        save_figure(
+            sheet("What the objective sees and predicts", cells, height=1.35), path
+        )

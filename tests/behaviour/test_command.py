@@ -56,8 +56,12 @@ compare sync runs/a -> launch/compare.py sync runs/a
 """
 
 
-@pytest.mark.parametrize("words, expected", [line.split(" -> ") for line in STARTED.splitlines()])
-def test_each_command_starts_its_script(words: str, expected: str, started: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words, expected", [line.split(" -> ") for line in STARTED.splitlines()]
+)
+def test_each_command_starts_its_script(
+    words: str, expected: str, started: list[str]
+) -> None:
     command.start(words.split())
     assert started == expected.split()
 
@@ -71,7 +75,9 @@ def test_the_script_itself_runs_as_a_rank(
 
 
 def test_all_commands_have_scripts() -> None:
-    scripts = [script for script, _ in [*COMMANDS.values(), *PREPARE.values()] if script]
+    scripts = [
+        script for script, _ in [*COMMANDS.values(), *PREPARE.values()] if script
+    ]
     assert len(scripts) == 15 and all((ROOT / script).is_file() for script in scripts)
 
 
@@ -90,17 +96,23 @@ def test_all_commands_have_scripts() -> None:
         ("completion", "a word is missing\n.*bash, zsh, fish"),
     ],
 )
-def test_wrong_words_get_a_next_step(words: str, message: str, started: list[str]) -> None:
+def test_wrong_words_get_a_next_step(
+    words: str, message: str, started: list[str]
+) -> None:
     with pytest.raises(UserError, match=message):
         command.start(words.split())
     assert not started
 
 
-def test_a_copied_configuration_has_its_bases(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copied_configuration_has_its_bases(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command.start(["configs", "copy", "deit3_i1k_b16"])
     copies = ["configs/finetune/deit3_i1k_b16.yaml", "configs/deit3_i1k/b16.yaml"]
     assert capsys.readouterr().out.split() == copies
-    assert read_values(copies[0]) == read_values(CONFIGS / "finetune/deit3_i1k_b16.yaml")
+    assert read_values(copies[0]) == read_values(
+        CONFIGS / "finetune/deit3_i1k_b16.yaml"
+    )
     # The copy comes first: an edit counts.
     Path(copies[0]).write_text("stage: evaluate\n")
     assert read_values("deit3_i1k_b16") == {"stage": "evaluate"}
@@ -121,7 +133,9 @@ def test_every_configuration_is_listed(capsys: pytest.CaptureFixture[str]) -> No
 def test_help_imports_nothing_slow() -> None:
     """Not even pydantic: `vitscale --help` has 0.3 s."""
     shown = "import sys; from vitscale import command; command.start([]); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", shown], capture_output=True, text=True, cwd=ROOT
+    )
     assert "visualize" in done.stdout, done.stderr
     slow = {"torch", "mlflow", "pydantic", "yaml", "numpy", "argparse"}
     assert not slow & set(done.stdout.splitlines()[-1].split())
@@ -131,7 +145,10 @@ def test_help_imports_nothing_slow() -> None:
     "words, follower",
     [
         *(("pretr", "pretrain"), ("prepare sh", "shards"), ("completion fi", "fish")),
-        *(("finetune finetune/p", "finetune/pets_384"), ("launch --local chains/d", "chains/demo")),
+        *(
+            ("finetune finetune/p", "finetune/pets_384"),
+            ("launch --local chains/d", "chains/demo"),
+        ),
     ],
 )
 def test_bash_completes_words(words: str, follower: str) -> None:
@@ -141,5 +158,7 @@ def test_bash_completes_words(words: str, follower: str) -> None:
         COMP_WORDS=(vitscale {words}); COMP_CWORD={len(words.split())}
         _vitscale; echo "${{COMPREPLY[@]}}"
     """
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.stdout.split() == [follower], done.stderr

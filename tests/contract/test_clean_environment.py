@@ -40,7 +40,13 @@ HOSTILE = dict(
 
 def become_hostile() -> None:
     os.umask(0o077)
-    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGQUIT, signal.SIGCHLD):
+    for number in (
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGINT,
+        signal.SIGQUIT,
+        signal.SIGCHLD,
+    ):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR2])
 

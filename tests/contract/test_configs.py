@@ -19,7 +19,9 @@ from vitscale.config.command_line import settings_reference
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run, load_run_file, run_to_yaml
 
-CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))
+CONFIGS = sorted(
+    p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml")
+)
 CARD = ("What", "Command", "Hardware", "Expect", "Source")
 
 
@@ -53,7 +55,10 @@ def test_configs_begin_with_a_run_card() -> None:
             if not line.startswith("#"):
                 break
             header.append(line)
-        cards = {line[2:].partition(":")[0]: line.partition(":")[2].strip() for line in header}
+        cards = {
+            line[2:].partition(":")[0]: line.partition(":")[2].strip()
+            for line in header
+        }
         missing = [label for label in CARD if not cards.get(label)]
         name = _name(path).removeprefix("configs/").removesuffix(".yaml")
         if missing or name not in cards["Command"].split():
@@ -62,7 +67,9 @@ def test_configs_begin_with_a_run_card() -> None:
 
 
 def test_every_setting_and_group_has_a_docstring() -> None:
-    entries = [each for group in settings_reference(ALL_RUN_TYPES).values() for each in group]
+    entries = [
+        each for group in settings_reference(ALL_RUN_TYPES).values() for each in group
+    ]
     assert len(entries) > 150
     assert not [entry.key for entry in entries if not entry.text]
 
@@ -85,19 +92,29 @@ def _versions(name: str) -> dict[str, str]:
 def test_the_lock_has_the_versions_last_tested() -> None:
     locked, tested = _versions("requirements.lock"), _versions("constraints.txt")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {canonicalize_name(Requirement(each).name) for each in project["dependencies"]}
+    needed = {
+        canonicalize_name(Requirement(each).name) for each in project["dependencies"]
+    }
     assert needed <= set(locked), "renew it: make lock"
     both = locked.keys() & tested.keys()
-    assert {name: locked[name] for name in both} == {name: tested[name] for name in both}
+    assert {name: locked[name] for name in both} == {
+        name: tested[name] for name in both
+    }
 
 
 @pytest.mark.parametrize("name", ["apptainer", "pyxis"])
-def test_the_site_files_of_containers_are_valid(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_site_files_of_containers_are_valid(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = f"containers/{name}.yaml"
     monkeypatch.setenv("VITSCALE_SITE", site)
     command = [sys.executable, "launch/slurm.py", "--config", "configs/vit_h14.yaml"]
     shown = subprocess.run(
-        [*command, "--print-config"], cwd=ROOT, capture_output=True, text=True, check=True
+        [*command, "--print-config"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert f"{site}:3" in shown and "/images/vitscale.s" in shown
 

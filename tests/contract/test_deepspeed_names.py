@@ -74,7 +74,9 @@ def used_names() -> set[str]:
         holder = node.value
         while isinstance(holder, ast.Subscript):
             holder = holder.value
-        name = holder.id if isinstance(holder, ast.Name) else getattr(holder, "attr", "")
+        name = (
+            holder.id if isinstance(holder, ast.Name) else getattr(holder, "attr", "")
+        )
         if name in OBJECTS:
             names.add(node.attr)
     return names - PUBLIC - OBJECTS.intersection({"_wrapper", "_engine"})

@@ -22,7 +22,11 @@ LOGGING = (
 # The last one has those of objectives.
 METRIC_PAGES = ("tracking", "evaluation", "configuration")
 METRIC = re.compile(r"(train|val|vitals)/[a-z0-9_]*[a-z0-9]")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 CARDS = [ROOT / "Makefile", *sorted((ROOT / "configs").rglob("*.yaml"))]
 URL = re.compile(r"\w+://\S+")
 # Braces stand for several files; only the folder before them is checked.
@@ -46,14 +50,19 @@ EXTERNAL = set(
 def _tracked() -> set[str]:
     """Every file and folder of the tree that git knows or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     files = {Path(name) for name in names.splitlines() if (ROOT / name).exists()}
     return {str(path) for file in files for path in (file, *file.parents)}
 
 
 def _anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for heading in headings
+    }
 
 
 def _is_known(path: str, tracked: set[str]) -> bool:
@@ -83,7 +92,11 @@ def test_paths_named_in_docs_exist() -> None:
                 and path not in EXTERNAL
                 and not _is_known(path, tracked)
             ]
-            wrong += [f"{where}: {name}" for name in FILE_NAME.findall(text) if name not in names]
+            wrong += [
+                f"{where}: {name}"
+                for name in FILE_NAME.findall(text)
+                if name not in names
+            ]
     assert not wrong
 
 
@@ -104,11 +117,15 @@ def test_lists_begin_after_a_blank_line() -> None:
     """GitHub shows other lists too; the site does not, nor blocks in lists indented by two."""
     wrong = []
     for page in PAGES:
-        prose = re.sub(r"^```.*?^```", "```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        prose = re.sub(
+            r"^```.*?^```", "```", page.read_text(), flags=re.MULTILINE | re.DOTALL
+        )
         for before, line in pairwise(prose.splitlines()):
             is_item = re.match(r"\s*([-*]|\d+\.) ", line)
             inside = re.match(r"\s*([-*]|\d+\.) |\s+\S|#", before)
-            if (is_item and before and not inside) or re.match(r" {1,3}(```|[-*] )", line):
+            if (is_item and before and not inside) or re.match(
+                r" {1,3}(```|[-*] )", line
+            ):
                 wrong.append(f"{page.relative_to(ROOT)}: {line}")
     assert not wrong
 
@@ -130,7 +147,9 @@ def _metrics_in(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Constant) and METRIC.fullmatch(str(node.value)):
             yield str(node.value)
         if "evaluation" in path.parts and isinstance(node, ast.Return) and node.value:
-            dicts = [part for part in ast.walk(node.value) if isinstance(part, ast.Dict)]
+            dicts = [
+                part for part in ast.walk(node.value) if isinstance(part, ast.Dict)
+            ]
             for key in [key for each in dicts for key in each.keys if key is not None]:
                 part = key.values[-1] if isinstance(key, ast.JoinedStr) else key
                 yield f"val/{ast.literal_eval(part)}"

@@ -15,7 +15,11 @@ from tests.contract.tree import ROOT, imports_of, module_files, parsed, scripts
 
 def test_package_files_are_empty() -> None:
     """But for one, which sets the environment first, and imports what it offers when asked for."""
-    filled = [m for m, p in module_files().items() if p.name == "__init__.py" and parsed(p).body]
+    filled = [
+        m
+        for m, p in module_files().items()
+        if p.name == "__init__.py" and parsed(p).body
+    ]
     allowed = {"os", "typing", "vitscale.evaluation.api"}
     assert filled == ["vitscale"] and not imports_of("vitscale") - allowed
 
@@ -30,13 +34,17 @@ def test_the_reference_of_trainings_imports_nothing_of_the_product() -> None:
             elif isinstance(node, ast.ImportFrom):
                 assert node.module and node.level == 0
                 imported.add(node.module)
-    others = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
+    others = {
+        name for name in imported if name.split(".")[0] not in sys.stdlib_module_names
+    }
     torch_alone = {"numpy", "torch", "torch.nn.functional"}
     assert others == torch_alone | {"tests.support.reference_training"}
 
 
 def test_nobody_imports_a_script() -> None:
-    assert not {m: found for m in module_files() if (found := imports_of(m) & scripts())}
+    assert not {
+        m: found for m in module_files() if (found := imports_of(m) & scripts())
+    }
 
 
 def test_pillow_is_told_which_formats_to_open() -> None:
@@ -70,8 +78,14 @@ def test_no_collective_runs_while_an_error_unwinds() -> None:
     for path in module_files().values():
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef):
-                functions.setdefault(node.name, []).append((str(path.relative_to(ROOT)), node))
-    alone = {name: _called(found[0][1].body) for name, found in functions.items() if not found[1:]}
+                functions.setdefault(node.name, []).append(
+                    (str(path.relative_to(ROOT)), node)
+                )
+    alone = {
+        name: _called(found[0][1].body)
+        for name, found in functions.items()
+        if not found[1:]
+    }
     collective, num_known = set(COLLECTIVES), 0
     while len(collective) > num_known:
         num_known = len(collective)

@@ -27,7 +27,9 @@ STAGE_OF = {
 MAX_MODULES = 800
 PAGE = "launch.planning.configuration"  # It lists the settings, and reads none.
 WITH_CONFIG = sorted(
-    m for m in scripts() if "vitscale.config.command_line" in imports_of(m) and m != PAGE
+    m
+    for m in scripts()
+    if "vitscale.config.command_line" in imports_of(m) and m != PAGE
 )
 # One process runs all scripts. Heavy imports fail there, so that each script has to try its own.
 RUN_ALL = """
@@ -69,10 +71,14 @@ os._exit(0)  # not with the code of the last script
 def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every script with --help, and those with a configuration with a wrong one."""
     folder = tmp_path_factory.mktemp("started")
-    commands = {f"{m} --help": [str(module_files()[m]), "--help"] for m in sorted(scripts())}
+    commands = {
+        f"{m} --help": [str(module_files()[m]), "--help"] for m in sorted(scripts())
+    }
     for module in WITH_CONFIG:
         stage = STAGE_OF.get(module, STAGE_OF.get(module.split(".")[0], "pretrain"))
-        (folder / f"{stage}.yaml").write_text(f"stage: {stage}\nno_such_key: 1\nseed: many\n")
+        (folder / f"{stage}.yaml").write_text(
+            f"stage: {stage}\nno_such_key: 1\nseed: many\n"
+        )
         arguments = [str(module_files()[module]), "--config", f"{stage}.yaml", "lr.=1"]
         commands[f"{module} --config"] = arguments
     before = sorted(folder.iterdir())
@@ -95,21 +101,34 @@ def test_a_missing_package_is_named() -> None:
     for script in scripts() - {PAGE, "launch.jobs.after", "vitscale.command"}:
         command = [sys.executable, "-I", "-S", str(module_files()[script])]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert (done.returncode, "Run: pip install -e ." in done.stderr) == (2, True), done
+        assert (done.returncode, "Run: pip install -e ." in done.stderr) == (2, True), (
+            done
+        )
 
 
 def test_scripts_start_light(started: dict[str, Any]) -> None:
-    heavy = {name: run["heavy"] for name, run in started["runs"].items() if run["heavy"]}
+    heavy = {
+        name: run["heavy"] for name, run in started["runs"].items() if run["heavy"]
+    }
     assert not heavy
     assert len(started["modules"]) < MAX_MODULES
 
 
 def test_help_is_short_and_names_every_group(started: dict[str, Any]) -> None:
-    shown = {name: run for name, run in started["runs"].items() if name.endswith("--help")}
+    shown = {
+        name: run for name, run in started["runs"].items() if name.endswith("--help")
+    }
     assert not [
-        n for n, run in shown.items() if run["code"] or "usage" not in run["output"].lower()
+        n
+        for n, run in shown.items()
+        if run["code"] or "usage" not in run["output"].lower()
     ]
-    for script in ("pretrain.main", "finetune.main", "launch.slurm", "data_prep.make_shards"):
+    for script in (
+        "pretrain.main",
+        "finetune.main",
+        "launch.slurm",
+        "data_prep.make_shards",
+    ):
         output = shown[f"{script} --help"]["output"]
         assert len(output.splitlines()) <= 45 and "\n  launch  " in output, output
 
@@ -125,7 +144,9 @@ def test_configuration_errors_are_reported(started: dict[str, Any]) -> None:
     assert not wrong
 
 
-def test_no_script_ends_without_its_error_where_rank_is_set(started: dict[str, Any]) -> None:
+def test_no_script_ends_without_its_error_where_rank_is_set(
+    started: dict[str, Any],
+) -> None:
     assert len(started["ranks"]) == len(WITH_CONFIG)
     for name, run in started["ranks"].items():
         assert run["code"] == 2 and ".yaml:2: no_such_key" in run["output"], name

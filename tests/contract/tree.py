@@ -35,7 +35,9 @@ def imports_of(module: str) -> frozenset[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{module}:{node.lineno}: relative import"
+            assert node.level == 0 and node.module, (
+                f"{module}:{node.lineno}: relative import"
+            )
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner in module_files() else node.module)

@@ -44,7 +44,11 @@ LONG = 3_000_000_000
 def task(world: World, *, batch: int = 32, model: Any = SMALL, **sections: Any) -> Task:
     """A training on random images; `engine`: its precision and whether it is compiled."""
     engine = {"device": world.device.type, "compile": False, "max_micro_batch": batch}
-    values = {"stage": "pretrain", "name": "gpu", "data": {"path": "none", "global_batch": batch}}
+    values = {
+        "stage": "pretrain",
+        "name": "gpu",
+        "data": {"path": "none", "global_batch": batch},
+    }
     values |= {"model": model, "schedule": {"steps": 100, "warmup_steps": 2}}
     values |= {"optim": {"lr": 3e-3, "weight_decay": 0.1, "clip_norm": 1.0}}
     values |= sections | {"engine": engine | sections.get("engine", {})}
@@ -53,7 +57,9 @@ def task(world: World, *, batch: int = 32, model: Any = SMALL, **sections: Any) 
 
 def losses(loop: EngineLoop, start: int, stop: int) -> list[float]:
     pool = loop.task.pool
-    found = [loop.step(number, *pool[number % len(pool)]) for number in range(start, stop)]
+    found = [
+        loop.step(number, *pool[number % len(pool)]) for number in range(start, stop)
+    ]
     return [float(loss) for loss in found]
 
 
@@ -107,12 +113,22 @@ def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
         first.before_update = store.wait_for_host_copy
         for step in (3, 4):  # the first save pins its memory
             store.wait()
-            saved = {name: each.clone() for name, each in first.engine.export_state().items()}
+            saved = {
+                name: each.clone() for name, each in first.engine.export_state().items()
+            }
             counters = first.engine.export_counters()
-            progress = {"optimizer_steps": first.engine.optimizer_steps(), "engine": counters}
+            progress = {
+                "optimizer_steps": first.engine.optimizer_steps(),
+                "engine": counters,
+            }
             torch.cuda._sleep(LONG)
             kernels = torch.cuda.current_stream().record_event()
-            store.save(first.engine.export_state(), step=step, progress=progress, description={})
+            store.save(
+                first.engine.export_state(),
+                step=step,
+                progress=progress,
+                description={},
+            )
             assert step == 3 or not kernels.query(), "the save waited for the kernels"
             expected = losses(first, step, step + 3 if step == 4 else 4)
         assert store._host_copy._buffer.is_pinned()
@@ -123,7 +139,9 @@ def test_a_save_waits_for_no_kernel_and_moves_bit_for_bit(
     restore_engine(second.engine, checkpoint)
     state = second.engine.export_state()
     for name, each in saved.items():
-        assert torch.equal(stored[name], each.cpu()) and torch.equal(state[name], each), name
+        assert torch.equal(stored[name], each.cpu()) and torch.equal(
+            state[name], each
+        ), name
     assert second.engine.export_counters() == counters
     assert losses(second, 4, 7) == pytest.approx(expected, rel=1e-3)
     for loop in (first, second):
@@ -147,10 +165,16 @@ def test_peak_memory_is_that_of_the_dry_run(world: World) -> None:
     loop.engine.close()
 
 
-def test_a_task_that_sees_one_gpu_uses_it(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_sees_one_gpu_uses_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As number 0, also as its node's second rank; DeepSpeed takes LOCAL_RANK for the number."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_PROCID": "1"}
+    place |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "SLURM_PROCID": "1",
+    }
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     with process_group(device=device, timeout_min=5, num_threads=1) as world:  # type: ignore[arg-type]  # a literal
@@ -161,14 +185,20 @@ def test_a_task_that_sees_one_gpu_uses_it(device: str, monkeypatch: pytest.Monke
             loop.engine.close()
 
 
-KERNELS = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+KERNELS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_attention_kernels_equal_the_formula(device: str, kernel: SDPBackend) -> None:
     """Features and gradients in bf16, beside fp32 without a fused kernel."""
     arch = ViTSettings.model_validate(SMALL).resolved(num_classes=10)
-    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     found = []
     for backend, dtype in ((SDPBackend.MATH, torch.float32), (kernel, torch.bfloat16)):
         model = build_model(arch, seed=0).to(device, dtype)
@@ -198,7 +228,9 @@ def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device: str) 
 
     given = [
         Slow(
-            torch.full((16, 3, 224, 224), number, dtype=torch.uint8, pin_memory=is_pinned),
+            torch.full(
+                (16, 3, 224, 224), number, dtype=torch.uint8, pin_memory=is_pinned
+            ),
             *(torch.ones(16, pin_memory=is_pinned) for _ in "ab"),
         )
         for number in range(1, 13)
@@ -216,4 +248,6 @@ def test_batches_are_copied_beside_the_kernels_and_stay_until_used(device: str) 
         torch.cuda.synchronize()
         if number > 5:  # by then no memory is allocated, for which CUDA itself waits
             assert copied[-1].elapsed_time(kernels) > 0, "copied after the kernels"
-    assert [int(each) for each in sums] == [n * given[0].images.numel() for n in range(1, 12)]
+    assert [int(each) for each in sums] == [
+        n * given[0].images.numel() for n in range(1, 12)
+    ]

@@ -40,7 +40,12 @@ def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) 
     config: tuple[str, ...] = ()
     if script in TRAININGS:
         (folder / "tiny.yaml").write_text(yaml.safe_dump(TRAININGS[script]))
-        config = ("--config", "tiny.yaml", "engine.compile=false", "engine.timeout_min=10")
+        config = (
+            "--config",
+            "tiny.yaml",
+            "engine.compile=false",
+            "engine.timeout_min=10",
+        )
     words = (*config, "evaluate=[{name: classification}]", *words)
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -55,14 +60,23 @@ def start(script: str, folder: Path, *words: str, before: tuple[str, ...] = ()) 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_no_step_waits_for_the_device(device: str, tmp_path: Path, stage: int) -> None:
     """With loader, mixing, clipping and an average; DeepSpeed's own code waits at ZeRO 2 and 3."""
-    words = (f"engine.device={device}", "engine.precision=bf16", f"engine.zero_stage={stage}")
-    words += ("data.num_workers=1", "data.mixing={mixup_alpha: 0.8, cutmix_alpha: 1.0, mode: pair}")
+    words = (
+        f"engine.device={device}",
+        "engine.precision=bf16",
+        f"engine.zero_stage={stage}",
+    )
+    words += (
+        "data.num_workers=1",
+        "data.mixing={mixup_alpha: 0.8, cutmix_alpha: 1.0, mode: pair}",
+    )
     words += ("optim.ema.decay=0.9", "tracking.log_every_steps=100", "output=run")
     said = start("pretrain/main.py", tmp_path, *words, before=("-c", NOTHING_WAITS))
     assert f"; {device}, bfloat16, ZeRO {stage}" in said
 
 
-def test_a_model_is_trained_resumed_finetuned_and_evaluated(device: str, tmp_path: Path) -> None:
+def test_a_model_is_trained_resumed_finetuned_and_evaluated(
+    device: str, tmp_path: Path
+) -> None:
     on = f"engine.device={device}"
     start("pretrain/main.py", tmp_path, on, "output=whole", "checkpoint.every_steps=10")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
@@ -70,11 +84,24 @@ def test_a_model_is_trained_resumed_finetuned_and_evaluated(device: str, tmp_pat
     said = start("pretrain/main.py", tmp_path, on, "output=again")
     assert f"; {device}, " in said and "resuming again at step 10" in said
     whole, again = (
-        journal(tmp_path / name, "train/loss")["train/loss"] for name in ("whole", "again")
+        journal(tmp_path / name, "train/loss")["train/loss"]
+        for name in ("whole", "again")
     )
     assert len(again) == 20 and again == pytest.approx(whole, rel=1e-3)
-    start("finetune/main.py", tmp_path, on, "output=fine", "init=whole", "model.image_size=16")
-    words = ("init=fine", f"compute.device={device}", "output=evaluated", "tracking.uri=null")
+    start(
+        "finetune/main.py",
+        tmp_path,
+        on,
+        "output=fine",
+        "init=whole",
+        "model.image_size=16",
+    )
+    words = (
+        "init=fine",
+        f"compute.device={device}",
+        "output=evaluated",
+        "tracking.uri=null",
+    )
     start("finetune/evaluate_model.py", tmp_path, *words)
     results = json.loads((tmp_path / "evaluated/results.json").read_text())["results"]
     (top1,) = (row["value"] for row in results if row["metric"] == "top1")

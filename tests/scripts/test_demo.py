@@ -22,12 +22,16 @@ from tests.support.waiting import ROOT
 from vitscale.config.errors import UserError
 
 # What a job of this wheel imports, as it lies in a checkout.
-LIST_SNAPSHOT = "from launch.jobs.snapshot import read_code; print(*read_code(), sep='\\n')"
+LIST_SNAPSHOT = (
+    "from launch.jobs.snapshot import read_code; print(*read_code(), sep='\\n')"
+)
 BUILD_SDIST = "from setuptools.build_meta import build_sdist; build_sdist('..')"
 
 
 def final_top1(run: Path) -> float:
-    rows = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()
+    ]
     return [row["val/top1"] for row in rows if "val/top1" in row][-1]
 
 
@@ -35,7 +39,9 @@ def shorten(config: Path) -> None:
     """Leave a third of the steps."""
     text = config.read_text()
     (steps,) = re.findall(r"^  steps: (\d+)$", text, flags=re.M)
-    config.write_text(text.replace(f"  steps: {steps}\n", f"  steps: {int(steps) // 3}\n"))
+    config.write_text(
+        text.replace(f"  steps: {steps}\n", f"  steps: {int(steps) // 3}\n")
+    )
 
 
 def installed_wheel(folder: Path) -> tuple[Path, Path]:
@@ -47,7 +53,9 @@ def installed_wheel(folder: Path) -> tuple[Path, Path]:
     """
     source = folder / "source"
     for name in (*PACKAGES, "configs"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so"))
+        shutil.copytree(
+            ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so")
+        )
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     subprocess.run([sys.executable, "-c", BUILD_SDIST], cwd=source, check=True)
@@ -56,7 +64,10 @@ def installed_wheel(folder: Path) -> tuple[Path, Path]:
     build = [*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", folder]
     subprocess.run([*build, *folder.glob("*.tar.gz")], check=True)
     [wheel] = folder.glob("*.whl")
-    venv, site = folder / "venv", f"lib/python{sysconfig.get_python_version()}/site-packages"
+    venv, site = (
+        folder / "venv",
+        f"lib/python{sysconfig.get_python_version()}/site-packages",
+    )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin/python"
     subprocess.run([*pip, "--python", python, "install", *offline, wheel], check=True)
@@ -80,11 +91,16 @@ def test_the_demo_of_a_wheel_learns_and_transfers(
     package = Path(subprocess.check_output([python, "-c", ask], text=True).strip())
     assert package.is_relative_to(tmp_path)
     listed = subprocess.check_output(
-        [python, "-c", LIST_SNAPSHOT], text=True, env={"PYTHONPATH": str(package / "_app")}
+        [python, "-c", LIST_SNAPSHOT],
+        text=True,
+        env={"PYTHONPATH": str(package / "_app")},
     )
     names = set(listed.splitlines())
     assert {"vitscale/command.py", "pretrain/main.py", "configs/vit_b16.yaml"} <= names
-    assert any(name.endswith("/_region.abi3.so") for name in names) and "_app" not in listed
+    assert (
+        any(name.endswith("/_region.abi3.so") for name in names)
+        and "_app" not in listed
+    )
     for stage in ("pretrain", "finetune"):
         shorten(package / f"_app/configs/demo/{stage}.yaml")
     finished = subprocess.run(
@@ -93,12 +109,16 @@ def test_the_demo_of_a_wheel_learns_and_transfers(
     assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr
     runs = tmp_path / "runs"
     pretrained, finetuned, scratch = (
-        final_top1(runs / f"demo-{part}") for part in ("pretrain", "finetune", "scratch")
+        final_top1(runs / f"demo-{part}")
+        for part in ("pretrain", "finetune", "scratch")
     )
     # Measured once: 29.6, 42.9 and 31.2 %; one class of 53 is 1.9 %.
     assert pretrained >= 0.2
     assert finetuned >= pretrained + 0.05 and finetuned >= scratch + 0.05
-    assert f"{finetuned:.2%}" in finished.stdout and f"Made in {tmp_path}:" in finished.stdout
+    assert (
+        f"{finetuned:.2%}" in finished.stdout
+        and f"Made in {tmp_path}:" in finished.stdout
+    )
     report = (runs / "demo/report.html").read_text()
     assert "demo-finetune" in report and "data:image/png;base64" in report
 
@@ -111,7 +131,10 @@ def test_at_most_200_images_of_each_class_are_taken(tmp_path: Path) -> None:
     (tmp_path / "in/cat/._1.jpg").touch()
     for _ in range(2):  # started, resumed
         link_some(tmp_path / "in", tmp_path / "out")
-        taken = {path.name: len(list(path.iterdir())) for path in (tmp_path / "out").iterdir()}
+        taken = {
+            path.name: len(list(path.iterdir()))
+            for path in (tmp_path / "out").iterdir()
+        }
         assert taken == {"cat": 150, "dog": 3}
     with pytest.raises(UserError, match="no class folders with images"):
         link_some(tmp_path / "in/cat/sub", tmp_path / "out")
@@ -134,5 +157,7 @@ def test_the_demo_takes_classes_and_not_splits(
     assert "takes images of train alone" in capsys.readouterr().out
     assert folder_of_classes(tmp_path / "in/Train") == tmp_path / "in/Train"
     (tmp_path / "in/preview").mkdir()
-    with pytest.raises(UserError, match="DATA=.*named like splits.*(.|\n)*such as .*/in/train"):
+    with pytest.raises(
+        UserError, match="DATA=.*named like splits.*(.|\n)*such as .*/in/train"
+    ):
         folder_of_classes(tmp_path / "in")

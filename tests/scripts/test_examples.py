@@ -34,13 +34,17 @@ def test_the_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for name, num_pictures in NOTEBOOKS.items():
         notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
         stored = [
-            each for each in notebook.cells if each.get("outputs") or each.get("execution_count")
+            each
+            for each in notebook.cells
+            if each.get("outputs") or each.get("execution_count")
         ]
         assert not stored, f"{name} is stored with outputs"
         resources = {"metadata": {"path": tmp_path}}
         NotebookClient(notebook, kernel_name="python3", resources=resources).execute()
         outputs = [each for cell in notebook.cells for each in cell.get("outputs", ())]
-        assert sum("image/png" in each.get("data", {}) for each in outputs) == num_pictures
+        assert (
+            sum("image/png" in each.get("data", {}) for each in outputs) == num_pictures
+        )
 
 
 @pytest.mark.slow

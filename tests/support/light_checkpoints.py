@@ -15,7 +15,13 @@ import signal
 import sys
 from pathlib import Path
 
-from vitscale.checkpoint.folders import Commit, Gather, Save, commit_save, only_this_rank
+from vitscale.checkpoint.folders import (
+    Commit,
+    Gather,
+    Save,
+    commit_save,
+    only_this_rank,
+)
 from vitscale.config.errors import UserError
 
 LENGTH = 24

@@ -52,7 +52,11 @@ class Run:
     more: dict[str, Any] = field(default_factory=dict)
 
     def settings(self, workers: int) -> DataSettings:
-        values = {"path": str(self.path), "global_batch": GLOBAL_BATCH, "num_workers": workers}
+        values = {
+            "path": str(self.path),
+            "global_batch": GLOBAL_BATCH,
+            "num_workers": workers,
+        }
         return DataSettings.model_validate(values | self.more)
 
     def batches(
@@ -68,16 +72,26 @@ class Run:
         for rank in range(ranks):
             layout = {"rank": rank, "ranks": ranks, "accumulation": accumulation}
             micro_batches = rank_batches_of(self.settings(workers), **span, **layout)
-            per_rank.append([_digests(batch) for batch in islice(micro_batches, micro_steps)])
+            per_rank.append(
+                [_digests(batch) for batch in islice(micro_batches, micro_steps)]
+            )
             micro_batches.close()
         assert {len(own) for own in per_rank} == {micro_steps}
-        whole = [[image for own in per_rank for image in own[i]] for i in range(micro_steps)]
-        return [sum(whole[i : i + accumulation], []) for i in range(0, micro_steps, accumulation)]
+        whole = [
+            [image for own in per_rank for image in own[i]] for i in range(micro_steps)
+        ]
+        return [
+            sum(whole[i : i + accumulation], [])
+            for i in range(0, micro_steps, accumulation)
+        ]
 
 
 def _digests(batch: Batch) -> list[bytes]:
     images = zip(batch.images, batch.labels.tolist(), strict=True)
-    return [hashlib.sha256(image.numpy().tobytes() + bytes([n])).digest() for image, n in images]
+    return [
+        hashlib.sha256(image.numpy().tobytes() + bytes([n])).digest()
+        for image, n in images
+    ]
 
 
 def server_pid() -> int:
@@ -87,4 +101,7 @@ def server_pid() -> int:
 
 def worker_pids() -> list[int]:
     pid = server_pid()
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(each)
+        for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]

@@ -62,7 +62,9 @@ def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         http.server_close()
 
 
-def _about(folder: Path, path: str, query: dict[str, str], *, google: bool) -> bytes | None:
+def _about(
+    folder: Path, path: str, query: dict[str, str], *, google: bool
+) -> bytes | None:
     """A listing of a bucket, or what Google knows of a file; None if the content is wanted."""
     if "list-type" not in query and (not google or "alt" in query):
         return None
@@ -70,11 +72,19 @@ def _about(folder: Path, path: str, query: dict[str, str], *, google: bool) -> b
     if "/" in path:
         names = [path.partition("/")[2]]
     else:
-        names = [str(file.relative_to(base)) for file in sorted(base.rglob("*")) if file.is_file()]
+        names = [
+            str(file.relative_to(base))
+            for file in sorted(base.rglob("*"))
+            if file.is_file()
+        ]
         names = [name for name in names if name.startswith(query.get("prefix", ""))]
-    files = {name: (base / name).stat().st_size for name in names if (base / name).is_file()}
+    files = {
+        name: (base / name).stat().st_size for name in names if (base / name).is_file()
+    }
     if google:
-        items = [{"name": n, "bucket": base.name, "size": str(s)} for n, s in files.items()]
+        items = [
+            {"name": n, "bucket": base.name, "size": str(s)} for n, s in files.items()
+        ]
         if "/" in path:
             return json.dumps(items[0]).encode() if items else None
         return json.dumps({"kind": "storage#objects", "items": items}).encode()

@@ -18,13 +18,19 @@ from torch import nn
 from tests.support.reference_training import Loss, Sample
 
 
-def supervised(kind: str = "softmax", smoothing: float = 0.0, share_of: Any = None) -> Loss:
+def supervised(
+    kind: str = "softmax", smoothing: float = 0.0, share_of: Any = None
+) -> Loss:
     """share_of: of a pair of neighbours, what each keeps of itself (Mixup, Zhang et al. 2018)."""
 
-    def loss_of(run: Callable[..., Any], pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(
+        run: Callable[..., Any], pixels: torch.Tensor, sample: Sample
+    ) -> torch.Tensor:
         shares = torch.ones(len(pixels))
         if share_of is not None:
-            shares = torch.tensor([share_of(int(p) // 2) for p in sample.positions]).float()
+            shares = torch.tensor(
+                [share_of(int(p) // 2) for p in sample.positions]
+            ).float()
             mixed = shares[:, None, None, None]
             pixels = mixed * pixels + (1 - mixed) * _partner(pixels)
         logits_BC = run(pixels).float()
@@ -32,33 +38,47 @@ def supervised(kind: str = "softmax", smoothing: float = 0.0, share_of: Any = No
                       (sample.labels, _partner(sample.labels)))  # fmt: skip
         target_BC = shares[:, None] * own + (1 - shares[:, None]) * other
         if kind == "bce":  # DeiT-III: each label counts in full, mean over classes
-            return F.binary_cross_entropy_with_logits(logits_BC, (target_BC > 0).float())
+            return F.binary_cross_entropy_with_logits(
+                logits_BC, (target_BC > 0).float()
+            )
         target_BC = (1 - smoothing) * target_BC + smoothing / logits_BC.shape[1]
         if kind == "softmax":
             return -(target_BC * logits_BC.log_softmax(dim=1)).sum(dim=1).mean()
-        wrong = F.binary_cross_entropy_with_logits(logits_BC, target_BC, reduction="none")
+        wrong = F.binary_cross_entropy_with_logits(
+            logits_BC, target_BC, reduction="none"
+        )
         return wrong.sum(dim=1).mean()  # ViT on ImageNet-21k: summed over classes
 
     return loss_of
 
 
 def _partner(values: torch.Tensor) -> torch.Tensor:
-    return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1) if len(values) % 2 == 0 else values
+    return (
+        values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+        if len(values) % 2 == 0
+        else values
+    )
 
 
 def distillation(teacher: nn.Module, *, kind: str, alpha: float, tau: float) -> Loss:
     """Touvron et al. 2021, equations 2 and 3."""
 
-    def loss_of(run: Callable[..., Any], pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(
+        run: Callable[..., Any], pixels: torch.Tensor, sample: Sample
+    ) -> torch.Tensor:
         logits_BC = run(pixels).float()
         with torch.no_grad():
             teacher_BC = teacher(pixels).float()
         labelled = F.cross_entropy(logits_BC, sample.labels)
         if kind == "hard":
-            return (1 - alpha) * labelled + alpha * F.cross_entropy(logits_BC, teacher_BC.argmax(1))
+            return (1 - alpha) * labelled + alpha * F.cross_entropy(
+                logits_BC, teacher_BC.argmax(1)
+            )
         p_BC = (teacher_BC / tau).softmax(dim=1)
         gap_BC = p_BC.log() - (logits_BC / tau).log_softmax(dim=1)
-        return (1 - alpha) * labelled + alpha * tau**2 * (p_BC * gap_BC).sum(dim=1).mean()
+        return (1 - alpha) * labelled + alpha * tau**2 * (p_BC * gap_BC).sum(
+            dim=1
+        ).mean()
 
     return loss_of
 
@@ -68,7 +88,9 @@ def masked_autoencoder(
 ) -> Loss:
     """He et al. 2022, section 4.1. order_of: patches, the kept ones first."""
 
-    def loss_of(run: Callable[..., Any], pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(
+        run: Callable[..., Any], pixels: torch.Tensor, sample: Sample
+    ) -> torch.Tensor:
         order_BL = torch.from_numpy(order_of(sample.positions))
         predicted_BLP = run(pixels, output="objective", kept_BK=order_BL[:, :kept],
                             places_BL=order_BL.argsort(dim=1)).float()  # fmt: skip
@@ -84,14 +106,20 @@ def masked_autoencoder(
     return loss_of
 
 
-def masked_patches(corruption_of: Callable[[np.ndarray], dict[str, torch.Tensor]]) -> Loss:
+def masked_patches(
+    corruption_of: Callable[[np.ndarray], dict[str, torch.Tensor]],
+) -> Loss:
     """Dosovitskiy et al. 2021, appendix B.1.2: the 3-bit mean colour of each corrupted patch."""
 
-    def loss_of(run: Callable[..., Any], pixels: torch.Tensor, sample: Sample) -> torch.Tensor:
+    def loss_of(
+        run: Callable[..., Any], pixels: torch.Tensor, sample: Sample
+    ) -> torch.Tensor:
         inputs = corruption_of(sample.positions)
         logits_BKC = run(pixels, output="objective", **inputs).float()
         patch = sample.images.shape[-1] // math.isqrt(inputs["sources_BN"].shape[1])
-        means = F.avg_pool2d(sample.images.double() / 255, patch).flatten(2)  # [B, 3, L]
+        means = F.avg_pool2d(sample.images.double() / 255, patch).flatten(
+            2
+        )  # [B, 3, L]
         level_B3L = (means * 8 + 1e-9).floor().clamp(max=7).long()
         color_BL = level_B3L[:, 0] * 64 + level_B3L[:, 1] * 8 + level_B3L[:, 2]
         return F.cross_entropy(logits_BKC.flatten(0, 1),

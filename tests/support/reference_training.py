@@ -123,7 +123,12 @@ def train(
             shrink = min(1.0, recipe.clip / (norm + 1e-6))
             for name, gradient in means.items():
                 masters[name] = _updated(
-                    name, masters[name], gradient.double() * shrink, states[name], step, recipe
+                    name,
+                    masters[name],
+                    gradient.double() * shrink,
+                    states[name],
+                    step,
+                    recipe,
                 )
 
         if recipe.average is not None:
@@ -154,14 +159,18 @@ def _prepared(model: nn.Module, machine: Machine) -> Callable[..., Any]:
     return run
 
 
-def _rounded_before_bias(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+def _rounded_before_bias(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any = None
+) -> torch.Tensor:
     """A layer at stage 3, whose kernel frees the weights: DeepSpeed's runtime/zero/linear.py."""
     product = x.matmul(weight.t())
     return product if bias is None else product + bias
 
 
 @torch.no_grad()
-def _set_weights(model: nn.Module, trained: Any, masters: Any, machine: Machine) -> None:
+def _set_weights(
+    model: nn.Module, trained: Any, masters: Any, machine: Machine
+) -> None:
     """Round the fp32 weights for the forward pass; the classifier adds what rounding took."""
     for name, parameter in trained.items():
         parameter.copy_(masters[name].float())
@@ -169,7 +178,9 @@ def _set_weights(model: nn.Module, trained: Any, masters: Any, machine: Machine)
         for prefix, module in model.named_modules():
             if hasattr(module, "remainders"):
                 module.remainders = {
-                    name: (masters[f"{prefix}.{name}"].float() - rounded.float()).bfloat16()
+                    name: (
+                        masters[f"{prefix}.{name}"].float() - rounded.float()
+                    ).bfloat16()
                     for name, rounded in module.named_parameters(recurse=False)
                 }
 
@@ -177,7 +188,12 @@ def _set_weights(model: nn.Module, trained: Any, masters: Any, machine: Machine)
 def _mean(sums: Any, name: str, machine: Machine) -> torch.Tensor:
     """Sum over micro-batches in fp32, mean over ranks; sums[micro, rank] are gradients."""
     micros, ranks = range(machine.accumulation), range(machine.ranks)
-    is_rounded = machine.in_bf16 and machine.stage > 0 and machine.sent_in_bf16 and len(ranks) > 1
+    is_rounded = (
+        machine.in_bf16
+        and machine.stage > 0
+        and machine.sent_in_bf16
+        and len(ranks) > 1
+    )
     sent_as = torch.bfloat16 if is_rounded else torch.float32
 
     def over_ranks(values: list[torch.Tensor]) -> torch.Tensor:
@@ -186,9 +202,13 @@ def _mean(sums: Any, name: str, machine: Machine) -> torch.Tensor:
 
     # Stages 2 and 3 send every micro-batch, the others the sum of all.
     if machine.stage >= 2:
-        means = (over_ranks([sums[micro, rank][name] for rank in ranks]) for micro in micros)
+        means = (
+            over_ranks([sums[micro, rank][name] for rank in ranks]) for micro in micros
+        )
         return sum(means, torch.zeros(()))
-    return over_ranks([sum(sums[micro, rank][name].float() for micro in micros) for rank in ranks])
+    return over_ranks(
+        [sum(sums[micro, rank][name].float() for micro in micros) for rank in ranks]
+    )
 
 
 def _seed(*position: int) -> None:
@@ -216,14 +236,21 @@ def _layers_above(name: str, depth: int) -> int:
 
 
 def _updated(
-    name: str, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], step: int, recipe: Recipe
+    name: str,
+    w: torch.Tensor,
+    g: torch.Tensor,
+    state: dict[str, Any],
+    step: int,
+    recipe: Recipe,
 ) -> torch.Tensor:
     """One step of one tensor, in fp64."""
     scale = recipe.layer_decay ** _layers_above(name, recipe.depth)
     rate = rate_at(step, recipe) * scale
     is_kernel = w.ndim >= 2 and name.rpartition(".")[2] not in TOKENS
     decay = recipe.weight_decay if is_kernel else 0.0
-    if recipe.optimizer == "sgd":  # Sutskever et al. 2013, as torch: no dampening, no Nesterov
+    if (
+        recipe.optimizer == "sgd"
+    ):  # Sutskever et al. 2013, as torch: no dampening, no Nesterov
         g = g + decay * w
         state["v"] = g if "v" not in state else 0.9 * state["v"] + g
         return w - rate * state["v"]
@@ -231,15 +258,21 @@ def _updated(
     # Kingma & Ba 2015, algorithm 1.
     b1, b2 = 0.9, 0.999
     state["t"] = t = state.get("t", 0) + 1
-    if recipe.optimizer == "adamw bf16 momentum":  # optax, mu_dtype=bfloat16: product in bf16
-        kept = (torch.tensor(b1).bfloat16() * state.get("m", torch.zeros(())).bfloat16()).double()
+    if (
+        recipe.optimizer == "adamw bf16 momentum"
+    ):  # optax, mu_dtype=bfloat16: product in bf16
+        kept = (
+            torch.tensor(b1).bfloat16() * state.get("m", torch.zeros(())).bfloat16()
+        ).double()
         m = kept + (1 - b1) * g
         state["m"] = m.bfloat16()
     else:
         state["m"] = m = b1 * state.get("m", 0.0) + (1 - b1) * g
     state["v"] = b2 * state.get("v", 0.0) + (1 - b2) * g * g
     direction = m / (1 - b1**t) / ((state["v"] / (1 - b2**t)).sqrt() + recipe.eps)
-    if recipe.optimizer == "lamb":  # You et al. 2020, algorithm 2; undecayed tensors as in apex
+    if (
+        recipe.optimizer == "lamb"
+    ):  # You et al. 2020, algorithm 2; undecayed tensors as in apex
         direction = direction + decay * w
         size, change = w.norm(), direction.norm()
         ratio = size / change if decay and size > 0 and change > 0 else 1.0

@@ -47,7 +47,11 @@ TRAININGS = {
     "pretrain/main.py": TINY | {"stage": "pretrain"},
     "finetune/main.py": TINY | SGD | {"stage": "finetune"},
 }
-MIXED = ("data.mixing.mixup_alpha=0.8", "data.mixing.cutmix_alpha=1.0", "data.mixing.mode=pair")
+MIXED = (
+    "data.mixing.mixup_alpha=0.8",
+    "data.mixing.cutmix_alpha=1.0",
+    "data.mixing.mode=pair",
+)
 CURVES = ("train/loss", "train/lr", "train/grad_norm")
 # Processors add in another order. After 20 steps SSE and AVX-512 differ by 1.1e-6.
 REL = 1e-5
@@ -73,7 +77,10 @@ def run(
         (folder / "tiny.yaml").write_text(yaml.safe_dump(TRAININGS[script]))
         command += ["--config", folder / "tiny.yaml", f"output={folder / 'run'}"]
     own = [
-        {"VITSCALE_FAULTS": json.dumps((faults or {}).get(rank, [])), "VITSCALE_MUTANT": ""}
+        {
+            "VITSCALE_FAULTS": json.dumps((faults or {}).get(rank, [])),
+            "VITSCALE_MUTANT": "",
+        }
         for rank in range(num_ranks)
     ]
     ranks = starter.start(
@@ -91,7 +98,8 @@ def journal(folder: Path, *names: str) -> dict[str, list[float]]:
         row = json.loads(line)
         rows.setdefault(row["step"], {}).update(row)
     return {
-        name: [rows[step][name] for step in sorted(rows) if name in rows[step]] for name in names
+        name: [rows[step][name] for step in sorted(rows) if name in rows[step]]
+        for name in names
     }
 
 
@@ -105,7 +113,11 @@ def make_shards(folder: Path, *, images: Path, per_class: int, seed: int) -> Non
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_photograph(seed + number, colour=number % len(CLASSES)))
     command = ["data_prep/make_shards.py", "--config", "configs/data/image_folder.yaml"]
-    command += [f"source.path={images}", f"output={folder}", "source.holdout_fraction=0.2"]
+    command += [
+        f"source.path={images}",
+        f"output={folder}",
+        "source.holdout_fraction=0.2",
+    ]
     command += ["shards.min_shards=2"]
     subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
 

@@ -36,7 +36,9 @@ def stacks(pids: Sequence[int]) -> str:
     py_spy = str(Path(sys.executable).with_name("py-spy"))
     command = ["timeout", "20", py_spy, "dump", "--native", "--pid"]
     done = [
-        subprocess.run([*command, str(pid)], capture_output=True, text=True, check=False)
+        subprocess.run(
+            [*command, str(pid)], capture_output=True, text=True, check=False
+        )
         for pid in pids
     ]
     return "\n".join(each.stdout + each.stderr for each in done)

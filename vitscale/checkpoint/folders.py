@@ -133,7 +133,9 @@ def _read_share(folder: Path, *, rank: int, world_size: int) -> Checkpoint:
         raise
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         what = f"missing or unreadable ({error.strerror})"
-        raise UserError(what, where=str(error.filename or path), next_step=REMEDY) from None
+        raise UserError(
+            what, where=str(error.filename or path), next_step=REMEDY
+        ) from None
     except OSError as error:
         raise StorageError(
             f"cannot be read ({error.strerror})",
@@ -150,9 +152,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = json.loads(path.read_text())
     if (version := manifest["format_version"]) != FORMAT_VERSION:
         what = f"format version {version!r} is unknown"
-        raise UserError(what, where=str(path), allowed=str(FORMAT_VERSION), next_step=REMEDY)
+        raise UserError(
+            what, where=str(path), allowed=str(FORMAT_VERSION), next_step=REMEDY
+        )
     if manifest.pop("manifest_blake3", None) != _hash_of(manifest):
-        raise UserError("does not match its own hash", where=str(path), next_step=REMEDY)
+        raise UserError(
+            "does not match its own hash", where=str(path), next_step=REMEDY
+        )
     return manifest
 
 
@@ -161,10 +167,14 @@ def verify_file(
 ) -> None:
     """Compare size and hash of a file. Raises OSError, or UserError if they differ."""
     if Path(name).name != name or not name.endswith(".safetensors"):
-        raise UserError(f"lists {name!r}, which is not a plain file name", where=str(folder))
+        raise UserError(
+            f"lists {name!r}, which is not a plain file name", where=str(folder)
+        )
     check_sizes(folder, {name: expected})
     if blake3_of_file(folder / name, from_disk=from_disk) != expected["blake3"]:
-        raise UserError("does not match its hash", where=str(folder / name), next_step=REMEDY)
+        raise UserError(
+            "does not match its hash", where=str(folder / name), next_step=REMEDY
+        )
 
 
 def looks_whole(folder: Path) -> bool:
@@ -193,7 +203,9 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted(steps, key=step_of, reverse=True)
 
 
-def newest_checkpoint(folder: Path, **ranks: Any) -> tuple[Checkpoint | None, list[str]]:
+def newest_checkpoint(
+    folder: Path, **ranks: Any
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint, and a sentence for each newer one that is damaged.
 
     ranks: as for `read_checkpoint`; the folders are those that rank 0 finds. None only when there
@@ -208,7 +220,9 @@ def newest_checkpoint(folder: Path, **ranks: Any) -> tuple[Checkpoint | None, li
         except StorageError:
             raise
         except UserError as error:
-            shown = UserError(error.what, where=error.where)  # the next step is done here
+            shown = UserError(
+                error.what, where=error.where
+            )  # the next step is done here
             complaints.append(f"skipping damaged checkpoint: {shown}")
     if complaints:
         raise UserError(
@@ -219,7 +233,9 @@ def newest_checkpoint(folder: Path, **ranks: Any) -> tuple[Checkpoint | None, li
     return None, []
 
 
-def resolve_weights(path: str, *, key: str = "init", **ranks: Any) -> tuple[Checkpoint, list[str]]:
+def resolve_weights(
+    path: str, *, key: str = "init", **ranks: Any
+) -> tuple[Checkpoint, list[str]]:
     """The checkpoint that a setting means: one folder, or the newest valid one of a run folder.
 
     key: the setting, for errors. ranks: as for `read_checkpoint`; each verifies its share of the
@@ -234,9 +250,15 @@ def resolve_weights(path: str, *, key: str = "init", **ranks: Any) -> tuple[Chec
     checkpoint, complaints = newest_checkpoint(folder / "checkpoints", **ranks)
     if checkpoint is not None:
         return checkpoint, complaints
-    what = "holds no checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
+    what = (
+        "holds no checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
+    )
     places = (Path("runs"), folder.parent)
-    runs = {each.parent.name: each.parent for at in places for each in at.glob("*/checkpoints/")}
+    runs = {
+        each.parent.name: each.parent
+        for at in places
+        for each in at.glob("*/checkpoints/")
+    }
     best = nearest(folder.name, [*runs])
     step = f"did you mean {runs[best]}?" if best else "correct the path"
     raise UserError(what, where=f"{key}={path}", allowed=ALLOWED_MODELS, next_step=step)
@@ -355,7 +377,9 @@ def _finish(save: Save, shares: list[Listing | UserError]) -> list[str]:
     # Not so if the folder is on a disk that the nodes do not share.
     check_sizes(save.temporary, files)
     values = {"progress": save.progress, "description": save.description}
-    _write(save, MANIFEST, [manifest_text(step=save.step, files=files, **values).encode()])
+    _write(
+        save, MANIFEST, [manifest_text(step=save.step, files=files, **values).encode()]
+    )
     warnings = _flush_before(save)
     # A step that exists is damaged: the run has resumed from an older one.
     _set_aside(save.final)
@@ -369,7 +393,9 @@ def _flush_before(save: Save) -> list[str]:
         if save.before_commit is not None:
             save.before_commit()
     except OSError as error:
-        return [f"warning: {error.filename}: not flushed before a commit ({error.strerror})"]
+        return [
+            f"warning: {error.filename}: not flushed before a commit ({error.strerror})"
+        ]
     return []
 
 
@@ -398,7 +424,9 @@ def _prune(save: Save) -> list[str]:
                 _set_aside(folder)
         return _remove_leftovers(save)
     except OSError as error:
-        return [f"{error.filename}: old checkpoint could not be removed ({error.strerror})"]
+        return [
+            f"{error.filename}: old checkpoint could not be removed ({error.strerror})"
+        ]
 
 
 def _remove_leftovers(save: Save) -> list[str]:

@@ -126,7 +126,9 @@ class CheckpointStore:
         self._save = Future()
         # A daemon: a process that must end does not wait for a disk that hangs.
         arguments = save, tensors, self._save
-        threading.Thread(target=self._write, args=arguments, name="save", daemon=True).start()
+        threading.Thread(
+            target=self._write, args=arguments, name="save", daemon=True
+        ).start()
 
     def wait_for_host_copy(self) -> None:
         """Wait until the tensors given to `save` may change: before an update of the weights."""
@@ -149,9 +151,13 @@ class CheckpointStore:
             self._copied.set()
 
     def _gather(self, value: Any) -> list[Any]:
-        return [value] if self._group is None else gather_objects(value, group=self._group)
+        return (
+            [value] if self._group is None else gather_objects(value, group=self._group)
+        )
 
-    def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    def _finite(
+        self, save: Save, pieces: list[bytes | memoryview]
+    ) -> Iterator[bytes | memoryview]:
         """The pieces; DivergedError before the first if this rank holds what is not finite.
 
         Raises OSError without a run folder: one that was moved must not come back with a
@@ -235,7 +241,9 @@ def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
     that of a node that died.
     """
     with ExitStack() as stack:
-        with errors_on_all_ranks("cannot be used as run folder", folder, tried=world.is_first):
+        with errors_on_all_ranks(
+            "cannot be used as run folder", folder, tried=world.is_first
+        ):
             if world.is_first:
                 folder.mkdir(parents=True, mode=0o700, exist_ok=True)
                 # Or power loss would take the name, and every checkpoint with it.
@@ -315,7 +323,9 @@ def _acquire(path: Path, descriptor: int) -> None:
             if holder == own:
                 return
             last, touched = path.stat().st_mtime_ns, time.monotonic()
-        what = "another job is training in this run folder" + (f": {holder}" if holder else "")
+        what = "another job is training in this run folder" + (
+            f": {holder}" if holder else ""
+        )
         next_step = "wait for it or stop it, or choose another name"
         if not job and (locked is False or last != first):
             raise UserError(what, where=str(path.parent), next_step=next_step)
@@ -457,13 +467,20 @@ def read_header(path: Path) -> list[Slice]:
             name, start = piece["name"], int(piece["start"])
             shape = tuple(int(size) for size in piece["shape"].split("x") if size)
         offset = LENGTH_BYTES + length + entry["data_offsets"][0]
-        slices.append(Slice(start, num_elements, name, shape, entry["dtype"], str(path), offset))
+        slices.append(
+            Slice(start, num_elements, name, shape, entry["dtype"], str(path), offset)
+        )
     return slices
 
 
 def read_tensors(files: Iterable[Path], *, prefix: str = "") -> dict[str, torch.Tensor]:
     """Whole tensors on the CPU whose names start with `prefix`, which is removed."""
-    slices = [each for path in files for each in read_header(path) if each.name.startswith(prefix)]
+    slices = [
+        each
+        for path in files
+        for each in read_header(path)
+        if each.name.startswith(prefix)
+    ]
     with SavedTensors(slices) as saved:
         names = dict.fromkeys(each.name for each in slices)
         return {name.removeprefix(prefix): saved.whole(name) for name in names}
@@ -489,9 +506,14 @@ class SavedTensors:
         found = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8)
         num_read = 0
         for each in slices:
-            first, last = max(start, each.start), min(stop, each.start + each.num_elements)
+            first, last = (
+                max(start, each.start),
+                min(stop, each.start + each.num_elements),
+            )
             if first < last:
-                here = slice((first - start) * dtype.itemsize, (last - start) * dtype.itemsize)
+                here = slice(
+                    (first - start) * dtype.itemsize, (last - start) * dtype.itemsize
+                )
                 offset = each.offset + (first - each.start) * dtype.itemsize
                 retried(partial(self._read, each.path, offset, into=found[here]))
                 num_read += last - first

@@ -67,7 +67,9 @@ def keys_without_effect(purpose: Purpose) -> dict[str, Any]:
 
 def with_effect(settings: Mapping[str, Any], purpose: Purpose) -> dict[str, str]:
     """{dotted key: text} of the settings that count. settings: nested, or flat already."""
-    return {key: text for key, text in flatten(settings).items() if has_effect(key, purpose)}
+    return {
+        key: text for key, text in flatten(settings).items() if has_effect(key, purpose)
+    }
 
 
 def changed_settings(

@@ -53,7 +53,9 @@ class Command(NamedTuple, Generic[RunT]):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, where=COMMAND_LINE, next_step="--help shows all switches")
+        raise UserError(
+            message, where=COMMAND_LINE, next_step="--help shows all switches"
+        )
 
 
 def load_command(
@@ -80,8 +82,14 @@ def load_command(
     list. None: such words are errors.
     Raises UserErrors with all errors; SystemExit(0) after --help and --print-config.
     """
-    options, switches, by_stage = options or {}, switches or {}, types_by_stage(run_types)
-    takes = f"[--config FILE] [key=value ...] {words_key.upper()}" if words_key else None
+    options, switches, by_stage = (
+        options or {},
+        switches or {},
+        types_by_stage(run_types),
+    )
+    takes = (
+        f"[--config FILE] [key=value ...] {words_key.upper()}" if words_key else None
+    )
     parser = _Parser(
         usage=f"{program} {takes or 'CONFIG [key=value ...]'}",
         description=description,
@@ -99,7 +107,9 @@ def load_command(
         text, override = f"the same as {key}=VALUE", f"{key}={{}}".format
         parser.add_argument(name, type=override, help=text, **repeated)
     for name, text in switches.items():
-        parser.add_argument(name, dest="switches", action="append_const", const=name, help=text)
+        parser.add_argument(
+            name, dest="switches", action="append_const", const=name, help=text
+        )
     text = "print the resolved configuration with the source of every value, and end"
     parser.add_argument("--print-config", action="store_true", help=text)
     text = "print this text, or the settings of these groups and keys, and end"
@@ -117,11 +127,17 @@ def load_command(
     for name in (word.partition("=")[0] for word in rest if word.startswith("-")):
         what, step = f"unknown switch {name}", did_you_mean(name, known)
         allowed = ", ".join(known)
-        errors.append(UserError(what, where=COMMAND_LINE, allowed=allowed, next_step=step))
+        errors.append(
+            UserError(what, where=COMMAND_LINE, allowed=allowed, next_step=step)
+        )
     words = [word for word in rest if not word.startswith("-")]
-    overrides = [word for word in words if words_key is None or "=" in word] + found.overrides
+    overrides = [
+        word for word in words if words_key is None or "=" in word
+    ] + found.overrides
     if plain := [word for word in words if words_key is not None and "=" not in word]:
-        takes_list = any(is_list(tree_of(t)["properties"][words_key]) for t in by_stage.values())
+        takes_list = any(
+            is_list(tree_of(t)["properties"][words_key]) for t in by_stage.values()
+        )
         # Quoted, because they are no YAML.
         value = plain if takes_list or len(plain) > 1 else plain[0]
         overrides.append(f"{words_key}={json.dumps(value, ensure_ascii=False)}")
@@ -158,15 +174,23 @@ def settings_reference(run_types: Mapping[str, type[Run]]) -> Reference:
     for stage, run_type in run_types.items():
         for setting in list(settings_of(run_type).values())[1:]:
             key, node = setting.key, setting.node
-            text = f"{_text(tree_of(run_type))} {_text(node)}" if key == "stage" else _text(node)
+            text = (
+                f"{_text(tree_of(run_type))} {_text(node)}"
+                if key == "stage"
+                else _text(node)
+            )
             group = key.partition(".")[0] if "." in key or groups_of(node) else ""
-            stages, names = found.setdefault((group, Entry(key, _facts(node), text)), ({}, {}))
+            stages, names = found.setdefault(
+                (group, Entry(key, _facts(node), text)), ({}, {})
+            )
             stages[stage] = None
             names |= {setting.name: None} if setting.name else {}
     sections: Reference = {"Outside groups": []}
     for (group, entry), (stages, names) in found.items():
         # Not said again: the stages that most settings of the group have.
-        usual = mode(tuple(each) for (other, _), (each, _) in found.items() if other == group)
+        usual = mode(
+            tuple(each) for (other, _), (each, _) in found.items() if other == group
+        )
         own = usual if group else tuple(run_types)
         title = group or "Outside groups"
         title += f" ({', '.join(own)})" if group and len(run_types) > 1 else ""
@@ -181,12 +205,20 @@ def settings_reference(run_types: Mapping[str, type[Run]]) -> Reference:
 def _facts(node: Node) -> str:
     if "const" in node or "properties" in node:
         return "" if "const" in node else describe(node)
-    default = default_name(node) or (yaml_flow(node["default"]) if "default" in node else None)
-    return f"{describe(node)}; default {default}" if default else f"{describe(node)}; required"
+    default = default_name(node) or (
+        yaml_flow(node["default"]) if "default" in node else None
+    )
+    return (
+        f"{describe(node)}; default {default}"
+        if default
+        else f"{describe(node)}; required"
+    )
 
 
 def _text(node: Node) -> str:
-    text = node.get("description") or groups_of(node).get("", {}).get("description") or ""
+    text = (
+        node.get("description") or groups_of(node).get("", {}).get("description") or ""
+    )
     return " ".join(text.split())
 
 
@@ -215,7 +247,10 @@ def as_markdown(reference: Reference, names: Sequence[str] = ()) -> str:
     for name in names:
         if not any(is_in(key, name) for key in keys):
             known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
-            what, step = f"there is no group or key {name!r}", did_you_mean(name, [*known, *keys])
+            what, step = (
+                f"there is no group or key {name!r}",
+                did_you_mean(name, [*known, *keys]),
+            )
             allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
             raise UserError(what, where="--help", allowed=allowed, next_step=step)
     lines = []

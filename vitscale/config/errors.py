@@ -26,7 +26,13 @@ FIRST_RANK_S = 5.0
 PASSING = (
     *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN),
     *(errno.ENOSPC, errno.EDQUOT),
-    *(errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    *(
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+    ),
 )
 
 
@@ -78,7 +84,12 @@ class UserError(ValueError):
         allowed: str | None = None,
         next_step: str | None = None,
     ) -> None:
-        self.what, self.where, self.allowed, self.next_step = what, where, allowed, next_step
+        self.what, self.where, self.allowed, self.next_step = (
+            what,
+            where,
+            allowed,
+            next_step,
+        )
         super().__init__(self.text())
 
     def text(self) -> str:
@@ -119,7 +130,9 @@ class NodeError(RankError):
 
     kind = FailureKind.NODE
 
-    def __init__(self, what: str, *, rank: int | None = None, node: str | None = None) -> None:
+    def __init__(
+        self, what: str, *, rank: int | None = None, node: str | None = None
+    ) -> None:
         super().__init__(what)
         self.rank, self.node = rank, node
 
@@ -155,7 +168,10 @@ class UserErrors(UserError):
 
 def not_written(error: OSError, where: str) -> UserError:
     """The error for a path that cannot be written."""
-    what, step = f"cannot be written ({error.strerror or error})", "choose a writable folder"
+    what, step = (
+        f"cannot be written ({error.strerror or error})",
+        "choose a writable folder",
+    )
     kind = StorageError if error.errno in PASSING else UserError
     return kind(what, where=where, next_step=f"{step} with free space")
 
@@ -189,7 +205,9 @@ def raise_alike(
 def not_read(error: OSError, where: str, *, next_step: str) -> UserError:
     """The error for a path that cannot be read."""
     kind = StorageError if error.errno in PASSING else UserError
-    return kind(f"cannot be read ({error.strerror or error})", where=where, next_step=next_step)
+    return kind(
+        f"cannot be read ({error.strerror or error})", where=where, next_step=next_step
+    )
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
@@ -197,7 +215,9 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     return next(iter(get_close_matches(name, known, n=1)), None)
 
 
-def did_you_mean(name: str, known: Sequence[str], otherwise: str | None = None) -> str | None:
+def did_you_mean(
+    name: str, known: Sequence[str], otherwise: str | None = None
+) -> str | None:
     """The next step after an unknown name."""
     best = nearest(name, known)
     return f"did you mean {best}?" if best else otherwise

@@ -132,7 +132,9 @@ class _Loader(yaml.SafeLoader):
         for kind in ("anchor", "tag"):
             if (given := getattr(event, kind, None)) is not None:
                 problem = f"{kind} {shorten(given)}; write plain values, or share through base:"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=problem, problem_mark=event.start_mark
+                )
         return super().compose_node(parent, index)
 
 
@@ -148,7 +150,10 @@ def read_yaml(text: str, *, name: str) -> Source:
         for number, each in enumerate(node.value):
             key_node, value_node = each if is_group else (None, each)
             key = str(number if key_node is None else key_node.value)
-            inner, place = (*path, key), _place(name, (key_node or value_node).start_mark)
+            inner, place = (
+                (*path, key),
+                _place(name, (key_node or value_node).start_mark),
+            )
             if is_group and not isinstance(key_node, yaml.ScalarNode):
                 raise UserError("a list or group cannot be a key", where=place)
             if key in found:
@@ -168,12 +173,18 @@ def read_yaml(text: str, *, name: str) -> Source:
         if isinstance(error, yaml.MarkedYAMLError):
             what = " ".join(filter(None, (error.context, error.problem)))
             mark = error.problem_mark or error.context_mark
-        raise UserError(f"not readable as YAML: {what}", where=_place(name, mark)) from None
+        raise UserError(
+            f"not readable as YAML: {what}", where=_place(name, mark)
+        ) from None
     return Source(None if node is None else value_of(node, ()), places)
 
 
 def _place(name: str, mark: yaml.Mark | None) -> str:
-    return name if name.startswith(COMMAND_LINE) else f"{name}:{mark.line + 1 if mark else 1}"
+    return (
+        name
+        if name.startswith(COMMAND_LINE)
+        else f"{name}:{mark.line + 1 if mark else 1}"
+    )
 
 
 # ---- files and overrides ----------------------------------------------------------------------
@@ -200,7 +211,10 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
         files.append(path)
         source = _read_file(path, where=where)
         found.insert(0, source)
-        base, where = source.values.pop("base", ""), f"{source.places.get(('base',))}: base"
+        base, where = (
+            source.values.pop("base", ""),
+            f"{source.places.get(('base',))}: base",
+        )
         if not isinstance(base, str):
             what = f"{show_value(base)} is {kind_of(base)}"
             allowed = "the path of one YAML file, relative to this file"
@@ -220,13 +234,19 @@ def _read_file(path: str, *, where: str | None) -> Source:
         files = glob.glob(os.path.join(os.path.dirname(path), "*.y*ml"))
         step = did_you_mean(name, sorted(map(shown_path, files)), similar_configs(path))
         what = "file" if path.endswith(("yaml", "yml")) else "configuration"
-        raise UserError(f"there is no {what} {name}", where=where, next_step=step) from None
+        raise UserError(
+            f"there is no {what} {name}", where=where, next_step=step
+        ) from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=where or name) from None
+        raise UserError(
+            f"cannot be read: {error.strerror}", where=where or name
+        ) from None
     except UnicodeDecodeError:
         raise UserError("is not UTF-8 text", where=where or name) from None
     if len(data) > MAX_FILE_BYTES:
-        raise UserError(f"is larger than {MAX_FILE_BYTES >> 20} MiB", where=where or name)
+        raise UserError(
+            f"is larger than {MAX_FILE_BYTES >> 20} MiB", where=where or name
+        )
     source = read_yaml(text, name=name)
     if not isinstance(source.values, dict | None):
         what = f"contains {kind_of(source.values)} instead of keys and values"
@@ -240,7 +260,9 @@ def read_override(text: str) -> Source:
     path, where = tuple(key.split(".")), f"{COMMAND_LINE}: {key}"
     if not equals:
         step = f"write {text}=VALUE, for example optim.lr=1e-3"
-        raise UserError(f"{text!r} is not key=value", where=COMMAND_LINE, next_step=step)
+        raise UserError(
+            f"{text!r} is not key=value", where=COMMAND_LINE, next_step=step
+        )
     if not all(path):
         what, allowed = f"{key!r} is not a key", "names joined by dots"
         raise UserError(what, where=COMMAND_LINE, allowed=allowed)
@@ -268,9 +290,20 @@ def read_override(text: str) -> Source:
 PATH_KEYS = frozenset(
     (
         *("output", "init", "images", "images.N"),
-        *("data.path", "data.mixture.N.path", "data.only_keys", "data.remote.cache_path"),
+        *(
+            "data.path",
+            "data.mixture.N.path",
+            "data.only_keys",
+            "data.remote.cache_path",
+        ),
         *("remote.cache_path", "objective.teacher.weights", "stages.N.config"),
-        *("source.path", "source.val_labels", "source.leave_out", "labels.space", "labels.map"),
+        *(
+            "source.path",
+            "source.val_labels",
+            "source.leave_out",
+            "labels.space",
+            "labels.map",
+        ),
     )
 )
 
@@ -279,7 +312,9 @@ def _with_home(value: Any, key: str = "") -> Any:
     """The values with `~` and `~USER` expanded in paths. key: of the value, dotted."""
     if isinstance(value, dict):
         prefix = f"{key}." if key else ""
-        return {name: _with_home(each, f"{prefix}{name}") for name, each in value.items()}
+        return {
+            name: _with_home(each, f"{prefix}{name}") for name, each in value.items()
+        }
     if isinstance(value, list):
         return [_with_home(each, f"{key}.N") for each in value]
     is_path = isinstance(value, str) and key in PATH_KEYS
@@ -297,7 +332,9 @@ def merge(under: Source, over: Source, group: Node | None = None) -> Source:
     """
     values = _merged(under.values, over.values, group)
     places = (under.places | over.places).items()
-    kept = {k: where for k, where in places if value_at(values, k, MISSING) is not MISSING}
+    kept = {
+        k: where for k, where in places if value_at(values, k, MISSING) is not MISSING
+    }
     return Source(values, kept)
 
 
@@ -309,10 +346,15 @@ def _merged(under: Any, over: Any, group: Node | None) -> Any:
         inherited, new = under.get(key), None
         node = group["properties"].get(key) if group is not None else None
         if node is not None and not is_list(node) and isinstance(inherited, dict):
-            former, new = chosen(node, inherited), chosen(node, _merged(inherited, value, None))
+            former, new = (
+                chosen(node, inherited),
+                chosen(node, _merged(inherited, value, None)),
+            )
             if former is not None and new is not None:
                 lost = former["properties"].keys() - new["properties"].keys()
-                inherited = {name: each for name, each in inherited.items() if name not in lost}
+                inherited = {
+                    name: each for name, each in inherited.items() if name not in lost
+                }
         merged[key] = _merged(inherited, value, new)
     return merged
 
@@ -364,7 +406,10 @@ def load_run(
         run = run_type.model_validate({"# card": _card(path)} | merged.values)
         if not found:
             conflicts = run.problems()
-            found = [UserError(what, where=_where(k.split("."), merged)) for k, what in conflicts]
+            found = [
+                UserError(what, where=_where(k.split("."), merged))
+                for k, what in conflicts
+            ]
     except ValidationError as error:
         found += explain(error, run_type, merged)
     except UserError as error:
@@ -398,7 +443,9 @@ def read_site(*, errors: list[UserError]) -> Source:
     if not path or (named is None and not os.path.lexists(path)):
         return Source({}, {})
     try:
-        site = reduce(merge, read_chain(path, where=None if named is None else SITE_VARIABLE))
+        site = reduce(
+            merge, read_chain(path, where=None if named is None else SITE_VARIABLE)
+        )
     except UserError as error:
         errors.append(error)
         return Source({}, {})
@@ -406,7 +453,9 @@ def read_site(*, errors: list[UserError]) -> Source:
     for key, value in site.values.items():
         if key in SITE_GROUPS and isinstance(value, dict):
             groups[key] = value
-        elif key not in SITE_GROUPS or value is not None:  # null: its keys are all comments
+        elif (
+            key not in SITE_GROUPS or value is not None
+        ):  # null: its keys are all comments
             what = f"{key} as {kind_of(value)} cannot be set in a site file"
             where, allowed = _where([key], site), f"the groups {', '.join(SITE_GROUPS)}"
             step = "set it in the run's file"
@@ -429,35 +478,57 @@ def _choose_type(run_types: RunTypes[RunT], source: Source) -> type[RunT]:
     where, allowed = _where(["stage"], source), ", ".join(by_stage)
     if stage is None:
         raise UserError("stage is missing", where=where, allowed=allowed)
-    what, step = "is not a stage of this script", "run the script of that stage, or another file"
-    raise UserError(f"{show_value(stage)} {what}", where=where, allowed=allowed, next_step=step)
+    what, step = (
+        "is not a stage of this script",
+        "run the script of that stage, or another file",
+    )
+    raise UserError(
+        f"{show_value(stage)} {what}", where=where, allowed=allowed, next_step=step
+    )
 
 
 def _card(path: Path | str | None) -> str:
     """The comment that a readable file starts with."""
     text = "" if path is None else Path(path).read_text(encoding="utf-8-sig")
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    return "\n".join(line.removeprefix("#").removeprefix(" ").rstrip() for line in lines)
+    return "\n".join(
+        line.removeprefix("#").removeprefix(" ").rstrip() for line in lines
+    )
 
 
 # ---- errors of values -------------------------------------------------------------------------
 
 # Starts of pydantic's names of errors in values of the right type.
-LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "value_error", "union_tag")
+LIMIT_ERRORS = (
+    "greater_than",
+    "less_than",
+    "literal_error",
+    "value_error",
+    "union_tag",
+)
 
 
-def explain(error: ValidationError, run_type: type[Run], source: Source) -> list[UserError]:
+def explain(
+    error: ValidationError, run_type: type[Run], source: Source
+) -> list[UserError]:
     """One error per invalid key."""
     settings, found = settings_of(run_type), dict[KeyPath, UserError]()
     for detail in error.errors(include_url=False):
         kind, loc = detail["type"], detail["loc"]
-        path, place = _path_of(loc, source.values), tuple(p for p in loc if isinstance(p, str))
+        path, place = (
+            _path_of(loc, source.values),
+            tuple(p for p in loc if isinstance(p, str)),
+        )
         while place not in settings:
             place = place[:-1]
         step, allowed = None, describe(node := settings[place].node)
-        if kind == "missing" and isinstance(loc[-1], str):  # an int: in a list of fixed length
+        if kind == "missing" and isinstance(
+            loc[-1], str
+        ):  # an int: in a list of fixed length
             path = (*path, loc[-1])
-        elif kind.startswith("union_tag") and isinstance(value_at(source.values, path), dict):
+        elif kind.startswith("union_tag") and isinstance(
+            value_at(source.values, path), dict
+        ):
             path, allowed = (*path, NAME), ", ".join(groups_of(node))
         value = value_at(source.values, path, MISSING)
         what = f"{show_value(value)} was read as {kind_of(value)}"
@@ -466,33 +537,51 @@ def explain(error: ValidationError, run_type: type[Run], source: Source) -> list
             group = chosen(node, value_at(source.values, path[:-1]))
             assert group is not None
             allowed = ", ".join(group["properties"])
-            step = _instead(path, node, group, [setting.key for setting in settings.values()])
+            step = _instead(
+                path, node, group, [setting.key for setting in settings.values()]
+            )
         elif value is MISSING:
             what = f"{'.'.join(path)} is missing"
         elif kind.startswith(LIMIT_ERRORS):
             what = f"{show_value(value)} is not allowed"
             if isinstance(value, str):
-                step = did_you_mean(value, allowed.removeprefix("a list, each item ").split(", "))
+                step = did_you_mean(
+                    value, allowed.removeprefix("a list, each item ").split(", ")
+                )
         elif isinstance(value, list):
             what = f"{show_value(value)} is a list of {len(value)}"
-        elif kind.startswith("string") and value is not None and not isinstance(value, dict):
+        elif (
+            kind.startswith("string")
+            and value is not None
+            and not isinstance(value, dict)
+        ):
             written = getattr(source.places.get(path), "text", None)
             step = f'put it in quotes: "{written or show_value(value)}"'
-        new = UserError(what, where=_where(path, source), allowed=allowed, next_step=step)
+        new = UserError(
+            what, where=_where(path, source), allowed=allowed, next_step=step
+        )
         found.setdefault(path, new)
     return list(found.values())
 
 
 def _instead(path: KeyPath, node: Node, group: Node, keys: Sequence[str]) -> str:
     """The next step after an unknown key of a group in `node`."""
-    name, dotted, prefix = path[-1], ".".join(path), "".join(f"{part}." for part in path[:-1])
+    name, dotted, prefix = (
+        path[-1],
+        ".".join(path),
+        "".join(f"{part}." for part in path[:-1]),
+    )
     if any("." in part for part in path):
         return "in a file write dots as nested groups, not inside one key"
-    if owners := [n for n, each in groups_of(node).items() if name in each["properties"]]:
+    if owners := [
+        n for n, each in groups_of(node).items() if name in each["properties"]
+    ]:
         return f"remove it; it belongs to {prefix}{NAME}={' or '.join(owners)}"
     known = [key for key in keys if ".N." not in key]
     same_name = [key for key in known if key.rpartition(".")[2] == name]
-    best = nearest(dotted, same_name or [f"{prefix}{key}" for key in group["properties"]])
+    best = nearest(
+        dotted, same_name or [f"{prefix}{key}" for key in group["properties"]]
+    )
     best = best or next(iter(same_name), nearest(dotted, known))
     return f"did you mean {best}?" if best else "remove it"
 
@@ -509,7 +598,9 @@ def _path_of(loc: Sequence[int | str], values: Any) -> KeyPath:
 
 def _where(path: Sequence[str], source: Source) -> str:
     """`file:line: key`; a key that no file sets is placed at its group."""
-    known = next(k for n in range(len(path), -1, -1) if (k := tuple(path[:n])) in source.places)
+    known = next(
+        k for n in range(len(path), -1, -1) if (k := tuple(path[:n])) in source.places
+    )
     return f"{source.places[known]}: {'.'.join(path)}"
 
 
@@ -528,7 +619,9 @@ def yaml_flow(value: Any) -> str:
     if PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str):
         return value
     quoted = json.dumps(value, ensure_ascii=False)
-    return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted)
+    return "".join(
+        each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted
+    )
 
 
 def run_to_yaml(run: Run, *, places: Mapping[KeyPath, str] | None = None) -> str:

@@ -34,7 +34,9 @@ TIMEOUT_S = 30
 @cache
 def config_names() -> tuple[str, ...]:
     files = CONFIGS.rglob("*.yaml")
-    return tuple(sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in files))
+    return tuple(
+        sorted(str(each.relative_to(CONFIGS).with_suffix("")) for each in files)
+    )
 
 
 def find_config(path: str) -> str:
@@ -45,7 +47,11 @@ def find_config(path: str) -> str:
         return path
     name = path.removeprefix("configs/").removesuffix(".yaml")
     names = config_names()
-    found = [name] if name in names else [each for each in names if each.endswith(f"/{name}")]
+    found = (
+        [name]
+        if name in names
+        else [each for each in names if each.endswith(f"/{name}")]
+    )
     if len(found) != 1:
         return path
     file = f"configs/{found[0]}.yaml"
@@ -74,7 +80,11 @@ class SourceVersion:
     @property
     def short(self) -> str:
         """The commit in 12 characters; if the code differs from it, + and a hash of how."""
-        changes = f"+{hashlib.sha256(self.patch.encode()).hexdigest()[:8]}" if self.patch else ""
+        changes = (
+            f"+{hashlib.sha256(self.patch.encode()).hexdigest()[:8]}"
+            if self.patch
+            else ""
+        )
         return self.commit[:12] + changes
 
 
@@ -83,7 +93,9 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
-        done = subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
+        done = subprocess.run(
+            command, check=True, capture_output=True, timeout=TIMEOUT_S
+        )
         return done.stdout.decode("utf-8", "replace")
 
     if root == INSIDE:
@@ -95,8 +107,12 @@ def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
         commit = git("rev-parse", "HEAD").strip()
         options = ("HEAD", "--no-ext-diff", "--no-color", "--relative", "--")
         diff = git("diff", *options, *CODE_FOLDERS)
-        untracked = git("ls-files", "--others", "--exclude-standard", "-z", "--", *CODE_FOLDERS)
+        untracked = git(
+            "ls-files", "--others", "--exclude-standard", "-z", "--", *CODE_FOLDERS
+        )
     except (OSError, subprocess.SubprocessError):
         return None
-    names = "".join(f"# untracked: {name}\n" for name in sorted(untracked.split("\0")) if name)
+    names = "".join(
+        f"# untracked: {name}\n" for name in sorted(untracked.split("\0")) if name
+    )
     return SourceVersion(commit=commit, patch=names + diff)

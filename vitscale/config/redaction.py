@@ -103,7 +103,14 @@ _PRIVATE_KEY = re.compile(
 # ---- what others may see ----------------------------------------------------------------------
 
 # Settings of `launch` that others may see: the rest (setup, python, accounts) is the site's own.
-_SIZES = ("nodes", "tasks_per_node", "num_tasks", "gpus_per_node", "cpus_per_task", "mem_gb")
+_SIZES = (
+    "nodes",
+    "tasks_per_node",
+    "num_tasks",
+    "gpus_per_node",
+    "cpus_per_task",
+    "mem_gb",
+)
 # MLflow's limits of a parameter's name.
 _ODD_KEY_CHARS, _MAX_KEY_CHARS = re.compile(r"[^\w\-. :/]"), 250
 
@@ -145,7 +152,11 @@ def _shared(value: Any, key: str) -> Any:
         return "***"
     if isinstance(value, Mapping):
         shown = value.keys() & _SIZES if key == "launch" else value
-        return {name: _shared(each, str(name)) for name, each in value.items() if name in shown}
+        return {
+            name: _shared(each, str(name))
+            for name, each in value.items()
+            if name in shown
+        }
     if isinstance(value, list | tuple):
         return [_shared(each, key) for each in value]
     return redact(value) if isinstance(value, str) else value
@@ -169,7 +180,10 @@ def flatten(config: Mapping[str, Any]) -> dict[str, str]:
             for name, inner in value.items():
                 yield from leaves(inner, f"{key}.{name}" if key else str(name))
         else:
-            yield key, value if isinstance(value, str) else json.dumps(value, default=str)
+            yield (
+                key,
+                value if isinstance(value, str) else json.dumps(value, default=str),
+            )
 
     return dict(leaves(config, ""))
 

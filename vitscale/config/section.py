@@ -39,7 +39,11 @@ class Section(BaseModel):
     """A frozen group of settings. Unknown keys, NaN and silent type conversion are refused."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -51,7 +55,9 @@ class Run(Section):
     """A whole configuration file."""
 
     # No key of the file has its alias.
-    card: SkipJsonSchema[str] = Field(default="", exclude=True, validation_alias="# card")
+    card: SkipJsonSchema[str] = Field(
+        default="", exclude=True, validation_alias="# card"
+    )
     """The comment at the top of the file, without its `#`: what the run is, and its sources."""
 
 
@@ -74,10 +80,18 @@ def choice_of(registry: Mapping[str, Any], *, default: str | None = None) -> Any
     """
 
     def name_of(value: Any) -> Any:
-        return value.get(NAME, default) if isinstance(value, dict) else getattr(value, NAME, None)
+        return (
+            value.get(NAME, default)
+            if isinstance(value, dict)
+            else getattr(value, NAME, None)
+        )
 
-    members = tuple(Annotated[each.Settings, Tag(name)] for name, each in registry.items())
-    mark = Field(discriminator=Discriminator(name_of), json_schema_extra={DEFAULT_NAME: default})
+    members = tuple(
+        Annotated[each.Settings, Tag(name)] for name, each in registry.items()
+    )
+    mark = Field(
+        discriminator=Discriminator(name_of), json_schema_extra={DEFAULT_NAME: default}
+    )
     return Annotated[Union[members], mark]  # noqa: UP007  # at run time
 
 
@@ -111,20 +125,28 @@ def groups_of(node: Node) -> dict[str, Node]:
     for each in node.get("anyOf", [node]):
         each = each.get("items", each)
         if "oneOf" in each:
-            return {group["properties"][NAME]["const"]: group for group in each["oneOf"]}
+            return {
+                group["properties"][NAME]["const"]: group for group in each["oneOf"]
+            }
         if "properties" in each:
             return {"": each}
     return {}
 
 
 def default_name(node: Node) -> str | None:
-    return next((e[DEFAULT_NAME] for e in node.get("anyOf", [node]) if DEFAULT_NAME in e), None)
+    return next(
+        (e[DEFAULT_NAME] for e in node.get("anyOf", [node]) if DEFAULT_NAME in e), None
+    )
 
 
 def chosen(node: Node, value: Any) -> Node | None:
     """The group that `value` names; None if there is none of that name."""
     groups = groups_of(node)
-    name = value.get(NAME) if isinstance(value, dict) and NAME in value else default_name(node)
+    name = (
+        value.get(NAME)
+        if isinstance(value, dict) and NAME in value
+        else default_name(node)
+    )
     return groups.get("") or (groups.get(name) if isinstance(name, str) else None)
 
 
@@ -149,7 +171,12 @@ def settings_of(run_type: type[BaseModel]) -> dict[KeyPath, Setting]:
             found[inside] = Setting(dotted, name, node)
             dotted += ".N." if is_list(node) else "."
             for choice, inner in groups_of(node).items():
-                add(inner, (*inside, choice) if choice else inside, dotted, choice or name)
+                add(
+                    inner,
+                    (*inside, choice) if choice else inside,
+                    dotted,
+                    choice or name,
+                )
 
     add(tree_of(run_type), (), "", "")
     return found
@@ -162,7 +189,9 @@ def describe(node: Node | bool) -> str:
     if "anyOf" in node:
         kinds = [each for each in node["anyOf"] if each.get("type") != "null"]
         text = " or ".join(map(describe, kinds))
-        is_nullable = len(kinds) < len(node["anyOf"]) and not (is_list(node) and groups_of(node))
+        is_nullable = len(kinds) < len(node["anyOf"]) and not (
+            is_list(node) and groups_of(node)
+        )
         return f"{text}, or null" if is_nullable else text
     if "oneOf" in node:
         return f"a group with the key {NAME}: {', '.join(groups_of(node))}"
@@ -181,4 +210,6 @@ def describe(node: Node | bool) -> str:
         return f"a group of keys, each with {describe(node.get('additionalProperties', True))}"
     given = {word: str(node[limit]) for limit, word in LIMITS.items() if limit in node}
     limits = [f"{word} {number.removesuffix('.0')}" for word, number in given.items()]
-    return " ".join([WORDS.get(str(node.get("type")), "anything"), " and ".join(limits)]).strip()
+    return " ".join(
+        [WORDS.get(str(node.get("type")), "anything"), " and ".join(limits)]
+    ).strip()

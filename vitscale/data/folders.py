@@ -44,7 +44,11 @@ def files_below(root: Path | str, *, follow_links: bool = False) -> Iterator[str
 def folders_in(root: Path) -> list[str]:
     """Names of the visible sub-folders, and links to folders, sorted by their bytes."""
     with os.scandir(root) as entries:
-        names = [entry.name for entry in entries if not is_hidden(entry.name) and is_folder(entry)]
+        names = [
+            entry.name
+            for entry in entries
+            if not is_hidden(entry.name) and is_folder(entry)
+        ]
     return sorted(names, key=os.fsencode)
 
 

@@ -34,7 +34,11 @@ from vitscale.data.remote import (
 )
 from vitscale.data.settings import RemoteSettings
 from vitscale.distributed.atomic_files import retried_read
-from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file, read_entry_points
+from vitscale.images.jpeg.entry_points import (
+    FOLDER_NAME,
+    entry_points_file,
+    read_entry_points,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -168,8 +172,14 @@ class SplitIndex:
         verify: compare it with its hash, which is always done for remote shards.
         Raises OSError if its bytes are lost or changed, UserError if the storage cannot be read.
         """
-        shard, expected = self.shards[self.shard_of[sample]], int(self.hash_prefix[sample])
-        place = {"offset": int(self.offset[sample]), "num_bytes": int(self.length[sample])}
+        shard, expected = (
+            self.shards[self.shard_of[sample]],
+            int(self.hash_prefix[sample]),
+        )
+        place = {
+            "offset": int(self.offset[sample]),
+            "num_bytes": int(self.length[sample]),
+        }
         if isinstance(shard, RemoteFile):
             return shard.read(**place, hash_prefix=expected)
         data = read_shard(shard, **place)
@@ -264,7 +274,9 @@ def read_manifest(folder: Location | str) -> Manifest:
             allowed=f"format version {FORMAT_VERSION}",
             next_step="install the vitscale version that wrote it, or make the shards again",
         ) from None
-    for name in (shard.name for entry in manifest.splits.values() for shard in entry.shards):
+    for name in (
+        shard.name for entry in manifest.splits.values() for shard in entry.shards
+    ):
         if not stays_inside(name):
             raise UserError(
                 f"names the tar {name!r}, which may lie outside its folder",
@@ -304,7 +316,9 @@ def read_split(
     files = [(folder / INDEX_NAME, manifest.index_bytes, manifest.index_blake3)]
     files += [(root / shard.name, shard.bytes, shard.blake3) for shard in entry.shards]
     if check_files:
-        _check_sizes({place: size for place, size, _ in files}, split=split, where=str(folder))
+        _check_sizes(
+            {place: size for place, size, _ in files}, split=split, where=str(folder)
+        )
     settings = remote_settings or RemoteSettings()
     limit = int(settings.cache_gib * 2**30)
     index_path, *shards = (
@@ -315,16 +329,22 @@ def read_split(
     )
     if isinstance(index_path, RemoteFile):
         index_path = index_path.verified()
-    table = read_columns(index_path, split, ["shard", "offset", "length", "label", "blake3"])
+    table = read_columns(
+        index_path, split, ["shard", "offset", "length", "label", "blake3"]
+    )
     names = table.column("shard").combine_chunks()
     numbers = {shard.name: number for number, shard in enumerate(entry.shards)}
     found = [numbers.get(name, -1) for name in names.dictionary.to_pylist()]
     shard_of = narrowed(np.array(found))[_numpy(names.indices)]
     columns = ("offset", "length", "label")
-    offset, length, label = (_numpy(table.column(name).combine_chunks()) for name in columns)
+    offset, length, label = (
+        _numpy(table.column(name).combine_chunks()) for name in columns
+    )
     shard_bytes = np.array([shard.bytes for shard in entry.shards])
     counts = np.bincount(shard_of[shard_of >= 0], minlength=len(shards))
-    low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, NO_LABEL + 1)
+    low, high = (
+        (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, NO_LABEL + 1)
+    )
     agrees = (
         len(label) == entry.num_samples
         and tuple(counts) == entry.shard_lengths
@@ -381,7 +401,9 @@ def _check_sizes(sizes: dict[Location, int], *, split: str, where: str) -> None:
                 continue
             found = retried_read(path.stat, name=path).st_size
             if found != num_bytes:
-                wrong.append(f"{path}: {found} bytes, but the manifest says {num_bytes}")
+                wrong.append(
+                    f"{path}: {found} bytes, but the manifest says {num_bytes}"
+                )
         except OSError as error:
             if error.errno in PASSING:
                 raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
@@ -412,7 +434,9 @@ def location_of_tars(folder: Location, manifest: Manifest) -> Location:
     if is_url(named):
         return location_of(named, where=where)
     if isinstance(folder, Url) and Path(named).is_absolute():
-        what = f"is {named!r}, a path on one machine, but the manifest was read from a URL"
+        what = (
+            f"is {named!r}, a path on one machine, but the manifest was read from a URL"
+        )
         raise UserError(what, where=where, next_step="set it to the URL of the tars")
     return folder / named
 
@@ -439,7 +463,9 @@ def _readable(path: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in PASSING:
             raise not_read(error, str(path), next_step=CHECK_STORAGE) from None
         what = f"cannot be read ({error})"
-        raise UserError(what, where=str(path), next_step="make the shards again") from None
+        raise UserError(
+            what, where=str(path), next_step="make the shards again"
+        ) from None
 
 
 # ---- keys ----------------------------------------------------------------------------------------
@@ -455,7 +481,9 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    text = pa.array([read_text(path, where="data.only_keys").rstrip("\n")], pa.large_string())
+    text = pa.array(
+        [read_text(path, where="data.only_keys").rstrip("\n")], pa.large_string()
+    )
     wanted = pc.split_pattern(text, "\n").flatten()
     stored = np.arange(index.num_samples) if index.stored is None else index.stored
 
@@ -477,7 +505,9 @@ def choose_by_key(index: SplitIndex, path: str) -> SplitIndex:
         is_wanted, chosen = retried_read(search, name=index.index_path)
     rows = np.flatnonzero(is_wanted[stored])
     if not len(rows):
-        what = f"none of the {index.num_samples:,} samples has one of the keys of {path}"
+        what = (
+            f"none of the {index.num_samples:,} samples has one of the keys of {path}"
+        )
         (example,) = sample_keys(index, [0])
         allowed = f"keys of {index.split!r} of {index.folder}, such as {example!r}"
         raise UserError(what, where="data.only_keys", allowed=allowed)
@@ -550,7 +580,9 @@ class _SplitGroups:
         import pyarrow.parquet as pq
 
         self._file = pq.ParquetFile(path)
-        groups = [self._file.metadata.row_group(n) for n in range(self._file.num_row_groups)]
+        groups = [
+            self._file.metadata.row_group(n) for n in range(self._file.num_row_groups)
+        ]
         column = self._file.schema_arrow.get_field_index("split")
         known = [column >= 0 and group.column(column).statistics for group in groups]
         if not all(each and each.min == each.max for each in known):
@@ -560,7 +592,9 @@ class _SplitGroups:
         self.ends = np.cumsum([0, *lengths])[1:]
         """int64: rows of the split up to the end of each of its row groups."""
 
-    def read(self, columns: list[str], start: int = 0, stop: int | None = None) -> pa.Table:
+    def read(
+        self, columns: list[str], start: int = 0, stop: int | None = None
+    ) -> pa.Table:
         """Some columns of some of the split's row groups."""
         return self._file.read_row_groups(self._numbers[start:stop], columns=columns)
 
@@ -571,7 +605,9 @@ class _SplitGroups:
         self._file.close()
 
 
-def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]) -> list[str]:
+def sample_names(
+    parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]
+) -> list[str]:
     """Quoted keys; or numbers if the keys cannot be read, which must not end a run.
 
     samples: (position in `parts`, sample).
@@ -582,10 +618,14 @@ def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]
         # Whatever has become of the index.
         with suppress(Exception):
             keys = sample_keys(parts[part], numbers)
-            names |= {(part, n): repr(key) for n, key in zip(numbers, keys, strict=True)}
+            names |= {
+                (part, n): repr(key) for n, key in zip(numbers, keys, strict=True)
+            }
     return [names[sample] for sample in samples]
 
 
-def sample_numbers(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]) -> list[str]:
+def sample_numbers(
+    parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]
+) -> list[str]:
     """Names of samples without their keys, and so without reading anything."""
     return [f"number {number} of {parts[part].split!r}" for part, number in samples]

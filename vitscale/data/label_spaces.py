@@ -19,7 +19,10 @@ LABEL_SPACES = {
     "imagenet_21k_p_winter21": "imagenet21k_miil_w21_synsets.txt",
 }
 # The classes of evaluation sets, in the order of ImageNet-1k's.
-SUBSETS = {"imagenet_a": "imagenet_a_synsets.txt", "imagenet_r": "imagenet_r_synsets.txt"}
+SUBSETS = {
+    "imagenet_a": "imagenet_a_synsets.txt",
+    "imagenet_r": "imagenet_r_synsets.txt",
+}
 
 
 @cache

@@ -25,7 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vitscale.config.errors import RankError, RankStorageError, StorageError, UserError, WorkerError
+from vitscale.config.errors import (
+    RankError,
+    RankStorageError,
+    StorageError,
+    UserError,
+    WorkerError,
+)
 from vitscale.data import remote
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
@@ -39,7 +45,12 @@ from vitscale.data.samples import (
 )
 from vitscale.data.settings import DataSettings, MixingSettings
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.fork_server import SIGNALS, end_with_server, start_server, start_worker
+from vitscale.distributed.fork_server import (
+    SIGNALS,
+    end_with_server,
+    start_server,
+    start_worker,
+)
 from vitscale.distributed.processes import process_state
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
@@ -81,7 +92,9 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         tensors = self.images, self.labels, self.weights
-        images, labels, weights = (each.to(device, non_blocking=True) for each in tensors)
+        images, labels, weights = (
+            each.to(device, non_blocking=True) for each in tensors
+        )
         return Batch(images, labels, weights, self.unreadable)
 
     def keep_for(self, stream: torch.cuda.Stream) -> None:
@@ -111,11 +124,17 @@ def training_batches(
 ) -> AbstractContextManager[Iterator[Batch]]:
     """Micro-batches of one rank between two positions of training; see `open_batches`."""
     positions = rank_batches(
-        start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
+        start=start,
+        stop=stop,
+        rank=rank,
+        world_size=world_size,
+        micro_batch=micro_batch,
     )
     augmentation = Augmentation(settings, image_size=image_size, seed=seed)
     samples: Samples = (
-        StreamedSamples(training_set, augmentation, start=start, place=(rank, world_size))
+        StreamedSamples(
+            training_set, augmentation, start=start, place=(rank, world_size)
+        )
         if settings.is_streamed
         else TrainingSamples(training_set, augmentation)
     )
@@ -143,11 +162,17 @@ def evaluation_batches(
     chosen = np.arange(index.num_samples) if samples is None else samples
     stride = world_size * micro_batch
     num_batches = -(-len(chosen) // stride)
-    own = np.arange(num_batches * stride).reshape(num_batches, world_size, micro_batch)[:, rank]
+    own = np.arange(num_batches * stride).reshape(num_batches, world_size, micro_batch)[
+        :, rank
+    ]
     positions = chosen[np.minimum(own, len(chosen) - 1)]
     reader = EvaluationSamples(index, settings=settings, image_size=image_size)
     with open_batches(
-        reader, positions.tolist(), batch=micro_batch, settings=settings, pin_memory=pin_memory
+        reader,
+        positions.tolist(),
+        batch=micro_batch,
+        settings=settings,
+        pin_memory=pin_memory,
     ) as batches:
         for batch, numbers, places in zip(batches, positions, own, strict=True):
             weights = torch.from_numpy((places < len(chosen)).astype(np.float32))
@@ -169,13 +194,17 @@ def open_batches(
     cannot read. The end of the block waits for no worker.
     """
     if settings.num_workers:
-        with _filled_by_workers(samples, positions, batch, settings.num_workers) as filled:
+        with _filled_by_workers(
+            samples, positions, batch, settings.num_workers
+        ) as filled:
             yield (_copied(each, pinned=pin_memory) for each in filled)
     else:
         samples.start(worker=0, num_workers=1)
         size = samples.image_size
         images = torch.empty(batch, 3, size, size, dtype=torch.uint8)
-        here = ((images[: len(each)], *_fill(samples, each, images)) for each in positions)
+        here = (
+            (images[: len(each)], *_fill(samples, each, images)) for each in positions
+        )
         yield (_copied(each, pinned=pin_memory) for each in here)
 
 
@@ -212,7 +241,10 @@ def _fill(
     except UserError as error:
         kind = RankStorageError if isinstance(error, StorageError) else RankError
         raise kind(
-            error.what, where=error.where, allowed=error.allowed, next_step=error.next_step
+            error.what,
+            where=error.where,
+            allowed=error.allowed,
+            next_step=error.next_step,
         ) from None
     return labels, unreadable
 
@@ -248,7 +280,9 @@ class _Memory(NamedTuple):
         """
         memory = mmap.mmap(descriptor, self.num_bytes)
         num_pixels = math.prod(self.slots)
-        slots = torch.frombuffer(memory, dtype=torch.uint8, count=num_pixels).view(self.slots)
+        slots = torch.frombuffer(memory, dtype=torch.uint8, count=num_pixels).view(
+            self.slots
+        )
         return slots, np.frombuffer(memory, np.int64, offset=self.progress_offset)
 
 
@@ -269,7 +303,9 @@ def _filled_by_workers(
         """Send the next batch, if there is one, to its worker."""
         for number, each in islice(to_do, 1):
             with suppress(OSError):  # it is dead, as the wait for its reply will find
-                workers[number % num_workers].connection.send((number % num_slots, each))
+                workers[number % num_workers].connection.send(
+                    (number % num_slots, each)
+                )
             assigned.append(number)
 
     def filled() -> Iterator[Filled]:
@@ -340,7 +376,9 @@ def _reply(worker: _Worker, progress: np.ndarray) -> Labels:
     )
 
 
-def _run(connection: Connection, samples: Samples, layout: _Memory, number: int) -> None:
+def _run(
+    connection: Connection, samples: Samples, layout: _Memory, number: int
+) -> None:
     """Fill slots, whose descriptor comes through the pipe, until the trainer is gone."""
     end_with_server()
     for each in SIGNALS:
@@ -362,7 +400,9 @@ def _run(connection: Connection, samples: Samples, layout: _Memory, number: int)
             except RankError as error:
                 reply = error
             except Exception:
-                reply = RuntimeError(f"a loader worker failed:\n{traceback.format_exc()}")
+                reply = RuntimeError(
+                    f"a loader worker failed:\n{traceback.format_exc()}"
+                )
             connection.send(reply)
     # Threads that read ahead may wait for the network.
     os._exit(0)
@@ -392,12 +432,17 @@ def mix_batch(
     first_position: position in training of the batch's first sample; even.
     """
     num, _, _, side = batch.images.shape
-    assert num % 2 == 0 and first_position % 2 == 0, "the training plan must refuse this"
+    assert num % 2 == 0 and first_position % 2 == 0, (
+        "the training plan must refuse this"
+    )
     if settings.mode == "batch":
         blends = [draw_blend(settings, stream_key("mix", seed, step), image_size=side)]
     else:
         first = first_position // 2
-        keys = [stream_key("mix pair", seed, pair) for pair in range(first, first + num // 2)]
+        keys = [
+            stream_key("mix pair", seed, pair)
+            for pair in range(first, first + num // 2)
+        ]
         blends = [draw_blend(settings, key, image_size=side) for key in keys]
     shares = [blend.share for blend in blends] * (num // 2 // len(blends))
     return replace(
@@ -454,7 +499,9 @@ def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
         # Made on the device: copying a mask per pair would be slow.
         boxes_P4 = on_device([blend.box or (0, 0, 0, 0) for blend in blends], device)
         top, left, bottom, right = boxes_P4[:, :, None].unbind(1)
-        row_R, column_C = (torch.arange(side, device=device) for side in (rows, columns))
+        row_R, column_C = (
+            torch.arange(side, device=device) for side in (rows, columns)
+        )
         rows_PR = (row_R >= top) & (row_R < bottom)
         columns_PC = (column_C >= left) & (column_C < right)
         cut_PSS = rows_PR[:, :, None] & columns_PC[:, None, :]

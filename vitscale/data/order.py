@@ -42,7 +42,9 @@ class SampleOrder:
     @cached_property
     def first_samples(self) -> np.ndarray:
         """int64 [shards + 1]: number of the first sample of each shard."""
-        return np.concatenate([[0], np.cumsum(np.array(self.shard_lengths, dtype=np.int64))])
+        return np.concatenate(
+            [[0], np.cumsum(np.array(self.shard_lengths, dtype=np.int64))]
+        )
 
     @cached_property
     def num_samples(self) -> int:
@@ -82,7 +84,9 @@ class SampleOrder:
             shards, _ = self._blocks(epoch)
             first = self.first_samples
             chosen = shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS]
-            samples = np.concatenate([np.arange(first[i], first[i + 1]) for i in chosen])
+            samples = np.concatenate(
+                [np.arange(first[i], first[i + 1]) for i in chosen]
+            )
             key = stream_key("samples", self.fingerprint, self.seed, epoch, block)
             found = samples[permutation(len(samples), key=key)]
             _remember(self._recent_blocks, (epoch, block), found)
@@ -105,7 +109,9 @@ def _remember(recent: dict[K, V], key: K, value: V) -> None:
     recent[key] = value
 
 
-def check_mixed(labels: np.ndarray, *, shard_lengths: Sequence[int], where: str) -> None:
+def check_mixed(
+    labels: np.ndarray, *, shard_lengths: Sequence[int], where: str
+) -> None:
     """Raise UserError for tars sorted by class, which the blocks of an epoch do not mix.
 
     labels: of each sample, tar after tar. Blocks need a tenth of the classes that they would have
@@ -116,7 +122,10 @@ def check_mixed(labels: np.ndarray, *, shard_lengths: Sequence[int], where: str)
         return
     block = np.random.default_rng(0).permutation(len(shard_lengths)) // BLOCK_SHARDS
     shares = np.bincount(labels[labels >= 0]) / len(labels)
-    found = len(np.unique(np.repeat(block, shard_lengths) * len(shares) + labels)) / num_blocks
+    found = (
+        len(np.unique(np.repeat(block, shard_lengths) * len(shares) + labels))
+        / num_blocks
+    )
     shuffled = float((1 - (1 - shares) ** (len(labels) / num_blocks)).sum())
     if found < shuffled / 10:
         raise UserError(
@@ -180,12 +189,16 @@ def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.nda
 
     def counts(num_slots: int) -> np.ndarray:
         """Slots of each set among the first `num_slots`."""
-        ends = [num_slots * share // MILLION for share in np.cumsum(order.shares).tolist()]
+        ends = [
+            num_slots * share // MILLION for share in np.cumsum(order.shares).tolist()
+        ]
         return np.diff(np.array([0, *ends], dtype=np.int64))
 
     starts, ends = counts(block * MIXTURE_BLOCK), counts((block + 1) * MIXTURE_BLOCK)
     parts = np.repeat(np.arange(len(order.parts)), ends - starts)
-    positions = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
+    positions = np.concatenate(
+        [np.arange(*span) for span in zip(starts, ends, strict=True)]
+    )
     names = tuple(part.fingerprint for part in order.parts)
     chosen = permutation(
         MIXTURE_BLOCK, key=stream_key("mixture", names, order.parts[0].seed, block)

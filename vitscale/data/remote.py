@@ -124,7 +124,9 @@ def read_chunks(url: Url, num_bytes: int | None = None) -> Iterator[bytes]:
         return data
 
     if num_bytes is None:  # int: a server that sends no size gives None
-        num_bytes = _retried(url, lambda storage: int(storage.info(url, timeout=REQUEST_S)["size"]))
+        num_bytes = _retried(
+            url, lambda storage: int(storage.info(url, timeout=REQUEST_S)["size"])
+        )
     for start in range(0, num_bytes, CHUNK_BYTES):
         end = min(start + CHUNK_BYTES, num_bytes)
         data = _retried(url, part)
@@ -134,7 +136,9 @@ def read_chunks(url: Url, num_bytes: int | None = None) -> Iterator[bytes]:
 
 def names_below(folder: Url) -> list[str]:
     """Names of the files directly below a URL."""
-    found = _retried(folder, lambda storage: storage.ls(folder, detail=True, timeout=REQUEST_S))
+    found = _retried(
+        folder, lambda storage: storage.ls(folder, detail=True, timeout=REQUEST_S)
+    )
     return [each["name"].rpartition("/")[2] for each in found if each["type"] == "file"]
 
 
@@ -153,9 +157,15 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
             # FileNotFoundError is fsspec's for any HTTP failure.
             cause = (isinstance(error, FileNotFoundError) and error.__cause__) or error
             status, name = getattr(cause, "status", None), type(cause).__name__
-            is_missing = isinstance(error, FileNotFoundError) and status in (None, 404, 410)
+            is_missing = isinstance(error, FileNotFoundError) and status in (
+                None,
+                404,
+                410,
+            )
             is_refused = isinstance(error, PermissionError) or status in (401, 403)
-            is_refused |= "Credentials" in name or name == "ProfileNotFound"  # botocore's
+            is_refused |= (
+                "Credentials" in name or name == "ProfileNotFound"
+            )  # botocore's
             spent_s = time.monotonic() - start
             text = redact(f"{name}: {cause}")
             if is_missing or is_refused or spent_s + pause_s > PATIENCE_S:
@@ -165,7 +175,9 @@ def _retried(url: Url, read: Callable[[Any], T]) -> T:
                     next_step="check address, network and credentials, and run the command again",
                 ) from None
             if tries == 3:
-                print(f"{url}: {text}; retrying for {PATIENCE_S:.0f} s", file=sys.stderr)
+                print(
+                    f"{url}: {text}; retrying for {PATIENCE_S:.0f} s", file=sys.stderr
+                )
         time.sleep(pause_s * uniform(0.5, 1.5))
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -183,11 +195,16 @@ def _filesystem(scheme: str) -> Any:
             return fsspec.filesystem(scheme)
     except ImportError as error:
         raise UserError(
-            f"{scheme}:// cannot be read: {error}", next_step="pip install s3fs, or gcsfs for gs://"
+            f"{scheme}:// cannot be read: {error}",
+            next_step="pip install s3fs, or gcsfs for gs://",
         ) from None
     # Ranges of a compressed transfer would count other bytes. Proxies and ~/.netrc are used.
     options = fsspec.config.conf.get(scheme, {})
-    client = {"trust_env": True} | options.get("client_kwargs", {}) | {"auto_decompress": False}
+    client = (
+        {"trust_env": True}
+        | options.get("client_kwargs", {})
+        | {"auto_decompress": False}
+    )
     headers = {"Accept-Encoding": "identity"} | options.get("headers", {})
     return fsspec.filesystem(scheme, client_kwargs=client, headers=headers)
 
@@ -293,7 +310,9 @@ class RemoteFile:
         for _ in range(DAMAGED_READS):
             path = self.path()
             try:
-                data = retried_read(partial(_read_used, path, offset, num_bytes), name=path)
+                data = retried_read(
+                    partial(_read_used, path, offset, num_bytes), name=path
+                )
                 failure = None
             except OSError as error:  # a bad block, or evicted just now
                 data, failure = b"", error
@@ -321,7 +340,9 @@ class RemoteFile:
                         next_step="upload it again; make the shards again if the local copy is "
                         "damaged too",
                     )
-            with locked(self.folder, SPACE):  # a process that counts files would miss this one
+            with locked(
+                self.folder, SPACE
+            ):  # a process that counts files would miss this one
                 os.rename(part, self.local)
         except BaseException:
             part.unlink(missing_ok=True)
@@ -338,7 +359,9 @@ class RemoteFile:
                         files.append((path.stat().st_mtime, path.stat().st_size, path))
             excess = self.num_bytes + sum(size for _, size, _ in files) - self.max_bytes
             for last_use, size, path in sorted(files):
-                is_idle = time.time() - last_use >= (ABANDONED_S if path.suffix else idle_s)
+                is_idle = time.time() - last_use >= (
+                    ABANDONED_S if path.suffix else idle_s
+                )
                 if excess > 0 and is_idle:
                     path.unlink(missing_ok=True)
                     excess -= size
@@ -371,7 +394,11 @@ _prefetching = threading.Thread()
 def prefetch(shards: Sequence[Path | RemoteFile]) -> None:
     """Fetch shards in the background, the first first; does nothing while it still fetches."""
     global _prefetching
-    missing = [each for each in shards if isinstance(each, RemoteFile) and not each.local.exists()]
+    missing = [
+        each
+        for each in shards
+        if isinstance(each, RemoteFile) and not each.local.exists()
+    ]
 
     def fetch() -> None:
         for file in missing:

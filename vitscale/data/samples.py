@@ -68,12 +68,16 @@ def unreadable_sample(
     index: SplitIndex, sample: int, error: Exception, *, part: int = 0
 ) -> Unreadable:
     """The record of a sample of an index that gave this error."""
-    return Unreadable(part, sample, str(index.shards[index.shard_of[sample]]), reason_of(error))
+    return Unreadable(
+        part, sample, str(index.shards[index.shard_of[sample]]), reason_of(error)
+    )
 
 
 def reason_of(error: Exception) -> str:
     """The text of an error without addresses, which Pillow's have: equal damage, equal texts."""
-    return re.sub(r" <.* at 0x[0-9a-f]+>", "", getattr(error, "strerror", None) or str(error))
+    return re.sub(
+        r" <.* at 0x[0-9a-f]+>", "", getattr(error, "strerror", None) or str(error)
+    )
 
 
 def unreadable_error(
@@ -102,7 +106,9 @@ class Augmentation:
         size = self.decoder.size(data)
         right = down = 0
         if settings.crop == "plain":
-            box, right, down = crops.plain_crop_box(*size, size=self.image_size, random=random)
+            box, right, down = crops.plain_crop_box(
+                *size, size=self.image_size, random=random
+            )
         elif settings.crop == "squash":
             box = crops.squash_crop_box(*size, share=settings.crop_share, random=random)
         else:
@@ -122,7 +128,9 @@ class Augmentation:
             out.copy_(crops.reflected(out, right=-right if flip else right, down=down))
         if self.augments:
             # A separate stream, so that augmentation does not change crop and flip.
-            random = CounterRandom(augmentation_key(self.seed, draw, purpose="augment2"))
+            random = CounterRandom(
+                augmentation_key(self.seed, draw, purpose="augment2")
+            )
             mean, std = settings.mean, settings.std
             out.copy_(augment(out, settings.augment, random, mean=mean, std=std))
 
@@ -140,7 +148,9 @@ class TrainingSamples(Samples):
         if not any(isinstance(part.shards[0], RemoteFile) for part in self.parts):
             return
         ahead = []
-        for part, draw in {draw.part: draw for draw in map(self.order.at, positions)}.items():
+        for part, draw in {
+            draw.part: draw for draw in map(self.order.at, positions)
+        }.items():
             index = self.parts[part]
             shard = int(index.shard_of[draw.sample])
             numbers = self.order.parts[part].shards_ahead(epoch=draw.epoch, shard=shard)
@@ -165,7 +175,9 @@ class TrainingSamples(Samples):
             except UserError:
                 raise
             except (OSError, ValueError) as error:
-                unreadable.append(unreadable_sample(index, sample, error, part=draw.part))
+                unreadable.append(
+                    unreadable_sample(index, sample, error, part=draw.part)
+                )
         raise unreadable_error(
             index,
             unreadable[0],
@@ -176,7 +188,12 @@ class TrainingSamples(Samples):
     def _substitute(self, draw: Draw, attempt: int) -> int:
         """Another sample of the same set; the same one on every layout and after every resume."""
         key = stream_key(
-            "substitute", self.augmentation.seed, draw.part, draw.epoch, draw.sample, attempt
+            "substitute",
+            self.augmentation.seed,
+            draw.part,
+            draw.epoch,
+            draw.sample,
+            attempt,
         )
         return key % self.parts[draw.part].num_samples
 
@@ -195,7 +212,11 @@ class StreamedSamples(Samples):
         """start: position of training where the streams begin. place: rank and world size."""
         self.augmentation, self.image_size = augmentation, augmentation.image_size
         self.num_samples, self.place = training_set.num_samples, place
-        how = {"num_classes": len(training_set.classes), "seed": augmentation.seed, "start": start}
+        how = {
+            "num_classes": len(training_set.classes),
+            "seed": augmentation.seed,
+            "start": start,
+        }
         self.stream = partial(tar_samples, training_set.tars, **how)
 
     def start(self, *, worker: int, num_workers: int) -> None:
@@ -244,9 +265,13 @@ class EvaluationResize:
         """
         settings, side = self.settings, self.image_size
         if settings.eval_interpolation == "area":
-            self._average(self.decoder.whole(data) if pixels_HW3 is None else pixels_HW3, out)
+            self._average(
+                self.decoder.whole(data) if pixels_HW3 is None else pixels_HW3, out
+            )
             return
-        width, height = self.decoder.size(data) if pixels_HW3 is None else pixels_HW3.shape[1::-1]
+        width, height = (
+            self.decoder.size(data) if pixels_HW3 is None else pixels_HW3.shape[1::-1]
+        )
         plan = crops.EVALUATION_CROPS[settings.eval_resize]
         box, resized, (top, left) = plan(
             width, height, size=side, fraction=settings.eval_crop_fraction
@@ -279,7 +304,12 @@ class EvaluationSamples(Samples):
     """Evaluation samples, by stored position; resized deterministically."""
 
     def __init__(
-        self, index: SplitIndex, *, settings: DataSettings, image_size: int, strict: bool = True
+        self,
+        index: SplitIndex,
+        *,
+        settings: DataSettings,
+        image_size: int,
+        strict: bool = True,
     ) -> None:
         """strict: an unreadable sample is an error; else its image is black, and it is returned."""
         self.index, self.image_size, self.strict = index, image_size, strict
@@ -300,7 +330,11 @@ class EvaluationSamples(Samples):
         except (OSError, ValueError) as error:
             unreadable.append(unreadable_sample(self.index, sample, error))
             if self.strict:
-                advice = "make the shards again: they have changed since data preparation"
-                raise unreadable_error(self.index, unreadable[0], next_step=advice) from None
+                advice = (
+                    "make the shards again: they have changed since data preparation"
+                )
+                raise unreadable_error(
+                    self.index, unreadable[0], next_step=advice
+                ) from None
             out.zero_()
         return int(self.index.label[sample]), unreadable

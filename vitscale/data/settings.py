@@ -160,7 +160,9 @@ class DataSettings(Section):
             return num
         share = f"{self.dev_percent:g} % of {num_samples:,} training samples"
         what = f"{share} is {num:,}, which leaves none to {'train on' if num else 'evaluate'}"
-        allowed = f"a share of 1 to {num_samples - 1:,} samples" if num_samples > 1 else None
+        allowed = (
+            f"a share of 1 to {num_samples - 1:,} samples" if num_samples > 1 else None
+        )
         raise UserError(what, where="data.dev_percent", allowed=allowed)
 
     @property
@@ -178,36 +180,66 @@ class DataSettings(Section):
 
 def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
     """Settings that are not allowed, exclude each other or have no effect."""
-    for key, path in [("path", data.path), *(("mixture", part.path) for part in data.mixture)]:
+    for key, path in [
+        ("path", data.path),
+        *(("mixture", part.path) for part in data.mixture),
+    ]:
         try:
             is_remote = isinstance(location_of(path), Url)
         except UserError as error:
             yield (f"data.{key}", error.what)
             continue
         if is_remote and data.is_streamed:
-            yield ("data.path", "needs an index (data.reader=index), or a local copy of the tars")
+            yield (
+                "data.path",
+                "needs an index (data.reader=index), or a local copy of the tars",
+            )
         elif is_remote and data.remote.cache_path is None:
             what = f"missing; {path} is fetched to a folder on a local disk"
             yield ("data.remote.cache_path", what)
     if not data.is_streamed:
         yield from _unused(data, "webdataset", by="data.reader=index")
     else:
-        yield from _unused(data, *NEEDS_INDEX, "remote.cache_path", by="data.reader=webdataset")
+        yield from _unused(
+            data, *NEEDS_INDEX, "remote.cache_path", by="data.reader=webdataset"
+        )
         if data.val_split is not None:
-            yield ("data.val_split", "needs an index (data.reader=index); or set it to null")
+            yield (
+                "data.val_split",
+                "needs an index (data.reader=index); or set it to null",
+            )
         if data.webdataset.num_samples is None:
-            yield ("data.webdataset.num_samples", "missing; data.reader=webdataset needs it")
+            yield (
+                "data.webdataset.num_samples",
+                "missing; data.reader=webdataset needs it",
+            )
     if data.crop != "squash":
         yield from _unused(data, "crop_share", by=f"data.crop={data.crop}")
     if data.crop in ("plain", "squash"):
-        yield from _unused(data, "crop_area", "crop_aspect", by=f"data.crop={data.crop}")
+        yield from _unused(
+            data, "crop_area", "crop_aspect", by=f"data.crop={data.crop}"
+        )
     if data.eval_interpolation == "area":
         yield from _unused(data, "eval_antialias", by="data.eval_interpolation=area")
-    mixing, policy, key = data.mixing, data.augment.randaugment, "data.augment.randaugment"
-    if mixing is not None and mixing.mixup_alpha is None and mixing.cutmix_alpha is None:
-        yield ("data.mixing", "mixes nothing; set mixup_alpha or cutmix_alpha, or set it to null")
+    mixing, policy, key = (
+        data.mixing,
+        data.augment.randaugment,
+        "data.augment.randaugment",
+    )
+    if (
+        mixing is not None
+        and mixing.mixup_alpha is None
+        and mixing.cutmix_alpha is None
+    ):
+        yield (
+            "data.mixing",
+            "mixes nothing; set mixup_alpha or cutmix_alpha, or set it to null",
+        )
     if policy is not None and data.augment.three_augment:
-        yield ("data.augment.three_augment", "replaces RandAugment; remove one of the two")
+        yield (
+            "data.augment.three_augment",
+            "replaces RandAugment; remove one of the two",
+        )
     if policy is not None and policy.policy == "augreg":
         names = ("magnitude_std", "fill", "interpolation")
         keys = [f"augment.randaugment.{name}" for name in names]
@@ -222,4 +254,7 @@ def _unused(data: DataSettings, *keys: str, by: str) -> Iterator[tuple[str, str]
         *groups, name = key.split(".")
         section: Section = reduce(getattr, groups, data)
         if getattr(section, name) != type(section).model_fields[name].default:
-            yield (f"data.{key}", f"has no effect with {by}; remove it, or set its default")
+            yield (
+                f"data.{key}",
+                f"has no effect with {by}; remove it, or set its default",
+            )

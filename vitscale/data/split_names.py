@@ -16,7 +16,10 @@ SPLIT_OF_NAME = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout"), "test"),
 }
 # Parts of other names of splits, such as seg_train, trainset, PublicTest, test2, val_images.
-OF_TRAIN, OF_OTHERS = re.compile("train|trn", re.I), re.compile("val|dev|te?st|hold", re.I)
+OF_TRAIN, OF_OTHERS = (
+    re.compile("train|trn", re.I),
+    re.compile("val|dev|te?st|hold", re.I),
+)
 # In the name of a file, a word like trainval, testset or testA. Not valley, contest or developer.
 WORD_OF_SPLIT = re.compile(
     rf"[a-z]*train[a-z]*|({'|'.join(SPLIT_OF_NAME)}|trn|tst)(sets?|s|data|images?|[a-z])?"
@@ -46,7 +49,11 @@ def splits_of_folders(root: Path) -> dict[str, str]:
     are_splits = are_splits or (are_all and (nested or len(keywords) == len(names)))
     if "train" in splits and nested.intersection(keywords):
         others = (name for name in names if name not in like_splits)
-        are_splits = are_splits or len(splits) > 1 or not any(folders_in(root / o) for o in others)
+        are_splits = (
+            are_splits
+            or len(splits) > 1
+            or not any(folders_in(root / o) for o in others)
+        )
     if names and are_splits:
         raise ambiguous_splits(sorted(like_splits) + sorted(set(names) - like_splits))
     return {}
@@ -61,7 +68,9 @@ def splits_of_files(names: Set[str], *, are_classes: bool = False) -> dict[str, 
     """
     words = dict[str, set[str]]()
     for name in names:
-        words[name] = set(filter(WORD_OF_SPLIT.fullmatch, re.findall("[a-z]+", name.lower())))
+        words[name] = set(
+            filter(WORD_OF_SPLIT.fullmatch, re.findall("[a-z]+", name.lower()))
+        )
     common = set.intersection(*words.values())
 
     # A word that is no keyword stays, and so do several.
@@ -90,7 +99,9 @@ def ambiguous_splits(names: Sequence[str], *, everything: str = ".") -> UserErro
         if OF_TRAIN.search(name):
             example.setdefault("train", name)
         elif OF_OTHERS.search(name):
-            example.setdefault("test" if re.search("te?st|hold", name, re.I) else "val", name)
+            example.setdefault(
+                "test" if re.search("te?st|hold", name, re.I) else "val", name
+            )
     places = ", ".join(f"{split}: {name!r}" for split, name in example.items())
     return UserError(
         f"these are named like splits, all or some: {', '.join(map(repr, names[:NAMES_SHOWN]))}",

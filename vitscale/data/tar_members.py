@@ -19,7 +19,13 @@ from typing import Any, BinaryIO, NamedTuple
 BLOCK = tarfile.BLOCKSIZE
 END_MARK = bytes(2 * BLOCK)
 # First bytes of gzip, bzip2, xz, zstd and lz4.
-COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
+COMPRESSED = (
+    b"\x1f\x8b",
+    b"BZh",
+    b"\xfd7zXZ",
+    b"\x28\xb5\x2f\xfd",
+    b"\x04\x22\x4d\x18",
+)
 # A long name, or the PAX records of a member: paths have at most 4 KiB, attributes of files 64 KiB.
 MAX_HEADER_BYTES = 1 << 20
 # tarfile searches PAX records in quadratic time of their longest run of digits. A part of a path
@@ -27,7 +33,14 @@ MAX_HEADER_BYTES = 1 << 20
 TOO_MANY_DIGITS = re.compile(rb"[0-9]{256}")
 ZEROS_AT_A_TIME = 1 << 20
 # What tarfile raises for headers that are no headers, besides its own errors.
-DAMAGE = (tarfile.TarError, ArithmeticError, EOFError, LookupError, RecursionError, ValueError)
+DAMAGE = (
+    tarfile.TarError,
+    ArithmeticError,
+    EOFError,
+    LookupError,
+    RecursionError,
+    ValueError,
+)
 
 
 class TarDefect(ValueError):
@@ -48,7 +61,9 @@ class Member(NamedTuple):
     is_folder: bool
 
 
-def members(file: BinaryIO, *, start: int = 0, end: int | None = None) -> Iterator[Member]:
+def members(
+    file: BinaryIO, *, start: int = 0, end: int | None = None
+) -> Iterator[Member]:
     """Yield the members of the tar in bytes `start` to `end` of a file.
 
     Tars that were appended to it (`cat a.tar b.tar`) are read as well: only zeros may follow the

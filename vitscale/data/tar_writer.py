@@ -68,9 +68,13 @@ class TarShard:
 
         label: None: no `key.cls`.
         """
-        before, after = around_image(key, extension=extension, num_bytes=len(image), label=label)
+        before, after = around_image(
+            key, extension=extension, num_bytes=len(image), label=label
+        )
         offset = self.num_bytes + len(before)
-        self._append(b"".join((before, image, after)))  # one call takes less time than three
+        self._append(
+            b"".join((before, image, after))
+        )  # one call takes less time than three
         return offset
 
     def _append(self, data: bytes) -> None:

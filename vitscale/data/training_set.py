@@ -72,7 +72,11 @@ def open_training_set(
     first, dev = _selected(read(settings.path), settings), None
     if num_dev := settings.num_dev(first.num_samples):
         # The tail is held out, as the ViT paper's code cuts it.
-        name = f"last {num_dev}" if first.is_shuffled else f"{num_dev} drawn for evaluation"
+        name = (
+            f"last {num_dev}"
+            if first.is_shuffled
+            else f"{num_dev} drawn for evaluation"
+        )
         rows = _in_random_order(first)
         dev = first.subset(np.sort(rows[-num_dev:]), name=name)
         first = first.subset(np.sort(rows[:-num_dev]), name=f"without the {name}")
@@ -81,22 +85,30 @@ def open_training_set(
         where, num = f"data.mixture[{number}].path", len(part.classes)
         if part.label_map_sha256 != first.label_map_sha256:
             what = f"its {num} classes differ from the {len(first.classes)} of {settings.path}"
-            raise UserError(what, where=where, next_step="prepare both with the same labels.space")
+            raise UserError(
+                what, where=where, next_step="prepare both with the same labels.space"
+            )
         if dev is not None and (num := _num_shared(dev, part)):
             what = f"training would read {num:,} of the images that data.dev_percent holds out"
             raise UserError(what, where=where, next_step="mix in other images, or none")
     _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
     orders = (
-        SampleOrder(shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed)
+        SampleOrder(
+            shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed
+        )
         for part in parts
     )
     order = TrainingOrder(
-        parts=tuple(orders), shares=(MILLION - sum(shares), *shares), views=settings.views
+        parts=tuple(orders),
+        shares=(MILLION - sum(shares), *shares),
+        views=settings.views,
     )
     fingerprint = first.fingerprint
     if len(parts) > 1 or settings.views > 1:
-        fingerprint = _hash([[part.fingerprint for part in parts], order.shares, order.views])
+        fingerprint = _hash(
+            [[part.fingerprint for part in parts], order.shares, order.views]
+        )
     return TrainingSet(
         num_samples=sum(part.num_samples for part in parts),
         classes=first.classes,
@@ -110,13 +122,17 @@ def open_training_set(
 
 
 def _streamed_set(settings: DataSettings) -> TrainingSet:
-    tars = tars_of_split(Path(settings.path), settings.train_split, where="data.train_split")
+    tars = tars_of_split(
+        Path(settings.path), settings.train_split, where="data.train_split"
+    )
     num_samples, classes = settings.webdataset.num_samples or 0, class_names(settings)
     return TrainingSet(
         num_samples=num_samples,
         classes=classes,
         label_map_sha256=label_map_sha256(classes),
-        fingerprint=_hash(["webdataset", [tar.name for tar in tars], num_samples, classes]),
+        fingerprint=_hash(
+            ["webdataset", [tar.name for tar in tars], num_samples, classes]
+        ),
         tars=tuple(tars),
     )
 
@@ -133,7 +149,10 @@ def class_names(settings: DataSettings) -> tuple[str, ...]:
 
 
 def open_val_split(
-    settings: DataSettings, *, check_files: bool = True, parts: Sequence[SplitIndex] = ()
+    settings: DataSettings,
+    *,
+    check_files: bool = True,
+    parts: Sequence[SplitIndex] = (),
 ) -> SplitIndex | None:
     """The samples of `data.val_split`, of `only_classes`; None: there is none. Raises UserError.
 
@@ -152,7 +171,10 @@ def open_val_split(
         split = _of_classes(split, settings.only_classes)
     for part in parts[1:]:
         if num := _num_shared(split, part):
-            print(f"{part.folder}: training reads {num:,} images of {split.split!r}", flush=True)
+            print(
+                f"{part.folder}: training reads {num:,} images of {split.split!r}",
+                flush=True,
+            )
     return split
 
 
@@ -190,10 +212,11 @@ def _of_classes(index: SplitIndex, names: Sequence[str]) -> SplitIndex:
     labels = [index.classes.index(name) for name in names]
     rows = np.flatnonzero(np.isin(index.label, labels))
     if not len(rows):
-        what = (
-            f"none of the {index.num_samples} samples of {index.split!r} has one of these classes"
+        what = f"none of the {index.num_samples} samples of {index.split!r} "
+        what += "has one of these classes"
+        raise UserError(
+            what, where="data.only_classes", next_step="choose other classes"
         )
-        raise UserError(what, where="data.only_classes", next_step="choose other classes")
     return index.subset(rows, name=f"labels {sorted(set(labels))}")
 
 

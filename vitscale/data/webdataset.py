@@ -112,7 +112,11 @@ class _StoredTar(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._num_bytes}
+        starts = {
+            io.SEEK_SET: 0,
+            io.SEEK_CUR: self._offset,
+            io.SEEK_END: self._num_bytes,
+        }
         self._offset = starts[whence] + offset
         return self._offset
 
@@ -131,19 +135,31 @@ def _samples_of(tar: Path, *, num_classes: int) -> Iterator[TarSample]:
         with io.BufferedReader(_StoredTar(tar), READ_BYTES) as file:
             for sample in group_by_keys(_wanted_members(cast(BinaryIO, file), tar)):
                 key, label = sample["__key__"], NO_LABEL
-                images = [sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample]
+                images = [
+                    sample[suffix] for suffix in IMAGE_SUFFIXES if suffix in sample
+                ]
                 if num_classes:
-                    text = sample.get(LABEL_SUFFIX, b"")[:MAX_LABEL_BYTES].decode("latin1").strip()
+                    text = (
+                        sample.get(LABEL_SUFFIX, b"")[:MAX_LABEL_BYTES]
+                        .decode("latin1")
+                        .strip()
+                    )
                     label = int(text) if text.isdecimal() else NO_LABEL
                     if not 0 <= label < num_classes:
-                        range_text = f"not 0 to {num_classes - 1} (data.webdataset.num_classes)"
-                        raise ValueError(f"sample {key!r} has label {text!r}, {range_text}")
+                        range_text = (
+                            f"not 0 to {num_classes - 1} (data.webdataset.num_classes)"
+                        )
+                        raise ValueError(
+                            f"sample {key!r} has label {text!r}, {range_text}"
+                        )
                 yield str(tar), key, images[0] if images else b"", label
         if key is None:
             raise ValueError(f"it has no members {', '.join(WANTED)}")
     except UserError as error:
         # A new one, since the library appends to what it says.
-        raise type(error)(error.what, where=error.where, next_step=error.next_step) from None
+        raise type(error)(
+            error.what, where=error.where, next_step=error.next_step
+        ) from None
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot be read ({getattr(error, 'strerror', None) or error.args[0]})",
@@ -168,7 +184,9 @@ def tars_of_split(folder: Path, split: str, *, where: str) -> list[Path]:
     split: `train` for `train-*.tar`, or names with `{0000..0146}`, `{a,b}`, `*` or `?`.
     """
     try:
-        return retried_read(lambda: _listed_tars(folder, split, where=where), name=folder)
+        return retried_read(
+            lambda: _listed_tars(folder, split, where=where), name=folder
+        )
     except OSError as error:
         raise not_read(error, str(folder), next_step=CHECK_STORAGE) from None
 
@@ -177,9 +195,14 @@ def _listed_tars(folder: Path, split: str, *, where: str) -> list[Path]:
     """Raises OSError if storage fails."""
     if not folder.is_dir():
         next_step = "set it to the folder of the tars"
-        raise UserError(f"no such folder: {folder}", where="data.path", next_step=next_step)
+        raise UserError(
+            f"no such folder: {folder}", where="data.path", next_step=next_step
+        )
     pattern = split if ".tar" in split else f"{split}-*.tar"
-    tars = [folder / name for name in sorted(matching(pattern, os.listdir(folder), where=where))]
+    tars = [
+        folder / name
+        for name in sorted(matching(pattern, os.listdir(folder), where=where))
+    ]
     missing = [tar for tar in tars if not tar.is_file()]
     if missing or not tars:
         raise UserError(

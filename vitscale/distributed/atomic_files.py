@@ -167,7 +167,11 @@ def _repeated(
             if error.errno not in PASSING or time.monotonic() - start > patience_s:
                 raise
             if number == 1 and name is not None:
-                print(f"{name}: {error.strerror}; reading it again", file=sys.stderr, flush=True)
+                print(
+                    f"{name}: {error.strerror}; reading it again",
+                    file=sys.stderr,
+                    flush=True,
+                )
         time.sleep(pause_s)
     return work()
 
@@ -186,7 +190,10 @@ def open_log(file: Path | int) -> TextIO:
     """Append lines to a file or descriptor; those that storage refuses are lost."""
     raw = _ForgivingFile(file, "a", closefd=isinstance(file, Path))
     return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
+        io.BufferedWriter(raw),
+        encoding="utf-8",
+        errors="backslashreplace",
+        line_buffering=True,
     )
 
 
@@ -196,4 +203,6 @@ def or_warn(what: Path | str, say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        say(f"warning: {what}: cannot be written ({error.strerror}); going on without it")
+        say(
+            f"warning: {what}: cannot be written ({error.strerror}); going on without it"
+        )

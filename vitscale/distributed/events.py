@@ -106,7 +106,9 @@ def read_events(run_folder: Path | str) -> list[dict[str, Any]]:
     return [row for _, _, row in sorted(rows, key=lambda each: each[0])]
 
 
-def _read(event: str, run_folder: Path | str, adapter: TypeAdapter[Event]) -> list[Event]:
+def _read(
+    event: str, run_folder: Path | str, adapter: TypeAdapter[Event]
+) -> list[Event]:
     found = []
     for row in read_events(run_folder):
         if row["event"] == event:
@@ -118,7 +120,9 @@ def _read(event: str, run_folder: Path | str, adapter: TypeAdapter[Event]) -> li
 def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -> None:
     """Append that a training starts, now, in this process. Raises OSError."""
     values = {"first_step": first_step, "total_steps": total_steps}
-    append_event(run_folder, STARTED, {**values, "node": node_name(), "pid": os.getpid()})
+    append_event(
+        run_folder, STARTED, {**values, "node": node_name(), "pid": os.getpid()}
+    )
 
 
 def read_start(run_folder: Path | str) -> TrainingStart | None:
@@ -134,10 +138,14 @@ def record_failure(run_folder: Path | str, failure: Failure) -> None:
     values = asdict(failure) | {"time": None}
     values["attempt"] = failure.attempt or os.environ.get(ATTEMPT_VARIABLE) or None
     with suppress(OSError):
-        append_event(run_folder, FAILED, {k: v for k, v in values.items() if v is not None})
+        append_event(
+            run_folder, FAILED, {k: v for k, v in values.items() if v is not None}
+        )
 
 
-def read_failures(run_folder: Path | str, *, attempt: str | None = None) -> list[Failure]:
+def read_failures(
+    run_folder: Path | str, *, attempt: str | None = None
+) -> list[Failure]:
     """All reports in the order of the file, or those of one attempt."""
     found = _read(FAILED, run_folder, READ_FAILURE)
     return [each for each in found if attempt is None or each.attempt == attempt]
@@ -150,7 +158,11 @@ def cause(reports: Sequence[Failure]) -> Failure | None:
     elsewhere did to the others. What a rank says of itself is more than what others saw of it.
     """
     spoke = {each.rank for each in reports if each.rank == each.reported_by is not None}
-    reports = [each for each in reports if each.rank not in spoke or each.rank == each.reported_by]
+    reports = [
+        each
+        for each in reports
+        if each.rank not in spoke or each.rank == each.reported_by
+    ]
     return min(
         reports,
         key=lambda each: GUESSES.index(each.kind) + 1 if each.kind in GUESSES else 0,

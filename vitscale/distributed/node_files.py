@@ -37,7 +37,11 @@ def private_folder() -> Path:
         status = folder.lstat()
     except OSError as error:
         raise not_written(error, f"TMPDIR: {folder}") from None
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.getuid()
+        or status.st_mode & 0o077
+    ):
         raise UserError(
             "is not a folder that only you can use",
             where=str(folder),
@@ -53,7 +57,9 @@ class Column(np.ndarray[Any, Any]):
     """None for a part or a result of a column, which pickles as an array."""
 
     def __reduce__(self) -> Any:
-        return super().__reduce__() if self.path is None else (read_column, (self.path,))
+        return (
+            super().__reduce__() if self.path is None else (read_column, (self.path,))
+        )
 
 
 def read_column(path: str) -> Column:
@@ -115,7 +121,11 @@ def once_per_node(
     nodes, makers, errors, _ = zip(*reports, strict=True)
     raise_alike(errors, nodes=nodes, num_tried=sum(makers))
 
-    made = (made for node, made_there, _, made in reports if made_there and node == node_name())
+    made = (
+        made
+        for node, made_there, _, made in reports
+        if made_there and node == node_name()
+    )
     path, identity = next(made)
     if _identity(path) != identity:  # in a container with processes of its own
         return make()

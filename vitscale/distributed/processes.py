@@ -65,7 +65,9 @@ def free_port() -> int:
         with socket.socket() as free, suppress(OSError):
             free.bind(("", port))
             return port
-    raise OSError(errno.EADDRINUSE, f"no free port from {PORTS.start} to {PORTS.stop - 1}")
+    raise OSError(
+        errno.EADDRINUSE, f"no free port from {PORTS.start} to {PORTS.stop - 1}"
+    )
 
 
 def launcher_variables() -> list[str]:
@@ -171,7 +173,10 @@ def end_soon(exit_code: int) -> None:
 
 def _end_late() -> None:
     with suppress(OSError):
-        print(f"error: this process has not ended for {EXIT_S:g} s; it does:", file=sys.stderr)
+        print(
+            f"error: this process has not ended for {EXIT_S:g} s; it does:",
+            file=sys.stderr,
+        )
     faulthandler.dump_traceback(file=STDERR, all_threads=True)
     end_now(_exit_code)
 

@@ -44,7 +44,9 @@ def uniform_rows(positions: np.ndarray, *, num: int, key: int) -> np.ndarray:
 
     positions: int64 [B].
     """
-    starts_B1 = splitmix(np.uint64(key) + positions.astype(np.uint64) * np.uint64(_GOLDEN), 1)
+    starts_B1 = splitmix(
+        np.uint64(key) + positions.astype(np.uint64) * np.uint64(_GOLDEN), 1
+    )
     return (splitmix(starts_B1[:, 0], num) >> np.uint64(11)) * 2.0**-53
 
 

@@ -74,7 +74,9 @@ class Beat(NamedTuple):
 class Watchdog:
     """Exchange heartbeats of all ranks inside the block."""
 
-    def __init__(self, world: World, *, timeout_min: float, folder: Path | None = None) -> None:
+    def __init__(
+        self, world: World, *, timeout_min: float, folder: Path | None = None
+    ) -> None:
         """folder: of the run, where failures are recorded."""
         self.world, self.folder = world, folder
         self._store: Any = world.store
@@ -147,7 +149,9 @@ class Watchdog:
 
         They are counted in the store, since the others may be in a collective.
         """
-        is_bad_input = isinstance(error, UserError) and error.kind is FailureKind.BAD_INPUT
+        is_bad_input = (
+            isinstance(error, UserError) and error.kind is FailureKind.BAD_INPUT
+        )
         if not is_bad_input or self._store is None or self._raised_by_all():
             return error
         assert isinstance(error, UserError)
@@ -176,9 +180,13 @@ class Watchdog:
         self._is_failing = True
         is_of_all = isinstance(error, UserError) and not isinstance(error, RankError)
         if isinstance(error, NodeError):
-            self._tell(failure_of_node(error, reported_by=self.world.rank, step=self.step))
+            self._tell(
+                failure_of_node(error, reported_by=self.world.rank, step=self.step)
+            )
         elif self.world.is_first or not is_of_all:  # or the first rank says it
-            self._tell(self._failure(kind, f"ended with an error: {text}", [self.world.rank]))
+            self._tell(
+                self._failure(kind, f"ended with an error: {text}", [self.world.rank])
+            )
 
     def _failure(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure:
         """what: happened to these ranks, of which the first is named."""
@@ -211,7 +219,9 @@ class Watchdog:
     def _record(self, failure: Failure) -> None:
         """Record a failure, unless storage hangs."""
         if self.folder is not None:
-            thread = threading.Thread(target=record_failure, args=(self.folder, failure))
+            thread = threading.Thread(
+                target=record_failure, args=(self.folder, failure)
+            )
             thread.daemon = True
             thread.start()
             thread.join(SEND_S)
@@ -243,7 +253,9 @@ class Watchdog:
             limit_s = CONFIRM * self.period_s if self._is_store_lost else self.dead_s
             if (self._unanswered - 1) * self.period_s >= limit_s:
                 failure, world = self._silence([0], limit_s), self.world
-                if not self._is_failing and (world.rank < FIRST_RANKS or world.local_rank == 0):
+                if not self._is_failing and (
+                    world.rank < FIRST_RANKS or world.local_rank == 0
+                ):
                     self._record(failure)
                 self._stop(failure)
 
@@ -254,12 +266,16 @@ class Watchdog:
 
     def _send(self, *, ended: bool) -> None:
         with suppress(RuntimeError):  # the device has failed, and with it the loop
-            while self._ahead and (self._ahead[0][2] is None or self._ahead[0][2].query()):
+            while self._ahead and (
+                self._ahead[0][2] is None or self._ahead[0][2].query()
+            ):
                 self._reached = self._ahead.popleft()[:2]
         self._num_beats += 1
         marks, doing = self._reached
         progress = [marks, collectives_begun()]
-        beat = Beat(self._num_beats, progress, doing, has_lost=self._has_lost, ended=ended)
+        beat = Beat(
+            self._num_beats, progress, doing, has_lost=self._has_lost, ended=ended
+        )
         self._store.set(f"vitscale/beats/{self.world.rank}", json.dumps(beat))
 
     def _read(self) -> Failure | None:
@@ -274,7 +290,9 @@ class Watchdog:
         if self.world.rank >= FIRST_RANKS or not self._store.check(keys):
             return None
         before = self._beats  # none the first time
-        self._beats = beats = [Beat(*json.loads(text)) for text in self._store.multi_get(keys)]
+        self._beats = beats = [
+            Beat(*json.loads(text)) for text in self._store.multi_get(keys)
+        ]
         for rank, (old, new) in enumerate(zip(before, beats, strict=False)):
             is_silent = old.number == new.number and not new.ended
             self._silent[rank] = self._silent[rank] + 1 if is_silent else 0
@@ -283,7 +301,11 @@ class Watchdog:
         limit_s = self.dead_s
         if any(beat.has_lost for beat in beats):
             limit_s = CONFIRM * self.period_s
-        silent = [rank for rank, num in enumerate(self._silent) if num * self.period_s >= limit_s]
+        silent = [
+            rank
+            for rank, num in enumerate(self._silent)
+            if num * self.period_s >= limit_s
+        ]
         failure = self._silence(silent, limit_s) if silent else self._lateness()
         return failure and self._tell(failure)
 
@@ -291,7 +313,9 @@ class Watchdog:
         """The ranks that the others wait for; None when all have reached the same."""
         if self._stalled * self.period_s < self.late_s:
             return None
-        present = {rank: beat for rank, beat in enumerate(self._beats) if not beat.ended}
+        present = {
+            rank: beat for rank, beat in enumerate(self._beats) if not beat.ended
+        }
         least = min(beat.progress for beat in present.values())
         late = [rank for rank, beat in present.items() if beat.progress == least]
         if len(late) == self.world.world_size:
@@ -359,7 +383,9 @@ def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:
     return kind, f"{type(error).__name__}: {line}".rstrip(": ")
 
 
-def failure_of_node(error: NodeError, *, reported_by: int, step: int | None = None) -> Failure:
+def failure_of_node(
+    error: NodeError, *, reported_by: int, step: int | None = None
+) -> Failure:
     """The report of what a rank lacks, also by another rank than that one."""
     kind, text = kind_and_text(error)
     return Failure(
@@ -380,7 +406,10 @@ def record_start_failure(folder: Path, error: UserError) -> None:
             record_failure(folder, failure_of_node(error, reported_by=rank))
     elif rank == 0 or isinstance(error, RankError):
         kind, text = kind_and_text(error)
-        what, node = f"rank {rank} on {node_name()} ended at its start: {text}", node_name()
+        what, node = (
+            f"rank {rank} on {node_name()} ended at its start: {text}",
+            node_name(),
+        )
         failure = Failure(kind=kind, what=what, rank=rank, node=node, reported_by=rank)
         record_failure(folder, failure)
 
@@ -392,7 +421,9 @@ def watched_ranks(folder: Path | None, limits: Any) -> Iterator[Watchdog]:
     folder: where failures are recorded. limits: settings with device, timeout_min and num_threads.
     """
     joined = process_group(
-        device=limits.device, timeout_min=limits.timeout_min, num_threads=limits.num_threads
+        device=limits.device,
+        timeout_min=limits.timeout_min,
+        num_threads=limits.num_threads,
     )
     with ExitStack() as stack:
         try:
@@ -401,4 +432,6 @@ def watched_ranks(folder: Path | None, limits: Any) -> Iterator[Watchdog]:
             if folder is not None:
                 record_start_failure(folder, error)
             raise
-        yield stack.enter_context(Watchdog(world, timeout_min=limits.timeout_min, folder=folder))
+        yield stack.enter_context(
+            Watchdog(world, timeout_min=limits.timeout_min, folder=folder)
+        )

@@ -25,7 +25,9 @@ Item = TypeVar("Item")
 class Workers:
     """Processes that apply a function, which is pickled once; killed at the end of the block."""
 
-    def __init__(self, function: Callable[[Any], Any], *, num: int, imports: Sequence[str]) -> None:
+    def __init__(
+        self, function: Callable[[Any], Any], *, num: int, imports: Sequence[str]
+    ) -> None:
         """num: 1 works in this process.
 
         imports: modules that the function needs; none of them may be the main script.
@@ -55,7 +57,10 @@ class Workers:
         Raises what the function raises, and WorkerError if one dies.
         """
         if not self._pipes:
-            yield from ((number, item, self._function(item)) for number, item in enumerate(items))
+            yield from (
+                (number, item, self._function(item))
+                for number, item in enumerate(items)
+            )
             return
         idle, busy = [*self._pipes], dict[Connection, tuple[int, Item]]()
         numbered = enumerate(items)

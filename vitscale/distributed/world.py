@@ -83,7 +83,9 @@ def _complete_environment() -> None:
     env = os.environ
     if "RANK" not in env:
         _be_alone()
-    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    missing = [
+        name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env
+    ]
     if missing:
         raise UserError(
             f"RANK is set but {', '.join(missing)} is not",
@@ -94,7 +96,9 @@ def _complete_environment() -> None:
     env.setdefault("LOCAL_RANK", "0")
     # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.
     env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
-    environment_number("RANK", least=0, most=environment_number("WORLD_SIZE", least=1) - 1)
+    environment_number(
+        "RANK", least=0, most=environment_number("WORLD_SIZE", least=1) - 1
+    )
     environment_number("LOCAL_RANK", least=0)
     environment_number("LOCAL_WORLD_SIZE", least=1)
     environment_number("MASTER_PORT", least=0, most=(1 << 16) - 1)
@@ -112,7 +116,9 @@ def _be_alone() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
-def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
+def _pick_device(
+    wanted: Literal["auto", "cuda", "cpu"], local_rank: int
+) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     with warnings.catch_warnings():
@@ -166,7 +172,9 @@ def _choose_interface(world: World) -> None:
                     print(f"network of gloo: GLOO_SOCKET_IFNAME={name}", flush=True)
 
 
-def _connect(*, is_master: bool, timeout_s: float = INIT_TIMEOUT_MIN * 60) -> dist.TCPStore:
+def _connect(
+    *, is_master: bool, timeout_s: float = INIT_TIMEOUT_MIN * 60
+) -> dist.TCPStore:
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -220,7 +228,9 @@ def _odd_rank_of_all(store: dist.TCPStore, world: World) -> NodeError | None:
     """
     try:
         if world.is_first:
-            words = store.multi_get([f"{DEVICE}/{rank}" for rank in range(world.world_size)])
+            words = store.multi_get(
+                [f"{DEVICE}/{rank}" for rank in range(world.world_size)]
+            )
             found = odd_rank([word.decode() for word in words])
             store.set(ODD_RANK, "" if found is None else str(found))
         answer = store.get(ODD_RANK).decode()
@@ -234,7 +244,9 @@ def _odd_rank_of_all(store: dist.TCPStore, world: World) -> NodeError | None:
 
     if word in DEVICE_TYPES:
         what = f"rank {rank} on {node}: engine.device=auto is {word} here, and not on all ranks"
-        return NodeError(f"{what}\n  next: run nvidia-smi on {node}", rank=rank, node=node)
+        return NodeError(
+            f"{what}\n  next: run nvidia-smi on {node}", rank=rank, node=node
+        )
     return NodeError(word, rank=rank, node=node)
 
 
@@ -274,7 +286,9 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         if world.is_first:
             what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
-            raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
+            raise RankError(
+                what, where="MASTER_PORT", next_step="choose a free port"
+            ) from None
         raise PeerLostError(
             f"rank 0 does not answer at {address} ({limit})",
             next_step="read the output of rank 0; check that MASTER_ADDR is its node",
@@ -284,7 +298,9 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
     except RuntimeError as error:
         missing = "rank 0 names the missing"
         if world.is_first:
-            ranks = [r for r in range(world.world_size) if not store.check([f"{HERE}/{r}"])]
+            ranks = [
+                r for r in range(world.world_size) if not store.check([f"{HERE}/{r}"])
+            ]
             missing = f"missing: {', '.join(map(str, ranks))}"
         raise PeerLostError(
             f"not all of {world.world_size} ranks started within {limit}; {missing}",
@@ -295,7 +311,10 @@ def _rendezvous(world: World, *, word: str, timeout_s: float) -> dist.TCPStore:
 
 @contextmanager
 def process_group(
-    *, device: Literal["auto", "cuda", "cpu"], timeout_min: float, num_threads: int | None
+    *,
+    device: Literal["auto", "cuda", "cpu"],
+    timeout_min: float,
+    num_threads: int | None,
 ) -> Iterator[World]:
     """Join the other ranks inside the block. gloo on CPU, NCCL on GPU.
 
@@ -333,11 +352,17 @@ def process_group(
             world = replace(world, store=_connect(is_master=False))
         torch.set_num_threads(
             num_threads
-            or threads_per_rank(world_size=world.world_size, local_world_size=local_world)
+            or threads_per_rank(
+                world_size=world.world_size, local_world_size=local_world
+            )
         )
         yield world
     except SystemExit as end:
-        _leave(store, world, exit_code=end.code if isinstance(end.code, int) else EXIT_FAILED)
+        _leave(
+            store,
+            world,
+            exit_code=end.code if isinstance(end.code, int) else EXIT_FAILED,
+        )
         raise
     except BaseException:
         # Of several ranks, others may be in a collective, for which NCCL's end would wait.
@@ -369,7 +394,9 @@ def _leave_store(store: dist.Store, world: World) -> None:
             store.wait([f"{LEFT}/all"], timedelta(seconds=LEAVE_S))
 
 
-def control_group(purpose: str, *, timeout: timedelta | None = None) -> dist.ProcessGroup | None:
+def control_group(
+    purpose: str, *, timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
     """Make a group for small messages of one thread of every rank; None for one rank. Collective.
 
     Two threads cannot share a group, since the order of their messages differs between ranks.
@@ -409,7 +436,9 @@ class PreemptionFlag:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if self._received or self._stops else handler)
+            signal.signal(
+                number, signal.SIG_IGN if self._received or self._stops else handler
+            )
 
     def _remember(self, *_: object) -> None:
         self._received = True
@@ -433,7 +462,9 @@ class PreemptionFlag:
 
 
 @contextmanager
-def errors_on_all_ranks(what: str, where: Path | str, *, tried: bool = True) -> Iterator[None]:
+def errors_on_all_ranks(
+    what: str, where: Path | str, *, tried: bool = True
+) -> Iterator[None]:
     """Raise an error of the block on every rank, so that none waits for a failed one.
 
     tried: whether the block does anything on this rank. A UserError of all ranks that tried stays

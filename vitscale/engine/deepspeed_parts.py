@@ -65,7 +65,9 @@ def initialize_deepspeed(
         _compute_on_cpu()
 
     # DeepSpeed calls these at every ZeRO 3 step; newer versions of torch warn each time.
-    deprecated = r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+    deprecated = (
+        r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated"
+    )
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
 
     # Instead of a clone of the world, which would have its own connections, and 30 min of time-out.
@@ -140,7 +142,9 @@ class WrappedLayout(Layout):
 
     def _check_graph(self, loss: torch.Tensor) -> None:
         reached = _tensors_with_gradients(loss)
-        unused = frozenset(name for key, name in self._names.items() if key not in reached)
+        unused = frozenset(
+            name for key, name in self._names.items() if key not in reached
+        )
 
         # Compared once: later only a rank whose own graph changes can differ from the others.
         if self._unused is None:
@@ -239,7 +243,9 @@ class PartitionedLayout(WrappedLayout):
     def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
         updated, wrapper = self.updated_tensors(), self._wrapper
         for name, parameter in named:
-            number, offset, size = wrapper.grad_position[wrapper.get_param_id(parameter)]
+            number, offset, size = wrapper.grad_position[
+                wrapper.get_param_id(parameter)
+            ]
             start = size * self._world.rank
             if start < parameter.ds_numel:
                 yield Part(

@@ -67,4 +67,6 @@ class Normalization:
         self, images_B3SS: torch.Tensor, *, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """uint8 or float 0..255; computed in fp32."""
-        return torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW).to(dtype)
+        return torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW).to(
+            dtype
+        )

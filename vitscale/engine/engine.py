@@ -61,14 +61,20 @@ class Engine:
         states; None: none. compile_input: normalise pixels in one compiled kernel.
         """
         self.world, self.dtype = world, dtype
-        self._state_names = OPTIMIZERS[optimizer_name].state_names + ((AVERAGE,) if ema else ())
+        self._state_names = OPTIMIZERS[optimizer_name].state_names + (
+            (AVERAGE,) if ema else ()
+        )
         self._ema, self._num_averaged = ema, 0
-        self._buffer_names = sorted(set(model.state_dict()) - dict(model.named_parameters()).keys())
+        self._buffer_names = sorted(
+            set(model.state_dict()) - dict(model.named_parameters()).keys()
+        )
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
         initial = {name: parameter.data for name, parameter in model.named_parameters()}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._frozen = {
-            name: (p, p.shape) for name, p in model.named_parameters() if not p.requires_grad
+            name: (p, p.shape)
+            for name, p in model.named_parameters()
+            if not p.requires_grad
         }
         self._frozen_values = _kept_values(initial, self._frozen, world)
         stage = int(config["zero_optimization"]["stage"])
@@ -96,7 +102,9 @@ class Engine:
         self._create_optimizer_state(0)
         self._is_compiled = compile_input
         self._normalize = Normalization(mean=mean, std=std, device=world.device)
-        self._normalized = torch.compile(self._normalize) if compile_input else self._normalize
+        self._normalized = (
+            torch.compile(self._normalize) if compile_input else self._normalize
+        )
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""
@@ -205,14 +213,18 @@ class Engine:
         for part in self._parts:
             if part.name in self._remainders:
                 original = part.of(part.updated)
-                own = self._remainders[part.name].view(-1)[part.start :][: part.num_values]
+                own = self._remainders[part.name].view(-1)[part.start :][
+                    : part.num_values
+                ]
                 own.copy_(original - original.to(own.dtype))
         for name in self._frozen_values.keys() & self._remainders.keys():
             original = self._frozen_values[name].to(self.world.device)
             self._remainders[name].copy_(original - original.to(self._forward_dtype))
         if self.world.world_size > 1:
             for whole in self._remainders.values():
-                dist.all_reduce(whole)  # one rank has each value, all others zero: exact
+                dist.all_reduce(
+                    whole
+                )  # one rank has each value, all others zero: exact
 
     def train(self) -> None:
         self._engine.train()
@@ -255,10 +267,17 @@ class Engine:
             else:
                 owned[slice_name(name, start=part.start, shape=part.shape)] = values
         if self.world.is_first:
-            owned |= {f"model.{name}": buffer.float() for name, buffer in self._buffers()}
-        owned |= {f"model.{name}": values for name, values in self._frozen_values.items()}
+            owned |= {
+                f"model.{name}": buffer.float() for name, buffer in self._buffers()
+            }
+        owned |= {
+            f"model.{name}": values for name, values in self._frozen_values.items()
+        }
         if self._ema is not None:  # the average of what never changes
-            owned |= {f"{AVERAGE}.{name}": values for name, values in self._frozen_values.items()}
+            owned |= {
+                f"{AVERAGE}.{name}": values
+                for name, values in self._frozen_values.items()
+            }
         return owned
 
     def _own_values(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
@@ -304,9 +323,13 @@ class Engine:
                 values.copy_(read(name, part.start, part.num_values))
             if self.world.is_first:
                 for name, buffer in self._buffers():
-                    buffer.copy_(read(f"model.{name}", 0, buffer.numel()).view(buffer.shape))
+                    buffer.copy_(
+                        read(f"model.{name}", 0, buffer.numel()).view(buffer.shape)
+                    )
             for name, values in self._frozen_values.items():
-                values.copy_(read(f"model.{name}", 0, values.numel()).view(values.shape))
+                values.copy_(
+                    read(f"model.{name}", 0, values.numel()).view(values.shape)
+                )
         self._layout.share_parts(self._state_names)
         self._share_frozen()
         self._renew_remainders()
@@ -324,7 +347,9 @@ class Engine:
             self._layout.set_frozen(parameter, values)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, self._engine.module.get_buffer(name)) for name in self._buffer_names]
+        return [
+            (name, self._engine.module.get_buffer(name)) for name in self._buffer_names
+        ]
 
     def _create_optimizer_state(self, steps: int) -> None:
         """Optimisers create their state at the first step; a resumed one needs it before."""
@@ -389,7 +414,9 @@ def _cast_fixed_tables(model: nn.Module) -> None:
     A table in fp32 would promote all activations after it, which bf16 weights do not take.
     """
     for module in model.modules():
-        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        dtype = next(
+            (p.dtype for p in module.parameters() if p.is_floating_point()), None
+        )
         for name in module._non_persistent_buffers_set:
             table = module._buffers[name]
             if dtype is not None and table is not None and table.is_floating_point():

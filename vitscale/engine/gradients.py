@@ -87,7 +87,9 @@ class GradientSums:
         # A backward pass goes from the last parameters of the forward pass to the first, and a
         # bucket is complete with the first of its parameters.
         number = {parameter: n for n, parameter in enumerate(forward_order)}
-        self._buckets.sort(key=lambda bucket: -min(number[p] for p in bucket.parameters))
+        self._buckets.sort(
+            key=lambda bucket: -min(number[p] for p in bucket.parameters)
+        )
         self._num_sent = 0
         self.clear()
 
@@ -195,13 +197,17 @@ class UpdateGuard:
 
         accumulation: micro-steps of a step.
         """
-        assert optimizer.defaults.get("fused"), "one that is not fused neither clips nor skips"
+        assert optimizer.defaults.get("fused"), (
+            "one that is not fused neither clips nor skips"
+        )
         self._optimizer, self._clip_norm, self._norm = optimizer, clip_norm, norm
         self._accumulation, self._device = accumulation, device
         self._update = optimizer.step
         # [skipped, skipped in a row, last skipped step, micro-step of this rank's last bad loss,
         # longest row since the last `health`]
-        self._counts = torch.tensor([0, 0, NEVER, NEVER, 0], dtype=torch.int64, device=device)
+        self._counts = torch.tensor(
+            [0, 0, NEVER, NEVER, 0], dtype=torch.int64, device=device
+        )
         self._steps = self._micro_steps = 0
         optimizer.step = self._step  # type: ignore[method-assign,assignment]  # replaced
 
@@ -217,12 +223,16 @@ class UpdateGuard:
     def _read_norm(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm, and whether it is bad: not finite, or DeepSpeed's -1 for such a norm."""
         found = self._norm()
-        norm = torch.as_tensor(torch.nan if found is None else found).to(device, torch.float32)
+        norm = torch.as_tensor(torch.nan if found is None else found).to(
+            device, torch.float32
+        )
         return norm, ~torch.isfinite(norm) | (norm < 0)
 
     def _step(self, closure: Any = None) -> None:
         assert closure is None
-        tensors = (each for group in self._optimizer.param_groups for each in group["params"])
+        tensors = (
+            each for group in self._optimizer.param_groups for each in group["params"]
+        )
         gradients = [each.grad for each in tensors if each.grad is not None]
         if not gradients:
             return
@@ -273,5 +283,11 @@ class UpdateGuard:
     def load_state(self, state: dict[str, int]) -> None:
         self._steps = state["steps"]
         self._micro_steps = self._steps * self._accumulation
-        values = [state["skipped"], state["consecutive"], state["last_skipped_step"], NEVER, 0]
+        values = [
+            state["skipped"],
+            state["consecutive"],
+            state["last_skipped_step"],
+            NEVER,
+            0,
+        ]
         self._counts.copy_(torch.tensor(values))

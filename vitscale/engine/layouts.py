@@ -165,7 +165,9 @@ class PlainLayout(OwnLayout):
             )
 
     def updated_tensors(self) -> list[torch.Tensor]:
-        return [p for group in self.base_optimizer.param_groups for p in group["params"]]
+        return [
+            p for group in self.base_optimizer.param_groups for p in group["params"]
+        ]
 
     def parts(self, named: Iterable[tuple[str, Any]]) -> Iterator[Part]:
         for name, parameter in list(named)[self._world.rank :: self._world.world_size]:
@@ -223,7 +225,9 @@ class FlatLayout(OwnLayout):
 
         # Every group is padded, so that all ranks have slices of one size.
         alignment = ALIGNED_ELEMENTS * world.world_size
-        sizes = [_rounded_up(sum(p.numel() for p in group), alignment) for group in members]
+        sizes = [
+            _rounded_up(sum(p.numel() for p in group), alignment) for group in members
+        ]
         starts = [0, *accumulate(sizes)][:-1]
         device = world.device
         self._flats = [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
@@ -269,7 +273,9 @@ class FlatLayout(OwnLayout):
             # The parameter and this rank's slice, as ranges of the group's flat tensor.
             slice_start = self._world.rank * self._slice_sizes[group]
             first = max(offset, slice_start)
-            stop = min(offset + parameter.numel(), slice_start + self._slice_sizes[group])
+            stop = min(
+                offset + parameter.numel(), slice_start + self._slice_sizes[group]
+            )
             if first < stop:
                 yield Part(
                     name=name,

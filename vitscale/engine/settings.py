@@ -85,7 +85,9 @@ class EngineSettings(Section):
     ranks of the node; at most OMP_NUM_THREADS."""
 
 
-def raw_problems(raw: Mapping[str, Any], *, engine: EngineSettings) -> Iterator[tuple[str, str]]:
+def raw_problems(
+    raw: Mapping[str, Any], *, engine: EngineSettings
+) -> Iterator[tuple[str, str]]:
     """Raw DeepSpeed keys that nothing would read or that our settings own, as (key, problem)."""
     for key, value in raw.items():
         where = f"deepspeed.{key}"
@@ -93,10 +95,17 @@ def raw_problems(raw: Mapping[str, Any], *, engine: EngineSettings) -> Iterator[
             yield (where, REFUSED_RAW_KEYS[key])
         elif key not in RAW_KEYS:
             close = nearest(key, RAW_KEYS)
-            hint = f"did you mean {close!r}?" if close else "see DeepSpeed's configuration page"
+            hint = (
+                f"did you mean {close!r}?"
+                if close
+                else "see DeepSpeed's configuration page"
+            )
             yield (where, f"DeepSpeed has no such key; {hint}")
         elif key in RAW_GROUPS and not isinstance(value, Mapping):
-            yield (where, f"{value!r} is not a group; set keys of it, as {where}.KEY=VALUE")
+            yield (
+                where,
+                f"{value!r} is not a group; set keys of it, as {where}.KEY=VALUE",
+            )
         elif key in RAW_GROUPS:
             for member in sorted(value):
                 yield from _problems_of_known(f"{key}.{member}", engine)

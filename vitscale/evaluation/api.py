@@ -33,7 +33,9 @@ class Preprocess:
         data = DataSettings(path="", global_batch=1, **how.data_values())
         self.image_size = how.image_size
         self._resize = EvaluationResize(data, image_size=how.image_size)
-        self._normalize = Normalization(mean=how.mean, std=how.std, device=torch.device("cpu"))
+        self._normalize = Normalization(
+            mean=how.mean, std=how.std, device=torch.device("cpu")
+        )
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Any Pillow image -> fp32 [3, S, S]: upright, over white, resized, cropped, normalised."""
@@ -52,15 +54,21 @@ class Model(nn.Module):
             empty without a head.
     """
 
-    def __init__(self, network: nn.Module, *, preprocess: Preprocess, classes: tuple[str, ...]):
+    def __init__(
+        self, network: nn.Module, *, preprocess: Preprocess, classes: tuple[str, ...]
+    ):
         super().__init__()
         self.network, self.preprocess, self.classes = network, preprocess, classes
 
-    def forward(self, images_B3SS: torch.Tensor, *, output: str = "logits") -> torch.Tensor:
+    def forward(
+        self, images_B3SS: torch.Tensor, *, output: str = "logits"
+    ) -> torch.Tensor:
         """Preprocessed images [B, 3, S, S] -> logits [B, classes], or features [B, width]."""
         known: Any = self.network.known_outputs
         if output not in known:
-            raise UserError(f"there is no {output!r}", where="output", allowed=", ".join(known))
+            raise UserError(
+                f"there is no {output!r}", where="output", allowed=", ".join(known)
+            )
         side = self.preprocess.image_size
         if images_B3SS.shape[1:] != (3, side, side):
             what = f"a tensor of shape {list(images_B3SS.shape)}"
@@ -96,12 +104,20 @@ def load_model(
     Raises:
         ValueError: Nothing there is a model, or it does not fit.
     """
-    given = {"weights": weights, "model": model and dict(model), "image_size": image_size}
+    given = {
+        "weights": weights,
+        "model": model and dict(model),
+        "image_size": image_size,
+    }
     try:
         chosen = _Arguments.model_validate(given)
     except ValidationError as error:
-        raise UserErrors(explain(error, _Arguments, Source(given, {(): "load_model"}))) from None
-    opened = open_model(str(init), weights=weights, model=chosen.model, image_size=image_size)
+        raise UserErrors(
+            explain(error, _Arguments, Source(given, {(): "load_model"}))
+        ) from None
+    opened = open_model(
+        str(init), weights=weights, model=chosen.model, image_size=image_size
+    )
     if "; assumed " in opened.source:
         warnings.warn(opened.source, stacklevel=2)
     how = Preprocess(opened.preprocessing)
@@ -148,7 +164,11 @@ class ShardDataset(Dataset[tuple[Any, int]]):
             raise
         except (OSError, ValueError) as error:
             found = unreadable_sample(self._index, number, error)
-            advice = "check the storage; vitscale prepare verify names every damaged shard"
+            advice = (
+                "check the storage; vitscale prepare verify names every damaged shard"
+            )
             raise unreadable_error(self._index, found, next_step=advice) from None
         image = Image.fromarray(pixels_HW3.numpy())
-        return self.transform(image) if self.transform else image, int(self._index.label[number])
+        return self.transform(image) if self.transform else image, int(
+            self._index.label[number]
+        )

@@ -54,7 +54,9 @@ def column_of_each_class(
     model: name of each output; None: unknown. data: class names by label.
     Raises UserError where the data's classes alone have names.
     """
-    named = _columns([_plain(name) for name in model or ()], [_plain(name) for name in data])
+    named = _columns(
+        [_plain(name) for name in model or ()], [_plain(name) for name in data]
+    )
     if LACKING not in named:
         is_same = named == tuple(range(num_outputs))
         return ClassMap(named, "" if is_same else "matched by name")
@@ -65,9 +67,15 @@ def column_of_each_class(
     # A name says more than a meaning, which the other classes may still have.
     theirs, ours = _meanings(model, data, num_outputs=num_outputs)
     pairs = zip(named, _columns(theirs, ours), strict=True)
-    meant = tuple(by_meaning if by_name == LACKING else by_name for by_name, by_meaning in pairs)
+    meant = tuple(
+        by_meaning if by_name == LACKING else by_name for by_name, by_meaning in pairs
+    )
     if meant.count(LACKING) < named.count(LACKING):
-        origin = "" if model else f", the model's {num_outputs:,} outputs taken as ImageNet's"
+        origin = (
+            ""
+            if model
+            else f", the model's {num_outputs:,} outputs taken as ImageNet's"
+        )
         return ClassMap(meant, f"matched by WordNet's ids and words{origin}")
 
     if model is None:
@@ -87,12 +95,21 @@ def _plain(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _columns(outputs: Sequence[str | None], classes: Sequence[str | None]) -> tuple[int, ...]:
+def _columns(
+    outputs: Sequence[str | None], classes: Sequence[str | None]
+) -> tuple[int, ...]:
     """A name that two outputs or two classes have is the name of none."""
-    twice = {name for side in (outputs, classes) for name, n in Counter(side).items() if n > 1}
+    twice = {
+        name
+        for side in (outputs, classes)
+        for name, n in Counter(side).items()
+        if n > 1
+    }
     twice.add(None)
     places = {name: column for column, name in enumerate(outputs) if name not in twice}
-    return tuple(LACKING if name in twice else places.get(name, LACKING) for name in classes)
+    return tuple(
+        LACKING if name in twice else places.get(name, LACKING) for name in classes
+    )
 
 
 def _numbers(names: Sequence[str]) -> tuple[int, ...] | None:
@@ -110,7 +127,11 @@ def _meanings(
     outputs = _in_order(model, num_outputs)
     classes = _in_order(data, len(data))
     # Words are looked up among few ids: 43 of 21,843 synsets are called "bay".
-    ids = [name for name in (*(outputs or model or ()), *(classes or data)) if name in _words()]
+    ids = [
+        name
+        for name in (*(outputs or model or ()), *(classes or data))
+        if name in _words()
+    ]
     among = tuple(dict.fromkeys(ids)) or known_space("imagenet_1k")
     theirs = outputs or _by_word(model or (), among)
     ours = classes or _by_word(data, among)
@@ -158,7 +179,9 @@ def _by_word(names: Sequence[str], among: Sequence[str]) -> list[str | None]:
     found: list[str | None] = []
     for name in names:
         terms = _terms(name)
-        same = by_words.get(terms) or set().union(*(by_term.get(term, ()) for term in terms))
+        same = by_words.get(terms) or set().union(
+            *(by_term.get(term, ()) for term in terms)
+        )
         if name in _words():
             same = {name}
         found.append(same.pop() if len(same) == 1 else None)
@@ -174,5 +197,7 @@ def _terms(words: str) -> frozenset[str]:
 @cache
 def _words() -> dict[str, str]:
     """WordNet's words of each of ImageNet's ids, such as `tench, Tinca tinca`."""
-    lines = timm_file("imagenet_synset_to_lemma.txt", where="data.path").read_text("utf-8")
+    lines = timm_file("imagenet_synset_to_lemma.txt", where="data.path").read_text(
+        "utf-8"
+    )
     return dict(line.split("\t", 1) for line in lines.splitlines())

@@ -38,7 +38,9 @@ class Classification(PassEvaluation):
         import torch
 
         self._subject, device = subject, subject.model.world.device
-        self._columns_C = columns_on(subject, check_labels(subject, name="classification").columns)
+        self._columns_C = columns_on(
+            subject, check_labels(subject, name="classification").columns
+        )
 
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.float64, device=device)
@@ -66,11 +68,15 @@ class Classification(PassEvaluation):
         at5_B = (best_BK == labels_B[:, None]).any(dim=1)
         self._totals += (torch.stack([at5_B.double(), loss_B]) * weights_B).sum(dim=1)
         ones_B = torch.ones_like(correct_B)
-        self._by_class.index_add_(1, labels_B, torch.stack([ones_B, correct_B]) * weights_B)
+        self._by_class.index_add_(
+            1, labels_B, torch.stack([ones_B, correct_B]) * weights_B
+        )
         sure_B = logs_BC.gather(1, guesses_B[:, None])[:, 0].exp()
         # Bin m holds ((m - 1) / M, m / M].
         bins_B = ((sure_B * NUM_BINS).ceil().long() - 1).clamp(0, NUM_BINS - 1)
-        self._by_bin.index_add_(1, bins_B, torch.stack([ones_B, correct_B, sure_B]) * weights_B)
+        self._by_bin.index_add_(
+            1, bins_B, torch.stack([ones_B, correct_B, sure_B]) * weights_B
+        )
         if outputs.heads_2BC is not None:
             summed_1BC = outputs.heads_2BC.softmax(dim=2).sum(dim=0, keepdim=True)
             guesses_3B = torch.cat([outputs.heads_2BC, summed_1BC]).argmax(dim=2)
@@ -91,10 +97,14 @@ class Classification(PassEvaluation):
         rows = [("low", "high", "images", "confidence", "accuracy")]
         for bin_, (number, right, sure) in enumerate(bins):
             low, high = (f"{edge / NUM_BINS:.6f}" for edge in (bin_, bin_ + 1))
-            rows.append((low, high, f"{number:.0f}", _mean(sure, number), _mean(right, number)))
+            rows.append(
+                (low, high, f"{number:.0f}", _mean(sure, number), _mean(right, number))
+            )
         subject.write_table("calibration.csv", rows)
         shares = [right / number for _, number, right in by_class if number]
-        cls, dist, both = (Share(n, total) for n in sum_over_ranks(self._by_head).tolist())
+        cls, dist, both = (
+            Share(n, total) for n in sum_over_ranks(self._by_head).tolist()
+        )
         has_two = "heads" in subject.model.known_outputs
         return {
             "top1": Share(sum(correct), total),
@@ -102,7 +112,11 @@ class Classification(PassEvaluation):
             "loss": loss / total,
             "ece": sum(abs(right - sure) for _, right, sure in bins) / total,
             "class_mean_top1": sum(shares) / len(shares),
-            **({"cls_top1": cls, "dist_top1": dist, "softmax_top1": both} if has_two else {}),
+            **(
+                {"cls_top1": cls, "dist_top1": dist, "softmax_top1": both}
+                if has_two
+                else {}
+            ),
         }
 
 

@@ -37,7 +37,9 @@ class Confusion(PassEvaluation):
 
     def start(self, subject: Subject) -> None:
         self._subject = subject
-        self._columns_C = columns_on(subject, check_labels(subject, name="confusion").columns)
+        self._columns_C = columns_on(
+            subject, check_labels(subject, name="confusion").columns
+        )
         self._rows: list[torch.Tensor] = []
 
     def add(self, outputs: Outputs) -> None:
@@ -46,7 +48,9 @@ class Confusion(PassEvaluation):
         guesses_B = outputs.of(self._columns_C).values_BX.argmax(dim=1)
         samples_B = torch.from_numpy(outputs.samples_B).to(guesses_B.device)
         is_real_B = outputs.weights_B.long()
-        self._rows.append(torch.stack([outputs.labels_B, guesses_B, samples_B, is_real_B], dim=1))
+        self._rows.append(
+            torch.stack([outputs.labels_B, guesses_B, samples_B, is_real_B], dim=1)
+        )
 
     def finish(self) -> dict[str, float]:
         import torch
@@ -58,19 +62,33 @@ class Confusion(PassEvaluation):
         found_N3 = rows_N4[rows_N4[:, 3] > 0, :3]  # label, guess, sample
         images, classes = Counter(found_N3[:, 0].tolist()), self._subject.val.classes
         cells = Counter((label, guess) for label, guess, _ in found_N3.tolist())
-        shares = {label: cells[label, label] / number for label, number in images.items()}
-        worst = sorted(shares, key=lambda each: (shares[each], each))[: self.settings.num_classes]
+        shares = {
+            label: cells[label, label] / number for label, number in images.items()
+        }
+        worst = sorted(shares, key=lambda each: (shares[each], each))[
+            : self.settings.num_classes
+        ]
         # Confusions first, the most frequent ones first.
-        ordered = sorted(cells.items(), key=lambda cell: (len({*cell[0]}) == 1, -cell[1], cell[0]))
+        ordered = sorted(
+            cells.items(), key=lambda cell: (len({*cell[0]}) == 1, -cell[1], cell[0])
+        )
         lines: list[tuple[object, ...]] = [("class", "predicted", "images")]
-        lines += [(classes[label], classes[guess], number) for (label, guess), number in ordered]
+        lines += [
+            (classes[label], classes[guess], number)
+            for (label, guess), number in ordered
+        ]
         self._subject.write_table("confusion.csv", lines)
         count = self.settings.num_examples
-        chosen = [(each, shares[each], examples(found_N3, each, count=count)) for each in worst]
+        chosen = [
+            (each, shares[each], examples(found_N3, each, count=count))
+            for each in worst
+        ]
         self._subject.write("worst_classes.png", lambda path: self._draw(path, chosen))
         return {"worst_classes_top1": float(np.mean([shares[each] for each in worst]))}
 
-    def _draw(self, path: Path, chosen: list[tuple[int, float, list[tuple[int, int]]]]) -> None:
+    def _draw(
+        self, path: Path, chosen: list[tuple[int, float, list[tuple[int, int]]]]
+    ) -> None:
         """One row for each class: label, accuracy, and images of it that were taken for others."""
         import torch
 
@@ -100,6 +118,10 @@ def examples(found_N3: np.ndarray, label: int, *, count: int) -> list[tuple[int,
     the most frequent wrong class first."""
     wrong_N3 = found_N3[(found_N3[:, 0] == label) & (found_N3[:, 1] != label)]
     wrong_N3 = wrong_N3[wrong_N3[:, 2].argsort()]
-    guesses, first, counts = np.unique(wrong_N3[:, 1], return_index=True, return_counts=True)
+    guesses, first, counts = np.unique(
+        wrong_N3[:, 1], return_index=True, return_counts=True
+    )
     order = np.lexsort((guesses, -counts))[:count]
-    return list(zip(guesses[order].tolist(), wrong_N3[first[order], 2].tolist(), strict=True))
+    return list(
+        zip(guesses[order].tolist(), wrong_N3[first[order], 2].tolist(), strict=True)
+    )

@@ -64,7 +64,9 @@ class Outputs(NamedTuple):
     def of(self, columns_C: torch.Tensor) -> Outputs:
         """The logits of these columns, such as those of the classes of the shards."""
         heads_2BC = None if self.heads_2BC is None else self.heads_2BC[:, :, columns_C]
-        return self._replace(values_BX=self.values_BX[:, columns_C], heads_2BC=heads_2BC)
+        return self._replace(
+            values_BX=self.values_BX[:, columns_C], heads_2BC=heads_2BC
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,9 @@ class Subject:
     """Name of each output of the head; None where they are unknown."""
     folder: Path | None = None
     """Folder for the files of the evaluations, written by rank 0; None: no files."""
-    kept: dict[tuple[str, str], tuple[np.ndarray, Features]] = field(default_factory=dict)
+    kept: dict[tuple[str, str], tuple[np.ndarray, Features]] = field(
+        default_factory=dict
+    )
     """Computed features, per split and output: samples that some rank has, and this rank's rows.
     Cleared before the weights change."""
 
@@ -159,7 +163,9 @@ class Subject:
         if self.folder is None:
             return
         is_first = self.model.world.is_first
-        with errors_on_all_ranks("cannot be written", self.folder / name, tried=is_first):
+        with errors_on_all_ranks(
+            "cannot be written", self.folder / name, tried=is_first
+        ):
             if is_first:
                 make_folders(self.folder)
                 write(self.folder / name)
@@ -167,7 +173,9 @@ class Subject:
     def write_table(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
         """Write a CSV file, as `write`. Collective."""
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(map(csv_cell, row) for row in rows)
+        csv.writer(text, lineterminator="\n").writerows(
+            map(csv_cell, row) for row in rows
+        )
         self.write(name, lambda path: write_text(path, text.getvalue()))
 
     def outputs(
@@ -200,12 +208,18 @@ class Subject:
                 assert cpu_batch.positions is not None
                 batch, heads_2BC = cpu_batch.to(world.device), None
                 if has_two_heads:
-                    heads_2BC = torch.stack(model.forward(batch.images, "heads")).float()
+                    heads_2BC = torch.stack(
+                        model.forward(batch.images, "heads")
+                    ).float()
                     values_BX = heads_2BC.mean(dim=0)
                 else:
                     values_BX = model.forward(batch.images, output).float()
                 yield Outputs(
-                    values_BX, batch.labels, batch.weights, cpu_batch.positions, heads_2BC
+                    values_BX,
+                    batch.labels,
+                    batch.weights,
+                    cpu_batch.positions,
+                    heads_2BC,
                 )
 
     @property
@@ -225,12 +239,19 @@ class Subject:
         An image is computed once, whichever evaluation asks first.
         """
         parts = self.train if split == "train" else (self.val,)
-        wanted = np.arange(sum(part.num_samples for part in parts)) if samples is None else samples
+        wanted = (
+            np.arange(sum(part.num_samples for part in parts))
+            if samples is None
+            else samples
+        )
         known, kept = self.kept.get((split, output), (np.empty(0, np.int64), None))
         missing = np.setdiff1d(wanted, known)
         rows, first = [] if kept is None else [kept], 0
         for part in parts:
-            own = missing[(missing >= first) & (missing < first + part.num_samples)] - first
+            own = (
+                missing[(missing >= first) & (missing < first + part.num_samples)]
+                - first
+            )
             batches = self.outputs(part, output, samples=own) if len(own) else ()
             for batch in _finite(batches, self):
                 is_real = batch.weights_B > 0
@@ -347,7 +368,9 @@ class PassEvaluation(Evaluation):
         return _in_one_pass([self], subject)[0]
 
 
-def results(evaluations: Sequence[Evaluation], subject: Subject) -> Iterator[dict[str, float]]:
+def results(
+    evaluations: Sequence[Evaluation], subject: Subject
+) -> Iterator[dict[str, float]]:
     """Metrics of each evaluation, in their order. Collective; equal on every rank."""
     together = [each for each in evaluations if isinstance(each, PassEvaluation)]
     found: list[dict[str, float]] = []
@@ -363,7 +386,9 @@ def results(evaluations: Sequence[Evaluation], subject: Subject) -> Iterator[dic
         subject.kept.clear()
 
 
-def _in_one_pass(evaluations: Sequence[PassEvaluation], subject: Subject) -> list[dict[str, float]]:
+def _in_one_pass(
+    evaluations: Sequence[PassEvaluation], subject: Subject
+) -> list[dict[str, float]]:
     import torch
 
     from vitscale.distributed.world import sum_over_ranks
@@ -407,7 +432,9 @@ def check_head(subject: Subject, *, name: str) -> None:
     """Raise UserError where the model has no head or the shards have no labels."""
     if not subject.val.classes:
         what = f"{name} needs labels, but the shards of {subject.val.folder} have none"
-        raise UserError(what, where="evaluate", next_step="set data.path to labelled shards")
+        raise UserError(
+            what, where="evaluate", next_step="set data.path to labelled shards"
+        )
     if subject.num_outputs == 0:
         raise UserError(
             f"{name} needs a classifier, but the model has no head",

@@ -58,10 +58,14 @@ class FewShot(Probe):
         drawn = np.unique(np.concatenate(most))
         train = subject.features("train", output=output, samples=drawn).gathered()
         val, images = subject.features("val", output=output), subject.val.num_samples
-        correct = torch.zeros(len(settings.shots), len(draws), dtype=torch.float64, device=device)
+        correct = torch.zeros(
+            len(settings.shots), len(draws), dtype=torch.float64, device=device
+        )
         for row, count in enumerate(settings.shots):
             for draw, orders in enumerate(draws):
-                few = train.rows(np.searchsorted(train.samples, first_of_each(orders, count)))
+                few = train.rows(
+                    np.searchsorted(train.samples, first_of_each(orders, count))
+                )
                 scores = fit_ridge(
                     few.values_ND.to(device),
                     few.labels_N.to(device),
@@ -70,7 +74,9 @@ class FewShot(Probe):
                 )
                 correct[row, draw] = val.num_correct(scores, device=device)
         found: dict[str, float] = {}
-        for count, right in zip(settings.shots, sum_over_ranks(correct).cpu().numpy(), strict=True):
+        for count, right in zip(
+            settings.shots, sum_over_ranks(correct).cpu().numpy(), strict=True
+        ):
             if len(draws) == 1:
                 found[f"few_shot{count}_top1"] = Share(float(right[0]), images)
             else:

@@ -52,16 +52,24 @@ class Knn(Probe):
         def votes(values_BD: torch.Tensor) -> torch.Tensor:
             """For each k and class the sum of exp(similarity / temperature) over the k nearest."""
             similarity_BN = normalize(values_BD, dim=1) @ bank_ND.T
-            similarity_BK, nearest_BK = similarity_BN.topk(min(max(ks), len(bank_ND)), dim=1)
+            similarity_BK, nearest_BK = similarity_BN.topk(
+                min(max(ks), len(bank_ND)), dim=1
+            )
             labels_BK = labels_N[nearest_BK]
             # Relative to the nearest, so that no temperature overflows.
-            weights_BK = torch.exp((similarity_BK - similarity_BK[:, :1]) / settings.temperature)
+            weights_BK = torch.exp(
+                (similarity_BK - similarity_BK[:, :1]) / settings.temperature
+            )
             none_BC = weights_BK.new_zeros(len(weights_BK), num_classes)
-            found = [none_BC.scatter_add(1, labels_BK[:, :k], weights_BK[:, :k]) for k in ks]
+            found = [
+                none_BC.scatter_add(1, labels_BK[:, :k], weights_BK[:, :k]) for k in ks
+            ]
             return torch.stack(found, dim=1)
 
         val, images = subject.features("val"), subject.val.num_samples
-        correct = sum_over_ranks(val.num_correct(votes, device=device, size=256)).tolist()
+        correct = sum_over_ranks(
+            val.num_correct(votes, device=device, size=256)
+        ).tolist()
         shares = [Share(count, images) for count in correct]
         found = zip(settings.also_k, shares[1:], strict=True)
         return {"knn_top1": shares[0], **{f"knn{k}_top1": share for k, share in found}}

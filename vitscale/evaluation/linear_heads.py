@@ -86,18 +86,23 @@ class LinearHeads(Probe):
         rates, output = settings.learning_rates, settings.inputs
         train = subject.features("train", output=output)
         val = subject.features("val", output=output)
-        fit, dev = dev_split(subject.num_train, settings.dev_fraction, seed=settings.seed)
+        fit, dev = dev_split(
+            subject.num_train, settings.dev_fraction, seed=settings.seed
+        )
         found = []  # dev and validation top-1 and rate of each head
         for columns in column_choices(train.values_ND.shape[1], output):
             seen, unseen = (
-                replace(each, values_ND=each.values_ND[:, columns]) for each in (train, val)
+                replace(each, values_ND=each.values_ND[:, columns])
+                for each in (train, val)
             )
             num_classes = len(subject.val.classes)
             weights_HCD = train_heads(
                 seen, settings, chosen=fit, num_classes=num_classes, device=device
             )
             score = partial(logits, weights_HCD)
-            on_dev_H = seen.rows(np.isin(seen.samples, dev)).num_correct(score, device=device)
+            on_dev_H = seen.rows(np.isin(seen.samples, dev)).num_correct(
+                score, device=device
+            )
             on_val_H = unseen.num_correct(score, device=device)
             correct_2H = sum_over_ranks(torch.stack([on_dev_H, on_val_H])).tolist()
             found += list(zip(*correct_2H, rates, strict=True))
@@ -118,7 +123,9 @@ def dev_split(num: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.n
     return np.sort(order[num_dev:]), np.sort(order[:num_dev])
 
 
-def column_choices(width: int, inputs: Literal["features", "blocks"]) -> list[np.ndarray]:
+def column_choices(
+    width: int, inputs: Literal["features", "blocks"]
+) -> list[np.ndarray]:
     """Columns of the features that each group of heads sees; see `ViT.block_features`."""
     columns = np.arange(width)
     if inputs == "features":
@@ -158,21 +165,29 @@ def train_heads(
 
     from vitscale.distributed.world import sum_over_ranks
 
-    batch, seed, rates = min(settings.batch, len(chosen)), settings.seed, settings.learning_rates
+    batch, seed, rates = (
+        min(settings.batch, len(chosen)),
+        settings.seed,
+        settings.learning_rates,
+    )
     values_ND, labels_N = features.values_ND.to(device), features.labels_N.to(device)
     row_of = np.full(int(chosen.max()) + 1, -1)
     held = features.samples < len(row_of)
     row_of[features.samples[held]] = np.flatnonzero(held)
     rates_H = torch.tensor(rates, device=device) * (batch / RATE_BATCH)
     random = torch.Generator().manual_seed(stream_key("linear heads", seed) >> 1)
-    first_CD = torch.empty(num_classes, values_ND.shape[1]).normal_(std=INIT_STD, generator=random)
+    first_CD = torch.empty(num_classes, values_ND.shape[1]).normal_(
+        std=INIT_STD, generator=random
+    )
     weights_HCD = F.pad(first_CD, (0, 1)).repeat(len(rates), 1, 1).to(device)
     momentum_HCD = torch.zeros_like(weights_HCD)
     batches = epoch_batches(len(chosen), batch=batch, seed=seed)
     for step, drawn in zip(range(settings.steps), batches, strict=False):
         rows = row_of[chosen[drawn]]
         own = torch.from_numpy(rows[rows >= 0]).to(device)
-        gradient_HCD = _gradient(weights_HCD, values_ND[own], labels_N[own], batch=batch)
+        gradient_HCD = _gradient(
+            weights_HCD, values_ND[own], labels_N[own], batch=batch
+        )
         momentum_HCD.mul_(MOMENTUM).add_(sum_over_ranks(gradient_HCD))
         factor_H = rates_H * (0.5 * (1 + math.cos(math.pi * step / settings.steps)))
         weights_HCD -= factor_H[:, None, None] * momentum_HCD
@@ -180,7 +195,11 @@ def train_heads(
 
 
 def _gradient(
-    weights_HCD: torch.Tensor, values_BD: torch.Tensor, labels_B: torch.Tensor, *, batch: int
+    weights_HCD: torch.Tensor,
+    values_BD: torch.Tensor,
+    labels_B: torch.Tensor,
+    *,
+    batch: int,
 ) -> torch.Tensor:
     """Gradient of this rank's share of the mean cross-entropy over `batch` rows."""
     import torch.nn.functional as F
@@ -198,7 +217,9 @@ def epoch_batches(num: int, *, batch: int, seed: int) -> Iterator[np.ndarray]:
     """Batches of endless epochs over `num` rows, each epoch in a new order."""
     rows = np.empty(0, np.int64)
     for epoch in itertools.count():
-        rows = np.concatenate([rows, permutation(num, key=stream_key("linear heads", seed, epoch))])
+        rows = np.concatenate(
+            [rows, permutation(num, key=stream_key("linear heads", seed, epoch))]
+        )
         while len(rows) >= batch:
             yield rows[:batch]
             rows = rows[batch:]

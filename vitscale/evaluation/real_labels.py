@@ -50,7 +50,9 @@ class RealLabels(PassEvaluation):
 
         device = subject.model.world.device
         self._columns_C = columns_on(subject, _imagenet_columns(subject).columns)
-        self._labels_NL = torch.from_numpy(_label_table()[image_numbers(subject.val)]).to(device)
+        self._labels_NL = torch.from_numpy(
+            _label_table()[image_numbers(subject.val)]
+        ).to(device)
         # Right at 1 and at 5, images with labels.
         self._totals = torch.zeros(3, dtype=torch.float64, device=device)
 
@@ -109,7 +111,9 @@ def image_numbers(index: SplitIndex) -> np.ndarray:
 @cache
 def _label_table() -> np.ndarray:
     """int64 [50,000, labels]: the set of each image, filled up with -1."""
-    sets = json.loads(timm_file("imagenet_real_labels.json", where="evaluate").read_text())
+    sets = json.loads(
+        timm_file("imagenet_real_labels.json", where="evaluate").read_text()
+    )
     table = np.full((len(sets), max(map(len, sets))), -1, np.int64)
     for row, labels in zip(table, sets, strict=True):
         row[: len(labels)] = labels

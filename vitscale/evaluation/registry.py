@@ -57,7 +57,9 @@ class ScheduledEvaluations:
         """
         self.subject, self._engine = subject, engine
         self._has_average = has_average
-        self._evaluations = [EVALUATIONS[each.name](each) for each in settings] if subject else []
+        self._evaluations = (
+            [EVALUATIONS[each.name](each) for each in settings] if subject else []
+        )
         for each in self._evaluations:
             assert subject is not None
             each.check(subject)
@@ -66,7 +68,9 @@ class ScheduledEvaluations:
         return [
             each
             for each in self._evaluations
-            if is_last or (every := each.settings.every_steps) is not None and step % every == 0
+            if is_last
+            or (every := each.settings.every_steps) is not None
+            and step % every == 0
         ]
 
     def run(self, step: int, *, is_last: bool) -> Iterator[dict[str, float]]:
@@ -75,7 +79,11 @@ class ScheduledEvaluations:
 
         Raises NonFiniteOutputs.
         """
-        due, subject, engine = self.due(step, is_last=is_last), self.subject, self._engine
+        due, subject, engine = (
+            self.due(step, is_last=is_last),
+            self.subject,
+            self._engine,
+        )
         assert subject is not None
         engine.eval()
         try:
@@ -87,7 +95,10 @@ class ScheduledEvaluations:
                 with engine.averaged():
                     try:
                         for metrics in results(due, replace(subject, folder=folder)):
-                            yield {f"val/ema_{name}": value for name, value in metrics.items()}
+                            yield {
+                                f"val/ema_{name}": value
+                                for name, value in metrics.items()
+                            }
                     except NonFiniteOutputs as error:
                         # All ranks have it here, and training goes on: with its own weights.
                         not_finite = error

@@ -32,7 +32,9 @@ def sheet(title: str, rows: Sequence[Sequence[Cell]], *, height: float) -> Figur
             axes = figure.add_subplot(len(rows), columns, row * columns + column + 1)
             axes.set_axis_off()
             if image is None:
-                axes.text(1, 0.5, text, ha="right", va="center", fontsize=9, parse_math=False)
+                axes.text(
+                    1, 0.5, text, ha="right", va="center", fontsize=9, parse_math=False
+                )
                 continue
             axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
             color = "#c0392b" if is_red else "black"
@@ -48,7 +50,11 @@ def caption(name: str, *, width: int, num_lines: int = 1) -> str:
     name = name.replace("_", " ")
     lines = [name]
     for kept in range(len(name), 1, -1):
-        text = name if kept == len(name) else f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}"
+        text = (
+            name
+            if kept == len(name)
+            else f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}"
+        )
         lines = textwrap.wrap(text, width)
         if len(lines) <= num_lines:
             break

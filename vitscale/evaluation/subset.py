@@ -88,7 +88,9 @@ class Subset(PassEvaluation):
             subject=subject,
             next_step="set classes of subset to shards, or data.path to other shards",
         )
-        outputs = column_of_each_class(subject.classes, competing, num_outputs=subject.num_outputs)
+        outputs = column_of_each_class(
+            subject.classes, competing, num_outputs=subject.num_outputs
+        )
         _refuse(
             [] if self.settings.allow_missing else outputs.lacking(competing),
             what="not among the model's classes",
@@ -97,14 +99,22 @@ class Subset(PassEvaluation):
             "data.path to other shards",
         )
         if all(column == LACKING for column in outputs.columns):
-            _refuse(list(competing), what="not among the model's classes", subject=subject)
+            _refuse(
+                list(competing), what="not among the model's classes", subject=subject
+            )
         return outputs, positions
 
 
 def _refuse(
-    names: list[str], *, what: str, subject: Subject, next_step: str = "use other shards"
+    names: list[str],
+    *,
+    what: str,
+    subject: Subject,
+    next_step: str = "use other shards",
 ) -> None:
     if names:
         number = f"{len(names)} of {len(subject.val.classes)} classes"
         what = f"subset: {number} are {what} (the first is {names[0]!r})"
-        raise UserError(what, where=f"label map of {subject.val.folder}", next_step=next_step)
+        raise UserError(
+            what, where=f"label map of {subject.val.folder}", next_step=next_step
+        )

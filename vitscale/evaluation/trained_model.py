@@ -15,7 +15,12 @@ from huggingface_hub.utils import disable_progress_bars
 from torch import distributed as dist
 from torch import nn
 
-from vitscale.checkpoint.folders import ALLOWED_MODELS, MANIFEST, Checkpoint, resolve_weights
+from vitscale.checkpoint.folders import (
+    ALLOWED_MODELS,
+    MANIFEST,
+    Checkpoint,
+    resolve_weights,
+)
 from vitscale.checkpoint.store import read_tensors
 from vitscale.config.errors import UserError
 from vitscale.config.loader import read_yaml
@@ -55,7 +60,9 @@ class Preprocessing:
 
     def data_values(self) -> dict[str, Any]:
         """The same as values of `DataSettings`, which leaves the image size to the model."""
-        return {key: value for key, value in asdict(self).items() if key != "image_size"}
+        return {
+            key: value for key, value in asdict(self).items() if key != "image_size"
+        }
 
 
 class InferenceModel:
@@ -76,7 +83,9 @@ class InferenceModel:
         self.network = network.eval().requires_grad_(False).to(world.device)
         self.world, self.dtype = world, dtype
         round_weights(self.network, dtype)
-        self._normalize = Normalization(mean=pixels.mean, std=pixels.std, device=world.device)
+        self._normalize = Normalization(
+            mean=pixels.mean, std=pixels.std, device=world.device
+        )
 
     @property
     def known_outputs(self) -> tuple[str, ...]:
@@ -91,7 +100,9 @@ class InferenceModel:
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:
         """Return an output of the model, in its precision."""
-        return self.network(self._normalize(images_B3SS, dtype=self.dtype), output=output)
+        return self.network(
+            self._normalize(images_B3SS, dtype=self.dtype), output=output
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,16 +146,22 @@ class TrainedModel:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Class names by label, or `class 0`, ... if unknown."""
-        return self.classes or tuple(f"class {label}" for label in range(self.num_classes))
+        return self.classes or tuple(
+            f"class {label}" for label in range(self.num_classes)
+        )
 
-    def for_inference(self, world: World, *, precision: str, num_images: int) -> InferenceModel:
+    def for_inference(
+        self, world: World, *, precision: str, num_images: int
+    ) -> InferenceModel:
         """The model on the device of this rank, compiled there for many images."""
         on_gpu = world.device.type == "cuda"
         if on_gpu and num_images >= COMPILED_FROM * world.world_size:
             MODELS[self.arch.name].load().compile_blocks(self.network)
         is_low = precision == "bf16" or (precision == "auto" and on_gpu)
         dtype = torch.bfloat16 if is_low else torch.float32
-        return InferenceModel(self.network, pixels=self.preprocessing, world=world, dtype=dtype)
+        return InferenceModel(
+            self.network, pixels=self.preprocessing, world=world, dtype=dtype
+        )
 
 
 def open_model(
@@ -169,7 +186,9 @@ def open_model(
     """
     if world is not None and init.startswith(HUB):
         pinned = once_per_node(
-            lambda: fetch(init, key=key)[1], is_maker=world.local_rank == 0, gather=gather_objects
+            lambda: fetch(init, key=key)[1],
+            is_maker=world.local_rank == 0,
+            gather=gather_objects,
         )
         init = gather_objects(pinned)[0]  # a branch may move in between
         disable_progress_bars()  # the next fetch finds all in the cache
@@ -181,7 +200,9 @@ def open_model(
         arch = run.arch
     else:
         raise UserError(
-            "the run folder describes its model itself", where="model", next_step="remove `model`"
+            "the run folder describes its model itself",
+            where="model",
+            next_step="remove `model`",
         )
     # DINOv2's folders make smaller images than their positions are for.
     image_size = image_size or found.preprocessing.get("image_size")
@@ -190,7 +211,9 @@ def open_model(
         if problem := dict(arch.problems()).get("model.image_size"):
             raise UserError(problem, where="image_size")
     network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)
-    transfer_weights(network, found, grid=arch.grid, convention=position_embedding, keep_head=True)
+    transfer_weights(
+        network, found, grid=arch.grid, convention=position_embedding, keep_head=True
+    )
     chosen = preprocessing or {}
     given = {*(() if model is None else model.model_fields_set), *chosen}
     values = {**found.preprocessing, **chosen, "image_size": arch.image_size}
@@ -226,13 +249,23 @@ def read_source(
         what, next_step = "contains no model", "correct the path"
         if path.is_file():
             what = f"{path.suffix or 'a name without suffix'} is not a type of weights file"
-        elif files := sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES):
-            next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
-        raise UserError(what, where=f"{key}={init}", allowed=ALLOWED_MODELS, next_step=next_step)
+        elif files := sorted(
+            file.name for file in path.iterdir() if file.suffix in SUFFIXES
+        ):
+            next_step = (
+                f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
+            )
+        raise UserError(
+            what, where=f"{key}={init}", allowed=ALLOWED_MODELS, next_step=next_step
+        )
     # A checkpoint has more than the model, and all of it is verified: the ranks share that.
     ranks: dict[str, Any] = {}
     if world is not None and world.world_size > 1:
-        ranks = {"rank": world.rank, "world_size": world.world_size, "gather": gather_objects}
+        ranks = {
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "gather": gather_objects,
+        }
     checkpoint, warnings = resolve_weights(init, key=key, **ranks)
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
@@ -269,7 +302,10 @@ def read_source(
 
 def _known(arch: Architecture) -> dict[str, Any]:
     """Values of `model` that the shapes of a run's tensors do not show."""
-    names = {"vit": ("num_heads", "gelu", "layer_norm_eps", "pool"), "timm": ("model", "arguments")}
+    names = {
+        "vit": ("num_heads", "gelu", "layer_norm_eps", "pool"),
+        "timm": ("model", "arguments"),
+    }
     return {name: getattr(arch, name) for name in names[arch.name]}
 
 
@@ -288,7 +324,9 @@ def _read_config(
     described = checkpoint.description["architecture"]
     try:
         values: Any = read_yaml(path.read_text(), name=str(path)).values
-        sections = _Sections.model_validate({key: values[key] for key in ("model", "data")})
+        sections = _Sections.model_validate(
+            {key: values[key] for key in ("model", "data")}
+        )
         arch = sections.model.resolved(num_classes=described["num_classes"])
         arch = arch.model_copy(update={"image_size": described["image_size"]})
         if arch.description() == described:

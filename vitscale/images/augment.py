@@ -25,7 +25,11 @@ import torch.nn.functional as F
 from PIL import Image, ImageFilter
 
 from vitscale.distributed.random_numbers import CounterRandom, splitmix
-from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
+from vitscale.images.settings import (
+    AugmentSettings,
+    ErasingSettings,
+    RandAugmentSettings,
+)
 
 Operation = Callable[[torch.Tensor, float, CounterRandom], torch.Tensor]
 RGB = tuple[float, float, float]
@@ -49,7 +53,11 @@ ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
 def augment(
-    image: torch.Tensor, settings: AugmentSettings, random: CounterRandom, mean: RGB, std: RGB
+    image: torch.Tensor,
+    settings: AugmentSettings,
+    random: CounterRandom,
+    mean: RGB,
+    std: RGB,
 ) -> torch.Tensor:
     """The augmented image, uint8 [3, H, W].
 
@@ -119,7 +127,11 @@ def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
 
 
 def erase(
-    image: torch.Tensor, settings: ErasingSettings, random: CounterRandom, mean: RGB, std: RGB
+    image: torch.Tensor,
+    settings: ErasingSettings,
+    random: CounterRandom,
+    mean: RGB,
+    std: RGB,
 ) -> torch.Tensor:
     """Fill a random box. Source: Zhong et al. 2017; boxes and modes of timm's `RandomErasing`.
 
@@ -200,7 +212,9 @@ def solarize(image_3HW: torch.Tensor, *, threshold: int) -> torch.Tensor:
     return image_3HW ^ torch.ge(image_3HW, threshold).view(torch.uint8).neg_()
 
 
-def solarize_add(image_3HW: torch.Tensor, *, addition: int, threshold: int = 128) -> torch.Tensor:
+def solarize_add(
+    image_3HW: torch.Tensor, *, addition: int, threshold: int = 128
+) -> torch.Tensor:
     """Brighten values below `threshold`."""
     added = np.minimum(_LEVELS + addition, 255)
     return map_levels(image_3HW, np.where(_LEVELS < threshold, added, _LEVELS))
@@ -250,7 +264,9 @@ def brightness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
     return map_levels(image_3HW, _blend_table(0.0, factor))
 
 
-def contrast(image_3HW: torch.Tensor, *, factor: float, gray: float | None = None) -> torch.Tensor:
+def contrast(
+    image_3HW: torch.Tensor, *, factor: float, gray: float | None = None
+) -> torch.Tensor:
     """Blend with one gray level: the rounded mean luma, or `gray`."""
     if gray is None:
         gray = math.floor(float(grayscale(image_3HW).double().mean()) + 0.5)
@@ -285,7 +301,9 @@ def affine(
     """Resample at (a x + b y + c, d x + e y + f), pixel centres at halves; `fill` outside."""
     image = _to_rgb(image_3HW)
     resample, method = _RESAMPLING[interpolation], Image.Transform.AFFINE
-    return _from_rgb(image.transform(image.size, method, matrix, resample, fillcolor=fill))
+    return _from_rgb(
+        image.transform(image.size, method, matrix, resample, fillcolor=fill)
+    )
 
 
 def _to_rgb(image_3HW: torch.Tensor) -> Image.Image:
@@ -308,7 +326,9 @@ def _blend_table(gray: float, factor: float) -> np.ndarray:
     return (low + np.float32(factor) * (ramp - low)).clip(0, 255)
 
 
-def _blend(from_1or3HW: torch.Tensor, to_3HW: torch.Tensor, factor: float) -> torch.Tensor:
+def _blend(
+    from_1or3HW: torch.Tensor, to_3HW: torch.Tensor, factor: float
+) -> torch.Tensor:
     """0 gives the first, 1 the second, above 1 extrapolates; truncates as Pillow does."""
     low, mixed = from_1or3HW.float(), to_3HW.float()
     # In place: page faults of a new tensor would cost more than the arithmetic.
@@ -341,7 +361,9 @@ def _augreg_solarize(image: torch.Tensor, m: float, _: CounterRandom) -> torch.T
     return solarize(image, threshold=int(m / 10 * 256) % 256)
 
 
-def _augreg_cutout(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
+def _augreg_cutout(
+    image: torch.Tensor, m: float, random: CounterRandom
+) -> torch.Tensor:
     """A gray square of up to 2 * pad pixels around a random pixel, clipped at the border."""
     pad = int(m / 10 * 40)
     _, height, width = image.shape
@@ -407,19 +429,27 @@ AUGREG: dict[str, Operation] = {
     "invert": lambda image, m, random: ~image,
     "rotate": partial(_nearest, matrix=_rotation, most=30),
     # 0 bits keep the highest bit: TensorFlow limits a shift of 8 to 7.
-    "posterize": lambda image, m, random: posterize(image, bits=max(1, int(m / 10 * 4))),
+    "posterize": lambda image, m, random: posterize(
+        image, bits=max(1, int(m / 10 * 4))
+    ),
     "solarize": _augreg_solarize,
     "color": lambda image, m, random: saturation(image, factor=_enhance(m)),
     "contrast": _augreg_contrast,
     "brightness": lambda image, m, random: brightness(image, factor=_enhance(m)),
     "sharpness": lambda image, m, random: sharpness(image, factor=_enhance(m)),
     # About the centre of the first pixel.
-    "shear_x": partial(_nearest, matrix=lambda s, h, w: (1, s, -s / 2, 0, 1, 0), most=0.3),
-    "shear_y": partial(_nearest, matrix=lambda s, h, w: (1, 0, 0, s, 1, -s / 2), most=0.3),
+    "shear_x": partial(
+        _nearest, matrix=lambda s, h, w: (1, s, -s / 2, 0, 1, 0), most=0.3
+    ),
+    "shear_y": partial(
+        _nearest, matrix=lambda s, h, w: (1, 0, 0, s, 1, -s / 2), most=0.3
+    ),
     "translate_x": partial(_augreg_translate, along_x=True),
     "translate_y": partial(_augreg_translate, along_x=False),
     "cutout": _augreg_cutout,
-    "solarize_add": lambda image, m, random: solarize_add(image, addition=int(m / 10 * 110)),
+    "solarize_add": lambda image, m, random: solarize_add(
+        image, addition=int(m / 10 * 110)
+    ),
 }
 """Ranges: `level_to_arg` and `distort_image_with_randaugment` of big_vision."""
 
@@ -429,7 +459,9 @@ TIMM: dict[str, Operation] = {
     "invert": AUGREG["invert"],
     "rotate": partial(_affine, matrix=_rotation, most=30),
     "posterize": lambda image, m, random: posterize(image, bits=4 - int(m / 10 * 4)),
-    "solarize": lambda image, m, random: solarize(image, threshold=256 - int(m / 10 * 256)),
+    "solarize": lambda image, m, random: solarize(
+        image, threshold=256 - int(m / 10 * 256)
+    ),
     "solarize_add": AUGREG["solarize_add"],
     "color": lambda image, m, r: saturation(image, factor=_enhance_away(m, r)),
     "contrast": lambda image, m, r: contrast(image, factor=_enhance_away(m, r)),
@@ -437,8 +469,12 @@ TIMM: dict[str, Operation] = {
     "sharpness": lambda image, m, r: sharpness(image, factor=_enhance_away(m, r)),
     "shear_x": partial(_affine, matrix=lambda s, h, w: (1, s, 0, 0, 1, 0), most=0.3),
     "shear_y": partial(_affine, matrix=lambda s, h, w: (1, 0, 0, s, 1, 0), most=0.3),
-    "translate_x": partial(_affine, matrix=lambda t, h, w: (1, 0, t * w, 0, 1, 0), most=0.45),
-    "translate_y": partial(_affine, matrix=lambda t, h, w: (1, 0, 0, 0, 1, t * h), most=0.45),
+    "translate_x": partial(
+        _affine, matrix=lambda t, h, w: (1, 0, t * w, 0, 1, 0), most=0.45
+    ),
+    "translate_y": partial(
+        _affine, matrix=lambda t, h, w: (1, 0, 0, 0, 1, t * h), most=0.45
+    ),
 }
 """Ranges: `_RAND_INCREASING_TRANSFORMS` and `LEVEL_TO_ARG` of timm 1.0."""
 TIMM_GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")

@@ -28,7 +28,9 @@ FORMATS = tuple(SUFFIXES)
 CROP_ATTEMPTS = 10
 TF_CROP_ATTEMPTS = 100
 PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
-MAX_ASPECT = 16  # of what a centre is cut from; memory for what is cut away grows with it
+MAX_ASPECT = (
+    16  # of what a centre is cut from; memory for what is cut away grows with it
+)
 # Pillow takes a larger image for a decompression bomb.
 MAX_PIXELS = 178_956_970
 # A JPEG without an end marker may be truncated; a decoder of one box would not notice.
@@ -78,7 +80,9 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
         with open_picture(data, formats=FORMATS) as image:
             # Pillow's own limit is a global variable, which other code may have changed.
             if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels; at most {MAX_PIXELS}")
+                raise ValueError(
+                    f"{image.width} x {image.height} pixels; at most {MAX_PIXELS}"
+                )
             yield image
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
@@ -153,7 +157,10 @@ def plain_crop_box(
 
     def place(length: int) -> tuple[int, int]:
         room = size * length // side - size
-        at = int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1)) - PLAIN_CROP_PADDING
+        at = (
+            int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1))
+            - PLAIN_CROP_PADDING
+        )
         inside = min(max(at, 0), room)
         return min(round(inside * side / size), length - side), at - inside
 
@@ -162,7 +169,9 @@ def plain_crop_box(
     return CropBox(left, top, side, side), right, down
 
 
-def squash_crop_box(width: int, height: int, *, share: float, random: CounterRandom) -> CropBox:
+def squash_crop_box(
+    width: int, height: int, *, share: float, random: CounterRandom
+) -> CropBox:
     """A box with `share` of each side, at any place.
 
     BiT squashes the image to a square and cuts a smaller one out of it (`input_pipeline` of
@@ -191,7 +200,9 @@ Plan = tuple[CropBox, tuple[int, int], tuple[int, int]]
 """A box, rows and columns of the resized box, and the first row and column of the crop."""
 
 
-def center_crop(width: int, height: int, *, size: int, fraction: float, down: bool = False) -> Plan:
+def center_crop(
+    width: int, height: int, *, size: int, fraction: float, down: bool = False
+) -> Plan:
     """Resize the short side to `size` / `fraction`, then cut the centre; rounded as by timm's
     `create_transform` and torchvision, so that both see the same pixels.
 
@@ -217,7 +228,9 @@ def squash(width: int, height: int, *, size: int, fraction: float) -> Plan:
     return CropBox(0, 0, width, height), (size, size), (0, 0)
 
 
-def squash_crop(width: int, height: int, *, size: int, fraction: float, down: bool = False) -> Plan:
+def squash_crop(
+    width: int, height: int, *, size: int, fraction: float, down: bool = False
+) -> Plan:
     """Resize the whole image to a square of `size` / `fraction`, then cut the centre, rounded as
     by `center_crop`."""
     larger = math.floor(size / fraction)
@@ -235,7 +248,9 @@ EVALUATION_CROPS: dict[str, Callable[..., Plan]] = {
 """Values of `data.eval_resize`."""
 
 
-def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int) -> torch.Tensor:
+def area_resized(
+    pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int
+) -> torch.Tensor:
     """Average each output pixel's area in the image, and keep the centre. Returns uint8 [3, R, C].
 
     resized: rows and columns that the whole image would have. Pixels partly inside an area count by
@@ -254,7 +269,9 @@ def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: in
     height, width, _ = pixels_HW3.shape
     averaged_RX = weights(height, resized[0], size) @ pixels_HW3.flatten(1).float()
     planes_3RW = averaged_RX.view(size, width, 3).permute(2, 0, 1)
-    return (planes_3RW @ weights(width, resized[1], size).T).round().clamp(0, 255).byte()
+    return (
+        (planes_3RW @ weights(width, resized[1], size).T).round().clamp(0, 255).byte()
+    )
 
 
 def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Tensor:
@@ -268,12 +285,18 @@ def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Ten
     inside = inside and 0 <= box.top <= box.top + box.height <= height
     if not inside or box.width < 1 or box.height < 1:
         raise ValueError(f"{box} exceeds the image of {width} x {height} pixels")
-    crop_HW3 = pixels_HW3[box.top : box.top + box.height, box.left : box.left + box.width]
+    crop_HW3 = pixels_HW3[
+        box.top : box.top + box.height, box.left : box.left + box.width
+    ]
     # A view of interleaved pixels is channels_last, which torch resamples faster than planes.
     crop_1CHW = crop_HW3.permute(2, 0, 1)[None]
     mode, antialias = request.interpolation, request.antialias
     resized = F.interpolate(
-        crop_1CHW, size=request.shape, mode=mode, antialias=antialias, align_corners=False
+        crop_1CHW,
+        size=request.shape,
+        mode=mode,
+        antialias=antialias,
+        align_corners=False,
     )[0]
     return resized.flip(-1) if request.flip else resized
 
@@ -334,7 +357,10 @@ def decode_webp(data: bytes) -> torch.Tensor | None:
 
     None for anything but one complete picture. Raises OSError or ValueError if unreadable.
     """
-    if (data[:4], data[8:12]) != (b"RIFF", b"WEBP") or data[12:16] not in (b"VP8 ", b"VP8L"):
+    if (data[:4], data[8:12]) != (b"RIFF", b"WEBP") or data[12:16] not in (
+        b"VP8 ",
+        b"VP8L",
+    ):
         return None
     whole, picture = (int.from_bytes(data[i : i + 4], "little") for i in (4, 16))
     if whole + 8 != len(data) or picture + (picture & 1) + 12 != whole:
@@ -372,7 +398,9 @@ class RegionDecoder(Decoder):
     ) -> torch.Tensor:
         if not _is_whole_jpeg(data):
             return super().crop(data, request, out=out)
-        pixels = torch.empty((3, *request.shape), dtype=torch.uint8) if out is None else out
+        pixels = (
+            torch.empty((3, *request.shape), dtype=torch.uint8) if out is None else out
+        )
         try:
             decode_region(data, request, pixels.numpy(), allow_avx2=self.allow_avx2)
         except (ValueError, OverflowError):
@@ -423,13 +451,20 @@ def missing(name: str) -> str | None:
     Image.fromarray(noise).save(file, "JPEG", subsampling="4:2:0")
     pixels = np.empty((3, 9, 9), np.uint8)
     box = CropBox(20, 21, 9, 9)
-    request = CropRequest(box=box, size=9, interpolation="bilinear", antialias=False, flip=False)
+    request = CropRequest(
+        box=box, size=9, interpolation="bilinear", antialias=False, flip=False
+    )
     try:
         decode_region(file.getvalue(), request, pixels)
-    except (TypeError, ValueError) as error:  # TypeError: it was built from other sources
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # TypeError: it was built from other sources
         return str(error)
     expected = decode(file.getvalue())[21:30, 20:29].permute(2, 0, 1).numpy()
-    return None if np.array_equal(pixels, expected) else "its pixels differ from Pillow's"
+    return (
+        None if np.array_equal(pixels, expected) else "its pixels differ from Pillow's"
+    )
 
 
 def resolve_decoder(name: str) -> str:

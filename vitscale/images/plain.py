@@ -70,7 +70,9 @@ def _quiet_pillow() -> None:
 
 def has_opacity(image: Image.Image) -> bool:
     """Whether pixels may be transparent: by an alpha channel, a palette entry or a colour."""
-    return image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+    return (
+        image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
+    )
 
 
 def plain(image: Image.Image) -> Image.Image:

@@ -35,7 +35,10 @@ def draw_rows(path: Path, rows: Sequence[tuple[str, Sequence[bytes]]]) -> None:
     for y, (text, images) in enumerate(rows):
         draw.text((2, y * height + 1), text, "black")
         for x, content in enumerate(images):
-            with suppress(*DAMAGE), open_picture(content, formats=(*SUFFIXES,)) as image:
+            with (
+                suppress(*DAMAGE),
+                open_picture(content, formats=(*SUFFIXES,)) as image,
+            ):
                 image.draft("RGB", (2 * SIDE, 2 * SIDE))
                 small = ImageOps.contain(image.convert("RGB"), (SIDE - 2, SIDE - 2))
                 sheet.paste(small, (x * SIDE, y * height + TEXT))

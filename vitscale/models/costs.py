@@ -25,10 +25,19 @@ def num_parameters(arch: ViTSettings) -> int:
     patch = arch.patch_values * d + d
     tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
     representation = d * d + d if arch.representation_layer else 0
-    head = arch.num_classifiers * (arch.feature_width * arch.num_classes + arch.num_classes)
+    head = arch.num_classifiers * (
+        arch.feature_width * arch.num_classes + arch.num_classes
+    )
     if arch.pool == "map":  # a query, Q, K, V and output, a norm and an MLP
         head += d + 4 * (d * d + d) + 2 * d + (d * m + m) + (m * d + d)
-    return patch + tokens + arch.depth * block_parameters(arch) + 2 * d + representation + head
+    return (
+        patch
+        + tokens
+        + arch.depth * block_parameters(arch)
+        + 2 * d
+        + representation
+        + head
+    )
 
 
 def block_parameters(arch: ViTSettings) -> int:
@@ -131,9 +140,14 @@ def memory_estimate(
     ZeRO stage 1 spreads master weights and optimiser states over the ranks, stage 2 gradients too,
     stage 3 everything: Rajbhandari et al. 2020 (ZeRO), section 3.1 and figure 1.
     """
-    count, head = costs.num_parameters(arch), arch.num_classes * (arch.feature_width + 1)
+    count, head = (
+        costs.num_parameters(arch),
+        arch.num_classes * (arch.feature_width + 1),
+    )
     if precision == "fp32" and world_size == 1 and zero_stage < 3:
-        zero_stage = 0  # one fp32 rank runs without stages 1 and 2: there is nothing to shard
+        zero_stage = (
+            0  # one fp32 rank runs without stages 1 and 2: there is nothing to shard
+        )
     # Stage 0 computes in bf16 by autocast. ZeRO keeps an fp32 copy of the part that a rank updates.
     is_low = precision != "fp32" and zero_stage > 0
     # At stage 1 in fp32 that copy is the weights themselves.
@@ -154,7 +168,9 @@ def memory_estimate(
     return MemoryEstimate(
         parameters=parameters,
         gradients=gradient * -(-count // gradient_ranks) + weight * bucket_elements,
-        optimizer=-(-count * (master + optimizer_bytes) // (world_size if zero_stage else 1)),
+        optimizer=-(
+            -count * (master + optimizer_bytes) // (world_size if zero_stage else 1)
+        ),
         activations=micro_batch
         * costs.activation_bytes_per_image(
             arch, precision=precision, activation_checkpointing=activation_checkpointing

@@ -15,7 +15,9 @@ MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
 DEIT_STD = 0.02
 TOKEN_STD = 0.02  # of DeiT and MAE
-REGISTER_STD = 1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
+REGISTER_STD = (
+    1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
+)
 # Matrices of one layer of timm, by the end of its name.
 FUSED = {"qkv": 3, "kv": 2}
 
@@ -68,7 +70,9 @@ def initialize(
             nn.init.normal_(last.weight, std=head_std, generator=random)
 
 
-def _draw_dense(name: str, layer: nn.Linear, scheme: str, random: torch.Generator) -> None:
+def _draw_dense(
+    name: str, layer: nn.Linear, scheme: str, random: torch.Generator
+) -> None:
     """Draw a dense layer, whose bias is zero.
 
     Flax's are Xavier-uniform, with Q, K and V as three matrices: initialised as one fused matrix,

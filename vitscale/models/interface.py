@@ -38,11 +38,16 @@ class InFp32:
         dtype = torch.promote_types(features_BX.dtype, torch.float32)
         weight, bias = (getattr(self, name).to(dtype) for name in ("weight", "bias"))
         if self.remainders:
-            weight, bias = weight + self.remainders["weight"], bias + self.remainders["bias"]
+            weight, bias = (
+                weight + self.remainders["weight"],
+                bias + self.remainders["bias"],
+            )
         if weight.ndim == 2:
             return nn.functional.linear(features_BX.to(dtype), weight, bias)
         # GPUs may round the inputs of convolutions to TF32.
-        logits_BC = nn.functional.linear(features_BX.flatten(1).to(dtype), weight.flatten(1), bias)
+        logits_BC = nn.functional.linear(
+            features_BX.flatten(1).to(dtype), weight.flatten(1), bias
+        )
         return logits_BC[..., None, None]
 
 
@@ -68,7 +73,10 @@ def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """
     for module in model.modules():
         if not isinstance(module, InFp32 | _BatchNorm):
-            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            for tensor in (
+                *module.parameters(recurse=False),
+                *module.buffers(recurse=False),
+            ):
                 if tensor.is_floating_point():
                     tensor.data = tensor.to(dtype)
 

@@ -28,7 +28,9 @@ class MaskedAutoencoder(nn.Module):
 
     pos_embed: torch.Tensor
 
-    def __init__(self, arch: ViTSettings, *, width: int, depth: int, num_heads: int) -> None:
+    def __init__(
+        self, arch: ViTSettings, *, width: int, depth: int, num_heads: int
+    ) -> None:
         """Start from torch's random state: Xavier-uniform, biases 0, mask token N(0, 0.02).
 
         width, depth, num_heads: of the decoder; its MLPs are four times as wide.
@@ -39,7 +41,10 @@ class MaskedAutoencoder(nn.Module):
         self.mask_token = nn.Parameter(torch.empty(1, 1, width))
         positions_LW = mae_position_embedding(arch.grid, width=width)
         self.register_buffer("pos_embed", positions_LW[None], persistent=False)
-        blocks = (Block(width, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth))
+        blocks = (
+            Block(width, num_heads, qkv_bias=True, norm_layer=norm)
+            for _ in range(depth)
+        )
         self.blocks = nn.Sequential(*blocks)
         self.norm = norm(width)
         self.predict = nn.Linear(width, arch.patch_values)
@@ -51,7 +56,12 @@ class MaskedAutoencoder(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(
-        self, vit: ViT, images_B3SS: torch.Tensor, *, kept_BK: torch.Tensor, places_BL: torch.Tensor
+        self,
+        vit: ViT,
+        images_B3SS: torch.Tensor,
+        *,
+        kept_BK: torch.Tensor,
+        places_BL: torch.Tensor,
     ) -> torch.Tensor:
         """Predicted patches [B, L, P].
 
@@ -67,12 +77,16 @@ class MaskedAutoencoder(nn.Module):
         patches_BLW = take_patches(shuffled_BLW, places_BL) + self.pos_embed
         # The class token's position is zero.
         tokens_BXW = torch.cat([class_B1W.to(patches_BLW.dtype), patches_BLW], dim=1)
-        decoded_BXW = run_blocks(self.blocks, tokens_BXW, recompute=vit.grad_checkpointing)
+        decoded_BXW = run_blocks(
+            self.blocks, tokens_BXW, recompute=vit.grad_checkpointing
+        )
         predicted_BLP: torch.Tensor = self.predict(self.norm(decoded_BXW))[:, 1:]
         return predicted_BLP
 
 
-def encode_kept(vit: ViT, images_B3SS: torch.Tensor, *, kept_BK: torch.Tensor) -> torch.Tensor:
+def encode_kept(
+    vit: ViT, images_B3SS: torch.Tensor, *, kept_BK: torch.Tensor
+) -> torch.Tensor:
     """Class token and kept patches through the encoder [B, 1 + K, D].
 
     Positions are added before the others are removed, and the class token after.
@@ -143,8 +157,12 @@ def picture_rows(
         "predicted": predicted_BLP.masked_fill(~is_removed_BL1, 0.0),
         "visible +\npredicted": torch.where(is_removed_BL1, predicted_BLP, patches_BLP),
     }
-    mean_311, std_311 = (patches_BLP.new_tensor(each).view(3, 1, 1) for each in (mean, std))
+    mean_311, std_311 = (
+        patches_BLP.new_tensor(each).view(3, 1, 1) for each in (mean, std)
+    )
     return {
-        title: ((to_images(each, grid=grid) * std_311 + mean_311).clamp(0, 1) * 255).round().byte()
+        title: ((to_images(each, grid=grid) * std_311 + mean_311).clamp(0, 1) * 255)
+        .round()
+        .byte()
         for title, each in rows.items()
     }

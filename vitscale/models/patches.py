@@ -30,7 +30,9 @@ def to_images(patches_BLP: torch.Tensor, *, grid: tuple[int, int]) -> torch.Tens
 
 def take_patches(values_BLX: torch.Tensor, index_BK: torch.Tensor) -> torch.Tensor:
     """The patches `index_BK` of each image [B, K, X]."""
-    return values_BLX.gather(1, index_BK[:, :, None].expand(-1, -1, values_BLX.shape[2]))
+    return values_BLX.gather(
+        1, index_BK[:, :, None].expand(-1, -1, values_BLX.shape[2])
+    )
 
 
 def random_orders(draws_BL: np.ndarray) -> np.ndarray:

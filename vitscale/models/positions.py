@@ -15,8 +15,13 @@ DINOV2_OFFSET = 0.1
 
 
 def _dinov2(x_1DRC: torch.Tensor, *, size: tuple[int, int]) -> torch.Tensor:
-    factors = [(new + DINOV2_OFFSET) / old for new, old in zip(size, x_1DRC.shape[2:], strict=True)]
-    return F.interpolate(x_1DRC, scale_factor=factors, mode="bicubic", align_corners=False)
+    factors = [
+        (new + DINOV2_OFFSET) / old
+        for new, old in zip(size, x_1DRC.shape[2:], strict=True)
+    ]
+    return F.interpolate(
+        x_1DRC, scale_factor=factors, mode="bicubic", align_corners=False
+    )
 
 
 # google: scipy.ndimage.zoom(order=1) of vision_transformer and big_vision = align-corners bilinear.
@@ -99,12 +104,18 @@ def fixed_positions(
     architecture: a description, as in the checkpoint. Empty where positions are learned.
     """
     table = FIXED_POSITIONS.get(architecture.get("positions", "learned"))
-    return {} if table is None else {"pos_embed": table(grid, width=architecture["width"])[None]}
+    return (
+        {}
+        if table is None
+        else {"pos_embed": table(grid, width=architecture["width"])[None]}
+    )
 
 
 def _sincos_table(grid: tuple[int, int], *, width: int, num_steps: int) -> torch.Tensor:
     assert width % 4 == 0
     omega = 10_000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / num_steps)
-    y, x = torch.cartesian_prod(*(torch.arange(side, dtype=torch.float64) for side in grid)).T
+    y, x = torch.cartesian_prod(
+        *(torch.arange(side, dtype=torch.float64) for side in grid)
+    ).T
     x_LD, y_LD = x[:, None] * omega, y[:, None] * omega
     return torch.cat([x_LD.sin(), x_LD.cos(), y_LD.sin(), y_LD.cos()], dim=1).float()

@@ -80,7 +80,16 @@ PATCH_POOLS = ("gap", "map")  # which do not read the class token
 NUMBERS = ("width", "depth", "num_heads", "mlp_width", "patch_size")
 # What shapes and order of a checkpoint's tensors follow from, beside what `description` computes.
 STRUCTURE = (
-    *("name", "image_size", "num_classes", *NUMBERS, "head_width", "mlp", "pool", "pool_norm"),
+    *(
+        "name",
+        "image_size",
+        "num_classes",
+        *NUMBERS,
+        "head_width",
+        "mlp",
+        "pool",
+        "pool_norm",
+    ),
     *("positions", "num_registers", "distillation_token", "representation_layer"),
 )
 
@@ -163,7 +172,11 @@ class ViTSettings(Architecture):
 
     def numbers(self) -> dict[str, int]:
         """Width, depth, heads, MLP width and patch size, as far as they are known."""
-        chosen = {name: getattr(self, name) for name in NUMBERS if getattr(self, name) is not None}
+        chosen = {
+            name: getattr(self, name)
+            for name in NUMBERS
+            if getattr(self, name) is not None
+        }
         return self.preset_numbers() | chosen
 
     def resolved(self, *, num_classes: int) -> Self:
@@ -196,7 +209,11 @@ class ViTSettings(Architecture):
     def mlp_ratio(self) -> float:
         """`mlp_width` / `width`, with which timm's rounding down gives `mlp_width` again."""
         ratio = self.mlp_width / self.width
-        return ratio if int(self.width * ratio) == self.mlp_width else ratio + 0.25 / self.width
+        return (
+            ratio
+            if int(self.width * ratio) == self.mlp_width
+            else ratio + 0.25 / self.width
+        )
 
     @property
     def has_class_token(self) -> bool:
@@ -216,7 +233,11 @@ class ViTSettings(Architecture):
     @property
     def num_prefix_tokens(self) -> int:
         """Class token, distillation token and registers, in this order before the patches."""
-        return int(self.has_class_token) + int(self.distillation_token) + self.num_registers
+        return (
+            int(self.has_class_token)
+            + int(self.distillation_token)
+            + self.num_registers
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -227,7 +248,9 @@ class ViTSettings(Architecture):
         """Rows of the learned position embedding; 0 when positions are fixed."""
         if self.positions != "learned":
             return 0
-        own = int(self.has_class_token and self.has_class_position) + int(self.distillation_token)
+        own = int(self.has_class_token and self.has_class_position) + int(
+            self.distillation_token
+        )
         return self.num_patches + own
 
     @property
@@ -252,7 +275,10 @@ class ViTSettings(Architecture):
             return
         numbers = self.numbers()
         if missing := sorted(set(NUMBERS) - set(numbers)):
-            yield ("model", f"without a preset these are needed too: {', '.join(missing)}")
+            yield (
+                "model",
+                f"without a preset these are needed too: {', '.join(missing)}",
+            )
             return
         width, heads = numbers["width"], numbers["num_heads"]
         if width % heads and self.head_width is None:
@@ -273,8 +299,15 @@ class ViTSettings(Architecture):
         if self.pool != "gap" and self.pool_norm:
             yield ("model.pool_norm", "is for pool=gap; set it to false, or pool=gap")
         if self.pool == "cls_mean" and self.representation_layer:
-            yield ("model.representation_layer", "is not for pool=cls_mean; set it to false")
-        is_plain = self.has_class_token and self.positions == "learned" and not self.num_registers
+            yield (
+                "model.representation_layer",
+                "is not for pool=cls_mean; set it to false",
+            )
+        is_plain = (
+            self.has_class_token
+            and self.positions == "learned"
+            and not self.num_registers
+        )
         if self.class_position and not is_plain:
             what = "is for a class token with learned positions and without registers"
             yield ("model.class_position", f"{what}; set it to null or false")
@@ -284,9 +317,15 @@ class ViTSettings(Architecture):
             for key, value in {**needed, "representation_layer": False}.items():
                 if getattr(self, key) != value:
                     shown = str(value).lower()
-                    yield (f"model.{key}", f"a distillation token needs {shown}; set it to {shown}")
+                    yield (
+                        f"model.{key}",
+                        f"a distillation token needs {shown}; set it to {shown}",
+                    )
             if self.class_position is False:
-                yield ("model.class_position", "a distillation token needs true; set it to null")
+                yield (
+                    "model.class_position",
+                    "a distillation token needs true; set it to null",
+                )
         side, patch = self.image_size, numbers["patch_size"]
         if side < patch:
             what = f"{side} px hold no patch of {patch} px"
@@ -299,7 +338,13 @@ class ViTSettings(Architecture):
 
 # Arguments of timm.create_model that have a setting, or that would load or download weights.
 SETTINGS = {"num_classes": "model.num_classes", "img_size": "model.image_size"}
-LOADING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+LOADING = (
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+)
 
 
 class TimmSettings(Architecture):
@@ -331,6 +376,12 @@ class TimmSettings(Architecture):
     def problems(self) -> Iterator[tuple[str, str]]:
         for name in self.arguments:
             if name in SETTINGS:
-                yield ("model.arguments", f"{name} has a key of its own: set {SETTINGS[name]}")
+                yield (
+                    "model.arguments",
+                    f"{name} has a key of its own: set {SETTINGS[name]}",
+                )
             if name in LOADING:
-                yield ("model.arguments", f"{name} loads weights; remove it, and set init")
+                yield (
+                    "model.arguments",
+                    f"{name} loads weights; remove it, and set init",
+                )

@@ -37,14 +37,18 @@ class TimmModel(nn.Module):
     classifiers: tuple[str, ...]
     """Names of the last layers."""
 
-    def forward(self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any) -> Any:
+    def forward(
+        self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any
+    ) -> Any:
         """output: `logits` [B, classes]; `features` [B, width], what the last layer sees;
         `objective`: what the objective's module predicts from the images and `inputs`.
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
         assert output in self.known_outputs and not inputs, (output, *inputs)
-        if images_B3SS.is_cuda:  # whose convolutions are faster so; every layer keeps the layout
+        if (
+            images_B3SS.is_cuda
+        ):  # whose convolutions are faster so; every layer keeps the layout
             images_B3SS = images_B3SS.contiguous(memory_format=torch.channels_last)
         if output == "logits":
             return super().forward(images_B3SS)
@@ -66,17 +70,27 @@ class TimmModel(nn.Module):
         """
         left_out = () if keep_head else tuple(f"{name}." for name in self.classifiers)
         own, given = (
-            {n: t for n, t in each.items() if not n.startswith(left_out) and COUNTER not in n}
+            {
+                n: t
+                for n, t in each.items()
+                if not n.startswith(left_out) and COUNTER not in n
+            }
             for each in (self.state_dict(), weights)
         )
-        resample = getattr(sys.modules[type(self).__module__], "checkpoint_filter_fn", None)
+        resample = getattr(
+            sys.modules[type(self).__module__], "checkpoint_filter_fn", None
+        )
         is_resized = own.keys() <= given.keys() and any(
             tensor.shape != given[name].shape for name, tensor in own.items()
         )
         has_other_patches = any(
             _differ_in_pixels(tensor, given.get(name)) for name, tensor in own.items()
         )
-        if resample is not None and is_resized and (resize_patches or not has_other_patches):
+        if (
+            resample is not None
+            and is_resized
+            and (resize_patches or not has_other_patches)
+        ):
             given = resample(given, self)
         next_step = "give weights of the same model of timm"
         next_step += " and the same classes, or keep_head=false" if keep_head else ""
@@ -88,7 +102,9 @@ class TimmModel(nn.Module):
 
 def _differ_in_pixels(own: torch.Tensor, given: torch.Tensor | None) -> bool:
     """Whether these are kernels of patches of another size, alike but for rows and columns."""
-    if given is None or not own.ndim == given.ndim == 4 or len(own) == 1:  # one: positions
+    if (
+        given is None or not own.ndim == given.ndim == 4 or len(own) == 1
+    ):  # one: positions
         return False
     return own.shape != given.shape and own.shape[:2] == given.shape[:2]
 
@@ -118,7 +134,9 @@ def _create(arch: TimmSettings) -> TimmModel:
         arguments["img_size"] = arch.image_size
     model: Any = timm.create_model(arch.model, pretrained=False, **arguments)
     kind = type(model)
-    model.__class__ = type(kind.__name__, (TimmModel, kind), {"__module__": kind.__module__})
+    model.__class__ = type(
+        kind.__name__, (TimmModel, kind), {"__module__": kind.__module__}
+    )
     model.classifiers = classifiers(config) if arch.num_classes else ()
     undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     for name, parameter in model.named_parameters():
@@ -141,7 +159,9 @@ def pretrained_config(name: str, *, where: str = "model.model") -> PretrainedCfg
         raise UserError(
             f"timm has no model {name!r}",
             where=where,
-            allowed=f"{close}, or another of timm.list_models()" if close else "timm.list_models()",
+            allowed=f"{close}, or another of timm.list_models()"
+            if close
+            else "timm.list_models()",
             next_step="correct the name",
         )
     return config
@@ -182,7 +202,9 @@ def _measured(arch: TimmSettings) -> _Measured:
         raise UserError(f"timm's {arch.model} is not a classifier", where="model.model")
     layers = None
     if hasattr(model, "group_matcher"):
-        layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+        layers = group_parameters(
+            model, model.group_matcher(coarse=False), reverse=True
+        )
         layers = {name: max(layers.values()) - layer for name, layer in layers.items()}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return _Measured(num_parameters, counter.get_total_flops(), layers)
@@ -200,7 +222,11 @@ def train_flops_per_image(arch: TimmSettings) -> int:
 
 def decayed(name: str, parameter: Any) -> bool:
     """Apply timm's rule: weight decay acts on this parameter."""
-    return parameter.ndim >= 2 and not name.endswith(".bias") and not parameter.is_undecayed
+    return (
+        parameter.ndim >= 2
+        and not name.endswith(".bias")
+        and not parameter.is_undecayed
+    )
 
 
 def layers_above(name: str, arch: TimmSettings) -> int:

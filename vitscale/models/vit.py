@@ -18,7 +18,12 @@ from vitscale.models.positions import FIXED_POSITIONS
 from vitscale.models.settings import ViTSettings
 
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token", "latent")
-POOLS: dict[str, Any] = {"cls": "token", "gap": "avg", "map": "map", "cls_mean": "token"}
+POOLS: dict[str, Any] = {
+    "cls": "token",
+    "gap": "avg",
+    "map": "map",
+    "cls_mean": "token",
+}
 NUM_BLOCKS = 4  # DINOv2: linear heads on the last one and the last four
 
 
@@ -26,7 +31,9 @@ class RepresentationHead(nn.Sequential):
     """Dense + tanh + dense: the pre-training head of the ViT paper (sec. 3.1)."""
 
     def __init__(self, width: int, num_classes: int) -> None:
-        super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_classes))
+        super().__init__(
+            nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_classes)
+        )
 
 
 class PatchProduct(nn.Conv2d):
@@ -70,7 +77,9 @@ class ViT(VisionTransformer):
         if output == "blocks":
             return self.block_features(images_B3SS)
         tokens_BLD: torch.Tensor = self.forward_features(images_B3SS)
-        found_BX: torch.Tensor = self.forward_head(tokens_BLD, pre_logits=output != "logits")
+        found_BX: torch.Tensor = self.forward_head(
+            tokens_BLD, pre_logits=output != "logits"
+        )
         if output == "representation":
             head: Any = self.head
             found_BX = head[1](head[0](found_BX))
@@ -81,7 +90,12 @@ class ViT(VisionTransformer):
         """Outputs of `forward` besides `objective`."""
         has_layer = isinstance(self.head, RepresentationHead)
         has_blocks = self.cls_token is not None and len(self.blocks) >= NUM_BLOCKS
-        return ("logits", "features", *["representation"] * has_layer, *["blocks"] * has_blocks)
+        return (
+            "logits",
+            "features",
+            *["representation"] * has_layer,
+            *["blocks"] * has_blocks,
+        )
 
     def block_features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """The class token of the last `NUM_BLOCKS` blocks, the last one first, then the mean patch
@@ -109,7 +123,9 @@ class ViT(VisionTransformer):
 
     def run_blocks(self, tokens_BLD: torch.Tensor) -> torch.Tensor:
         """All blocks and the last norm, on any tokens with their positions."""
-        return self.norm(run_blocks(self.blocks, tokens_BLD, recompute=self.grad_checkpointing))
+        return self.norm(
+            run_blocks(self.blocks, tokens_BLD, recompute=self.grad_checkpointing)
+        )
 
 
 class DistilledViT(ViT, VisionTransformerDistilled):
@@ -137,7 +153,11 @@ def run_blocks(
     blocks: nn.Sequential, tokens_BLD: torch.Tensor, *, recompute: bool = False
 ) -> torch.Tensor:
     """Run blocks in order. recompute: recompute their activations in the backward pass."""
-    run = partial(checkpoint_seq, blocks) if recompute and torch.is_grad_enabled() else blocks
+    run = (
+        partial(checkpoint_seq, blocks)
+        if recompute and torch.is_grad_enabled()
+        else blocks
+    )
     through: torch.Tensor = run(tokens_BLD)
     return through
 

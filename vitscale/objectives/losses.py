@@ -60,13 +60,18 @@ def hard_loss(student_BC: torch.Tensor, teacher_BC: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(student_BC.float(), teacher_BC.argmax(dim=1))
 
 
-def soft_loss(student_BC: torch.Tensor, teacher_BC: torch.Tensor, *, tau: float) -> torch.Tensor:
+def soft_loss(
+    student_BC: torch.Tensor, teacher_BC: torch.Tensor, *, tau: float
+) -> torch.Tensor:
     """tau^2 KL(teacher, student) at temperature tau.
 
     Source: Touvron et al. 2021, eq. 2; DeiT's `losses.py` divides by the number of logits, B * C.
     """
     student_BC, teacher_BC = (
-        F.log_softmax(logits_BC.float() / tau, dim=1) for logits_BC in (student_BC, teacher_BC)
+        F.log_softmax(logits_BC.float() / tau, dim=1)
+        for logits_BC in (student_BC, teacher_BC)
     )
-    divergence = F.kl_div(student_BC, teacher_BC, reduction="batchmean", log_target=True)
+    divergence = F.kl_div(
+        student_BC, teacher_BC, reduction="batchmean", log_target=True
+    )
     return tau**2 * divergence

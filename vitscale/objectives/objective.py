@@ -59,14 +59,22 @@ class Objective:
         if run.model.num_classes is not None:
             yield ("model.num_classes", f"{name} trains no classifier; set it to null")
         if getattr(run.model, "representation_layer", False):
-            yield ("model.representation_layer", f"{name} trains no classifier; set it to false")
+            yield (
+                "model.representation_layer",
+                f"{name} trains no classifier; set it to false",
+            )
         if getattr(run.model, "distillation_token", False):
             what = f"{name} trains no classifier, so no distillation head either"
             yield ("model.distillation_token", f"{what}; set it to false")
         for evaluation in self.evaluations(run):
             if EVALUATIONS[evaluation.name].needs != "features":
-                what = f"{evaluation.name} needs a classifier, which {name} does not train"
-                yield ("evaluate", f"{what}; remove it, or take knn where there are labels")
+                what = (
+                    f"{evaluation.name} needs a classifier, which {name} does not train"
+                )
+                yield (
+                    "evaluate",
+                    f"{what}; remove it, or take knn where there are labels",
+                )
 
     def evaluations(self, run: TrainingRun) -> tuple[SettingsBase, ...]:
         """The evaluations of `run`: those it names, else classification if there is a head."""
@@ -128,7 +136,9 @@ class Objective:
         """
 
 
-def check_objective(objective: Objective, run: TrainingRun, *, num_classes: int) -> None:
+def check_objective(
+    objective: Objective, run: TrainingRun, *, num_classes: int
+) -> None:
     """Raise UserError when the shards cannot serve the model, the objective and its evaluations."""
     name, path = objective.settings.name, run.data.path
     wanted = run.model.num_classes
@@ -236,7 +246,9 @@ class Distillation(Supervised):
         from vitscale.objectives.teacher import open_teacher
 
         chosen = self.settings.teacher.model_dump()
-        self.teacher = open_teacher(**chosen, classes=classes, world=world, engine=engine)
+        self.teacher = open_teacher(
+            **chosen, classes=classes, world=world, engine=engine
+        )
         self.messages += self.teacher.said
         return {"teacher": self.teacher.fingerprint}
 

@@ -68,9 +68,13 @@ def open_teacher(
     chosen = None
     if model is not None:
         config = timm_model.pretrained_config(model, where="objective.teacher.model")
-        chosen = TimmSettings(model=model, image_size=image_size or config.input_size[-1])
+        chosen = TimmSettings(
+            model=model, image_size=image_size or config.input_size[-1]
+        )
     key = "objective.teacher.weights"
-    opened = open_model(weights, model=chosen, image_size=image_size, key=key, world=world)
+    opened = open_model(
+        weights, model=chosen, image_size=image_size, key=key, world=world
+    )
     next_step = "take a teacher of the same classes, or train one on these shards"
     num_outputs = opened.num_classes
     if num_outputs != len(classes):
@@ -79,13 +83,19 @@ def open_teacher(
     matched = column_of_each_class(opened.classes, classes, num_outputs=num_outputs)
     if lacking := matched.lacking(classes):
         what = f"the teacher does not predict {len(lacking)} of {len(classes)} classes, such as "
-        raise UserError(f"{what}{lacking[0]!r}", where=opened.source, next_step=next_step)
-    file = Path(weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
+        raise UserError(
+            f"{what}{lacking[0]!r}", where=opened.source, next_step=next_step
+        )
+    file = (
+        Path(weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
+    )
     dtype = resolve_precision(engine, world.device)
     if is_compiled(engine, world.device):
         MODELS[opened.arch.name].load().compile_blocks(opened.network)
     return Teacher(
-        model=InferenceModel(opened.network, pixels=opened.preprocessing, world=world, dtype=dtype),
+        model=InferenceModel(
+            opened.network, pixels=opened.preprocessing, world=world, dtype=dtype
+        ),
         columns_C=torch.tensor(matched.columns, device=world.device),
         image_size=opened.arch.image_size,
         # A source names the commit of a repository.

@@ -30,10 +30,13 @@ class OptimizerKind:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = {
     "adamw": OptimizerKind(
-        settings=("betas", "eps", "momentum_dtype", "weight_decay_mode"), state_names=MOMENTS
+        settings=("betas", "eps", "momentum_dtype", "weight_decay_mode"),
+        state_names=MOMENTS,
     ),
     "sgd": OptimizerKind(settings=("momentum",), state_names=("momentum_buffer",)),
-    "lamb": OptimizerKind(settings=("betas", "eps"), state_names=MOMENTS, needs_whole_tensors=True),
+    "lamb": OptimizerKind(
+        settings=("betas", "eps"), state_names=MOMENTS, needs_whole_tensors=True
+    ),
 }
 # Share of (peak - final) left after a share `progress` in [0, 1] of the curve's steps, which begin
 # at `decay_from`.
@@ -41,7 +44,9 @@ SCHEDULES: dict[str, Callable[[float, tuple[float, ...]], float]] = {
     "cosine": lambda progress, drops_at: 0.5 * (1.0 + math.cos(math.pi * progress)),
     "linear": lambda progress, drops_at: 1.0 - progress,
     "constant": lambda progress, drops_at: 1.0,
-    "drops": lambda progress, drops_at: 0.1 ** sum(progress >= drop for drop in drops_at),
+    "drops": lambda progress, drops_at: (
+        0.1 ** sum(progress >= drop for drop in drops_at)
+    ),
 }
 
 
@@ -96,7 +101,9 @@ class OptimSettings(Section):
         return 4 * len(OPTIMIZERS[self.name].state_names) - saved
 
 
-def optim_problems(optim: OptimSettings, *, zero_stage: int) -> Iterator[tuple[str, str]]:
+def optim_problems(
+    optim: OptimSettings, *, zero_stage: int
+) -> Iterator[tuple[str, str]]:
     """Combinations that would be ignored or wrong."""
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield ("optim.betas", f"{optim.betas} must both be at least 0 and below 1")
@@ -109,7 +116,10 @@ def optim_problems(optim: OptimSettings, *, zero_stage: int) -> Iterator[tuple[s
             yield (f"optim.{key}", f"{what}, or set optim.name={' or '.join(users)}")
     if OPTIMIZERS[optim.name].needs_whole_tensors and zero_stage != 0:
         what = f"{optim.name} needs full-tensor norms; ZeRO {zero_stage} shards them"
-        yield ("engine.zero_stage", f"{what}; set engine.zero_stage=0, or optim.name=adamw")
+        yield (
+            "engine.zero_stage",
+            f"{what}; set engine.zero_stage=0, or optim.name=adamw",
+        )
 
 
 class ScheduleSettings(Section):
@@ -140,15 +150,28 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     """Combinations in which a setting could have no effect."""
     decay, at = f"schedule.decay={schedule.decay}", schedule.drops_at
     if schedule.warmup_steps and schedule.warmup_epochs:
-        yield ("schedule.warmup_epochs", "and warmup_steps exclude each other; set one to 0")
+        yield (
+            "schedule.warmup_epochs",
+            "and warmup_steps exclude each other; set one to 0",
+        )
     if schedule.decay != "constant" and schedule.cooldown_share:
         what = f"{decay} ends at final_lr by itself"
-        yield ("schedule.cooldown_share", f"{what}; set it to 0, or schedule.decay=constant")
+        yield (
+            "schedule.cooldown_share",
+            f"{what}; set it to 0, or schedule.decay=constant",
+        )
     if schedule.decay in ("constant", "drops") and schedule.decay_from != "warmup_end":
         yield ("schedule.decay_from", f"has no effect on {decay}; set it to warmup_end")
-    if schedule.decay == "constant" and schedule.final_lr and not schedule.cooldown_share:
+    if (
+        schedule.decay == "constant"
+        and schedule.final_lr
+        and not schedule.cooldown_share
+    ):
         what = f"constant never reaches {schedule.final_lr}"
-        yield ("schedule.final_lr", f"{what}; set schedule.cooldown_share, or final_lr=0")
+        yield (
+            "schedule.final_lr",
+            f"{what}; set schedule.cooldown_share, or final_lr=0",
+        )
     if schedule.decay == "drops" and schedule.final_lr:
         yield ("schedule.final_lr", f"has no effect on {decay}; set it to 0")
     if schedule.decay != "drops" and at:
@@ -182,7 +205,11 @@ def learning_rate(
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    start = 0 if schedule.decay_from == "start" or schedule.decay == "drops" else warmup_steps
+    start = (
+        0
+        if schedule.decay_from == "start" or schedule.decay == "drops"
+        else warmup_steps
+    )
     progress = (step - start) / max(1, total_steps - start)
     share = SCHEDULES[schedule.decay](min(1.0, progress), schedule.drops_at)
     if cooldown_steps:

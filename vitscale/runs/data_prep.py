@@ -75,7 +75,9 @@ class SourceSettings(Section):
     def place(self) -> str:
         """`path` as an absolute path without links, or the URL: equal for the same place."""
         place = location_of(self.path, where="source.path")
-        return str(place.expanduser().resolve()) if isinstance(place, Path) else str(place)
+        return (
+            str(place.expanduser().resolve()) if isinstance(place, Path) else str(place)
+        )
 
     def other_place(self, made_from: str) -> str | None:
         """Describe the difference to the source that a manifest names; None: it is the same."""
@@ -157,7 +159,10 @@ class DataPrepRun(Run):
             yield ("source.val_per_class", what)
         holds_out = self.source.holdout_fraction or self.source.val_per_class
         if holds_out and self.source.holdout_split == "train":
-            yield ("source.holdout_split", "must not be train, from which the images are taken")
+            yield (
+                "source.holdout_split",
+                "must not be train, from which the images are taken",
+            )
         if self.labels.values == "index" and self.labels.space is None:
             yield ("labels.values", "index requires labels.space, the list of classes")
         if self.labels.values == "none":
@@ -171,7 +176,10 @@ class DataPrepRun(Run):
                     what = "needs classes, which labels.values=none ignores"
                     yield (key, f"{what}; remove one of the two")
         names = {f"source.splits.{name}": name for name in self.source.splits}
-        for key, name in {"source.holdout_split": self.source.holdout_split, **names}.items():
+        for key, name in {
+            "source.holdout_split": self.source.holdout_split,
+            **names,
+        }.items():
             if not can_name_split(name):
                 yield (key, f"{name!r} cannot name a split; allowed: {SPLIT_NAMES}")
         yield from launch_problems(self.launch, independent_tasks=True)

@@ -73,7 +73,10 @@ class LaunchSettings(Section):
 
 # sbatch options that other keys set.
 SBATCH_OWNERS = {
-    **{field.replace("_", "-"): f"launch.{field}" for field in LaunchSettings.model_fields},
+    **{
+        field.replace("_", "-"): f"launch.{field}"
+        for field in LaunchSettings.model_fields
+    },
     "array": "launch.num_tasks",
     "gres": "launch.gpus_per_node with launch.gpu_request=gres",
     "job-name": "name",
@@ -112,13 +115,19 @@ def launch_problems(
         key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
         name = option.replace("_", "-")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            yield (key, f"{option!r} is not the long name of an sbatch option, such as mail-type")
+            yield (
+                key,
+                f"{option!r} is not the long name of an sbatch option, such as mail-type",
+            )
         elif owner := SBATCH_OWNERS.get(name):
             yield (key, f"is not allowed here: set {owner} instead")
         elif name in SBATCH_FIXED:
             yield (key, "is not allowed here: vitscale sets it; remove it")
     if not launch.node_counts:
-        yield ("launch.nodes", f"{launch.nodes} begins with the larger number; turn it round")
+        yield (
+            "launch.nodes",
+            f"{launch.nodes} begins with the larger number; turn it round",
+        )
     if launch.signal_delay_s + SIGNAL_EARLY_S >= 60 * launch.timeout_min:
         yield (
             "launch.signal_delay_s",
@@ -127,10 +136,16 @@ def launch_problems(
             f"{launch.timeout_min}; lower it or request more time",
         )
     if independent_tasks:
-        for field, default in {"nodes": 1, "tasks_per_node": 1, "gpus_per_node": 0}.items():
+        for field, default in {
+            "nodes": 1,
+            "tasks_per_node": 1,
+            "gpus_per_node": 0,
+        }.items():
             if (value := getattr(launch, field)) != default:
                 why = "is not possible: data preparation runs as independent tasks with one process"
-                what = f"{why} and no GPU; leave it at {default} and set launch.num_tasks"
+                what = (
+                    f"{why} and no GPU; leave it at {default} and set launch.num_tasks"
+                )
                 yield (f"launch.{field}", f"{value} {what}")
         return
     if launch.num_tasks != 1:
@@ -138,7 +153,10 @@ def launch_problems(
         yield ("launch.num_tasks", f"{launch.num_tasks} {why} launch.tasks_per_node")
     if launch.gpus_per_node not in (0, launch.tasks_per_node):
         what = f"{launch.tasks_per_node} processes for {launch.gpus_per_node} GPUs per node"
-        yield ("launch.tasks_per_node", f"{what}; set both to the same number, one process per GPU")
+        yield (
+            "launch.tasks_per_node",
+            f"{what}; set both to the same number, one process per GPU",
+        )
 
 
 def _texts_of(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
@@ -149,4 +167,6 @@ def _texts_of(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
             texts = {f"[{position}]": each for position, each in enumerate(value)}
         if isinstance(value, dict):
             texts = {f".{key}": each for key, each in value.items()}
-        yield from ((f"launch.{field}{k}", v) for k, v in texts.items() if isinstance(v, str))
+        yield from (
+            (f"launch.{field}{k}", v) for k, v in texts.items() if isinstance(v, str)
+        )

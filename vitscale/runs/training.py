@@ -87,19 +87,31 @@ class TrainingRun(Run):
         for key, bound in {"crop_area": ", at most 1", "crop_aspect": ""}.items():
             low, high = getattr(data, key)
             if not 0 < low <= high or (bound and high > 1):
-                yield (f"data.{key}", f"({low}, {high}) is not an increasing pair above 0{bound}")
+                yield (
+                    f"data.{key}",
+                    f"({low}, {high}) is not an increasing pair above 0{bound}",
+                )
         if data.mixture and sum(part.share for part in data.mixture) > 0.999:
-            yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
+            yield (
+                "data.mixture",
+                "shares of 0.999 or more together leave nothing for data.path",
+            )
         if min(data.std) <= 0:
             yield ("data.std", f"{data.std} must be positive")
         if engine.compile is True and engine.zero_stage == 3:
             what = "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2"
             yield ("engine.compile", what)
         if engine.zero_stage == 0 and engine.precision == "fp16":
-            yield ("engine.precision", "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1")
+            yield (
+                "engine.precision",
+                "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1",
+            )
         names = [evaluation.name for evaluation in self.evaluate or ()]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
+            yield (
+                "evaluate",
+                f"{name} is listed twice; its metrics would have the same names",
+            )
         yield from tracking_problems(self.tracking)
         yield from schedule_problems(schedule)
         yield from optim_problems(self.optim, zero_stage=engine.zero_stage)
@@ -161,11 +173,20 @@ class MicroBatches:
         below = range(share - 1, 0, -1)
         above = range(share + 1, share + 2 * self.largest + 1)
         better = [
-            next((each for each in shares if self.largest_for(each) and not self.is_small(each)), 0)
+            next(
+                (
+                    each
+                    for each in shares
+                    if self.largest_for(each) and not self.is_small(each)
+                ),
+                0,
+            )
             for shares in (below, above)
         ]
         nearest = " or ".join(
-            f"{each * world_size} ({self.largest_for(each)} images)" for each in better if each
+            f"{each * world_size} ({self.largest_for(each)} images)"
+            for each in better
+            if each
         )
         return (
             f"a micro-batch has only {self.largest_for(share)} of the {self.largest} images that "
@@ -175,16 +196,24 @@ class MicroBatches:
         )
 
 
-def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> TrainingPlan:
+def training_plan(
+    run: TrainingRun, *, world_size: int, num_samples: int
+) -> TrainingPlan:
     """Derive micro-batch, accumulation and steps.
 
     The micro-batch is the largest divisor of a rank's share within `engine.max_micro_batch`, even
     with mixing. Raises UserError when there is none, or the steps do not fit the schedule.
     """
-    schedule, batch, largest = run.schedule, run.data.global_batch, run.engine.max_micro_batch
+    schedule, batch, largest = (
+        run.schedule,
+        run.data.global_batch,
+        run.engine.max_micro_batch,
+    )
     share, rest = divmod(batch, world_size)
     if rest:
-        sizes = [str(size) for size in (batch - rest, batch - rest + world_size) if size]
+        sizes = [
+            str(size) for size in (batch - rest, batch - rest + world_size) if size
+        ]
         raise UserError(
             f"{batch} images do not divide over {world_size} ranks",
             where="data.global_batch",
@@ -192,7 +221,9 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
             next_step="change data.global_batch or the number of processes",
         )
     # Images are mixed in pairs.
-    micro_batches = MicroBatches(largest=largest, unit=1 if run.data.mixing is None else 2)
+    micro_batches = MicroBatches(
+        largest=largest, unit=1 if run.data.mixing is None else 2
+    )
     micro_batch = micro_batches.largest_for(share)
     if not micro_batch:
         raise UserError(
@@ -206,7 +237,9 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
     # Exactly one of `steps` and `epochs` is set.
     total = schedule.steps or max(1, int((schedule.epochs or 0) * num_samples) // batch)
     warmup = schedule.warmup_steps or int(schedule.warmup_epochs * num_samples) // batch
-    cooldown = max(1, round(schedule.cooldown_share * total)) if schedule.cooldown_share else 0
+    cooldown = (
+        max(1, round(schedule.cooldown_share * total)) if schedule.cooldown_share else 0
+    )
     if warmup >= total or warmup + cooldown > total:
         unit = "warmup_epochs" if schedule.warmup_epochs else "warmup_steps"
         raise UserError(

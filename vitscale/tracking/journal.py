@@ -56,7 +56,14 @@ def decode(line: bytes) -> Row | None:
         moment = float(values.pop("time"))
         metrics = {str(key): float(value) for key, value in values.items()}
     # The others: numbers beyond a float's, and lists in lists in lists.
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ):
         return None
     if type(step) is not int or abs(step) > MAX_STEP or not 0 <= moment < MAX_TIME_S:
         return None
@@ -90,9 +97,15 @@ class Journal:
         self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         if self.path.exists():
             lines = self.path.read_bytes().splitlines(keepends=True)
-            kept = [line for line in lines if (row := decode(line)) and row.step <= resume_step]
+            kept = [
+                line
+                for line in lines
+                if (row := decode(line)) and row.step <= resume_step
+            ]
             if len(kept) < len(lines):
-                write_bytes(self.path, b"".join(kept))  # atomically: a kill leaves the old file
+                write_bytes(
+                    self.path, b"".join(kept)
+                )  # atomically: a kill leaves the old file
         self._file = open(self.path, "ab", buffering=0)
         # Its name must survive power loss, too.
         fsync_folder(self.path.parent)
@@ -149,7 +162,9 @@ def format_duration(seconds: float) -> str:
 
 
 @contextmanager
-def training_log(folder: str | Path, *, is_writer: bool) -> Iterator[Callable[[str], None]]:
+def training_log(
+    folder: str | Path, *, is_writer: bool
+) -> Iterator[Callable[[str], None]]:
     """Yield a function that prints a line after the clock time and appends it to LOG_NAME.
 
     On other ranks it does nothing. After the block it prints alone.
@@ -187,7 +202,14 @@ def item_progress(
         if now - last >= ITEM_INTERVAL_S or (done == total and last > start):
             last, rate = now, max(done, 1) / max(now - start, 1e-9)
             hours, seconds = divmod(round((total - done) / rate), 3600)
-            left = f"{hours:,} h {seconds // 60} min left" if hours else f"{seconds:,} s left"
-            print(f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}", flush=True)
+            left = (
+                f"{hours:,} h {seconds // 60} min left"
+                if hours
+                else f"{seconds:,} s left"
+            )
+            print(
+                f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}",
+                flush=True,
+            )
 
     yield advance

@@ -29,7 +29,13 @@ from urllib.parse import quote, urlsplit
 
 from vitscale.config.errors import UserError
 from vitscale.config.loader import read_values, shown_path
-from vitscale.config.redaction import flatten_params, printable, redact, shared_yaml, short_reason
+from vitscale.config.redaction import (
+    flatten_params,
+    printable,
+    redact,
+    shared_yaml,
+    short_reason,
+)
 from vitscale.distributed.events import read_events
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
@@ -121,7 +127,9 @@ def read_record(folder: Path) -> RunRecord | None:
     for row in read_events(folder):
         with suppress(KeyError, TypeError):
             if row["event"] == TRACKED:
-                record = RunRecord(**{key: value for key, value in row.items() if key in known})
+                record = RunRecord(
+                    **{key: value for key, value in row.items() if key in known}
+                )
             elif row["event"] == ENDED and record is not None:
                 record = replace(record, status=row["status"], ended=row["time"])
     return record
@@ -133,7 +141,9 @@ def own_record(folder: Path) -> RunRecord | None:
     A folder that was only moved keeps its id. Nothing is written, so the id follows from the place.
     """
     record = read_record(folder)
-    if record is None or not _is_copy(folder, record.folder, tracking_id=record.tracking_id):
+    if record is None or not _is_copy(
+        folder, record.folder, tracking_id=record.tracking_id
+    ):
         return record
     return _as_copy(record, folder)
 
@@ -190,7 +200,9 @@ def _find(client: MlflowClient, query: str, *, limit: int) -> list[Any]:
     found: list[Any] = []
     newest = ["attributes.start_time DESC"]
     for experiments in _pages_of_experiments(client):
-        found += client.search_runs(experiments, query, max_results=limit, order_by=newest)
+        found += client.search_runs(
+            experiments, query, max_results=limit, order_by=newest
+        )
     found.sort(key=lambda run: run.info.start_time or 0, reverse=True)
     return found[:limit]
 
@@ -210,7 +222,9 @@ def _pages_of_experiments(client: MlflowClient) -> Iterator[list[str]]:
         seen.add(token)
 
 
-def _find_by_id(client: MlflowClient, tracking_id: str, *, experiment: str) -> Any | None:
+def _find_by_id(
+    client: MlflowClient, tracking_id: str, *, experiment: str
+) -> Any | None:
     """The run with this tag. experiment: where it is most likely."""
     query = f"tags.`{ID_TAG}` = {tracking_id!r}"
     likely = client.get_experiment_by_name(experiment)
@@ -231,7 +245,9 @@ def chart_page(uri: str, experiment: str) -> str:
     if uri.startswith("http"):
         return f"{redact(uri).rstrip('/')}/{page}"
     database = sqlite_path(uri)
-    shown = redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
+    shown = (
+        redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
+    )
     return f"mlflow ui --backend-store-uri {shlex.quote(shown)}, then open\n  http://127.0.0.1:5000/{page}"
 
 
@@ -249,7 +265,9 @@ class RunReader:
     def __init__(self, folder: Path) -> None:
         record = own_record(folder)
         if record is None:  # a copy of journal and configuration
-            record = RunRecord(tracking_id=str(folder.absolute()), name=folder.resolve().name)
+            record = RunRecord(
+                tracking_id=str(folder.absolute()), name=folder.resolve().name
+            )
         self.folder, self.record, self._offset = folder, record, 0
         self.config = read_values(folder / CONFIG_NAME)
         first = next(read_rows(folder / JOURNAL_NAME), None)
@@ -272,7 +290,9 @@ class RunReader:
 class MlflowRun(RunReader):
     """The MLflow run of a run folder, found or created."""
 
-    def __init__(self, folder: Path, uri: str, *, experiment: str | None = None, say: Say) -> None:
+    def __init__(
+        self, folder: Path, uri: str, *, experiment: str | None = None, say: Say
+    ) -> None:
         """uri: absolute. experiment: of a new run; None: the one that the folder names."""
         from mlflow.entities import Param, RunTag
 
@@ -377,9 +397,13 @@ class MlflowRun(RunReader):
                 for key, value in row.metrics.items()
                 if self._is_new(key, row.step, value)
             ]
-            again = sorted({p.step for p in points if p.step <= self._last_step.get(p.key, -1)})
+            again = sorted(
+                {p.step for p in points if p.step <= self._last_step.get(p.key, -1)}
+            )
             for point in points:
-                self._last_step[point.key] = max(point.step, self._last_step.get(point.key, -1))
+                self._last_step[point.key] = max(
+                    point.step, self._last_step.get(point.key, -1)
+                )
             self.client.log_batch(self.run_id, metrics=points)
             self.num_points += len(points)
             if again:
@@ -413,14 +437,18 @@ class MlflowRun(RunReader):
                     artifacts.log_artifact(str(path))
                 self.num_files += 1
         except Exception as error:
-            self._say(f"warning: files were not uploaded to MLflow ({short_reason(error)})")
+            self._say(
+                f"warning: files were not uploaded to MLflow ({short_reason(error)})"
+            )
 
     def artifacts(self) -> Any:
         """MLflow's store of this run's files. Raises UserError where a server names a folder here.
 
         The place is asked for once: a server could name another one after the check.
         """
-        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+        from mlflow.store.artifact.artifact_repository_registry import (
+            get_artifact_repository,
+        )
 
         place = self._artifact_uri
         is_server = urlsplit(self.uri).scheme in ("http", "https", "databricks")
@@ -451,7 +479,9 @@ def _is_same(stored: float, value: float) -> bool:
 
 def _as_logged(stored: float) -> float:
     """MLflow's databases have the largest number in place of infinity."""
-    return math.copysign(math.inf, stored) if abs(stored) == sys.float_info.max else stored
+    return (
+        math.copysign(math.inf, stored) if abs(stored) == sys.float_info.max else stored
+    )
 
 
 def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
@@ -469,7 +499,9 @@ def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
     if run is None:
         return {}
     is_child = record.tags.get("vitscale.stage") == "evaluate"
-    return {"mlflow.parentRunId" if is_child else "vitscale.init_run_id": run.info.run_id}
+    return {
+        "mlflow.parentRunId" if is_child else "vitscale.init_run_id": run.info.run_id
+    }
 
 
 def _experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
@@ -478,7 +510,9 @@ def _experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
 
     database = sqlite_path(uri)
     # By default, MLflow puts artifacts into ./mlruns of the current folder.
-    location = None if database is None else (database.parent / ARTIFACTS_FOLDER).as_uri()
+    location = (
+        None if database is None else (database.parent / ARTIFACTS_FOLDER).as_uri()
+    )
     with suppress(MlflowException):  # it is there already
         return client.create_experiment(name, artifact_location=location)
     found = client.get_experiment_by_name(name)
@@ -486,7 +520,9 @@ def _experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
     return found.experiment_id
 
 
-def upload(folder: Path, files: Sequence[Path], *, place: str | None = None, say: Say) -> None:
+def upload(
+    folder: Path, files: Sequence[Path], *, place: str | None = None, say: Say
+) -> None:
     """Upload files to the MLflow run of a run folder, if the run names a store.
 
     place: folder among the run's artifacts; None: the top.
@@ -514,11 +550,15 @@ def stored_runs(uri: str, query: str, *, limit: int) -> Iterator[tuple[Any, list
     client = open_client(uri)
     for run in _find(client, query, limit=limit):
         keys = [key for key in run.data.metrics if not key.startswith(SYSTEM_PREFIX)]
-        points = [p for key in keys for p in client.get_metric_history(run.info.run_id, key)]
+        points = [
+            p for key in keys for p in client.get_metric_history(run.info.run_id, key)
+        ]
         rows: dict[int, Row] = {}
         for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
             row = Row(step=point.step, time=point.timestamp / 1000, metrics={})
-            rows.setdefault(point.step, row).metrics[point.key] = _as_logged(point.value)
+            rows.setdefault(point.step, row).metrics[point.key] = _as_logged(
+                point.value
+            )
         yield run, list(rows.values())
 
 

@@ -35,7 +35,9 @@ def check_records(folder: Path) -> None:
         for path in _matching(folder, pattern):
             reason = why_unsafe(path, folder=folder, max_bytes=max_bytes)
             # Backups share the files of their owner, who may read them anyway.
-            if reason is not None and not (reason == HARD_LINK and _has_same_owner(path, folder)):
+            if reason is not None and not (
+                reason == HARD_LINK and _has_same_owner(path, folder)
+            ):
                 raise UserError(
                     reason,
                     where=str(path),

@@ -18,9 +18,8 @@ from vitscale.config.section import Section
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
 MAX_EXPERIMENT_CHARS = 500
 OWN_TAGS = "vitscale."
-STORE_NAMES = (
-    "1 to 250 letters, digits and _ - : / . or spaces, not beginning with . or /, without // and .."
-)
+STORE_NAMES = "1 to 250 letters, digits and _ - : / . or spaces, "
+STORE_NAMES += "not beginning with . or /, without // and .."
 SERVERS = ("http", "https", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -59,9 +58,15 @@ def tracking_problems(tracking: TrackingSettings) -> Iterator[tuple[str, str]]:
         # Not in the key: the name may have dots and line breaks.
         shown = shorten(repr(name))
         if not is_store_name(name):
-            yield ("tracking.tags", f"{shown} cannot name a tag of MLflow; allowed: {STORE_NAMES}")
+            yield (
+                "tracking.tags",
+                f"{shown} cannot name a tag of MLflow; allowed: {STORE_NAMES}",
+            )
         elif name.startswith(OWN_TAGS):
-            yield ("tracking.tags", f"{shown} is vitscale's own; choose a name without {OWN_TAGS}")
+            yield (
+                "tracking.tags",
+                f"{shown} is vitscale's own; choose a name without {OWN_TAGS}",
+            )
 
 
 def is_store_name(name: str) -> bool:
@@ -70,7 +75,9 @@ def is_store_name(name: str) -> bool:
     MLflow refuses whole batches, and with them the run, for one other name.
     """
     has_allowed_chars = re.fullmatch(r"[/\w.\- :]{1,250}", name) is not None
-    return has_allowed_chars and posixpath.normpath(name) == name and name[0] not in "./"
+    return (
+        has_allowed_chars and posixpath.normpath(name) == name and name[0] not in "./"
+    )
 
 
 def default_uri() -> str:

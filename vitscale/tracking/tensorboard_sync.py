@@ -43,10 +43,17 @@ class Reader(RunReader):
             key: text if (value := resolve_scalar(text)) is None else value
             for key, text in flatten_params(self.config).items()
         }
-        self._write(self.started, summary=hparams_pb(params, self.record.name, self.started))
+        self._write(
+            self.started, summary=hparams_pb(params, self.record.name, self.started)
+        )
         tags = "".join(f"\n- {key}: {text}" for key, text in self.record.tags.items())
-        settings = "".join(f"    {line}\n" for line in shared_yaml(self.config).splitlines())
-        for tag, text in {"run": f"{self.record.note}\n{tags}", "settings": settings}.items():
+        settings = "".join(
+            f"    {line}\n" for line in shared_yaml(self.config).splitlines()
+        )
+        for tag, text in {
+            "run": f"{self.record.note}\n{tags}",
+            "settings": settings,
+        }.items():
             shown = Summary.Value(tag=tag, metadata=create_summary_metadata(tag, ""))
             shown.tensor.CopyFrom(make_tensor_proto(text))
             self._write(self.started, summary=Summary(value=[shown]))
@@ -59,7 +66,9 @@ class Reader(RunReader):
         if not self._path.exists():  # `compare.py sync` has made another one
             self._open()
         for row in self.new_rows():
-            values = [Summary.Value(tag=key, simple_value=v) for key, v in row.metrics.items()]
+            values = [
+                Summary.Value(tag=key, simple_value=v) for key, v in row.metrics.items()
+            ]
             self._write(row.time, step=row.step, summary=Summary(value=values))
             self.num_points += len(values)
         self._file.flush()

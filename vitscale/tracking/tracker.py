@@ -42,11 +42,18 @@ def reader_of(name: str, *, where: str) -> Opener:
     Imports the package: in a training not by a thread, since imports may interfere.
     """
     try:
-        reader: Opener = importlib.import_module(f"vitscale.tracking.{name}_sync").Reader
+        reader: Opener = importlib.import_module(
+            f"vitscale.tracking.{name}_sync"
+        ).Reader
         return reader
     except ImportError as error:
-        what, allowed = f"{name} cannot be imported: {error}", "packages that are installed"
-        step = f"pip install 'vitscale[{name}]'; in a checkout: pip install -e '.[{name}]'"
+        what, allowed = (
+            f"{name} cannot be imported: {error}",
+            "packages that are installed",
+        )
+        step = (
+            f"pip install 'vitscale[{name}]'; in a checkout: pip install -e '.[{name}]'"
+        )
         raise UserError(what, where=where, allowed=allowed, next_step=step) from None
 
 
@@ -79,16 +86,27 @@ class Tracker:
         self._threads: dict[str, threading.Thread] = {}
         if not is_writer:
             return
-        openers = {str(each): reader_of(each, where="tracking.also") for each in settings.also}
+        openers = {
+            str(each): reader_of(each, where="tracking.also") for each in settings.also
+        }
         uri = None if settings.uri is None else absolute_uri(settings.uri)
         self._uri = None if uri is None else redact(uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
-        version, config = source_version(), (self.folder / mlflow_sync.CONFIG_NAME).read_bytes()
-        made_with = sha256(config + (version.short if version else "").encode()).hexdigest()
+        version, config = (
+            source_version(),
+            (self.folder / mlflow_sync.CONFIG_NAME).read_bytes(),
+        )
+        made_with = sha256(
+            config + (version.short if version else "").encode()
+        ).hexdigest()
         # A start at step 0 continues an unfinished run of the same configuration and code alone,
         # since MLflow cannot replace points.
         last = mlflow_sync.own_record(self.folder)
-        is_same = last is not None and last.status != "FINISHED" and last.made_with == made_with
+        is_same = (
+            last is not None
+            and last.status != "FINISHED"
+            and last.made_with == made_with
+        )
         is_continued = last is not None and (resume_step > 0 or is_same)
         # A folder that goes on under another name is another run, wherever its original is now.
         before = mlflow_sync.read_record(self.folder)
@@ -111,8 +129,14 @@ class Tracker:
             origin=origin,
         )
         if version is not None and version.patch:
-            write_text(self.folder / f"source-{version.short}.diff", redact(version.patch))
-        if uri is not None and "SLURM_JOB_ID" in os.environ and sqlite_path(uri) is not None:
+            write_text(
+                self.folder / f"source-{version.short}.diff", redact(version.patch)
+            )
+        if (
+            uri is not None
+            and "SLURM_JOB_ID" in os.environ
+            and sqlite_path(uri) is not None
+        ):
             say(
                 "MLflow: jobs of a cluster cannot share an SQLite file; metrics are in "
                 f"{JOURNAL_NAME}, and go to MLflow by "
@@ -161,11 +185,17 @@ class Tracker:
         self._record(mlflow_sync.ENDED, status=status)
         self._status = status
         self._closing.set()
-        deadline = time.monotonic() + (FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S)
+        deadline = time.monotonic() + (
+            FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S
+        )
         for name, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if name not in self._complete:
-                to = f"--uri {quote(str(self._uri))}" if name == "MLflow" else f"--to {name}"
+                to = (
+                    f"--uri {quote(str(self._uri))}"
+                    if name == "MLflow"
+                    else f"--to {name}"
+                )
                 self._say(
                     f"warning: {name} did not receive everything; all metrics are in "
                     f"{self.folder / JOURNAL_NAME}; "
@@ -173,7 +203,9 @@ class Tracker:
                 )
         self._journal = None
 
-    def _deliver(self, name: str, opener: Opener, watches: bool, says_start: bool) -> None:
+    def _deliver(
+        self, name: str, opener: Opener, watches: bool, says_start: bool
+    ) -> None:
         """Send new lines until the run is closed. No failure of the store stops training."""
         reader = monitor = None
         pause_s, is_last = 0.0, False
@@ -186,7 +218,11 @@ class Tracker:
                         self._say(f"{name}: {reader.page}")
                         says_start = False
                 reader.sync(self._status if is_last else "RUNNING")
-                if watches and monitor is None and isinstance(reader, mlflow_sync.MlflowRun):
+                if (
+                    watches
+                    and monitor is None
+                    and isinstance(reader, mlflow_sync.MlflowRun)
+                ):
                     monitor = reader.watch_node()
                 pause_s = SEND_S
             except Exception as error:
@@ -205,7 +241,9 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+    def __exit__(
+        self, _kind: object, error: BaseException | None, _trace: object
+    ) -> None:
         self.close(status=final_status(error))
 
 

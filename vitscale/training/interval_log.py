@@ -31,7 +31,13 @@ from vitscale.tracking.journal import format_duration
 from vitscale.tracking.tracker import Tracker
 
 # Dense bf16 FLOP/s by NVIDIA's datasheets, by a part of the device name.
-PEAK_BF16_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12, "V100": 112e12}
+PEAK_BF16_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40": 181e12,
+    "V100": 112e12,
+}
 PROFILE_SKIPPED = 5
 # A run ends after this many updates in a row whose loss or gradient was not finite, and when more
 # than this many of 100 updates were such, or a tenth of a log interval that is longer.
@@ -96,16 +102,25 @@ class IntervalMeans:
         for name, value in values.items():
             value = value.detach().to(torch.float64)
             finite = torch.isfinite(value)
-            own = torch.stack([torch.where(finite, value, 0.0), finite.to(torch.float64)])
-            self._sums_2[name] = own + self._sums_2[name] if name in self._sums_2 else own
+            own = torch.stack(
+                [torch.where(finite, value, 0.0), finite.to(torch.float64)]
+            )
+            self._sums_2[name] = (
+                own + self._sums_2[name] if name in self._sums_2 else own
+            )
 
     def read(self) -> dict[str, float]:
         """Means over all ranks since the last call, NaN where no value was finite. Collective."""
-        names, sums_N2 = list(self._sums_2), torch.stack(list(self._sums_2.values())).cpu()
+        names, sums_N2 = (
+            list(self._sums_2),
+            torch.stack(list(self._sums_2.values())).cpu(),
+        )
         self._sums_2.clear()
         return {
             name: total / count if count else math.nan
-            for name, (total, count) in zip(names, sum_over_ranks(sums_N2).tolist(), strict=True)
+            for name, (total, count) in zip(
+                names, sum_over_ranks(sums_N2).tolist(), strict=True
+            )
         }
 
 
@@ -152,10 +167,16 @@ class SkippedUpdateMonitor:
         what = f"{'the loss' if ranks else 'the gradient'} was not finite"
         if ranks:
             what += f" on rank {', '.join(map(str, ranks))}"
-        names, last = self._names(health.last_step, ranks), f"the last at step {health.last_step}"
+        names, last = (
+            self._names(health.last_step, ranks),
+            f"the last at step {health.last_step}",
+        )
         total = f"{num_new} updates skipped, {health.skipped} since the start"
         self._say(f"{total}, {last}: {what}; samples {names}")
-        length, num_skipped = step - self._marks[0][0], health.skipped - self._marks[0][1]
+        length, num_skipped = (
+            step - self._marks[0][0],
+            health.skipped - self._marks[0][1],
+        )
         many = ""
         if health.longest >= MAX_SKIPPED:
             many = f"{health.longest} updates in a row"
@@ -232,8 +253,12 @@ class UnreadableSampleMonitor:
         for name, each in zip(names, shown, strict=True):
             self._say(f"{each.shard}: sample {name} was replaced: {each.error}")
         unnamed = num_new - len(shown)
-        more = f"; {unnamed} of the last {num_new} are not named here" if unnamed else ""
-        self._say(f"step {step}: {self.num_replaced} samples replaced since step 0{more}")
+        more = (
+            f"; {unnamed} of the last {num_new} are not named here" if unnamed else ""
+        )
+        self._say(
+            f"step {step}: {self.num_replaced} samples replaced since step 0{more}"
+        )
 
         if self.num_replaced > self._max_fraction * max(num_seen, num_samples):
             raise UserError(

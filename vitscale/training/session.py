@@ -83,7 +83,10 @@ CARD_KEY = re.compile(r"^(\w+): +", re.MULTILINE)
 
 @contextmanager
 def open_session(
-    run: TrainingRun, objective: Objective, *, initial_weights: InitialWeights | None = None
+    run: TrainingRun,
+    objective: Objective,
+    *,
+    initial_weights: InitialWeights | None = None,
 ) -> Iterator[TrainingSession]:
     """Open a run: join the ranks, read the index, build the engine, resume, start tracking.
 
@@ -132,14 +135,20 @@ class TrainingSession:
         )
         check_objective(objective, run, num_classes=len(self.data.classes))
         num_samples = self.data.num_samples
-        self.plan = training_plan(run, world_size=world.world_size, num_samples=num_samples)
+        self.plan = training_plan(
+            run, world_size=world.world_size, num_samples=num_samples
+        )
         if run.data.is_streamed:
             check_shares(
-                len(self.data.tars), num_ranks=world.world_size, num_workers=run.data.num_workers
+                len(self.data.tars),
+                num_ranks=world.world_size,
+                num_workers=run.data.num_workers,
             )
         num_classes = len(self.data.classes) if objective.trains_classifier else 0
         self.arch = run.model.resolved(num_classes=num_classes)
-        agreed = objective.prepare(classes=self.data.classes, world=world, engine=run.engine)
+        agreed = objective.prepare(
+            classes=self.data.classes, world=world, engine=run.engine
+        )
         stack.enter_context(run_folder_lock(self.folder, world=world))
         self.store = stack.enter_context(
             CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
@@ -198,7 +207,9 @@ class TrainingSession:
         if self.plan.advice is not None:
             messages.append(self.plan.advice)
         facts = self._facts()
-        with errors_on_all_ranks("cannot be written", self.folder, tried=world.is_first):
+        with errors_on_all_ranks(
+            "cannot be written", self.folder, tried=world.is_first
+        ):
             self.log = self._open_log(stack, facts)
         for line in [*messages, f"{run.name}: {facts}"]:
             self.log.say(line)
@@ -227,10 +238,18 @@ class TrainingSession:
         record = read_record(self.folder) if self.world.is_first else None
         if gather_objects(record is not None and record.status == "FINISHED")[0]:
             if self.world.is_first:
-                print(f"done before: {self.folder} at step {self.start_step}", flush=True)
+                print(
+                    f"done before: {self.folder} at step {self.start_step}", flush=True
+                )
                 if changes := changes_since_start(self.folder, self.run)[1:]:
-                    next_step = "  next: to train with these settings, choose another name=..."
-                    lines = ["not used, since the run is finished:", *changes, next_step]
+                    next_step = (
+                        "  next: to train with these settings, choose another name=..."
+                    )
+                    lines = [
+                        "not used, since the run is finished:",
+                        *changes,
+                        next_step,
+                    ]
                     print(*lines, sep="\n", flush=True)
             raise SystemExit(0)
 
@@ -242,7 +261,10 @@ class TrainingSession:
             if self.objective.trains_classifier:
                 write_json(folder / CLASSES_NAME, list(self.data.classes))
         say = stack.enter_context(training_log(folder, is_writer=is_first))
-        tags = {"vitscale.model": run.model.title, **_data_tags(self.data, self.val_index)}
+        tags = {
+            "vitscale.model": run.model.title,
+            **_data_tags(self.data, self.val_index),
+        }
         if source is not None:
             tags["vitscale.init"] = redact(source)
         tracker = Tracker(
@@ -271,7 +293,9 @@ class TrainingSession:
             flops_per_image=self.objective.train_flops_per_image(self.arch),
             tracker=stack.enter_context(tracker),
             say=say,
-            profile=stack.enter_context(profiled(trace, steps=run.engine.profile_steps)),
+            profile=stack.enter_context(
+                profiled(trace, steps=run.engine.profile_steps)
+            ),
         )
 
     def _facts(self) -> str:
@@ -311,16 +335,25 @@ class TrainingSession:
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
-        mixing, plan, world, seed = self.run.data.mixing, self.plan, self.world, self.run.seed
+        mixing, plan, world, seed = (
+            self.run.data.mixing,
+            self.plan,
+            self.world,
+            self.run.seed,
+        )
         for micro_step in range(plan.accumulation):
             with self._waiting_for_data():
                 batch = next(self.batches)
             self.log.add_batch(batch)
             number = micro_step * world.world_size + world.rank
             first = step * plan.global_batch + number * plan.micro_batch
-            batch = replace(batch, positions=np.arange(first, first + len(batch.labels)))
+            batch = replace(
+                batch, positions=np.arange(first, first + len(batch.labels))
+            )
             if mixing is not None:
-                batch = mix_batch(batch, mixing, seed=seed, step=step, first_position=first)
+                batch = mix_batch(
+                    batch, mixing, seed=seed, step=step, first_position=first
+                )
             seed_step(seed, step=step, micro_step=micro_step, rank=world.rank)
             yield batch
 
@@ -379,7 +412,9 @@ class TrainingSession:
         try:
             for metrics in self.evaluations.run(done, is_last=is_last):
                 self.log.tracker.log(metrics, step=done)
-                shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                shown = ", ".join(
+                    f"{name} {value:.4f}" for name, value in metrics.items()
+                )
                 self.log.say(f"step {done}: {shown} on {images}")
         except NonFiniteOutputs as error:
             # A long training survives it: fp16 may overflow once. Broken weights end it elsewhere.
@@ -412,7 +447,9 @@ class TrainingSession:
 def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
     training_set = open_training_set(run.data, seed=run.seed)
-    return training_set, training_set.dev or open_val_split(run.data, parts=training_set.parts)
+    return training_set, training_set.dev or open_val_split(
+        run.data, parts=training_set.parts
+    )
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
@@ -424,15 +461,24 @@ def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str
         return f"{name}, {index.num_samples:,} images, {index.fingerprint[:12]}"
 
     parts = [described(part) for part in data.parts]
-    parts += [f"{redact(str(tar.parent))}, {data.num_samples:,} images" for tar in data.tars[:1]]
+    parts += [
+        f"{redact(str(tar.parent))}, {data.num_samples:,} images"
+        for tar in data.tars[:1]
+    ]
     tags = {DATA_TAG: "; ".join(parts)}
-    return tags if val_index is None else tags | {"vitscale.val_data": described(val_index)}
+    return (
+        tags
+        if val_index is None
+        else tags | {"vitscale.val_data": described(val_index)}
+    )
 
 
 # ---- what a run starts from ---------------------------------------------------------------------
 
 
-def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:
+def build_model(
+    run: TrainingRun, objective: Objective, arch: Architecture
+) -> nn.Module:
     """The same weights on every rank, from the run's seed."""
     model: nn.Module = MODELS[arch.name].load().build_model(arch, seed=run.seed)
     for name in model.state_dict():
@@ -488,7 +534,11 @@ def start_from(
 
 
 def build_engine(
-    run: TrainingRun, plan: TrainingPlan, world: World, arch: Architecture, model: nn.Module
+    run: TrainingRun,
+    plan: TrainingPlan,
+    world: World,
+    arch: Architecture,
+    model: nn.Module,
 ) -> Engine:
     """Move the model to the device, compile it, and give it an optimiser and an engine."""
     family = MODELS[arch.name].load()
@@ -532,7 +582,9 @@ def build_engine(
         if not run.deepspeed:
             raise
         what = f"DeepSpeed does not start with them: {error}"
-        raise UserError(what, where="deepspeed", next_step="fix or remove the raw keys") from error
+        raise UserError(
+            what, where="deepspeed", next_step="fix or remove the raw keys"
+        ) from error
 
 
 def compatibility_key(
@@ -623,14 +675,20 @@ def check_resumable(
             continue
         if isinstance(before, dict) and isinstance(now, dict):
             names = [name for name in before | now if before.get(name) != now.get(name)]
-            before, now = ({name: each.get(name) for name in names} for each in (before, now))
+            before, now = (
+                {name: each.get(name) for name in names} for each in (before, now)
+            )
         changed += f"\n    {key}: checkpoint {before!r}, now {now!r}"
     if changed:
         what = f"this checkpoint belongs to another run; resuming would not continue it{changed}"
         raise UserError(what, where=where, next_step=f"undo the change, or {another}")
     if checkpoint.step > plan.total_steps:
-        what = f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run"
-        raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
+        what = (
+            f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run"
+        )
+        raise UserError(
+            what, where=where, next_step=f"raise schedule.steps, or {another}"
+        )
 
 
 def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:

@@ -64,7 +64,15 @@ def save_under(strace: str, folder: Path, inject: str | None) -> int:
     writer = subprocess.Popen([sys.executable, WRITER, str(folder), "2", "1"])
     os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
     options = [] if inject is None else ["-e", f"inject={inject}"]
-    command = [strace, "-q", "-o", folder.with_suffix(".log"), *options, "-p", str(writer.pid)]
+    command = [
+        strace,
+        "-q",
+        "-o",
+        folder.with_suffix(".log"),
+        *options,
+        "-p",
+        str(writer.pid),
+    ]
     tracer = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     status = Path(f"/proc/{writer.pid}/status")
     while "TracerPid:\t0" in status.read_text():
@@ -82,7 +90,9 @@ def check_recovery(folder: Path, *, promised: bool) -> int:
     assert checkpoint is not None and complaints == []
     assert checkpoint.step in ((2,) if promised else (1, 2))
     assert checkpoint.progress == {"n": checkpoint.step}
-    assert read_tensors(checkpoint.files)["model.0"].tolist() == [checkpoint.step] * LENGTH
+    assert (
+        read_tensors(checkpoint.files)["model.0"].tolist() == [checkpoint.step] * LENGTH
+    )
     light_save(folder, step=2, keep=1, attempt="again")
     light_save(folder, step=3, keep=1, attempt="again")
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
@@ -90,11 +100,19 @@ def check_recovery(folder: Path, *, promised: bool) -> int:
 
 
 def fault_at_each(
-    strace: str, tmp_path: Path, fault: str, *, calls: Sequence[str] = (), stride: int = 1
+    strace: str,
+    tmp_path: Path,
+    fault: str,
+    *,
+    calls: Sequence[str] = (),
+    stride: int = 1,
 ) -> list[tuple[int, int]]:
     """(exit code, step found) with the fault at each of the save's calls, or of those named."""
     watched = tmp_path / "watched"
-    assert save_under(strace, watched, None) == 0 and check_recovery(watched, promised=True) == 2
+    assert (
+        save_under(strace, watched, None) == 0
+        and check_recovery(watched, promised=True) == 2
+    )
     occasions = calls_of(watched.with_suffix(".log"))
     wanted = [each for each in occasions if not calls or each.split(":")[0] in calls]
     found = []
@@ -115,11 +133,15 @@ def some_or_every(stride: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("stride", some_or_every(9))
-def test_save_survives_a_kill_at_any_system_call(strace: str, tmp_path: Path, stride: int) -> None:
+def test_save_survives_a_kill_at_any_system_call(
+    strace: str, tmp_path: Path, stride: int
+) -> None:
     found = fault_at_each(strace, tmp_path, "signal=KILL", stride=stride)
     assert {code for code, _ in found} == {-9}
     steps = [step for _, step in found]
-    assert steps == sorted(steps) and set(steps) == {1, 2}, "once committed, always there"
+    assert steps == sorted(steps) and set(steps) == {1, 2}, (
+        "once committed, always there"
+    )
 
 
 @pytest.mark.parametrize("stride", some_or_every(4))
@@ -135,7 +157,9 @@ def test_save_survives_a_disk_full_at_any_point(tmp_path: Path) -> None:
     """Room for zero more pages, for one, and so on, until the save fits."""
     refused = 0
     for room in range(20):
-        with mounted(tmp_path / str(room), "tmpfs", "-t", "tmpfs", "-o", "size=1m") as disk:
+        with mounted(
+            tmp_path / str(room), "tmpfs", "-t", "tmpfs", "-o", "size=1m"
+        ) as disk:
             light_save(disk / "run", step=1)
             used = os.statvfs(disk)
             pages = used.f_blocks - used.f_bfree + room

@@ -54,18 +54,26 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "all of another step": lambda folder: shutil.copytree(
         folder.with_name("step-00000001"), folder, dirs_exist_ok=True
     ),
-    "version unknown": lambda folder: replace_value(folder / MANIFEST, format_version=3),
+    "version unknown": lambda folder: replace_value(
+        folder / MANIFEST, format_version=3
+    ),
     "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
     "a file": lambda folder: (shutil.rmtree(folder), folder.touch()),
 }
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
+def test_damaged_newest_falls_back_to_the_one_before(
+    tmp_path: Path, damage: str
+) -> None:
     """Without one, the run is refused: starting over would overwrite what may become readable."""
     checkpoints = tmp_path / "checkpoints"
     assert newest_checkpoint(checkpoints) == (None, [])
@@ -79,9 +87,13 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str
     assert "next:" not in complaints[0]  # the older one is taken without being asked
     (checkpoints / "step-00000001").rename(tmp_path / "away")
     before = content(checkpoints)
-    with pytest.raises(UserError, match="holds checkpoints, but none that can be read") as caught:
+    with pytest.raises(
+        UserError, match="holds checkpoints, but none that can be read"
+    ) as caught:
         newest_checkpoint(checkpoints)
-    assert "step-00000002" in caught.value.what and "start over" in str(caught.value.next_step)
+    assert "step-00000002" in caught.value.what and "start over" in str(
+        caught.value.next_step
+    )
     assert content(checkpoints) == before
     # The run resumes from step 1 and commits step 2 again, over the damaged folder.
     (tmp_path / "away").rename(checkpoints / "step-00000001")
@@ -90,7 +102,9 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str
     assert checkpoint is not None and checkpoint.step == 2 and complaints == []
 
 
-def test_an_outage_of_storage_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_of_storage_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that cannot be read for a moment is read again; no older step replaces it."""
     for step in (1, 2):
         save(tmp_path, step)
@@ -134,18 +148,27 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["../outside.safetensors", "/outside.safetensors", "..", "data.pt"]
 )
-def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+def test_manifest_lists_tensor_files_of_its_folder_only(
+    tmp_path: Path, name: str
+) -> None:
     folder = save(tmp_path, 1)
     (folder.parent / "outside.safetensors").write_bytes(tensor_file(1))
     files = {name: json.loads((folder / MANIFEST).read_text())["files"][RANK_FILE]}
-    (folder / MANIFEST).write_text(manifest_text(step=1, files=files, progress={}, description={}))
+    (folder / MANIFEST).write_text(
+        manifest_text(step=1, files=files, progress={}, description={})
+    )
     with pytest.raises(UserError, match="not a plain file name"):
         read_checkpoint(folder)
 
 
 def test_retention_counts_whole_earlier_steps_alone(tmp_path: Path) -> None:
     """The run resumes from before damaged steps: counting them would drop what it commits."""
-    for step, damage in ((1, None), (2, "truncated"), (4, "bit flipped"), (5, "bit flipped")):
+    for step, damage in (
+        (1, None),
+        (2, "truncated"),
+        (4, "bit flipped"),
+        (5, "bit flipped"),
+    ):
         folder = save(tmp_path, step)
         if damage:
             DAMAGE[damage](folder)
@@ -187,12 +210,16 @@ def test_ranks_share_the_verification_and_agree(
         os.truncate(folder / "rank-00003.safetensors", 20)
     blake3_of_file = folders.blake3_of_file
     monkeypatch.setattr(
-        folders, "blake3_of_file", lambda path, **o: hashed.append(path) or blake3_of_file(path)
+        folders,
+        "blake3_of_file",
+        lambda path, **o: hashed.append(path) or blake3_of_file(path),
     )
 
     def read(rank: int, gather: Gather) -> tuple[Checkpoint | None, list[str]] | str:
         try:
-            return newest_checkpoint(checkpoints, rank=rank, world_size=num_ranks, gather=gather)
+            return newest_checkpoint(
+                checkpoints, rank=rank, world_size=num_ranks, gather=gather
+            )
         except UserError as error:
             return str(error)
 
@@ -201,6 +228,9 @@ def test_ranks_share_the_verification_and_agree(
     assert len(set(hashed)) == len(hashed) == 2 * num_ranks - num_damaged
     if num_damaged == 1:
         checkpoint, complaints = found[0]
-        assert checkpoint.step == 1 and "step-00000002/rank-00003.safetensors" in complaints[0]
+        assert (
+            checkpoint.step == 1
+            and "step-00000002/rank-00003.safetensors" in complaints[0]
+        )
     else:
         assert "none that can be read" in found[0]

@@ -58,7 +58,9 @@ class DiskModel:
     def apply(self, call: str, result: Any, *arguments: Any) -> None:
         match call, arguments:
             case "open", (path, flags, *_):
-                names, name = self.place(path) if str(path) != str(self.root) else ({}, "")
+                names, name = (
+                    self.place(path) if str(path) != str(self.root) else ({}, "")
+                )
                 if flags & os.O_CREAT and name not in names:
                     names[name] = Node(False)
                 self.files[result] = self.node(path)
@@ -66,7 +68,10 @@ class DiskModel:
                 self.files[fd].content += data
             case "fsync", (fd,):
                 node = self.files[fd]
-                node.durable_content, node.durable_names = node.content, dict(node.names)
+                node.durable_content, node.durable_names = (
+                    node.content,
+                    dict(node.names),
+                )
             case "rename" | "replace", (old, new):
                 names, name = self.place(old)
                 node = names.pop(name)
@@ -123,7 +128,9 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
                 checkpoint, _ = newest_checkpoint(tmp_path / "after/run/checkpoints")
                 found = checkpoint.step if checkpoint else 0
             if found < promised:
-                broken.append(f"{kind}: step {found} where {promised} was promised, {moment}")
+                broken.append(
+                    f"{kind}: step {found} where {promised} was promised, {moment}"
+                )
             shutil.rmtree(tmp_path / "after")
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,7 +191,10 @@ def pruned_first(temporary: Path, final: Path) -> None:
 
 # Each replaces one name of `folders`.
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "no fsync of the tensors": ("write_new_file", partial(unflushed, suffix=".safetensors")),
+    "no fsync of the tensors": (
+        "write_new_file",
+        partial(unflushed, suffix=".safetensors"),
+    ),
     "no fsync of the manifest": ("write_new_file", partial(unflushed, suffix=".json")),
     "no fsync of the folder": ("commit_folder", partial(rename_only, flush="parent")),
     "no fsync of the parent": ("commit_folder", partial(rename_only, flush="content")),

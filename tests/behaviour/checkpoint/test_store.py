@@ -55,8 +55,12 @@ def test_update_waits_for_the_host_copy_and_not_for_the_disk(
     copying, writing = threading.Event(), threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
     take, write = store._host_copy.take, folders.write_new_file
-    monkeypatch.setattr(store._host_copy, "take", lambda *a: copying.wait(60) and take(*a))
-    monkeypatch.setattr(folders, "write_new_file", lambda *a: writing.wait(60) and write(*a))
+    monkeypatch.setattr(
+        store._host_copy, "take", lambda *a: copying.wait(60) and take(*a)
+    )
+    monkeypatch.setattr(
+        folders, "write_new_file", lambda *a: writing.wait(60) and write(*a)
+    )
     weights, progress = torch.zeros(1000), {"n": 1}
     store.save({"model.a": weights}, step=1, progress=progress, description={})
     progress["n"] = 7
@@ -85,14 +89,21 @@ def test_next_save_waits_and_raises_the_previous_error(
     tensors = {"model.a": torch.zeros(3)}
     for step in (1, 2):
         store.save(tensors, step=step, progress={}, description={})
-    assert read_checkpoint(store.folder / "step-00000001").step == 1, "2 began before 1 was whole"
+    assert read_checkpoint(store.folder / "step-00000001").step == 1, (
+        "2 began before 1 was whole"
+    )
     store.wait()
     with monkeypatch.context() as patch:
         patch.setattr(folders, "commit_folder", refuse)
         store.save(tensors, step=3, progress={}, description={})
-        with pytest.raises(StorageError, match=r"cannot be written \(Input/output error\)"):
+        with pytest.raises(
+            StorageError, match=r"cannot be written \(Input/output error\)"
+        ):
             store.save(tensors, step=4, progress={}, description={})
-    assert [path.name for path in step_folders(store.folder)] == ["step-00000002", "step-00000001"]
+    assert [path.name for path in step_folders(store.folder)] == [
+        "step-00000002",
+        "step-00000001",
+    ]
     assert not list(store.folder.glob(".step-*")), "the failed save still takes space"
     store.save(tensors, step=4, progress={}, description={})
     assert store.wait().step == 4
@@ -115,7 +126,9 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
     def save_at(seconds: float) -> None:
         nonlocal now
         now = seconds
-        ours.save({"model.a": torch.zeros(3)}, step=int(now), progress={}, description={})
+        ours.save(
+            {"model.a": torch.zeros(3)}, step=int(now), progress={}, description={}
+        )
         ours.wait(say=said.append)
 
     ours = CheckpointStore(tmp_path, keep=1, world=world)
@@ -130,7 +143,10 @@ def test_storage_may_refuse_saves_for_an_hour_after_the_last_checkpoint(
 @pytest.mark.parametrize("own_is_over", [False, True])
 @pytest.mark.parametrize("first_is_over", [False, True])
 def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_is_over: bool, own_is_over: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first_is_over: bool,
+    own_is_over: bool,
 ) -> None:
     """Ranks whose clocks are on both sides of it would part."""
     monkeypatch.setattr(folders, "write_new_file", refuse)
@@ -157,7 +173,9 @@ def test_the_hour_without_a_checkpoint_is_over_by_the_clock_of_rank_0(
     assert run_ranks(2, save_on) == [kind, kind]
 
 
-@pytest.mark.parametrize("error", [None, OSError(errno.EIO, "I/O error", "journal.jsonl")])
+@pytest.mark.parametrize(
+    "error", [None, OSError(errno.EIO, "I/O error", "journal.jsonl")]
+)
 def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     tmp_path: Path, world: World, error: OSError | None
 ) -> None:
@@ -165,7 +183,9 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
     committed: list[list[str]] = []
 
     def flush() -> None:
-        committed.append([path.name for path in (tmp_path / "checkpoints").glob("step-*")])
+        committed.append(
+            [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
+        )
         if error is not None:
             raise error
 
@@ -182,7 +202,10 @@ def test_the_log_is_flushed_before_the_step_that_follows_it_is_committed(
 
 @pytest.mark.parametrize("stop", [None, SystemExit(75), KeyError("other")])
 def test_store_waits_for_its_last_save(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, stop: BaseException | None
+    tmp_path: Path,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: BaseException | None,
 ) -> None:
     """Exit code 75 would claim a checkpoint; another error stays and notes a failed save."""
 
@@ -193,12 +216,16 @@ def test_store_waits_for_its_last_save(
                 raise stop
 
     write = folders.write_new_file
-    monkeypatch.setattr(folders, "write_new_file", lambda *a: time.sleep(0.2) or write(*a))
+    monkeypatch.setattr(
+        folders, "write_new_file", lambda *a: time.sleep(0.2) or write(*a)
+    )
     with contextlib.suppress(SystemExit, KeyError):
         save_and_stop()
     assert read_checkpoint(tmp_path / "checkpoints/step-00000001").step == 1
     monkeypatch.setattr(folders, "commit_folder", refuse)
-    with pytest.raises(KeyError if isinstance(stop, KeyError) else StorageError) as caught:
+    with pytest.raises(
+        KeyError if isinstance(stop, KeyError) else StorageError
+    ) as caught:
         save_and_stop()
     if isinstance(stop, KeyError):
         assert any("not committed" in note for note in caught.value.__notes__)
@@ -206,7 +233,11 @@ def test_store_waits_for_its_last_save(
 
 @pytest.mark.parametrize(
     ("dtype", "value"),
-    [(torch.float32, float("nan")), (torch.bfloat16, float("inf")), (torch.float16, -float("inf"))],
+    [
+        (torch.float32, float("nan")),
+        (torch.bfloat16, float("inf")),
+        (torch.float16, -float("inf")),
+    ],
 )
 def test_state_that_is_not_finite_is_not_committed(
     tmp_path: Path, world: World, dtype: torch.dtype, value: float
@@ -218,7 +249,9 @@ def test_state_that_is_not_finite_is_not_committed(
     momentum[531] = value
     tensors = {"exp_avg.a": momentum, "model.a": torch.ones(9), "n": torch.arange(3)}
     store.save(tensors | {"empty": torch.empty(0)}, step=2, progress={}, description={})
-    with pytest.raises(DivergedError, match="not saved: exp_avg.a not finite by step 2"):
+    with pytest.raises(
+        DivergedError, match="not saved: exp_avg.a not finite by step 2"
+    ):
         store.wait()
     assert [path.name for path in store.folder.iterdir()] == [before.name]
     momentum[531] = torch.finfo(dtype).max
@@ -286,16 +319,21 @@ def test_a_run_folder_that_is_gone_ends_the_process_and_stays_away(
     ended = threading.Event()
     codes = []
     monkeypatch.setattr(
-        "vitscale.checkpoint.store.end_now", lambda code: (codes.append(code), ended.set())
+        "vitscale.checkpoint.store.end_now",
+        lambda code: (codes.append(code), ended.set()),
     )
     with lock(folder):
         folder.rename(folder.with_name("moved"))
         assert ended.wait(PATIENCE_S)
     assert codes[0] == FailureKind.STORAGE.exit_code and not folder.exists()
-    assert f"{folder}: was moved or removed during the training" in capsys.readouterr().err
+    assert (
+        f"{folder}: was moved or removed during the training" in capsys.readouterr().err
+    )
 
 
-def test_a_second_job_is_refused_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_job_is_refused_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under SLURM it waits first, and may start again."""
     with lock(folder):
         with pytest.raises(UserError, match=f"another job .*process {os.getpid()} on"):
@@ -337,7 +375,11 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
     ],
 )
 def test_of_starts_at_the_same_moment_one_gets_the_folder(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, flock: str, num_starts: int, left_behind: str
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flock: str,
+    num_starts: int,
+    left_behind: str,
 ) -> None:
     """On as many nodes, which all find it free before any of them has written its name."""
 
@@ -359,7 +401,10 @@ def test_of_starts_at_the_same_moment_one_gets_the_folder(
 
     node = threading.local()
     write_holder = store._write_holder
-    has_seen_it_free, all_know = threading.Barrier(num_starts), threading.Barrier(num_starts)
+    has_seen_it_free, all_know = (
+        threading.Barrier(num_starts),
+        threading.Barrier(num_starts),
+    )
     monkeypatch.setattr("fcntl.flock", of_node)
     monkeypatch.setattr(store, "_write_holder", write)
     monkeypatch.setattr(store, "node_name", lambda: f"n{node.number}")

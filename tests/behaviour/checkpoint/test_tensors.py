@@ -43,14 +43,21 @@ def test_library_reads_what_was_copied(tmp_path: Path) -> None:
     tensors |= {"scalar": torch.tensor(3.0), "none": torch.empty(0, 5)}
     tensors["turned"] = torch.arange(6.0).reshape(2, 3).T
     size, content = write_new_file(tmp_path / "x", taken(tensors))
-    assert (size, content) == ((tmp_path / "x").stat().st_size, blake3_of_file(tmp_path / "x"))
+    assert (size, content) == (
+        (tmp_path / "x").stat().st_size,
+        blake3_of_file(tmp_path / "x"),
+    )
     for found in (load_file(tmp_path / "x"), read_tensors([tmp_path / "x"])):
         assert found.keys() == tensors.keys()
         for name, tensor in tensors.items():
-            assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+            assert found[name].dtype == tensor.dtype and torch.equal(
+                found[name], tensor
+            )
 
 
-def test_pinned_memory_has_the_size_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_has_the_size_of_the_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Pinned by the CUDA runtime, as long as the buffer lives."""
     pinned: dict[int, int] = {}
     runtime = SimpleNamespace(
@@ -58,7 +65,12 @@ def test_pinned_memory_has_the_size_of_the_copy(monkeypatch: pytest.MonkeyPatch)
         cudaHostUnregister=pinned.pop,
     )
     stream = SimpleNamespace(record_event=lambda: None)
-    given = {"cudart": runtime, "check_error": None, "Stream": stream, "current_stream": stream}
+    given = {
+        "cudart": runtime,
+        "check_error": None,
+        "Stream": stream,
+        "current_stream": stream,
+    }
     for name, value in given.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     copy = HostCopy(torch.device("cuda"))
@@ -75,7 +87,9 @@ def test_host_memory_is_reused_and_does_not_alias() -> None:
     assert bytes(data) == bytes(torch.ones(100).numpy().data)
     assert taken({"a": weights}, copy)[1].obj is not None
     address = copy._buffer.data_ptr()
-    assert taken({"b": weights}, copy)[0] != header and copy._buffer.data_ptr() == address
+    assert (
+        taken({"b": weights}, copy)[0] != header and copy._buffer.data_ptr() == address
+    )
 
 
 def write(folder: Path, cuts: list[int]) -> list[Path]:
@@ -86,7 +100,9 @@ def write(folder: Path, cuts: list[int]) -> list[Path]:
         paths.append(folder / f"rank-{number:05d}.safetensors")
         name = slice_name("model.w", start=start, shape=WHOLE.shape)
         tensors = {name: WHOLE.flatten()[start:stop].clone()}
-        save_file(tensors | ({"ema.b": torch.ones(2, 2)} if stop == 60 else {}), paths[-1])
+        save_file(
+            tensors | ({"ema.b": torch.ones(2, 2)} if stop == 60 else {}), paths[-1]
+        )
     return paths
 
 
@@ -101,10 +117,14 @@ def test_any_range_is_read_from_any_layout(
 ) -> None:
     folder = tmp_path_factory.mktemp("layout")
     count = min(count, 60 - start)
-    slices = [each for path in reversed(write(folder, cuts)) for each in read_header(path)]
+    slices = [
+        each for path in reversed(write(folder, cuts)) for each in read_header(path)
+    ]
     counts, preadv = list[int](), os.preadv
     with SavedTensors(slices) as saved, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", lambda *values: counts.append(preadv(*values)) or counts[-1])
+        patch.setattr(
+            os, "preadv", lambda *values: counts.append(preadv(*values)) or counts[-1]
+        )
         part = saved.part("model.w", start, count)
         assert torch.equal(part, WHOLE.flatten()[start : start + count])
         assert sum(counts) == 4 * count, "no byte more than needed"
@@ -112,5 +132,8 @@ def test_any_range_is_read_from_any_layout(
         assert torch.equal(saved.whole("model.w"), WHOLE)
     first = next(each for each in slices if each.name == "model.w" and each.start == 0)
     extra = first._replace(start=59, num_elements=2)
-    with SavedTensors([extra]) as gap, pytest.raises(AssertionError, match="do not cover"):
+    with (
+        SavedTensors([extra]) as gap,
+        pytest.raises(AssertionError, match="do not cover"),
+    ):
         gap.whole("model.w")

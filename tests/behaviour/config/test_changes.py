@@ -54,7 +54,14 @@ compute.precision: [fp32, resume output chain evaluation result table]
 engine.precision: [fp32, resume output chain evaluation result table]
 results: [[], resume output chain result table]
 """)
-PURPOSES: tuple[Purpose, ...] = ("resume", "output", "chain", "evaluation", "result", "table")
+PURPOSES: tuple[Purpose, ...] = (
+    "resume",
+    "output",
+    "chain",
+    "evaluation",
+    "result",
+    "table",
+)
 
 
 @pytest.mark.parametrize("key", CASES)
@@ -66,9 +73,13 @@ def test_a_difference_counts_for_its_purposes(key: str) -> None:
         changed = changed_settings(BEFORE, now, purpose=purpose)
         assert bool(changed) == (purpose in purposes.split()), purpose
         # Flat settings, as MLflow has them, count alike; a missing key differs from any value.
-        assert changed_settings(flatten(BEFORE), flatten(now), purpose=purpose) == changed
+        assert (
+            changed_settings(flatten(BEFORE), flatten(now), purpose=purpose) == changed
+        )
         assert changed_settings(now, BEFORE, purpose=purpose).keys() == changed.keys()
-    without = {k: v for k, v in flatten(BEFORE).items() if not f"{k}.".startswith(f"{key}.")}
+    without = {
+        k: v for k, v in flatten(BEFORE).items() if not f"{k}.".startswith(f"{key}.")
+    }
     changed = changed_settings(without, BEFORE, purpose="resume")
     assert changed and {before for before, _ in changed.values()} == {None}
 
@@ -76,7 +87,9 @@ def test_a_difference_counts_for_its_purposes(key: str) -> None:
 def test_no_difference_is_none_and_shown_values_have_no_secrets() -> None:
     for purpose in PURPOSES:
         assert changed_settings(BEFORE, BEFORE, purpose=purpose) == {}
-    old, new = ({"uri": f"http://me:{p}@h", "api_token": p, "a": 1} for p in ("one", "two"))
+    old, new = (
+        {"uri": f"http://me:{p}@h", "api_token": p, "a": 1} for p in ("one", "two")
+    )
     assert changed_settings(old, new, purpose="resume") == {
         "api_token": ("***", "***"), "uri": ("http://h", "http://h")
     }  # fmt: skip
@@ -188,11 +201,25 @@ def test_keys_are_names_that_mlflow_takes() -> None:
     }
 
 
-RUNS = ["ab12", "a-", "a+", "?a", "\n", " \n", "token", "a://", "'", "x_password: \n", "+ \n"]
+RUNS = [
+    "ab12",
+    "a-",
+    "a+",
+    "?a",
+    "\n",
+    " \n",
+    "token",
+    "a://",
+    "'",
+    "x_password: \n",
+    "+ \n",
+]
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_secrets_are_removed_from_long_runs(run: str) -> None:
     """In quadratic time, a run of this length would take hours."""
     text = run * (1 << 16)
-    assert redact(f"{text}\nHF_TOKEN=abc s3://u:p@h/x\n").endswith("\nHF_TOKEN=*** s3://h/x\n")
+    assert redact(f"{text}\nHF_TOKEN=abc s3://u:p@h/x\n").endswith(
+        "\nHF_TOKEN=*** s3://h/x\n"
+    )

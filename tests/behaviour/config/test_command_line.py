@@ -35,12 +35,18 @@ def command(*argv: str, **more: Any) -> Command[PretrainRun]:
 )
 def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) -> None:
     found = command(*rank, "seed=3", *config, "--dry-run", "optim.lr=1e-4")
-    assert (found.run.seed, found.run.optim.lr, found.config_path) == (3, 1e-4, "a.yaml")
+    assert (found.run.seed, found.run.optim.lr, found.config_path) == (
+        3,
+        1e-4,
+        "a.yaml",
+    )
     assert found.switches == {"--dry-run"} and command(*config).switches == frozenset()
 
 
 def test_no_configuration_is_answered_with_commands() -> None:
-    with pytest.raises(UserErrors, match=r"one of\n    first\n    second\n    vitscale x --help"):
+    with pytest.raises(
+        UserErrors, match=r"one of\n    first\n    second\n    vitscale x --help"
+    ):
         command(examples=("first", "second"))
 
 
@@ -55,20 +61,29 @@ def test_help_lists_groups_or_settings(capsys: pytest.CaptureFixture[str]) -> No
     short = shown(capsys, "--help")
     assert "  x.py data.path=SHARDS" in short and "--dry-run" in short
     assert "\n  optim          a group with the keys name, lr, " in short
-    assert "\n  objective      a group with the key name: masked_patch_prediction, " in short
+    assert (
+        "\n  objective      a group with the key name: masked_patch_prediction, "
+        in short
+    )
     optim = shown(capsys, "--help", "optim", "schedule")
-    assert "\n- **`optim.lr`** (a number above 0; required). Peak learning rate" in optim
+    assert (
+        "\n- **`optim.lr`** (a number above 0; required). Peak learning rate" in optim
+    )
     assert "`schedule.epochs`" in optim and "data.path" not in optim
     key = shown(capsys, "seed=1", "--help=optim.ema")
     assert key.startswith("\n## optim\n\n- **`optim.ema`** (") and "optim.lr" not in key
-    with pytest.raises(UserError, match="no group or key 'optm'.*\n.*\n.* did you mean optim?"):
+    with pytest.raises(
+        UserError, match="no group or key 'optm'.*\n.*\n.* did you mean optim?"
+    ):
         command("--help", "optm")
 
 
 def test_options_are_keys() -> None:
     found = command("--config", "a.yaml", "--lr", "2e-3", options={"--lr": "optim.lr"})
     assert found.run.optim.lr == 2e-3
-    with pytest.raises(UserError, match="command line: argument --lr: expected one argument"):
+    with pytest.raises(
+        UserError, match="command line: argument --lr: expected one argument"
+    ):
         command("--config", "a.yaml", "--lr", options={"--lr": "optim.lr"})
 
 
@@ -79,7 +94,9 @@ def test_words_are_the_value_of_their_key() -> None:
         command("--config", "a.yaml", "b", "c", words_key="output")
     texts: dict[str, Any] = {"program": "vitscale x", "description": ""}
     argv = ["init=runs/a", "[b].jpg", "c d.png"]
-    found = load_command(PredictRun, argv=argv, needs_config=False, words_key="images", **texts)
+    found = load_command(
+        PredictRun, argv=argv, needs_config=False, words_key="images", **texts
+    )
     assert found.run.images == ("[b].jpg", "c d.png") and found.config_path is None
 
 

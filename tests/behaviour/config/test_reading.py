@@ -85,7 +85,10 @@ REFUSED = [
     ("a: 1\nb: 2\na: 3", "x:3: a: key 'a' is given twice; first at x:1"),
     ("a: &x 1", "x:1: not readable as YAML: anchor x; write plain values"),
     ("a: 1\nb: {<<: *x}", "x:2: not readable as YAML: anchor x; write plain values"),
-    ("a: !!python/object/apply:os.system [ls]", "x:1: not readable as YAML: tag tag:yaml.org,20"),
+    (
+        "a: !!python/object/apply:os.system [ls]",
+        "x:1: not readable as YAML: tag tag:yaml.org,20",
+    ),
     ("a: !env HOME", "x:1: not readable as YAML: tag !env; write plain values"),
     ("? [a]\n: 1", "x:1: a list or group cannot be a key"),
     ("a: 1\n---\nb: 2", "x:2: not readable as YAML: expected a single document"),
@@ -104,7 +107,9 @@ def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
     assert caught.value.text().startswith(message)
 
 
-@pytest.mark.parametrize("text", ["sqlite:///x.db", "a: b", "a # b", "*x", "!x", "C:\\x", "- a"])
+@pytest.mark.parametrize(
+    "text", ["sqlite:///x.db", "a: b", "a # b", "*x", "!x", "C:\\x", "- a"]
+)
 def test_text_on_the_command_line_needs_no_quotes(text: str) -> None:
     assert read_override(f"g.k={text}").values == {"g": {"k": text}}
 
@@ -141,7 +146,10 @@ def test_any_text_gives_values_or_errors(text: str) -> None:
         (b"a: \xff\n", "b.yaml: is not UTF-8 text"),
         (b"#" * ((1 << 20) + 1), "b.yaml: is larger than 1 MiB"),
         (b"- 1\n", "b.yaml: contains a list instead of keys and values"),
-        (b"stage: [pretrain]\n", "b.yaml:1: stage: ['pretrain'] is not a stage of this script"),
+        (
+            b"stage: [pretrain]\n",
+            "b.yaml:1: stage: ['pretrain'] is not a stage of this script",
+        ),
         (b"base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"),
         (b"# card\nbase: A.yml\n", "b.yaml:2: base: there is no file A.yml"),
         (b"base: no/a.yaml\n", "b.yaml:1: base: there is no file no/a.yaml"),
@@ -155,12 +163,16 @@ def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str) -> 
 
 
 @pytest.mark.parametrize("data", [b"", b"# nothing\n"])
-def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(here: Path, data: bytes) -> None:
+def test_an_empty_file_lacks_all_keys_and_one_of_windows_none(
+    here: Path, data: bytes
+) -> None:
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
     assert missing == ["name", "data", "model", "optim", "schedule"]
     # As Windows writes files.
-    (here / "b.yaml").write_bytes(b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode())
+    (here / "b.yaml").write_bytes(
+        b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode()
+    )
     assert load_run_file(STAGES, "b.yaml") == load_run_file(PretrainRun, "a.yaml")
 
 
@@ -173,10 +185,20 @@ def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
         "base: ../a.yaml\noptim:\n  lr: 2e-3\ndata: {path: b}\n"
         "launch: {setup: [a, b], sbatch: {x: 1}}\n"
     )
-    overrides = ["data.path=c", "launch.setup=[c]", "launch.sbatch={y: 2}", "launch.sbatch.z=3"]
+    overrides = [
+        "data.path=c",
+        "launch.setup=[c]",
+        "launch.sbatch={y: 2}",
+        "launch.sbatch.z=3",
+    ]
     loaded = load_run(PretrainRun, "sub/b.yaml", overrides=overrides)
     run, places = loaded.run, loaded.places
-    assert (run.data.path, run.optim.lr, run.data.global_batch, run.seed) == ("c", 2e-3, 64, 0)
+    assert (run.data.path, run.optim.lr, run.data.global_batch, run.seed) == (
+        "c",
+        2e-3,
+        64,
+        0,
+    )
     # Lists are replaced, groups merged.
     assert run.launch.setup == ("c",) and run.launch.sbatch == {"x": 1, "y": 2, "z": 3}
     assert places["data", "path"] == "command line"
@@ -193,14 +215,21 @@ def test_the_site_file_is_above_defaults_and_below_files(
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
     place = here / ".config/vitscale/site.yaml"
     place.parent.mkdir(parents=True)
-    place.write_text("launch:\n  partition: gpu\n  setup: [a]\n  sbatch: {x: 1}\ntracking:\n")
+    place.write_text(
+        "launch:\n  partition: gpu\n  setup: [a]\n  sbatch: {x: 1}\ntracking:\n"
+    )
     (here / "b.yaml").write_text("base: a.yaml\nlaunch: {partition: low}\n")
     loaded = load_run(PretrainRun, "b.yaml", overrides=["launch.sbatch.y=2"])
     launch, places = loaded.run.launch, loaded.places
     assert (launch.partition, places["launch", "partition"]) == ("low", "b.yaml:2")
-    assert (launch.setup, places["launch", "setup"]) == (("a",), ".config/vitscale/site.yaml:3")
+    assert (launch.setup, places["launch", "setup"]) == (
+        ("a",),
+        ".config/vitscale/site.yaml:3",
+    )
     assert launch.sbatch == {"x": 1, "y": 2}
-    assert load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}  # a resolved file ignores it
+    assert (
+        load_run_file(PretrainRun, "a.yaml").launch.sbatch == {}
+    )  # a resolved file ignores it
     monkeypatch.setenv("VITSCALE_SITE", "")
     assert load_run(PretrainRun, "a.yaml").run.launch.partition is None
 
@@ -245,12 +274,20 @@ BASE = {
     [
         # Another name inherits only the keys that the new group has.
         ("objective", "{name: mae}", {"name": "mae", "mask_ratio": 0.75}),
-        ("objective", "{name: distillation, teacher: {weights: x}}", {"label_smoothing": 0.1}),
+        (
+            "objective",
+            "{name: distillation, teacher: {weights: x}}",
+            {"label_smoothing": 0.1},
+        ),
         # What was dropped stays dropped, also back at the first name.
         ("mae", "{name: supervised}", {"loss": "softmax", "label_smoothing": 0.0}),
         # The same name, or none, inherits all.
         ("mae", "{normalized_pixels: false}", {"name": "mae", "mask_ratio": 0.5}),
-        ("objective", "{loss: softmax}", {"name": "supervised", "label_smoothing": 0.1}),
+        (
+            "objective",
+            "{loss: softmax}",
+            {"name": "supervised", "label_smoothing": 0.1},
+        ),
     ],
 )
 def test_a_choice_inherits_what_its_group_has(
@@ -296,7 +333,9 @@ tracking: {{tags: {{"a: b": "on", "1": "1e5"}}}}
 """,
     name="",
 ).values
-KEYS_OF_RUNS = [each.key.split(".") for each in settings_of(PretrainRun).values() if each.key]
+KEYS_OF_RUNS = [
+    each.key.split(".") for each in settings_of(PretrainRun).values() if each.key
+]
 DROPPED = object()
 CHANGES = st.tuples(
     st.sampled_from(KEYS_OF_RUNS),
@@ -307,7 +346,9 @@ CHANGES = st.tuples(
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(CHANGES, min_size=1, max_size=4))
-def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, changes: Any) -> None:
+def test_any_configuration_is_a_valid_run_or_a_user_error(
+    here: Path, changes: Any
+) -> None:
     """Valid values, but for up to four that are dropped, misspelt, of another type or extreme."""
     tree = copy.deepcopy(TREE)
     for path, value, typo in changes:
@@ -329,10 +370,14 @@ def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, changes: A
 
 
 @pytest.mark.parametrize("text", ["007", "1e3", "0.50", "1.0", "true", "TRUE"])
-def test_the_advice_to_quote_shows_a_value_as_it_was_written(text: str, tmp_path: Path) -> None:
+def test_the_advice_to_quote_shows_a_value_as_it_was_written(
+    text: str, tmp_path: Path
+) -> None:
     """Another text would name another class."""
     (tmp_path / "a.yaml").write_text(VALID)
-    listed = VALID.replace("  path: shards\n", f"  path: shards\n  only_classes: [cat, {text}]\n")
+    listed = VALID.replace(
+        "  path: shards\n", f"  path: shards\n  only_classes: [cat, {text}]\n"
+    )
     (tmp_path / "b.yaml").write_text(listed)
     for file, *overrides in (
         ("b.yaml",),
@@ -369,7 +414,11 @@ NO_PATHS = {
 def holds_text(node: dict[str, Any]) -> bool:
     if node.get("type") == "string":
         return "enum" not in node and "const" not in node
-    inner = [*node.get("anyOf", ()), node.get("items"), node.get("additionalProperties")]
+    inner = [
+        *node.get("anyOf", ()),
+        node.get("items"),
+        node.get("additionalProperties"),
+    ]
     return any(isinstance(each, dict) and holds_text(each) for each in inner)
 
 
@@ -379,7 +428,9 @@ def test_every_text_is_known_as_a_path_or_as_none() -> None:
         setting.key
         for run_type in (*RUN_TYPES, ChainRun)
         for setting in settings_of(run_type).values()
-        if setting.key and holds_text(setting.node) and not setting.key.startswith("launch.")
+        if setting.key
+        and holds_text(setting.node)
+        and not setting.key.startswith("launch.")
     }
     paths = {key for key in PATH_KEYS if not key.endswith(".N")}
     assert texts - NO_PATHS == paths
@@ -401,17 +452,29 @@ def test_homes_are_expanded_in_every_path_and_nowhere_else(
     assert (run.labels.map, run.labels.space) == ("~nobody-here/map.csv", "./~/space")
     assert run.source.splits == {"train": "~/x"}
     words = ["init=~/runs/a", "images=[~/a b.png,hf://x/~y,~root/c]", "output=~/x.csv"]
-    predict = load_run({"predict": PredictRun}, None, overrides=["stage=predict", *words]).run
-    assert predict.images == ("/home/mé x/a b.png", "hf://x/~y", os.path.expanduser("~root/c"))
+    predict = load_run(
+        {"predict": PredictRun}, None, overrides=["stage=predict", *words]
+    ).run
+    assert predict.images == (
+        "/home/mé x/a b.png",
+        "hf://x/~y",
+        os.path.expanduser("~root/c"),
+    )
     assert (predict.init, predict.output) == ("/home/mé x/runs/a", "/home/mé x/x.csv")
 
 
-def test_files_are_found_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_found_below_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.yaml").write_text("output: ~/x\nsource: {path: a}\n")
     (tmp_path / "a.yaml").write_text("base: ~/base.yaml\nstage: data_prep\n")
-    assert load_run({"data_prep": DataPrepRun}, "~/a.yaml").run.output == f"{tmp_path}/x"
+    assert (
+        load_run({"data_prep": DataPrepRun}, "~/a.yaml").run.output == f"{tmp_path}/x"
+    )
     monkeypatch.setenv("VITSCALE_SITE", "~/site.yaml")
     (tmp_path / "site.yaml").write_text("launch: {partition: mine}\n")
-    assert load_run({"data_prep": DataPrepRun}, "~/a.yaml").run.launch.partition == "mine"
+    assert (
+        load_run({"data_prep": DataPrepRun}, "~/a.yaml").run.launch.partition == "mine"
+    )
     assert absolute_uri("sqlite:///~/m.db") == f"sqlite:///{tmp_path}/m.db"

@@ -49,7 +49,9 @@ def test_links_are_followed_once_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "in/a/broken").symlink_to("nowhere")
     (tmp_path / "in/a/round").symlink_to("round")
     (tmp_path / "in/e").symlink_to("c")
-    files = {os.path.relpath(path, tmp_path / "in") for path in files_below(tmp_path / "in")}
+    files = {
+        os.path.relpath(path, tmp_path / "in") for path in files_below(tmp_path / "in")
+    }
     assert files == {"a/1", "a/broken", "a/round", "c/d/4"}
     followed = list(files_below(tmp_path / "in", follow_links=True))
     assert len({os.path.realpath(path) for path in followed}) == len(followed) == 4

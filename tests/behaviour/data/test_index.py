@@ -55,7 +55,10 @@ def edit_manifest(folder: Path, **changes: object) -> None:
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """20 samples of 2 classes in 3 tars, and a split `test` of 4 samples stored before them."""
-    folder, lengths = tmp_path_factory.mktemp("set") / "a", {"test": (2, 2), "train": (7, 7, 6)}
+    folder, lengths = (
+        tmp_path_factory.mktemp("set") / "a",
+        {"test": (2, 2), "train": (7, 7, 6)},
+    )
     make_shard_folder(folder, lengths=lengths, classes=("cat", "dog"))
     return folder
 
@@ -85,7 +88,12 @@ def test_a_split_is_read_without_the_others(shards: Path) -> None:
 
 
 def test_columns_are_as_narrow_as_their_values() -> None:
-    for value, dtype in ((-1, "int8"), (21_842, "int16"), (2**31 - 1, "int32"), (2**31, "int64")):
+    for value, dtype in (
+        (-1, "int8"),
+        (21_842, "int16"),
+        (2**31 - 1, "int32"),
+        (2**31, "int64"),
+    ):
         found = narrowed(np.array([0, value]))
         assert (found.tolist(), found.dtype) == ([0, value], dtype)
 
@@ -116,7 +124,10 @@ def test_keys_of_any_samples_are_those_of_the_table(
     listing = listed(many_groups / "keys", [*names, "other", "unknown"])
     chosen = choose_by_key(index, listing)
     assert keys(chosen) == names
-    assert "2 lines of data.only_keys name no sample" in chosen.note and "'unknown'" in chosen.note
+    assert (
+        "2 lines of data.only_keys name no sample" in chosen.note
+        and "'unknown'" in chosen.note
+    )
     assert choose_by_key(index, listed(many_groups / "keys", names)).note == ""
     # That other settings leave out a sample does not matter.
     some = index.subset(subset[1:], name="some")
@@ -145,7 +156,9 @@ def test_only_the_row_groups_of_the_samples_are_read(many_groups: Path) -> None:
 def shortened(path: Path) -> None:
     """An index with the first three rows of each split."""
     table = pq.read_table(path)
-    splits = [table.filter(pc.equal(table["split"], name)) for name in ("test", "train")]
+    splits = [
+        table.filter(pc.equal(table["split"], name)) for name in ("test", "train")
+    ]
     write_index(path.parent, tables=[split.slice(0, 3) for split in splits])
 
 
@@ -161,9 +174,20 @@ def shortened(path: Path) -> None:
         lambda path: pq.write_table(pq.read_table(path), path, write_statistics=False),
         shortened,
     ],
-    ids=["damaged", "empty", "bad block", "gone", "no keys", "no splits", "no ranges", "shorter"],
+    ids=[
+        "damaged",
+        "empty",
+        "bad block",
+        "gone",
+        "no keys",
+        "no splits",
+        "no ranges",
+        "shorter",
+    ],
 )
-def test_a_sample_without_a_readable_key_is_named_by_number(copy: Path, change: Any) -> None:
+def test_a_sample_without_a_readable_key_is_named_by_number(
+    copy: Path, change: Any
+) -> None:
     """Whatever happens to the index during a run, a name does not end it."""
     index = read_split(copy, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == [repr(NAMES[6]), repr(NAMES[1])]
@@ -194,7 +218,10 @@ def flaky(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, int], list[str
             return call
 
         for owner, function in (
-            *((Path, function) for function in ("read_bytes", "stat", "is_dir", "is_file")),
+            *(
+                (Path, function)
+                for function in ("read_bytes", "stat", "is_dir", "is_file")
+            ),
             *((pq, function) for function in ("read_table", "ParquetFile")),
             (os, "listdir"),
         ):
@@ -219,7 +246,9 @@ READS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize(
     ("read", "name"),
     [
-        *product(["index"], [MANIFEST_NAME, INDEX_NAME, "train-000001.tar", "entry_points"]),
+        *product(
+            ["index"], [MANIFEST_NAME, INDEX_NAME, "train-000001.tar", "entry_points"]
+        ),
         ("listing", "copy"),
         ("stream", "train-000001.tar"),
     ],
@@ -275,16 +304,24 @@ def test_missing_and_shortened_tars_are_all_named(copy: Path) -> None:
     unchecked = open_training_set(settings, seed=0, check_files=False)
     passed_on = pickle.loads(pickle.dumps(unchecked))
     assert passed_on.fingerprint == whole.fingerprint
-    assert [passed_on.order.at(i) for i in range(40)] == [whole.order.at(i) for i in range(40)]
+    assert [passed_on.order.at(i) for i in range(40)] == [
+        whole.order.at(i) for i in range(40)
+    ]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format_version": 99}, "format_version: Input should be 2"),
-        ({"splits": {"train": {}}}, "is not a valid manifest .splits.train.num_samples: "),
+        (
+            {"splits": {"train": {}}},
+            "is not a valid manifest .splits.train.num_samples: ",
+        ),
         ({"index_bytes": 3}, "but the manifest says 3"),
-        *(({"classes": classes}, "disagrees with manifest.json") for classes in ([], ["cat"])),
+        *(
+            ({"classes": classes}, "disagrees with manifest.json")
+            for classes in ([], ["cat"])
+        ),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(
@@ -301,7 +338,9 @@ def test_rows_that_no_preparation_writes_are_refused(copy: Path) -> None:
     for changed in (table[::-1], table.set_column(4, "length", zeros)):
         write_index(copy, tables=[changed.cast(table.schema)])
         edit_manifest(copy, index_bytes=(copy / INDEX_NAME).stat().st_size)
-        with pytest.raises(UserError, match="disagrees with manifest.json|do not say which split"):
+        with pytest.raises(
+            UserError, match="disagrees with manifest.json|do not say which split"
+        ):
             read_split(copy, split="train")
 
 
@@ -338,7 +377,10 @@ def listed(path: Path, names: list[str]) -> str:
         ({"first_percent": 33}, range(7)),
         ({"only_classes": ["dog"]}, range(1, 20, 2)),
         ({"only_classes": ["dog"], "first_percent": 50}, range(1, 10, 2)),
-        ({"only_keys": [NAMES[12], NAMES[3], NAMES[3], NAMES[7], "not there"]}, (3, 7, 12)),
+        (
+            {"only_keys": [NAMES[12], NAMES[3], NAMES[3], NAMES[7], "not there"]},
+            (3, 7, 12),
+        ),
         ({"only_keys": [NAMES[12], NAMES[3], NAMES[7]], "first_percent": 50}, (3, 7)),
         ({"dev_percent": 10}, range(18)),
         ({"dev_percent": 10, "first_percent": 50}, range(9)),
@@ -349,7 +391,9 @@ def test_a_subset_keeps_labels_and_places(
     shards: Path, tmp_path: Path, settings: dict[str, Any], rows: tuple[int, ...]
 ) -> None:
     if "only_keys" in settings:
-        settings = settings | {"only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])}
+        settings = settings | {
+            "only_keys": listed(tmp_path / "keys.txt", settings["only_keys"])
+        }
     whole, part = opened(shards), opened(shards, **settings)
     (stored,), (index,) = whole.parts, part.parts
     assert keys(index) == [NAMES[row] for row in rows] and part.num_samples == len(rows)
@@ -364,12 +408,18 @@ def test_a_subset_keeps_labels_and_places(
         assert len({part.fingerprint, uncut.fingerprint, part.dev.fingerprint}) == 3
 
 
-def test_the_same_choice_from_another_file_is_the_same_set(shards: Path, tmp_path: Path) -> None:
+def test_the_same_choice_from_another_file_is_the_same_set(
+    shards: Path, tmp_path: Path
+) -> None:
     one, two, three = (
         opened(shards, only_keys=listed(tmp_path / f"{number}.txt", names))
-        for number, names in enumerate((NAMES[3:6], [*NAMES[5:2:-1], "not there"], NAMES[3:5]))
+        for number, names in enumerate(
+            (NAMES[3:6], [*NAMES[5:2:-1], "not there"], NAMES[3:5])
+        )
     )
-    assert one.fingerprint == two.fingerprint and one.key_hash == two.key_hash is not None
+    assert (
+        one.fingerprint == two.fingerprint and one.key_hash == two.key_hash is not None
+    )
     assert one.key_hash != three.key_hash
 
 
@@ -401,7 +451,9 @@ def test_images_held_out_are_found_in_what_is_mixed_in(
     shards: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in (shards, copy):
-        with pytest.raises(UserError, match=r"mixture\[0\].* 2 of the images .*holds out"):
+        with pytest.raises(
+            UserError, match=r"mixture\[0\].* 2 of the images .*holds out"
+        ):
             opened(shards, mixture=[{"path": str(path), "share": 0.5}], dev_percent=10)
     other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
     mixture = [{"path": str(path), "share": 0.2} for path in (other, copy)]
@@ -418,14 +470,34 @@ def test_what_does_not_fit_is_refused(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     unknown = listed(tmp_path / "x.txt", ["x"])
     for path, key, value, message in (
-        (shards, "mixture", [{"path": str(other), "share": 0.5}], r"\[0\].*2 cl.*labels.s"),
-        (shards, "mixture", [{"path": str(unlabelled), "share": 0.5}], "its 0 classes differ"),
+        (
+            shards,
+            "mixture",
+            [{"path": str(other), "share": 0.5}],
+            r"\[0\].*2 cl.*labels.s",
+        ),
+        (
+            shards,
+            "mixture",
+            [{"path": str(unlabelled), "share": 0.5}],
+            "its 0 classes differ",
+        ),
         (unlabelled, "only_classes", ["dog"], "no class .*manifest.json"),
         (shards, "only_classes", ["dgo"], "no class 'dgo'.*did you mean dog"),
-        (shards, "dev_percent", 1.0, "1 % of 20 training samples is 0, .* none to evaluate"),
+        (
+            shards,
+            "dev_percent",
+            1.0,
+            "1 % of 20 training samples is 0, .* none to evaluate",
+        ),
         (shards, "dev_percent", 99.0, "none to train on.*a share of 1 to 19 samples"),
         (shards, "only_keys", unknown, "none of the 20 samples.*such as 'train-c0-0'"),
-        (shards, "only_keys", str(tmp_path / "missing.txt"), "data.only_keys: .*cannot be read"),
+        (
+            shards,
+            "only_keys",
+            str(tmp_path / "missing.txt"),
+            "data.only_keys: .*cannot be read",
+        ),
         (shards, "only_keys", str(tmp_path / "binary.txt"), "cannot be read"),
     ):
         with pytest.raises(UserError, match=f"(?s){message}"):

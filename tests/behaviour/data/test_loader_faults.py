@@ -46,7 +46,9 @@ def damage(shards: Path, samples: list[int], *, num_bytes: int = 60) -> list[str
     return sample_keys(index, samples)
 
 
-def batches(shards: Path, *, workers: int, ranks: int = 1, steps: int = 10) -> Iterator[Batch]:
+def batches(
+    shards: Path, *, workers: int, ranks: int = 1, steps: int = 10
+) -> Iterator[Batch]:
     """All ranks' batches, one rank after the other."""
     data = DataSettings(path=str(shards), global_batch=12, num_workers=workers)
     for rank in range(ranks):
@@ -59,25 +61,36 @@ def test_the_substitute_is_the_same_on_every_layout(shards: Path) -> None:
     found = list(batches(shards, workers=0))
     # Two epochs, hence twice each.
     lost = [each for batch in found for each in batch.unreadable]
-    assert sorted((each.part, each.sample) for each in lost) == [(0, 5), (0, 5), (0, 17), (0, 17)]
+    assert sorted((each.part, each.sample) for each in lost) == [
+        (0, 5),
+        (0, 5),
+        (0, 17),
+        (0, 17),
+    ]
     assert {Path(each.shard).name for each in lost} == {"train-000000.tar"}
     with_workers = list(batches(shards, workers=2))
     ranks = list(batches(shards, workers=1, ranks=3))
     for step, (before, after) in enumerate(zip(undamaged, found, strict=True)):
-        rows = [row for row in range(12) if not before.images[row].equal(after.images[row])]
+        rows = [
+            row for row in range(12) if not before.images[row].equal(after.images[row])
+        ]
         assert len(rows) == len(after.unreadable), step
         assert after.images[rows].float().std() > 1 if rows else True
         assert with_workers[step].images.equal(after.images)
         assert with_workers[step].unreadable == after.unreadable
         thirds = [ranks[step + 10 * rank] for rank in range(3)]
-        assert [row for third in thirds for row in third.labels.tolist()] == after.labels.tolist()
+        assert [
+            row for third in thirds for row in third.labels.tolist()
+        ] == after.labels.tolist()
         assert torch.cat([third.images for third in thirds]).equal(after.images)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int) -> None:
     damage(shards, list(range(NUM)))
-    with pytest.raises(UserError, match=r"(?s)sample 'train-.*' cannot be read.*nor can 8 sub"):
+    with pytest.raises(
+        UserError, match=r"(?s)sample 'train-.*' cannot be read.*nor can 8 sub"
+    ):
         list(batches(shards, workers=workers))
 
 
@@ -127,12 +140,16 @@ def test_a_worker_that_gives_no_batch_is_named_whatever_it_does(
     """Also in the middle of a batch, and while another worker has nothing to do."""
     data = DataSettings(path="x", global_batch=3, num_workers=2)
     samples = StuckSamples(how)
-    with open_batches(samples, positions, batch=3, settings=data, pin_memory=False) as found:
+    with open_batches(
+        samples, positions, batch=3, settings=data, pin_memory=False
+    ) as found:
         pids = [next(found).labels.item() for _ in range(2)]
         stuck = pids[(len(positions) - 1) % 2]
         monkeypatch.setattr(loader_module, "TIMEOUT_S", 0.4)
         state = {"sleeps": "sleeping", "computes": "running"}[how]
-        with pytest.raises(WorkerError, match=rf"pid {stuck}, {state}.* gave no batch.* for 0.4 s"):
+        with pytest.raises(
+            WorkerError, match=rf"pid {stuck}, {state}.* gave no batch.* for 0.4 s"
+        ):
             list(found)
 
 
@@ -169,7 +186,9 @@ class NumberedSamples(Samples):
 def test_workers_that_are_ahead_leave_alone_what_is_read(workers: int) -> None:
     """Pixels stay until the next batch is taken, however long that is."""
     positions = [[number] for number in range(12)]
-    with loader_module._filled_by_workers(NumberedSamples(), positions, 1, workers) as filled:
+    with loader_module._filled_by_workers(
+        NumberedSamples(), positions, 1, workers
+    ) as filled:
         for number, (pixels, labels, _) in enumerate(filled):
             time.sleep(0.05)
             assert (labels, pixels.unique().tolist()) == ([number], [number])
@@ -191,11 +210,23 @@ class AwaySamples(Samples):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (StorageError("cannot be read (Stale file handle)", where="a.tar", next_step="look"), 74),
-        (UserError("9 samples in a row cannot be read", where="a.tar", next_step="look"), 1),
+        (
+            StorageError(
+                "cannot be read (Stale file handle)", where="a.tar", next_step="look"
+            ),
+            74,
+        ),
+        (
+            UserError(
+                "9 samples in a row cannot be read", where="a.tar", next_step="look"
+            ),
+            1,
+        ),
     ],
 )
-def test_an_error_of_one_rank_keeps_its_kind(workers: int, error: UserError, code: int) -> None:
+def test_an_error_of_one_rank_keeps_its_kind(
+    workers: int, error: UserError, code: int
+) -> None:
     """The other ranks do not know of it, so this one prints it; a job of the first is requeued."""
     data = DataSettings(path="x", global_batch=1, num_workers=workers)
     samples = AwaySamples(error)
@@ -239,7 +270,9 @@ def child(shards: Path, end: str) -> tuple[subprocess.Popen[str], list[int]]:
 
 
 @pytest.mark.parametrize(("end", "code"), [("kill", -signal.SIGKILL), ("finish", 0)])
-def test_server_and_workers_end_with_their_rank(shards: Path, end: str, code: int) -> None:
+def test_server_and_workers_end_with_their_rank(
+    shards: Path, end: str, code: int
+) -> None:
     """Also a worker that is stopped, in the middle of a stream."""
     process, pids = child(shards, end)
     assert process.wait() == code

@@ -49,7 +49,9 @@ def run_of(folders: Folders, which: str) -> Run:
 
 
 @pytest.mark.parametrize(
-    "layouts", [FEW, pytest.param(GRID, marks=pytest.mark.exhaustive)], ids=["few", "all"]
+    "layouts",
+    [FEW, pytest.param(GRID, marks=pytest.mark.exhaustive)],
+    ids=["few", "all"],
 )
 @pytest.mark.parametrize("which", SETS)
 def test_a_run_resumed_on_another_layout_is_the_same_run(
@@ -61,7 +63,9 @@ def test_a_run_resumed_on_another_layout_is_the_same_run(
     """
     run = run_of(folders, which)
     undisturbed = run.batches(ranks=1, workers=0, start=0, stop=STEPS)
-    assert len({image for step in undisturbed for image in step}) == GLOBAL_BATCH * STEPS
+    assert (
+        len({image for step in undisturbed for image in step}) == GLOBAL_BATCH * STEPS
+    )
     random = CounterRandom(stream_key("layouts", which))
     stops = {layout: 1 + int(random.uniform() * (STEPS - 1)) for layout in layouts}
     heads = {
@@ -81,4 +85,6 @@ def test_accumulation_does_not_change_the_global_batch(folders: Folders) -> None
     run = Run(folders[0])
     whole = run.batches(ranks=2, workers=0, start=0, stop=2)
     for accumulation in (2, 3, 4):
-        assert whole == run.batches(ranks=2, workers=1, start=0, stop=2, accumulation=accumulation)
+        assert whole == run.batches(
+            ranks=2, workers=1, start=0, stop=2, accumulation=accumulation
+        )

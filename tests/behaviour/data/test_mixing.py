@@ -7,7 +7,13 @@ import pytest
 import torch
 from scipy import stats
 
-from vitscale.data.loader import Batch, cutmix_box, draw_blend, mix_batch, symmetric_beta
+from vitscale.data.loader import (
+    Batch,
+    cutmix_box,
+    draw_blend,
+    mix_batch,
+    symmetric_beta,
+)
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
@@ -22,14 +28,18 @@ MODES = [
 
 def samples(num: int, *, key: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(key)
-    images = torch.randint(0, 256, (num, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8)
+    images = torch.randint(
+        0, 256, (num, 3, SIZE, SIZE), generator=generator, dtype=torch.uint8
+    )
     labels = torch.randint(0, CLASSES, (num,), generator=generator)
     return Batch(images, labels, torch.ones(num))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("micro_batch", [2, 4, 8])
-def test_mixed_images_equal_float64_in_every_layout(mode: MixingSettings, micro_batch: int) -> None:
+def test_mixed_images_equal_float64_in_every_layout(
+    mode: MixingSettings, micro_batch: int
+) -> None:
     """Micro-batches of any rank, by the positions of their images in training."""
     for step in range(12):
         batch = samples(8, key=step)
@@ -38,7 +48,11 @@ def test_mixed_images_equal_float64_in_every_layout(mode: MixingSettings, micro_
         for first in range(0, 8, micro_batch):
             rows = slice(first, first + micro_batch)
             part = Batch(batch.images[rows], batch.labels[rows], batch.weights[rows])
-            parts.append(mix_batch(part, mode, seed=0, step=step, first_position=8 * step + first))
+            parts.append(
+                mix_batch(
+                    part, mode, seed=0, step=step, first_position=8 * step + first
+                )
+            )
         for row in range(8):
             mixed, place = parts[row // micro_batch], row % micro_batch
             pair = 4 * step + row // 2
@@ -54,7 +68,9 @@ def test_mixed_images_equal_float64_in_every_layout(mode: MixingSettings, micro_
                 expected[:, top:bottom, left:right] = partner[:, top:bottom, left:right]
                 changed = (bottom - top) * (right - left) / SIZE**2
                 assert blend.share == pytest.approx(1 - changed)
-            np.testing.assert_allclose(mixed.images[place].numpy(), expected, atol=5e-5, rtol=0)
+            np.testing.assert_allclose(
+                mixed.images[place].numpy(), expected, atol=5e-5, rtol=0
+            )
             assert mixed.mix_lambda[place].item() == pytest.approx(blend.share)
             assert mixed.mixed_labels[place] == batch.labels[row ^ 1]
 

@@ -24,9 +24,16 @@ from vitscale.data.order import (
     check_mixed,
 )
 from vitscale.data.samples import augmentation_key
-from vitscale.distributed.random_numbers import mix, permutation, stream_key, uniform_rows
+from vitscale.distributed.random_numbers import (
+    mix,
+    permutation,
+    stream_key,
+    uniform_rows,
+)
 
-LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(lambda x: sum(x) > 0)
+LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(
+    lambda x: sum(x) > 0
+)
 
 
 def order(lengths: list[int], *, seed: int = 0, fingerprint: str = "f") -> SampleOrder:
@@ -34,7 +41,9 @@ def order(lengths: list[int], *, seed: int = 0, fingerprint: str = "f") -> Sampl
 
 
 @given(lengths=LENGTHS, seed=st.integers(0, 2**40), epoch=st.integers(0, 3))
-def test_every_epoch_holds_every_sample_once(lengths: list[int], seed: int, epoch: int) -> None:
+def test_every_epoch_holds_every_sample_once(
+    lengths: list[int], seed: int, epoch: int
+) -> None:
     sample_order = order(lengths, seed=seed)
     num = sum(lengths)
     found = [sample_order.at(epoch * num + offset)[1] for offset in range(num)]
@@ -51,7 +60,9 @@ def test_order_is_pinned_for_all_time() -> None:
     assert found == [1, 6, 0, 7, 2, 5, 3, 4, 8]
     assert stream_key("a", 1) == 5635535206041787705
     parts = tuple(
-        SampleOrder(shard_lengths=tuple(range(3, 3 + num)), fingerprint=f"part {num}", seed=5)
+        SampleOrder(
+            shard_lengths=tuple(range(3, 3 + num)), fingerprint=f"part {num}", seed=5
+        )
         for num in (40, 20)
     )
     mixed = TrainingOrder(parts=parts, shares=(700_000, 300_000), views=2)
@@ -74,7 +85,9 @@ def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) ->
     for offset in range(40):
         for each in orders:
             each.at(offset)
-    assert len(computed) == 2 * len(orders)  # of shards, and of the first block's samples
+    assert len(computed) == 2 * len(
+        orders
+    )  # of shards, and of the first block's samples
     for position in range(0, 10_000, 40):
         orders[0].at(position)
     assert len(orders[0]._recent_epochs) == len(orders[0]._recent_blocks) == REMEMBERED
@@ -83,7 +96,9 @@ def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_shards_of_this_block_and_the_next_are_wanted_ahead() -> None:
     sample_order = order([1] * (3 * BLOCK_SHARDS + 4))
     num = sample_order.num_samples
-    this_epoch = [sample_order.at(offset)[1] for offset in range(num)]  # a sample is a shard here
+    this_epoch = [
+        sample_order.at(offset)[1] for offset in range(num)
+    ]  # a sample is a shard here
     next_epoch = [sample_order.at(num + offset)[1] for offset in range(num)]
     for start in range(0, num, BLOCK_SHARDS):
         block = this_epoch[start : start + BLOCK_SHARDS]
@@ -94,16 +109,21 @@ def test_the_shards_of_this_block_and_the_next_are_wanted_ahead() -> None:
 
 
 @pytest.mark.parametrize(
-    "num_classes, num_tars, is_refused", [(1000, 1000, True), (1000, 40, False), (20, 200, False)]
+    "num_classes, num_tars, is_refused",
+    [(1000, 1000, True), (1000, 40, False), (20, 200, False)],
 )
 def test_tars_sorted_by_class_are_refused(
     num_classes: int, num_tars: int, is_refused: bool
 ) -> None:
     labels = np.repeat(np.arange(num_classes, dtype=np.int32), 40)
     lengths = [len(part) for part in np.array_split(labels, num_tars)]
-    check_mixed(np.random.default_rng(1).permutation(labels), shard_lengths=lengths, where="x")
+    check_mixed(
+        np.random.default_rng(1).permutation(labels), shard_lengths=lengths, where="x"
+    )
     check_mixed(np.full_like(labels, -1), shard_lengths=lengths, where="x")
-    refused = pytest.raises(UserError, match=r"16 classes; shuffled they would have 4\d\d")
+    refused = pytest.raises(
+        UserError, match=r"16 classes; shuffled they would have 4\d\d"
+    )
     with refused if is_refused else nullcontext():
         check_mixed(labels, shard_lengths=lengths, where="x")
 
@@ -113,7 +133,8 @@ def test_tars_sorted_by_class_are_refused(
 
 def mixture(*shares: int, nums: tuple[int, ...], views: int = 1) -> TrainingOrder:
     parts = tuple(
-        order([num // 2, num - num // 2], fingerprint=f"part {i}") for i, num in enumerate(nums)
+        order([num // 2, num - num // 2], fingerprint=f"part {i}")
+        for i, num in enumerate(nums)
     )
     return TrainingOrder(parts=parts, shares=shares, views=views)
 
@@ -146,14 +167,18 @@ def test_every_sample_comes_once_in_each_view(views: int) -> None:
     assert Counter((d.sample, d.view) for d in draws) == {
         (sample, view): 1 for sample in range(num) for view in range(views)
     }
-    more = [order_of_views.at(position) for position in range(views * num, 2 * views * num)]
+    more = [
+        order_of_views.at(position) for position in range(views * num, 2 * views * num)
+    ]
     assert len({augmentation_key(0, draw) for draw in draws + more}) == 2 * views * num
     # A sample's views fall into one stretch: a global batch that is a multiple holds them together.
     for start in range(0, views * num, views * VIEW_BLOCK):
         stretch = [d.sample for d in draws[start : start + views * VIEW_BLOCK]]
         assert len(set(stretch)) == VIEW_BLOCK
     # ... and neighbours are different samples, which mixing relies on.
-    assert all(a.sample != b.sample for a, b in zip(draws[::2], draws[1::2], strict=True))
+    assert all(
+        a.sample != b.sample for a, b in zip(draws[::2], draws[1::2], strict=True)
+    )
 
 
 # ---- random numbers by key and position ----------------------------------------------------------
@@ -166,5 +191,7 @@ def test_rows_equal_the_formula_on_python_integers() -> None:
     found = uniform_rows(positions, num=3, key=MASK - 7)
     for row, position in zip(found, positions.tolist(), strict=True):
         start = mix((MASK - 7 + (position + 1) * GOLDEN) & MASK)
-        wanted = [(mix((start + n * GOLDEN) & MASK) >> 11) * 2.0**-53 for n in (1, 2, 3)]
+        wanted = [
+            (mix((start + n * GOLDEN) & MASK) >> 11) * 2.0**-53 for n in (1, 2, 3)
+        ]
         assert row.tolist() == wanted

@@ -70,7 +70,11 @@ def test_sound_tables_are_read_whatever_their_size(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     cells = [rng.bytes(MIB) for _ in range(70)]
     path = parquet(tmp_path / "x.parquet", [*cells, cells[0], cells[0]], ["a"] * 72)
-    assert [row.data for row in listed(opened("parquet", path))] == [*cells, cells[0], cells[0]]
+    assert [row.data for row in listed(opened("parquet", path))] == [
+        *cells,
+        cells[0],
+        cells[0],
+    ]
 
 
 def deflated(path: Path, members: dict[str, bytes]) -> Path:
@@ -100,7 +104,13 @@ def overlapping(path: Path) -> Path:
     with zipfile.ZipFile(path, "a") as file:
         for number in range(1, 30):
             again = zipfile.ZipInfo(f"{number}.npy")
-            for field in ("header_offset", "compress_size", "file_size", "CRC", "compress_type"):
+            for field in (
+                "header_offset",
+                "compress_size",
+                "file_size",
+                "CRC",
+                "compress_type",
+            ):
                 setattr(again, field, getattr(file.filelist[0], field))
             file.filelist.append(again)
             file.NameToInfo[again.filename] = again
@@ -122,7 +132,9 @@ def endless_view(path: Path) -> Path:
         ),
         lambda folder: overlapping(folder / "x.npz"),
         lambda folder: repacked(folder / "x.pth", {"x": torch.zeros(20 * MIB)}),
-        lambda folder: repacked(folder / "x.bin", {"x": torch.zeros(40 * MIB, dtype=torch.half)}),
+        lambda folder: repacked(
+            folder / "x.bin", {"x": torch.zeros(40 * MIB, dtype=torch.half)}
+        ),
         lambda folder: endless_view(folder / "x.pt"),
     ],
 )
@@ -135,7 +147,9 @@ def test_published_forms_of_weights_are_read(tmp_path: Path) -> None:
     """Stored and deflated, with a head of zeros and weights that are tied."""
     weight = torch.randn(1 << 20)
     tensors = {"a": weight, "tied": weight, "head": torch.zeros(1 << 20)}
-    np.savez(tmp_path / "a.npz", **{name: each.numpy() for name, each in tensors.items()})
+    np.savez(
+        tmp_path / "a.npz", **{name: each.numpy() for name, each in tensors.items()}
+    )
     np.savez_compressed(
         tmp_path / "b.npz", **{name: each.numpy() for name, each in tensors.items()}
     )
@@ -143,10 +157,20 @@ def test_published_forms_of_weights_are_read(tmp_path: Path) -> None:
     torch.save(tensors, tmp_path / "d.bin", _use_new_zipfile_serialization=False)
     for path in sorted(tmp_path.iterdir()):
         found = read_tensors(path)
-        assert all(torch.equal(found[name], each) for name, each in tensors.items()), path
+        assert all(torch.equal(found[name], each) for name, each in tensors.items()), (
+            path
+        )
 
 
-NAMES = ["x\x1b]0;owned\x07.png", "a\x1b[2J", "b\x9b31m", "line\nbreak", "\r over", "tab\t", "\x7f"]
+NAMES = [
+    "x\x1b]0;owned\x07.png",
+    "a\x1b[2J",
+    "b\x9b31m",
+    "line\nbreak",
+    "\r over",
+    "tab\t",
+    "\x7f",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,7 +189,9 @@ def test_every_command_prints_through_the_guard() -> None:
         "    raise UserError('no class \\x1b[2J')\n"
         "run_script(main)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert done.stdout == "name \\x1b]0;owned\\x07\nsecond line\n"
     assert done.stderr == "\\x9b2J\nerror:\nno class \\x1b[2J\n"

@@ -76,13 +76,41 @@ def server(folder: Path) -> Iterator[RangeServer]:
 
 # Texts that make some tool run a command or read another resource, or that have secrets.
 REFUSED = (
-    *("pipe:COMMAND", "pipe:COMMAND |", "PIPE:COMMAND", "file:///nowhere::pipe:COMMAND"),
-    *("simplecache::pipe:COMMAND", "zip://a::http://127.0.0.1/x", "http://127.0.0.1/a::pipe:x"),
-    *("http://127.0.0.1/$(COMMAND)", "http://127.0.0.1/`COMMAND`", "http://127.0.0.1/a;COMMAND"),
+    *(
+        "pipe:COMMAND",
+        "pipe:COMMAND |",
+        "PIPE:COMMAND",
+        "file:///nowhere::pipe:COMMAND",
+    ),
+    *(
+        "simplecache::pipe:COMMAND",
+        "zip://a::http://127.0.0.1/x",
+        "http://127.0.0.1/a::pipe:x",
+    ),
+    *(
+        "http://127.0.0.1/$(COMMAND)",
+        "http://127.0.0.1/`COMMAND`",
+        "http://127.0.0.1/a;COMMAND",
+    ),
     *("http://127.0.0.1/{000..003}-x", "http://127.0.0.1/a\npipe:COMMAND"),
-    *("s3://bucket/a\r\npipe:COMMAND", "http://127.0.0.1/../x", "python:import os", "data:text/x"),
-    *("reference://x", "local://x", "ssh://-oProxyCommand=COMMAND/a", "git+ext::sh -c COMMAND"),
-    *("http:///x", "http:x", f"https://user:{SECRET}@host/x", f"s3://key:{SECRET}@bucket/x"),
+    *(
+        "s3://bucket/a\r\npipe:COMMAND",
+        "http://127.0.0.1/../x",
+        "python:import os",
+        "data:text/x",
+    ),
+    *(
+        "reference://x",
+        "local://x",
+        "ssh://-oProxyCommand=COMMAND/a",
+        "git+ext::sh -c COMMAND",
+    ),
+    *(
+        "http:///x",
+        "http:x",
+        f"https://user:{SECRET}@host/x",
+        f"s3://key:{SECRET}@bucket/x",
+    ),
     *(f"https://host/x?X-Amz-Signature={SECRET}", f"http://host/x#{SECRET}"),
 )
 
@@ -95,10 +123,17 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
     for text in REFUSED:
         text = text.replace("COMMAND", f"touch {tmp_path}/canary")
         assert is_url(text), text
-        with pytest.raises(UserError, match=r"^data\.path: is not a plain URL") as caught:
+        with pytest.raises(
+            UserError, match=r"^data\.path: is not a plain URL"
+        ) as caught:
             read_manifest(text)
         assert SECRET not in str(caught.value)
-    for name in ("a::pipe:touch canary", "$(touch canary)", "{0..3}", "x\npipe:touch y"):
+    for name in (
+        "a::pipe:touch canary",
+        "$(touch canary)",
+        "{0..3}",
+        "x\npipe:touch y",
+    ):
         with pytest.raises(UserError, match="no such folder"):
             read_manifest(str(tmp_path / name.replace("/", "_")))
     assert location_of(f"file://{tmp_path}/a") == tmp_path / "a"
@@ -116,11 +151,15 @@ def test_urls_with_commands_or_secrets_are_refused_and_not_repeated(
         ("s3://bucket", "/etc/passwd", "s3://bucket/etc/passwd"),
     ],
 )
-def test_names_are_joined_and_stay_on_their_host(folder: str, name: str, joined: str) -> None:
+def test_names_are_joined_and_stay_on_their_host(
+    folder: str, name: str, joined: str
+) -> None:
     assert str(location_of(folder) / name) == joined
 
 
-def test_an_external_manifest_cannot_name_other_places(folder: Path, tmp_path: Path) -> None:
+def test_an_external_manifest_cannot_name_other_places(
+    folder: Path, tmp_path: Path
+) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     path = copy / MANIFEST_NAME
     text = json.loads(path.read_text())
@@ -157,7 +196,11 @@ def test_a_transient_fault_is_retried(
     [
         ("error", FailureKind.STORAGE, r"50[03].*; [1-9]\d requests"),
         ("short", FailureKind.STORAGE, r"; [1-9]\d requests"),
-        ("no_ranges", FailureKind.STORAGE, r"must support range requests.*; [1-9]\d requests"),
+        (
+            "no_ranges",
+            FailureKind.STORAGE,
+            r"must support range requests.*; [1-9]\d requests",
+        ),
         ("forbidden", FailureKind.STORAGE, "403.*; 1 requests"),
         ("missing", FailureKind.BAD_INPUT, "; 1 requests"),
     ],
@@ -174,11 +217,14 @@ def test_a_lasting_fault_is_one_error(
     with pytest.raises(UserError, match=rf"a\.bin: cannot be read .*{text}") as caught:
         list(read_chunks(Url(server.url) / "a.bin", 9))
     assert caught.value.kind == kind
-    assert capsys.readouterr().err.count("retrying for 120 s") == ("; 1 requests" not in text)
+    assert capsys.readouterr().err.count("retrying for 120 s") == (
+        "; 1 requests" not in text
+    )
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("HOME", "/none"), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_PROFILE", "none")]
+    ("variable", "value"),
+    [("HOME", "/none"), ("AWS_ACCESS_KEY_ID", "a"), ("AWS_PROFILE", "none")],
 )
 def test_missing_credentials_are_an_error_at_once(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch
@@ -206,7 +252,9 @@ def test_buckets_answer_with_what_was_asked_for(
     monkeypatch.setattr(remote, "CHUNK_BYTES", 4000)
     keys = {"key": "key", "secret": "secret"} if scheme == "s3" else {"token": "anon"}
     with served(folder.parent) as server:
-        monkeypatch.setitem(fsspec.config.conf, scheme, {"endpoint_url": server.url} | keys)
+        monkeypatch.setitem(
+            fsspec.config.conf, scheme, {"endpoint_url": server.url} | keys
+        )
         assert content_of(f"{scheme}://bucket") == (folder / "a.bin").read_bytes()
         with pytest.raises(UserError) as caught:
             content_of(f"{scheme}://bucket", "b.bin")
@@ -218,10 +266,14 @@ def test_buckets_answer_with_what_was_asked_for(
 def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def cat_file(self, url: str, **span: int) -> bytes:
-            raise OSError(f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed")
+            raise OSError(
+                f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed"
+            )
 
     monkeypatch.setattr(remote, "_filesystem", lambda scheme: Failing())
-    with pytest.raises(StorageError, match=r"GET https://host/a.bin\?\*\*\* failed") as caught:
+    with pytest.raises(
+        StorageError, match=r"GET https://host/a.bin\?\*\*\* failed"
+    ) as caught:
         list(read_chunks(Url("http://host/a.bin"), 9))
     assert SECRET not in str(caught.value)
 
@@ -268,7 +320,10 @@ class Cache:
     """Files by number in the folder of a cache for `num_files` of them."""
 
     def __init__(self, path: Path, num_files: float = 3) -> None:
-        self.folder, self.max_bytes = open_cache(str(path / "cache")), int(num_files * SIZE)
+        self.folder, self.max_bytes = (
+            open_cache(str(path / "cache")),
+            int(num_files * SIZE),
+        )
 
     def file(self, number: int) -> RemoteFile:
         url, digest = Url(f"s3://bucket/{number}"), blake3(content(number)).hexdigest()
@@ -322,14 +377,20 @@ def test_damage_is_fetched_again_and_never_kept(cache: Cache, log: Path) -> None
     with pytest.raises(OSError, match="do not have the hash in the index"):
         shard.read(offset=5, num_bytes=7, hash_prefix=0)
     log.write_text("")
-    with pytest.raises(UserError, match="bucket/99: cannot be read: its bytes do not have"):
+    with pytest.raises(
+        UserError, match="bucket/99: cannot be read: its bytes do not have"
+    ):
         cache.file(99).path()
     assert cache.held() == [] and requests(log) == [99] * remote.DAMAGED_READS
 
 
-def test_a_cache_that_cannot_keep_a_file_is_one_error(tmp_path: Path, log: Path) -> None:
+def test_a_cache_that_cannot_keep_a_file_is_one_error(
+    tmp_path: Path, log: Path
+) -> None:
     """No sample is replaced for it."""
-    with pytest.raises(UserError, match="bucket/1 cannot be kept there .*no space for 1000 bytes"):
+    with pytest.raises(
+        UserError, match="bucket/1 cannot be kept there .*no space for 1000 bytes"
+    ):
         Cache(tmp_path, num_files=0.5).read(1)
     with pytest.raises(UserError, match=r"data.remote.cache_path=.*cannot be written"):
         Cache(log)
@@ -369,7 +430,8 @@ def test_many_processes_fetch_each_file_once_and_keep_the_size(
     context = multiprocessing.get_context("fork")
     cache, sizes = Cache(tmp_path, num_files=limit), tmp_path / "sizes"
     processes = [
-        context.Process(target=_fetch_all, args=(cache, first, sizes)) for first in range(4)
+        context.Process(target=_fetch_all, args=(cache, first, sizes))
+        for first in range(4)
     ]
     for process in processes:
         process.start()
@@ -425,7 +487,9 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     # In this process: workers end in the middle of a fetch, which another then begins again.
     assert run.batches(ranks=1, workers=0, start=0, stop=1) == undisturbed[:1]
     # Two blocks of 16 fit; the second is fetched while the first is read.
-    index = read_split(server.url, split="train", remote_settings=run.settings(0).remote)
+    index = read_split(
+        server.url, split="train", remote_settings=run.settings(0).remote
+    )
     files = [shard for shard in index.shards if isinstance(shard, RemoteFile)]
 
     def are_fetched() -> bool:
@@ -438,7 +502,9 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     assert tars == sum(file.num_bytes for file in files)
     assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
     # All from the cache but the manifest.
-    assert {name for name, num in server.sent.items() if num != sent[name]} == {MANIFEST_NAME}
+    assert {name for name, num in server.sent.items() if num != sent[name]} == {
+        MANIFEST_NAME
+    }
 
 
 @pytest.mark.parametrize(("workers", "fault"), [(0, "error"), (2, "missing")])
@@ -447,5 +513,7 @@ def test_an_outage_ends_the_run_and_names_the_shard(
 ) -> None:
     """An outage is no bit rot: substituting would make runs non-deterministic."""
     server.fault = lambda path, number: fault if path.endswith(".tar") else None
-    with pytest.raises(UserError, match=r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):
+    with pytest.raises(
+        UserError, match=r"(?s)train-0000\d\d\.tar: cannot be read.*requests"
+    ):
         run.batches(ranks=1, workers=workers, start=0, stop=STEPS)

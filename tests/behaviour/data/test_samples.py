@@ -52,11 +52,18 @@ def training(shards: Path, **changes: Any) -> TrainingSamples:
 
 def evaluation(shards: Path, **changes: Any) -> EvaluationSamples:
     data = DataSettings(path=str(shards), global_batch=4, **changes)
-    return EvaluationSamples(read_split(shards, split="train"), settings=data, image_size=SIZE)
+    return EvaluationSamples(
+        read_split(shards, split="train"), settings=data, image_size=SIZE
+    )
 
 
 def request_of(box: tuple[int, int, int, int], **more: Any) -> crops.CropRequest:
-    options = {"size": SIZE, "interpolation": "bilinear", "antialias": False, "flip": False}
+    options = {
+        "size": SIZE,
+        "interpolation": "bilinear",
+        "antialias": False,
+        "flip": False,
+    }
     return crops.CropRequest(box=crops.CropBox(*box), **options | more)
 
 
@@ -67,7 +74,9 @@ PASSING_ERRORS = ("ESTALE", "ETIMEDOUT", "ESHUTDOWN", "EAGAIN")
 
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atomic_files, "READ_PAUSES_S", (0.0,) * len(atomic_files.READ_PAUSES_S))
+    monkeypatch.setattr(
+        atomic_files, "READ_PAUSES_S", (0.0,) * len(atomic_files.READ_PAUSES_S)
+    )
 
 
 @contextmanager
@@ -92,7 +101,9 @@ def streamed(folder: Path) -> StreamedSamples:
     more["webdataset"] = {"num_samples": 12, "num_classes": 2}
     data = DataSettings.model_validate({"path": str(folder), "global_batch": 4} | more)
     augmentation = Augmentation(data, image_size=SIZE, seed=0)
-    samples = StreamedSamples(open_training_set(data, seed=0), augmentation, start=0, place=(0, 1))
+    samples = StreamedSamples(
+        open_training_set(data, seed=0), augmentation, start=0, place=(0, 1)
+    )
     samples.start(worker=0, num_workers=1)
     return samples
 
@@ -118,7 +129,9 @@ READERS = ("training", "evaluation", "streamed", "cached")
 def reader(name: str, shards: Path, tmp_path: Path) -> Samples:
     if name == "cached":
         return cached(shards, tmp_path / "cache")
-    return {"training": training, "evaluation": evaluation, "streamed": streamed}[name](shards)
+    return {"training": training, "evaluation": evaluation, "streamed": streamed}[name](
+        shards
+    )
 
 
 @pytest.mark.parametrize(
@@ -212,7 +225,10 @@ def test_bytes_that_the_file_system_finds_damaged_are_substituted_in_training_on
 @pytest.mark.parametrize("error", ["EACCES", "ENOMEM", "EMFILE"])
 def test_an_error_of_the_machine_ends_the_run_at_once(shards: Path, error: str) -> None:
     for samples in (training(shards), evaluation(shards)):
-        with failing(error) as calls, pytest.raises(UserError, match=r"^[^']*\.tar: cannot be re"):
+        with (
+            failing(error) as calls,
+            pytest.raises(UserError, match=r"^[^']*\.tar: cannot be re"),
+        ):
             samples.fill(0, OUT)
         assert len(calls) == 1
         assert samples.fill(0, OUT)[1] == []
@@ -231,7 +247,9 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None
     for position in range(1, 16):
         assert samples.fill(position, OUT)[1] == []
     for position in (0, 16):
-        with pytest.raises(UserError, match="do not have the hash in the index.*8 substitutes"):
+        with pytest.raises(
+            UserError, match="do not have the hash in the index.*8 substitutes"
+        ):
             samples.fill(position, OUT)
 
 
@@ -247,7 +265,9 @@ def test_evaluation_averages_areas_where_its_settings_say(
     if fraction is not None:
         more = {"eval_resize": "center_crop", "eval_crop_fraction": fraction}
         # The short side becomes 16 / 0.8 = 20 pixels.
-        resized = tuple(round(side * 20 / min(height, width)) for side in (height, width))
+        resized = tuple(
+            round(side * 20 / min(height, width)) for side in (height, width)
+        )
     evaluation(shards, eval_interpolation="area", **more).fill(2, OUT)
     assert torch.equal(OUT, crops.area_resized(pixels, resized=resized, size=SIZE))
 
@@ -261,7 +281,9 @@ def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
         pixels = crops.decode(samples.parts[0].read(draw.sample))
         random = CounterRandom(augmentation_key(0, draw))
         height, width, _ = pixels.shape
-        box = crops.tf_crop_box(width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random)
+        box = crops.tf_crop_box(
+            width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random
+        )
         corners = (box.left, box.top, box.width, box.height)
         request = request_of(corners, flip=random.uniform() < 0.5)
         assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
@@ -277,6 +299,9 @@ def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path) -
             pin_memory=False, samples=chosen,
         )  # fmt: skip
         for batch in batches:
-            assert batch.weights is not None and set(batch.weights.tolist()) <= {0.0, 1.0}
+            assert batch.weights is not None and set(batch.weights.tolist()) <= {
+                0.0,
+                1.0,
+            }
             counted += batch.positions[batch.weights.numpy() == 1].tolist()
     assert sorted(counted) == chosen.tolist()

@@ -24,7 +24,9 @@ BLOCK = 512
 def samples(first: int, num: int) -> bytes:
     """A tar of samples, padded as by GNU tar to 20 blocks."""
     stored = range(first, first + num)
-    return tar_bytes({f"{n}.{kind}": b"%d" % (n % 2) for n in stored for kind in ("jpg", "cls")})
+    return tar_bytes(
+        {f"{n}.{kind}": b"%d" % (n % 2) for n in stored for kind in ("jpg", "cls")}
+    )
 
 
 def unpadded(tar: bytes) -> bytes:
@@ -67,7 +69,9 @@ JOINED = {
 
 
 @pytest.mark.parametrize("content", JOINED.values(), ids=JOINED)
-def test_tars_that_were_joined_are_read_to_the_end(content: bytes, tmp_path: Path) -> None:
+def test_tars_that_were_joined_are_read_to_the_end(
+    content: bytes, tmp_path: Path
+) -> None:
     assert members_of(content) == (names_by_tarfile(content), "")
     # As one file of a source, as the tar of a class in a larger tar, and as a stream.
     expected = [name for name in names_by_tarfile(content) if name.endswith(".jpg")]
@@ -79,13 +83,16 @@ def test_tars_that_were_joined_are_read_to_the_end(content: bytes, tmp_path: Pat
         names = [path.partition(".tar/")[2].removeprefix("cat.tar/") for path in kept]
         assert [name for name in names if "dog.tar" not in name] == expected
     read = [
-        f"{key}.jpg" for _, key, _, _ in stream._samples_of(tmp_path / "train-0.tar", num_classes=0)
+        f"{key}.jpg"
+        for _, key, _, _ in stream._samples_of(tmp_path / "train-0.tar", num_classes=0)
     ]
     assert read == expected
 
 
 def test_a_tar_of_tars_that_were_joined_has_all_classes(tmp_path: Path) -> None:
-    (tmp_path / "all.tar").write_bytes(tar_bytes({"cat.tar": A}) + tar_bytes({"dog.tar": B}))
+    (tmp_path / "all.tar").write_bytes(
+        tar_bytes({"cat.tar": A}) + tar_bytes({"dog.tar": B})
+    )
     source = opened("class_tars", tmp_path / "all.tar")
     assert [box.class_name for box in source.containers()] == ["cat", "dog"]
 
@@ -102,7 +109,9 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("tail", BEHIND.values(), ids=BEHIND)
-def test_other_bytes_behind_the_end_mark_are_a_defect(tail: bytes, tmp_path: Path) -> None:
+def test_other_bytes_behind_the_end_mark_are_a_defect(
+    tail: bytes, tmp_path: Path
+) -> None:
     (tmp_path / "train-0.tar").write_bytes(A + tail)
     rows = listed(opened("webdataset", tmp_path))
     assert [row.name for row in rows if row.reason is None][:3] == ["0", "1", "2"]
@@ -116,7 +125,9 @@ def header(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     info = tarfile.TarInfo(name)
     info.type = kind
     raw = bytearray(info.tobuf(tarfile.GNU_FORMAT))
-    raw[124:136] = (b"\xff" if size < 0 else b"\x80") + (size % (1 << 88)).to_bytes(11, "big")
+    raw[124:136] = (b"\xff" if size < 0 else b"\x80") + (size % (1 << 88)).to_bytes(
+        11, "big"
+    )
     raw[148:156] = b" " * 8
     raw[148:156] = b"%06o\0 " % sum(raw)
     return bytes(raw)
@@ -146,14 +157,18 @@ HOSTILE = {
     "digits without end": pax(b"1" * 200_000) + ONE,
     "a sparse map that is cut": pax(SPARSE) + header("b.jpg", 10),
     "a sparse map of text": pax(SPARSE) + header("b.jpg", 10) + b"text" * 128,
-    "names of names": header("b", 0, tarfile.GNUTYPE_LONGNAME) * (sys.getrecursionlimit() + 9),
-    "no name after a long one": header("b", 5, tarfile.GNUTYPE_LONGNAME) + b"12345".ljust(BLOCK),
+    "names of names": header("b", 0, tarfile.GNUTYPE_LONGNAME)
+    * (sys.getrecursionlimit() + 9),
+    "no name after a long one": header("b", 5, tarfile.GNUTYPE_LONGNAME)
+    + b"12345".ljust(BLOCK),
 }
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_headers_end_in_a_row(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "train-0.tar").write_bytes(ONE + content + ONE.replace(b"a.jpg", b"z.jpg"))
+    (tmp_path / "train-0.tar").write_bytes(
+        ONE + content + ONE.replace(b"a.jpg", b"z.jpg")
+    )
     for kind in ("webdataset", "class_tars"):
         rows = listed(opened(kind, tmp_path, {"values": "none"}))
         assert "train-0.tar/a.jpg" in {row.path for row in rows if row.reason is None}
@@ -177,11 +192,16 @@ def test_a_stream_gives_what_stock_webdataset_gives(tmp_path: Path) -> None:
         (tmp_path / f"{number}.tar").write_bytes(tar_bytes(stored, format=format))
         url = str(tmp_path / f"{number}.tar")
         expected = {
-            each["__key__"]: next(each[kind] for kind in stream.IMAGE_SUFFIXES if kind in each)
+            each["__key__"]: next(
+                each[kind] for kind in stream.IMAGE_SUFFIXES if kind in each
+            )
             for each in webdataset.WebDataset(url, shardshuffle=False)
             if set(each) & set(stream.IMAGE_SUFFIXES)
         }
-        found = {key: image for _, key, image, _ in stream._samples_of(Path(url), num_classes=0)}
+        found = {
+            key: image
+            for _, key, image, _ in stream._samples_of(Path(url), num_classes=0)
+        }
         assert found == expected
 
 

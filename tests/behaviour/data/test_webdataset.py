@@ -50,19 +50,28 @@ def taken(
     return list(islice(tar_samples(tars, seed=SEED, start=start, **more), num_samples))
 
 
-def test_an_epoch_has_every_sample_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_has_every_sample_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The library's own way to open tars runs commands: for `pipe:`, http and rewritten names.
     monkeypatch.delattr(tariterators.gopen, "gopen")
     index = read_split(folder, split="train")
     stored = {key: number for number, key in enumerate(sample_keys(index, range(NUM)))}
     found = taken(folder, 3 * NUM)
     for _, key, image, label in found:
-        assert label == index.label[stored[key]] and len(image) == index.length[stored[key]]
-    epochs = [[key for _, key, _, _ in found[i * NUM : (i + 1) * NUM]] for i in range(3)]
+        assert (
+            label == index.label[stored[key]]
+            and len(image) == index.length[stored[key]]
+        )
+    epochs = [
+        [key for _, key, _, _ in found[i * NUM : (i + 1) * NUM]] for i in range(3)
+    ]
     assert [set(epoch) for epoch in epochs] == [set(stored)] * 3
     assert epochs[0] != epochs[1] != epochs[2]
     assert [key for _, key, _, _ in taken(folder, NUM, start=NUM)] not in epochs
-    shared = [each[1] for n in range(3) for each in taken(folder, NUM // 3, process=n, num=3)]
+    shared = [
+        each[1] for n in range(3) for each in taken(folder, NUM // 3, process=n, num=3)
+    ]
     assert set(shared) == set(stored)
 
 
@@ -71,8 +80,12 @@ def test_an_epoch_has_every_sample_once(folder: Path, monkeypatch: pytest.Monkey
 def test_every_loader_process_needs_a_tar(num_ranks: int, num_workers: int) -> None:
     """One without would look for one for ever: its share of every epoch is empty."""
     num_processes = num_ranks * max(num_workers, 1)
-    for num_tars in {1, num_processes - 1, num_processes, num_processes + 1, 1024} - {0}:
-        shares = [range(num_tars)[process::num_processes] for process in range(num_processes)]
+    for num_tars in {1, num_processes - 1, num_processes, num_processes + 1, 1024} - {
+        0
+    }:
+        shares = [
+            range(num_tars)[process::num_processes] for process in range(num_processes)
+        ]
         is_refused = pytest.raises(UserError) if not all(shares) else nullcontext()
         with is_refused as caught:
             check_shares(num_tars, num_ranks=num_ranks, num_workers=num_workers)
@@ -83,7 +96,11 @@ def test_every_loader_process_needs_a_tar(num_ranks: int, num_workers: int) -> N
 
 def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:
     more = {"start": 0, "stop": 2 * GLOBAL_BATCH, "ranks": ranks}
-    return [batch for rank in range(ranks) for batch in rank_batches_of(data, rank=rank, **more)]
+    return [
+        batch
+        for rank in range(ranks)
+        for batch in rank_batches_of(data, rank=rank, **more)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,9 +109,14 @@ def batches(data: DataSettings, *, ranks: int = 1) -> list[Any]:
 def test_labels_are_numbers_or_absent(
     tmp_path: Path, workers: int, num_classes: int | None, labels: set[int]
 ) -> None:
-    tars = {f"train-{n}.tar": {"a.JPG": photo(1), "a.cls": b" 3\n".rjust(50)} for n in range(4)}
+    tars = {
+        f"train-{n}.tar": {"a.JPG": photo(1), "a.cls": b" 3\n".rjust(50)}
+        for n in range(4)
+    }
     write_tars(tmp_path, tars)
-    data = settings(tmp_path, num_workers=workers, webdataset={"num_classes": num_classes})
+    data = settings(
+        tmp_path, num_workers=workers, webdataset={"num_classes": num_classes}
+    )
     found = batches(data, ranks=2)
     assert [len(batch.labels) for batch in found] == [GLOBAL_BATCH // 2] * 4
     assert all(batch.images.float().std() > 0 for batch in found)
@@ -105,10 +127,14 @@ def test_images_that_cannot_be_decoded_are_counted(tmp_path: Path) -> None:
     members = {f"{n}.{kind}": b"1" for n in range(30) for kind in ("jpg", "cls")}
     good = {f"{n}.jpg": photo(n) for n in range(0, 30, 2)}
     write_tars(tmp_path, {"train-0.tar": members | good | {"no_image.cls": b"1"}})
-    lost = {each.key for batch in batches(settings(tmp_path)) for each in batch.unreadable}
+    lost = {
+        each.key for batch in batches(settings(tmp_path)) for each in batch.unreadable
+    }
     assert {"1", "29", "no_image"} < lost and "2" not in lost
     write_tars(tmp_path, {"train-0.tar": members})
-    with pytest.raises(UserError, match="9 samples in a row cannot be read, the last: "):
+    with pytest.raises(
+        UserError, match="9 samples in a row cannot be read, the last: "
+    ):
         batches(settings(tmp_path))
 
 
@@ -154,7 +180,9 @@ def test_a_tar_that_cannot_be_used_is_named(
 def test_a_split_is_a_name_or_a_pattern(folder: Path, split: str, numbers: Any) -> None:
     split = split.replace("FOLDER", str(folder))
     if not isinstance(numbers, str):
-        names = [tar.name for tar in tars_of_split(folder, split, where="data.train_split")]
+        names = [
+            tar.name for tar in tars_of_split(folder, split, where="data.train_split")
+        ]
         assert names == [f"train-{number:06d}.tar" for number in numbers]
         return
     with pytest.raises(UserError, match=f"data.train_split: .*{numbers}"):

@@ -111,13 +111,18 @@ def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path: Path) 
 
 
 def test_a_space_may_have_classes_without_training_images(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in", {"train/ant": 2, "val/ant": 1, "val/walrus": 2})
+    source = write_folder(
+        tmp_path / "in", {"train/ant": 2, "val/ant": 1, "val/walrus": 2}
+    )
     (source / "train/empty").mkdir()
     (tmp_path / "space.txt").write_text("walrus\nant\n10\n2\n")
     run = run_of(source, tmp_path / "s", labels={"space": str(tmp_path / "space.txt")})
     prepare_here(run)
     assert read_manifest(tmp_path / "s").notes == ()
-    classes = {split: {name for name, _ in rows} for split, rows in stored(tmp_path / "s").items()}
+    classes = {
+        split: {name for name, _ in rows}
+        for split, rows in stored(tmp_path / "s").items()
+    }
     assert classes == {"train": {"ant"}, "val": {"ant", "walrus"}}
     (source / "train/empty").rmdir()
     prepare_here(run_of(source, tmp_path / "t", source={"min_images_per_class": 3}))
@@ -129,11 +134,18 @@ def test_a_space_may_have_classes_without_training_images(tmp_path: Path) -> Non
         run_steps(work, STEPS[-1:], num_workers=1)
 
 
-def test_a_class_whose_training_images_are_all_damaged_is_refused(tmp_path: Path) -> None:
-    source = write_folder(tmp_path / "in", {"train/ant": 2, "train/dog": 1, "val/dog": 2})
+def test_a_class_whose_training_images_are_all_damaged_is_refused(
+    tmp_path: Path,
+) -> None:
+    source = write_folder(
+        tmp_path / "in", {"train/ant": 2, "train/dog": 1, "val/dog": 2}
+    )
     (source / "train/dog/0.png").write_bytes(picture(3)[:60])
     text = refused(tmp_path, source, images=ANY_BAD)
-    assert "no usable image is left of 1 classes: dog (in train)" in text and "dog/0.png" in text
+    assert (
+        "no usable image is left of 1 classes: dog (in train)" in text
+        and "dog/0.png" in text
+    )
     (source / "train/eel").mkdir()
     text = refused(tmp_path, source, images=ANY_BAD)
     assert "1 of 3 classes hold no images: 'eel'" in text
@@ -143,11 +155,15 @@ def test_names_that_look_alike_are_refused_within_train(tmp_path: Path) -> None:
     both = {CAFE: 1, unicodedata.normalize("NFD", CAFE): 1, "tea": 1}
     assert "look like" in refused(tmp_path, write_folder(tmp_path / "in", both))
     # Letters of both cases are classes of their own.
-    prepare_here(run_of(write_folder(tmp_path / "letters", {"A": 1, "a": 1}), tmp_path / "s"))
+    prepare_here(
+        run_of(write_folder(tmp_path / "letters", {"A": 1, "a": 1}), tmp_path / "s")
+    )
     assert read_manifest(tmp_path / "s").classes == ("A", "a")
 
 
-def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path: Path) -> None:
+def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(
+    tmp_path: Path,
+) -> None:
     source = write_folder(
         tmp_path / "in", {unicodedata.normalize("NFD", CAFE): 2, "tea": 2, "x": 1}
     )
@@ -163,14 +179,19 @@ def test_a_rejected_class_that_looks_like_one_of_the_space_is_refused(tmp_path: 
 ODD = ["3.0", "03", "3 5", "3\0", "+3", "1e3", "[3]", "none"]
 
 
-def write_labels(kind: str, root: Path, labels: list[str]) -> tuple[Path, dict[str, Any]]:
+def write_labels(
+    kind: str, root: Path, labels: list[str]
+) -> tuple[Path, dict[str, Any]]:
     """A source with these labels; returns its path, and its settings."""
     root.mkdir()
     if kind == "path_table":
         for number in range(len(labels)):
             (root / f"{number}.png").write_bytes(picture(number))
         with open(root / "t.csv", "w", newline="") as file:
-            rows = [["image", "label"], *([f"{n}.png", text] for n, text in enumerate(labels))]
+            rows = [
+                ["image", "label"],
+                *([f"{n}.png", text] for n, text in enumerate(labels)),
+            ]
             csv.writer(file).writerows(rows)
         return root / "t.csv", {"kind": kind}
     if kind == "parquet":
@@ -184,7 +205,9 @@ def write_labels(kind: str, root: Path, labels: list[str]) -> tuple[Path, dict[s
         content = json.dumps({"class": text}) if kind == "json" else text
         members[f"{number:03}.{suffix}"] = content.encode()
     write_tars(root, {"a.tar": members})
-    return root, {"kind": "webdataset"} | ({"label": "json:class"} if kind == "json" else {})
+    return root, {"kind": "webdataset"} | (
+        {"label": "json:class"} if kind == "json" else {}
+    )
 
 
 @pytest.mark.parametrize("kind", ["path_table", "parquet", "cls", "json"])
@@ -196,7 +219,9 @@ def test_a_label_that_is_no_plain_number_among_numbers_is_refused(
     labels[13] = odd
     source, settings = write_labels(kind, tmp_path / "in", labels)
     text = refused(tmp_path, source, source=settings)
-    place = {"path_table": "13.png", "parquet": "a.parquet/13"}.get(kind, "a.tar/013.png")
+    place = {"path_table": "13.png", "parquet": "a.parquet/13"}.get(
+        kind, "a.tar/013.png"
+    )
     assert f"such as {odd!a} of {place!r}" in text
 
 
@@ -215,22 +240,30 @@ def test_numbers_in_one_form_are_taken(tmp_path: Path) -> None:
         assert list(read_manifest(tmp_path / f"s{number}").classes) == classes
 
 
-def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(tmp_path: Path) -> None:
-    source, settings = write_labels("path_table", tmp_path / "in", [f"{n}.0" for n in range(12)])
+def test_floats_are_refused_and_a_mark_of_windows_is_no_part_of_a_number(
+    tmp_path: Path,
+) -> None:
+    source, settings = write_labels(
+        "path_table", tmp_path / "in", [f"{n}.0" for n in range(12)]
+    )
     assert "such as '0.0' of '0.png'" in refused(tmp_path, source, source=settings)
     source, settings = write_labels("cls", tmp_path / "tars", ["0", "\ufeff1", "2"])
     prepare_here(run_of(source, tmp_path / "s", source=settings))
     assert read_manifest(tmp_path / "s").classes == ("0", "1", "2")
 
 
-def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(tmp_path: Path) -> None:
+def test_folders_named_by_numbers_are_sorted_as_text_and_it_is_said(
+    tmp_path: Path,
+) -> None:
     source = write_folder(tmp_path / "in", {str(number): 1 for number in range(11)})
     prepare_here(run_of(source, tmp_path / "s"))
     (note,) = read_manifest(tmp_path / "s").notes
     assert "'10' has label 2, and '2' 3" in note
     # 0 to 9 and a name are in the order of the numbers.
     names = [*map(str, range(10)), "none"]
-    prepare_here(run_of(write_folder(tmp_path / "b", dict.fromkeys(names, 1)), tmp_path / "s2"))
+    prepare_here(
+        run_of(write_folder(tmp_path / "b", dict.fromkeys(names, 1)), tmp_path / "s2")
+    )
     assert read_manifest(tmp_path / "s2").notes == ()
     assert "such as '03'" in refused(tmp_path, write_folder(source, {"03": 1}))
 
@@ -257,24 +290,36 @@ def test_a_file_is_one_image_by_whatever_path(tmp_path: Path) -> None:
     (root / "away").symlink_to(".")
     rows = [
         *(("0.png", "a", "train"), ("0.png", "a", "train")),  # twice
-        *(("1.png", "a", "train"), ("1.png", "b", "train")),  # two classes: neither is right
+        *(
+            ("1.png", "a", "train"),
+            ("1.png", "b", "train"),
+        ),  # two classes: neither is right
         *(("2.png", "a", "train"), (f"{root}/2.png", "a", "val")),  # val keeps it
         *(("link.png", "b", "train"), ("3.png", "b", "train")),
-        *(("4.png", "a", "train"), ("hard.png", "a", "train")),  # hard links are two files
+        *(
+            ("4.png", "a", "train"),
+            ("hard.png", "a", "train"),
+        ),  # hard links are two files
         *(("away/5.png", "b", "val"), ("./5.png", "a", "train")),
         *(("6.png", "a", "train"), ("7.png", "b", "train")),
     ]
     with open(root / "t.csv", "w", newline="") as file:
         csv.writer(file).writerows([("image", "label", "split"), *rows])
-    run = run_of(root / "t.csv", tmp_path / "s", source={"kind": "path_table"}, images=ANY_BAD)
+    run = run_of(
+        root / "t.csv", tmp_path / "s", source={"kind": "path_table"}, images=ANY_BAD
+    )
     prepare_here(run)
     reasons = Counter(
-        row["reason"] for row in pq.read_table(tmp_path / "s/ledger.parquet").to_pylist()
+        row["reason"]
+        for row in pq.read_table(tmp_path / "s/ledger.parquet").to_pylist()
     )
     assert reasons == {None: 7, "duplicate_path": 7}
     pixels = {n: str(Image.open(root / f"{n}.png").getpixel((0, 0))) for n in range(8)}
     assert stored(tmp_path / "s") == {
-        "train": {(c, pixels[n]) for c, n in (("a", 0), ("b", 3), ("a", 4), ("a", 6), ("b", 7))},
+        "train": {
+            (c, pixels[n])
+            for c, n in (("a", 0), ("b", 3), ("a", 4), ("a", 6), ("b", 7))
+        },
         "val": {("a", pixels[2])},
     }
 
@@ -327,10 +372,14 @@ def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(path: Path, **settings: Any) -> TrainingSet:
-    return open_training_set(DataSettings(path=str(path), global_batch=2, **settings), seed=0)
+    return open_training_set(
+        DataSettings(path=str(path), global_batch=2, **settings), seed=0
+    )
 
 
-def test_keys_that_tars_share_get_the_name_of_their_tar(indexed: Path, tmp_path: Path) -> None:
+def test_keys_that_tars_share_get_the_name_of_their_tar(
+    indexed: Path, tmp_path: Path
+) -> None:
     split = read_split(indexed, split="train")
     keys = sample_keys(split, range(split.num_samples))
     assert len(set(keys)) == 120 and keys[25] == "1/005"
@@ -354,7 +403,9 @@ def test_unique_keys_stay_as_they_are(tmp_path: Path) -> None:
     assert sample_keys(split, range(4)) == ["k0", "0/same", "k1", "1/same"]
 
 
-def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path: Path) -> None:
+def test_keys_of_two_splits_are_refused_where_copies_are_left_out(
+    tmp_path: Path,
+) -> None:
     for split, first in (("train", 5), ("val", 0)):
         members = {"0.png": picture(first), "0.cls": b"0"}
         write_tars(tmp_path / "tars", {f"{first}-{split}.tar": members})
@@ -367,7 +418,9 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(tmp_path: Path
         source_paths(tmp_path / "index", pa.chunked_array([["0"]]))
 
 
-def test_a_list_refuses_an_index_whose_keys_repeat(indexed: Path, tmp_path: Path) -> None:
+def test_a_list_refuses_an_index_whose_keys_repeat(
+    indexed: Path, tmp_path: Path
+) -> None:
     """As earlier versions made them."""
     (tmp_path / "old").mkdir()
     table = pq.read_table(indexed / "index.parquet")
@@ -378,8 +431,12 @@ def test_a_list_refuses_an_index_whose_keys_repeat(indexed: Path, tmp_path: Path
     manifest["shards_root"] = str(indexed.parent / "tars")
     (tmp_path / "old/manifest.json").write_text(json.dumps(manifest))
     (tmp_path / "keys.txt").write_text("003\n")
-    with pytest.raises(UserError, match="share keys, such as '003'.*(.|\n)*index again"):
-        choose_by_key(read_split(tmp_path / "old", split="train"), str(tmp_path / "keys.txt"))
+    with pytest.raises(
+        UserError, match="share keys, such as '003'.*(.|\n)*index again"
+    ):
+        choose_by_key(
+            read_split(tmp_path / "old", split="train"), str(tmp_path / "keys.txt")
+        )
 
 
 def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed: Path) -> None:
@@ -390,7 +447,9 @@ def test_parts_of_sorted_tars_are_drawn_from_all_of_them(indexed: Path) -> None:
         assert found.fingerprint == opened(indexed, **settings).fingerprint
         assert np.all(np.diff(part.shard_of) >= 0)
     assert found.dev is not None and set(found.dev.label.tolist()) == set(range(6))
-    kept, held = (sample_keys(each, range(each.num_samples)) for each in (part, found.dev))
+    kept, held = (
+        sample_keys(each, range(each.num_samples)) for each in (part, found.dev)
+    )
     assert (len(kept), len(held)) == (84, 36) and len({*kept, *held}) == 120
     both = opened(indexed, first_percent=50.0, dev_percent=50.0)
     assert both.parts[0].num_samples == 30 and both.dev is not None
@@ -401,7 +460,9 @@ def test_an_index_is_checked_as_a_whole_too(tmp_path: Path) -> None:
     tars = {"train-0.tar": train, "val-0.tar": {"0.png": picture(1), "0.cls": b"Cat"}}
     write_tars(tmp_path / "tars", tars)
     done = run_index(tmp_path / "tars", tmp_path / "index")
-    assert done.returncode == 2 and "'Cat' has 1, such as 'val-0.tar/0.png'" in done.stderr
+    assert (
+        done.returncode == 2 and "'Cat' has 1, such as 'val-0.tar/0.png'" in done.stderr
+    )
     assert not (tmp_path / "index").exists()
 
 
@@ -433,7 +494,9 @@ def test_an_output_of_another_source_is_refused(
 # ---- folders without labels ----------------------------------------------------------------------
 
 
-def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(tmp_path: Path) -> None:
+def test_unlabelled_folders_are_listed_in_parts_with_the_same_result(
+    tmp_path: Path,
+) -> None:
     names = [f"{a}/{b}" for a in range(9) for b in range(9)]
     root = write_folder(tmp_path / "in", dict.fromkeys([".", *names, "0/0/deep"], 1))
     (root / ".hidden").mkdir()

@@ -39,9 +39,13 @@ def likenesses(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     keys = [keys_of(left), keys_of(right)]
     found = np.zeros(len(left))
     for ours, theirs in ((0, 0), (1, 0), (0, 1)):
-        shared = (keys[0][ours][:, :, None] == keys[1][theirs][:, None, :]).any(axis=(1, 2))
+        shared = (keys[0][ours][:, :, None] == keys[1][theirs][:, None, :]).any(
+            axis=(1, 2)
+        )
         alike = correlation(left, right, mirrored=ours != theirs)
-        found = np.maximum(found, np.where(shared & (alike >= MIN_CORRELATION), alike, 0))
+        found = np.maximum(
+            found, np.where(shared & (alike >= MIN_CORRELATION), alike, 0)
+        )
     return np.where(has_contrast(left) & has_contrast(right), found, 0)
 
 
@@ -58,7 +62,9 @@ def drawn(seed: int) -> Image.Image:
         image = Image.new("RGB", (width, height), tuple(colours[0].tolist()))
         for colour in colours[1:]:
             x, y, w, h = (chance.random(4) * (width, height, width, height)).tolist()
-            ImageDraw.Draw(image).ellipse((x, y, x + w / 2, y + h / 2), tuple(colour.tolist()))
+            ImageDraw.Draw(image).ellipse(
+                (x, y, x + w / 2, y + h / 2), tuple(colour.tolist())
+            )
         return image
     if seed % 3 == 1:
         y, x = np.mgrid[:height, :width]
@@ -88,7 +94,9 @@ def originals() -> np.ndarray:
 
 
 def scaled(image: Image.Image, width: float, height: float) -> Image.Image:
-    return image.resize((round(image.width * width), round(image.height * height)), RESIZED)
+    return image.resize(
+        (round(image.width * width), round(image.height * height)), RESIZED
+    )
 
 
 COPIES = {
@@ -97,7 +105,9 @@ COPIES = {
     "smaller": lambda image: encoded(scaled(image, 0.42, 0.4), "PNG"),
     "larger": lambda image: encoded(scaled(image, 2, 1.9), "JPEG", quality=90),
     "mirrored": lambda image: encoded(ImageOps.mirror(image), "PNG"),
-    "all": lambda image: encoded(ImageOps.mirror(scaled(image, 0.7, 0.72)), "JPEG", quality=50),
+    "all": lambda image: encoded(
+        ImageOps.mirror(scaled(image, 0.7, 0.72)), "JPEG", quality=50
+    ),
 }
 
 
@@ -120,7 +130,9 @@ def surface(seed: int, *, num_defects: int = 1) -> Image.Image:
     y, x = np.mgrid[:200, :200] / 200 - 0.5
     tilt = chance.normal(0, 2, 2)
     grey = 128 - 60 * (x**2 + y**2) + (40 + tilt[0]) * x + tilt[1] * y
-    image = Image.fromarray((grey + chance.normal(0, 4, grey.shape)).clip(0, 255).astype(np.uint8))
+    image = Image.fromarray(
+        (grey + chance.normal(0, 4, grey.shape)).clip(0, 255).astype(np.uint8)
+    )
     for left, top in chance.uniform(20, 180, (num_defects, 2)):
         angle = chance.uniform(0, 2 * np.pi)
         end = left + 9 * np.cos(angle), top + 9 * np.sin(angle)
@@ -133,7 +145,9 @@ def test_surfaces_that_differ_in_small_defects_are_no_copies() -> None:
     likely = nearest_similar(described(*contents))
     pairs = [(i, int(first)) for i, first in enumerate(likely) if first != i]
     assert len(pairs) >= 8, "the descriptors alone take these for copies"
-    assert sum(likeness(contents[a], contents[b]) > 0 for a, b in pairs) <= 0.05 * len(contents)
+    assert sum(likeness(contents[a], contents[b]) > 0 for a, b in pairs) <= 0.05 * len(
+        contents
+    )
 
 
 def dotted(seed: int) -> Image.Image:
@@ -141,12 +155,16 @@ def dotted(seed: int) -> Image.Image:
     image = surface(seed, num_defects=0).resize((300, 300))
     chance = np.random.default_rng(seed)
     for place in chance.integers(0, 300, 40).tolist():
-        x, y = ((0, place), (299, place), (place, 0), (place, 299))[int(chance.integers(4))]
+        x, y = ((0, place), (299, place), (place, 0), (place, 299))[
+            int(chance.integers(4))
+        ]
         ImageDraw.Draw(image).ellipse((x - 2, y - 2, x + 2, y + 2), fill=90)
     return image
 
 
-@pytest.mark.parametrize("draw", [surface, dotted, lambda seed: photograph(320, 240 + seed)])
+@pytest.mark.parametrize(
+    "draw", [surface, dotted, lambda seed: photograph(320, 240 + seed)]
+)
 def test_copies_stand_the_second_look(draw: Any) -> None:
     for seed in range(3):
         image = draw(seed).convert("RGB")
@@ -164,7 +182,9 @@ def test_likeness_is_the_correlation_of_both_pictures(turn: Any) -> None:
     image = photograph(300, 300)
     copy = turn(image).resize((128, 128), Image.Resampling.BILINEAR)
     grey = np.asarray(turn(copy).convert("L")).ravel()
-    small = np.asarray(image.convert("L").resize((128, 128), Image.Resampling.BILINEAR)).ravel()
+    small = np.asarray(
+        image.convert("L").resize((128, 128), Image.Resampling.BILINEAR)
+    ).ravel()
     expected = np.corrcoef(small, grey)[0, 1]
     found = likeness(encoded(image, "PNG"), encoded(copy, "PNG"))
     assert found == pytest.approx(expected, abs=0.002)
@@ -181,8 +201,12 @@ def test_blank_pictures_match_nothing() -> None:
     blank = [Image.new("RGB", (60, 50), (value,) * 3) for value in (0, 128, 130, 255)]
     noise = np.random.default_rng(0).integers(-3, 4, (50, 60, 3)) + 128
     contents = [encoded(image, "JPEG", quality=50) for image in blank]
-    contents.append(encoded(Image.fromarray(noise.astype(np.uint8)), "JPEG", quality=30))
-    found, num_lost = describe_images([*contents, b"", b"no image", encoded(drawn(0), "PNG")[:500]])
+    contents.append(
+        encoded(Image.fromarray(noise.astype(np.uint8)), "JPEG", quality=30)
+    )
+    found, num_lost = describe_images(
+        [*contents, b"", b"no image", encoded(drawn(0), "PNG")[:500]]
+    )
     assert num_lost == 3 and not has_contrast(found).any()
     with mock.patch("vitscale.images.plain.MAX_PIXELS", 9):
         assert describe_images(contents)[1] == len(contents)
@@ -236,7 +260,9 @@ def corpora(draw: st.DrawFn) -> np.ndarray:
 
 @given(descriptors=corpora(), max_pairs=st.sampled_from([5, 1 << 17]))
 @settings(max_examples=60, deadline=None)
-def test_the_search_finds_the_nearest_of_all_pairs(descriptors: np.ndarray, max_pairs: int) -> None:
+def test_the_search_finds_the_nearest_of_all_pairs(
+    descriptors: np.ndarray, max_pairs: int
+) -> None:
     """Among those that are much alike, any."""
     with mock.patch.multiple(search, MAX_PAIRS=max_pairs, BATCH_ROWS=3):
         found = nearest_similar(descriptors)

@@ -22,14 +22,19 @@ from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import training_plan
 
 
-@given(st.text("ABCxyz019_-.", min_size=1, max_size=100), st.integers(0, MAX_MEMBER_BYTES - 1))
+@given(
+    st.text("ABCxyz019_-.", min_size=1, max_size=100),
+    st.integers(0, MAX_MEMBER_BYTES - 1),
+)
 def test_headers_are_those_of_the_standard_library(name: str, num_bytes: int) -> None:
     member = tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = num_bytes, 0, 0o644
     assert ustar_header(name, num_bytes) == member.tobuf(tarfile.USTAR_FORMAT)
 
 
-@given(st.text("aB9_", min_size=1, max_size=30), st.text("aB9_-", max_size=90), st.text())
+@given(
+    st.text("aB9_", min_size=1, max_size=30), st.text("aB9_-", max_size=90), st.text()
+)
 def test_every_allowed_split_name_fits_the_longest_key(
     split: str, class_name: str, name: str
 ) -> None:
@@ -56,7 +61,9 @@ def test_class_names_of_a_card_are_read_back(tmp_path: Path) -> None:
     assert list(label["dtype"]["class_label"]["names"].values()) == AWKWARD
 
 
-@pytest.mark.parametrize("gpus, split", [(0, None), (1, "test"), (3, "val"), (8, "val")])
+@pytest.mark.parametrize(
+    "gpus, split", [(0, None), (1, "test"), (3, "val"), (8, "val")]
+)
 def test_the_recipe_fits_the_corpus_and_the_machine(
     gpus: int, split: str | None, tmp_path: Path
 ) -> None:
@@ -72,7 +79,9 @@ def test_the_recipe_fits_the_corpus_and_the_machine(
         facts = replace(made, splits=splits, classes=tuple(map(str, range(classes))))
         words = shlex.split(training_command(Path("my shards"), facts, gpus=gpus))
         assert words[2] == config
-        remote = training_command(Path("my shards"), replace(facts, shards_root="s3://b"), gpus=1)
+        remote = training_command(
+            Path("my shards"), replace(facts, shards_root="s3://b"), gpus=1
+        )
         assert remote.endswith(" data.remote.cache_path=FOLDER")
         overrides = words[5 if words[3] == "--num-procs" else 4 :]
         run = load_run({"pretrain": PretrainRun}, words[2], overrides=overrides).run
@@ -81,7 +90,13 @@ def test_the_recipe_fits_the_corpus_and_the_machine(
         ranks = 2 if num == 40 else run.launch.tasks_per_node * run.launch.nodes
         ranks = {1: 1, 3: 2, 8: 8}.get(gpus, ranks)
         if gpus or num == 40:
-            assert words[:5] == ["vitscale", "pretrain", config, "--num-procs", str(ranks)]
+            assert words[:5] == [
+                "vitscale",
+                "pretrain",
+                config,
+                "--num-procs",
+                str(ranks),
+            ]
         else:
             assert words[:4] == ["vitscale", "launch", config, "--dry-run"]
         assert training_plan(run, world_size=ranks, num_samples=num).total_steps >= 1000

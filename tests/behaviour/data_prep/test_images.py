@@ -43,19 +43,34 @@ ROWS = unfiltered(pixels(3))
 
 
 def checked(data: bytes, *, convert: bool = True, **options: Any) -> CheckedImage:
-    return check_image(data, settings=ImageSettings.model_validate(options), convert=convert)
+    return check_image(
+        data, settings=ImageSettings.model_validate(options), convert=convert
+    )
 
 
 PLAIN = [
-    *(name for name in SAMPLES if name.startswith("jpeg") and name[5:] not in ("cmyk", "rotated")),
-    *("png", "png smooth", "png grey", "png 1 bit", "png palette", "png palette 4 bits"),
+    *(
+        name
+        for name in SAMPLES
+        if name.startswith("jpeg") and name[5:] not in ("cmyk", "rotated")
+    ),
+    *(
+        "png",
+        "png smooth",
+        "png grey",
+        "png 1 bit",
+        "png palette",
+        "png palette 4 bits",
+    ),
     *("png interlaced", "webp", "webp smooth", "webp lossless"),
 ]
 
 
 @pytest.mark.parametrize("check", ["header", "decode"])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_bytes_stay_untouched_unless_something_forces_a_change(name: str, check: str) -> None:
+def test_bytes_stay_untouched_unless_something_forces_a_change(
+    name: str, check: str
+) -> None:
     data = SAMPLES[name]
     image = checked(data, check=check)
     assert image.reason is None
@@ -111,13 +126,18 @@ def test_unusable_content_is_rejected_with_its_reason(
     reason: str, data: bytes, options: dict[str, Any]
 ) -> None:
     image = checked(data, **{"check": "header", **options})
-    assert image.reason == checked(data, **{"check": "decode", **options}).reason == reason
+    assert (
+        image.reason == checked(data, **{"check": "decode", **options}).reason == reason
+    )
     assert image.content == b"" and image.changes is None
     assert image.input_hash == blake3(data).digest()
 
 
 def test_limits_are_inclusive(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checked(SAMPLES["jpeg"], max_pixels=WIDTH * HEIGHT, min_side=HEIGHT).reason is None
+    assert (
+        checked(SAMPLES["jpeg"], max_pixels=WIDTH * HEIGHT, min_side=HEIGHT).reason
+        is None
+    )
     size = len(SAMPLES["png"])
     for limit, reason in ((size, None), (size - 1, "too_large")):
         monkeypatch.setattr(checking, "MAX_FILE_BYTES", limit)
@@ -156,7 +176,9 @@ def test_bombs_are_disarmed_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -
         # A block after a full flush can be repeated.
         deflate = zlib.compressobj(9, wbits=wbits)
         first = deflate.compress(start) + deflate.flush(zlib.Z_FULL_FLUSH)
-        return first + 256 * (deflate.compress(bytes(1 << 20)) + deflate.flush(zlib.Z_FULL_FLUSH))
+        return first + 256 * (
+            deflate.compress(bytes(1 << 20)) + deflate.flush(zlib.Z_FULL_FLUSH)
+        )
 
     bombs = {
         "too_large": zeros(SAMPLES["jpeg"], 31),
@@ -203,7 +225,9 @@ def test_strict_check_passes_valid_images_and_rejects_noise() -> None:
         same = [checked(data, check=c, convert=False) for c in ("decode", "strict")]
         assert same[0] == same[1], name
     chance = np.random.default_rng(0)
-    photo = encoded(chance.integers(0, 256, (200, 200, 3), np.uint8), "JPEG", quality=80)
+    photo = encoded(
+        chance.integers(0, 256, (200, 200, 3), np.uint8), "JPEG", quality=80
+    )
     start = photo.find(b"\xff\xda") + 14
     found = {"decode": 0, "strict": 0}
     for _ in range(20):
@@ -255,8 +279,12 @@ def close(a: np.ndarray, b: np.ndarray, tolerance: int = JPEG_TOLERANCE) -> bool
 def test_cmyk_jpeg_becomes_rgb_jpeg() -> None:
     image = pixels_as_cmyk()
     ink = np.asarray(image).astype(float)
-    expected = np.floor((255 - ink[..., :3]) * (255 - ink[..., 3:]) / 255 + 0.5).astype(np.uint8)
-    verdict = converted(encoded(image, "JPEG", quality=100, subsampling=0, icc_profile=b"abc"))
+    expected = np.floor((255 - ink[..., :3]) * (255 - ink[..., 3:]) / 255 + 0.5).astype(
+        np.uint8
+    )
+    verdict = converted(
+        encoded(image, "JPEG", quality=100, subsampling=0, icc_profile=b"abc")
+    )
     assert (verdict.changes, verdict.extension) == ("cmyk", "jpg")
     assert close(decoded(verdict.content), expected)
     # Chroma is kept in full.
@@ -297,12 +325,17 @@ def test_transparent_palette_entries_are_laid_over_white() -> None:
     alphas = np.full(256, 255)
     alphas[:5] = [0, 40, 128, 255, 3]
     for data, alpha in [
-        (encoded(image, "PNG", transparency=bytes([0, 40, 128, 255, 3])), alphas[indices]),
+        (
+            encoded(image, "PNG", transparency=bytes([0, 40, 128, 255, 3])),
+            alphas[indices],
+        ),
         (encoded(image, "PNG", transparency=7), np.where(indices == 7, 0, 255)),
     ]:
         verdict = converted(data)
         assert (verdict.changes, verdict.extension) == ("transparency", "png")
-        assert np.array_equal(decoded(verdict.content), over_white(colours, alpha[..., None]))
+        assert np.array_equal(
+            decoded(verdict.content), over_white(colours, alpha[..., None])
+        )
 
 
 @pytest.mark.parametrize("format, extension", [("PNG", "png"), ("WEBP", "png")])
@@ -321,10 +354,14 @@ def test_lossy_webp_becomes_jpeg() -> None:
     samples = decoded(data)
     verdict = converted(data)
     assert (verdict.changes, verdict.extension) == ("transparency", "jpg")
-    assert close(decoded(verdict.content), over_white(samples[..., :3], samples[..., 3:]))
+    assert close(
+        decoded(verdict.content), over_white(samples[..., :3], samples[..., 3:])
+    )
 
 
-@pytest.mark.parametrize("format, extension", [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "jpg")])
+@pytest.mark.parametrize(
+    "format, extension", [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "jpg")]
+)
 def test_rotated_images_are_stored_upright(format: str, extension: str) -> None:
     data = encoded(smooth(), format, exif=rotated(6))
     verdict = converted(data)
@@ -339,7 +376,9 @@ def test_every_rotation_is_found_and_undone() -> None:
     for text in texts.items():
         info = PngInfo()
         info.add_itxt(*text)
-        assert converted(encoded(smooth(), "PNG", pnginfo=info)).changes == "exif_rotation"
+        assert (
+            converted(encoded(smooth(), "PNG", pnginfo=info)).changes == "exif_rotation"
+        )
     for turn in range(2, 9):
         data = encoded(smooth(), "PNG", exif=rotated(turn))
         expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
@@ -352,7 +391,9 @@ def test_the_short_side_has_the_length_asked_for(
     format: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     y, x = np.mgrid[0 : size[1], 0 : size[0]]
-    image = np.stack([x * 255 // size[0], y * 255 // size[1], x * 0 + 90], axis=2).astype(np.uint8)
+    image = np.stack(
+        [x * 255 // size[0], y * 255 // size[1], x * 0 + 90], axis=2
+    ).astype(np.uint8)
     verdict = converted(encoded(image, format), short_side=16)
     assert (verdict.changes, verdict.extension) == ("short_side", "jpg")
     long = max(size) * 16 / min(size)
@@ -361,10 +402,13 @@ def test_the_short_side_has_the_length_asked_for(
     # A plane of colour stays the same plane, sampled more coarsely.
     y, x = np.mgrid[0 : verdict.height, 0 : verdict.width]
     expected = np.stack(
-        [(x + 0.5) * 255 / verdict.width, (y + 0.5) * 255 / verdict.height, x * 0 + 90], axis=2
+        [(x + 0.5) * 255 / verdict.width, (y + 0.5) * 255 / verdict.height, x * 0 + 90],
+        axis=2,
     )
     inner = (slice(2, -2), slice(2, -2))
-    assert close(decoded(verdict.content)[inner], np.rint(expected).astype(int)[inner], 14)
+    assert close(
+        decoded(verdict.content)[inner], np.rint(expected).astype(int)[inner], 14
+    )
     monkeypatch.setattr(checking, "JPEG_MAX_SIDE", 20)
     assert converted(encoded(image, format), short_side=16).extension == "png"
 

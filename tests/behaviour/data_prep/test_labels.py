@@ -54,13 +54,17 @@ def test_labels_are_the_sorted_classes_or_all_of_a_space() -> None:
     assert known.label_map({"n01440764": 3}) == known_space("imagenet_1k")
 
 
-@pytest.mark.parametrize("value", ["-1", "1000", "", " 1", "1_0", "٣", "1.0", "9" * 5000])
+@pytest.mark.parametrize(
+    "value", ["-1", "1000", "", " 1", "1_0", "٣", "1.0", "9" * 5000]
+)
 def test_invalid_positions_have_no_class(value: str) -> None:
     assert labels(space="imagenet_1k", values="index").class_of(value) is None
 
 
 def test_maps_apply_before_the_space(tmp_path: Path) -> None:
-    by_class = written(tmp_path / "a.csv", '\ufefftench,n01440764\n"a, b",n01443537\nx,nowhere\n')
+    by_class = written(
+        tmp_path / "a.csv", '\ufefftench,n01440764\n"a, b",n01443537\nx,nowhere\n'
+    )
     known = labels(space="imagenet_1k", map=by_class)
     assert known.class_of("tench") == "n01440764"
     assert known.class_of("a, b") == "n01443537"
@@ -75,7 +79,12 @@ def test_maps_apply_before_the_space(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key, name, text, message",
     [
-        ("map", "a.csv", b"a,b\nc\n", r"a.csv:2: 1 values instead of 2.*\n.*source class, class"),
+        (
+            "map",
+            "a.csv",
+            b"a,b\nc\n",
+            r"a.csv:2: 1 values instead of 2.*\n.*source class, class",
+        ),
         ("map", "a.csv", b"a,b\n\na,c\n", r"a.csv:3: 'a' is there already"),
         ("map", "a.csv", b'a,"b\nc', r"a.csv:.*unexpected end of data"),
         ("map", "a.tsv", b"a,b\n", r"a.tsv:1: 1 values instead of 2"),
@@ -99,11 +108,16 @@ def test_malformed_files_are_refused_with_their_line(
 def test_unknown_classes_are_counted() -> None:
     known = labels(space="imagenet_1k")
     unknown = dict.fromkeys(known_space("imagenet_22k")[:40], 7) | {"n02000000": 9}
-    unknown = {name: num for name, num in unknown.items() if known.class_of(name) is None}
+    unknown = {
+        name: num for name, num in unknown.items() if known.class_of(name) is None
+    }
     with pytest.raises(UserError) as caught:
         known.check(unknown, found={"n01440764": 5})
     text = str(caught.value)
-    assert "41 classes of the source (289 images) are not among the 1,000 of imagenet_1k" in text
+    assert (
+        "41 classes of the source (289 images) are not among the 1,000 of imagenet_1k"
+        in text
+    )
     assert "; 5 images match; " in text and "'n02000000' (9 images)" in text
     known.check({}, found={})
 
@@ -111,18 +125,24 @@ def test_unknown_classes_are_counted() -> None:
 def test_unknown_classes_may_be_rejected_but_not_all() -> None:
     known = labels(space="imagenet_1k", unknown="reject")
     known.check({"cat": 3}, found={"n01440764": 5})
-    with pytest.raises(UserError, match="1 classes of the source .3 images.*; 0 images") as caught:
+    with pytest.raises(
+        UserError, match="1 classes of the source .3 images.*; 0 images"
+    ) as caught:
         known.check({"cat": 3}, found={})
     assert "labels.unknown=reject" not in str(caught.value)
     assert "labels.space=null" in str(caught.value)
 
 
 def test_errors_distinguish_positions_map_and_space(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not among the 1,000 of imagenet_1k.*'11000' \(2 images"):
+    with pytest.raises(
+        UserError, match=r"not among the 1,000 of imagenet_1k.*'11000' \(2 images"
+    ):
         labels(space="imagenet_1k", values="index").check({"11000": 2}, found={})
     path = written(tmp_path / "a.csv", "tench,n01440764\ncat,pussy\n")
     known = labels(space="imagenet_1k", map=path)
-    with pytest.raises(UserError, match=r"labels.map: .* are not among the 2 of .*a.csv"):
+    with pytest.raises(
+        UserError, match=r"labels.map: .* are not among the 2 of .*a.csv"
+    ):
         known.check({"dog": 1}, found={})
     with pytest.raises(UserError, match=r"labels.space: .*mapped to 'pussy'"):
         known.check({"cat": 1}, found={})

@@ -26,7 +26,9 @@ from vitscale.config.text_files import read_cells, read_text
 from vitscale.runs.data_prep import SourceSettings
 
 
-def inputs(path: Path, *, kind: str = "image_folder", values: str = "name", **options: Any) -> Any:
+def inputs(
+    path: Path, *, kind: str = "image_folder", values: str = "name", **options: Any
+) -> Any:
     """values: of the settings of labels."""
     return listed(opened(kind, path, {"values": values}, **options))
 
@@ -84,7 +86,11 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(
         is_flat = name in ("preview", "annotations", *"abcde")
         touch(
             tmp_path,
-            *([f"{name}/1.jpg"] if is_flat else [f"{name}/cat/1.jpg", f"{name}/dog/2.jpg"]),
+            *(
+                [f"{name}/1.jpg"]
+                if is_flat
+                else [f"{name}/cat/1.jpg", f"{name}/dog/2.jpg"]
+            ),
         )
     with pytest.raises(UserError, match="named like splits") as caught:
         inputs(tmp_path)
@@ -92,7 +98,9 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(
     assert "if they are splits" in advice and "'source.splits={train: .}'" in advice
     assert folders[0] in caught.value.what
     # The advice works, in both readings.
-    assert {row.class_name for row in inputs(tmp_path, splits={"train": "."})} == set(folders)
+    assert {row.class_name for row in inputs(tmp_path, splits={"train": "."})} == set(
+        folders
+    )
     splits = {
         f"s{number}": name
         for number, name in enumerate(folders)
@@ -112,7 +120,9 @@ def test_folders_that_may_be_splits_are_refused_with_both_readings(
         ("strain", "valley", "device", "contest", "a", "b", "c", "d", "e"),
     ],
 )
-def test_classes_may_be_called_like_splits(folders: tuple[str, ...], tmp_path: Path) -> None:
+def test_classes_may_be_called_like_splits(
+    folders: tuple[str, ...], tmp_path: Path
+) -> None:
     touch(tmp_path, *(f"{name}/1.jpg" for name in folders))
     assert {row.class_name for row in inputs(tmp_path)} == set(folders)
 
@@ -131,7 +141,8 @@ def test_files_named_by_keywords_are_splits(tmp_path: Path) -> None:
         write_tars(tmp_path / "tars", {f"{name}.tar": {"0.jpg": b"x", "0.cls": b"a"}})
     for kind, root in (("parquet", tmp_path), ("webdataset", tmp_path / "tars")):
         found = {
-            Path(row.path).parts[0].partition(".")[0]: row.split for row in inputs(root, kind=kind)
+            Path(row.path).parts[0].partition(".")[0]: row.split
+            for row in inputs(root, kind=kind)
         }
         assert found == dict(zip(names, ["train", "train", "val", "test"], strict=True))
 
@@ -160,7 +171,9 @@ FILES = {
 
 @pytest.mark.parametrize("place", ["folder", "bucket"])
 @pytest.mark.parametrize("names", FILES)
-def test_files_are_splits_one_split_or_refused(names: str, place: str, tmp_path: Path) -> None:
+def test_files_are_splits_one_split_or_refused(
+    names: str, place: str, tmp_path: Path
+) -> None:
     tars = touch(tmp_path, *(f"{name}.tar" for name in names.split()))
     work = WorkFolder(run_of(tars, tmp_path / "out"))
     work.path.mkdir()
@@ -170,7 +183,9 @@ def test_files_are_splits_one_split_or_refused(names: str, place: str, tmp_path:
         source = SourceSettings(kind="webdataset", path=str(path), **settings)
         work.run = work.run.model_copy(update={"source": source})
         # Only the listing of the bucket is made up.
-        with mock.patch("data_prep.steps.tars.names_below", lambda root: os.listdir(tars)):
+        with mock.patch(
+            "data_prep.steps.tars.names_below", lambda root: os.listdir(tars)
+        ):
             list_tars(work, CONTAINERS)
         splits = {box.path: box.split for box in read_containers(work)}
         return " ".join(splits[f"{name}.tar"] for name in names.split())
@@ -178,7 +193,9 @@ def test_files_are_splits_one_split_or_refused(names: str, place: str, tmp_path:
     if FILES[names]:
         assert found() == FILES[names]
         return
-    with pytest.raises(UserError, match="named like splits.*\n.*if they are splits") as caught:
+    with pytest.raises(
+        UserError, match="named like splits.*\n.*if they are splits"
+    ) as caught:
         found()
     assert """source.splits={train: "*"}""" in caught.value.text()
     assert set(found(splits={"train": "*"}).split()) == {"train"}
@@ -206,7 +223,13 @@ def test_spellings_of_splits_in_a_table_are_one_split(tmp_path: Path) -> None:
     with open(tmp_path / "t.csv", "w", newline="") as file:
         csv.writer(file).writerows(rows)
     found = [row.split for row in inputs(tmp_path / "t.csv", kind="path_table")]
-    assert found == ["train"] * 4 + ["val"] * 2 + ["test", "extra", "val", "test", "test"]
+    assert found == ["train"] * 4 + ["val"] * 2 + [
+        "test",
+        "extra",
+        "val",
+        "test",
+        "test",
+    ]
 
 
 # ---- lists of the classes of loose images --------------------------------------------------------
@@ -236,10 +259,17 @@ FORMS = {
     "header": written([["file", "class"], *rows_of(LOOSE)]),
     "more columns": written([[*row, "0.9"] for row in rows_of(LOOSE)]),
     "a title": written(
-        [["image", "x", "label"], *([name, "owl", label] for name, label in rows_of(LOOSE))]
+        [
+            ["image", "x", "label"],
+            *([name, "owl", label] for name, label in rows_of(LOOSE)),
+        ]
     ),
-    "in folders": written([[f"some/val/{name}", label] for name, label in rows_of(LOOSE)]),
-    "stems": written([[name.removesuffix(".jpg"), label] for name, label in rows_of(LOOSE)]),
+    "in folders": written(
+        [[f"some/val/{name}", label] for name, label in rows_of(LOOSE)]
+    ),
+    "stems": written(
+        [[name.removesuffix(".jpg"), label] for name, label in rows_of(LOOSE)]
+    ),
     "twice": written([*rows_of(LOOSE), *rows_of(LOOSE)]),
     "lines of Windows": "\ufeff" + written(rows_of(LOOSE)).replace("\n", "\r\n"),
     "images that are not there": written([*rows_of(LOOSE), ["gone.jpg", "hen"]]),
@@ -259,9 +289,18 @@ def test_a_list_gives_each_image_its_class(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "note"),
     [
-        (["v_0.jpg,cat", "gone.jpg,hen", "v_9.jpg,hen"], "2 lines of source.val_labels name no"),
-        (["file,class", "v_0.jpg,cat", "v_9,hen"], "1 lines of source.val_labels name no image of"),
-        (["v_7.jpg,hen", "v_9.jpg,hen", "v_0.jpg,cat"], "2 lines of source.val_labels name no"),
+        (
+            ["v_0.jpg,cat", "gone.jpg,hen", "v_9.jpg,hen"],
+            "2 lines of source.val_labels name no",
+        ),
+        (
+            ["file,class", "v_0.jpg,cat", "v_9,hen"],
+            "1 lines of source.val_labels name no image of",
+        ),
+        (
+            ["v_7.jpg,hen", "v_9.jpg,hen", "v_0.jpg,cat"],
+            "2 lines of source.val_labels name no",
+        ),
         (["file,class", "v_0.jpg,cat"], ""),
         (["v_0.jpg,cat"], ""),
     ],
@@ -280,7 +319,10 @@ def test_lines_that_name_no_image_are_counted(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a.jpg,cat\nb.jpg,dog\na.jpg,dog\n", "list:3: 'a.jpg' has another class than in line 1"),
+        (
+            "a.jpg,cat\nb.jpg,dog\na.jpg,dog\n",
+            "list:3: 'a.jpg' has another class than in line 1",
+        ),
         ("a.jpg,cat\nb.jpg,great, white\n", "list:2: 3 values instead of 2"),
         ("a.jpg,cat\nb.jpg\n", "list:2: 1 values instead of 2"),
         ("a.jpg,0,1\nb.jpg,1,0\n", "list:1: which of these is the class?"),
@@ -292,8 +334,12 @@ def test_lines_that_name_no_image_are_counted(
         ("class\ncat\ndog\n", "with 3 lines names no image"),
     ],
 )
-def test_a_list_that_fits_no_form_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    touch(tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", "val/a.jpg", "val/b.jpg")
+def test_a_list_that_fits_no_form_is_refused(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    touch(
+        tmp_path / "in", "train/cat/1.jpg", "train/dog/1.jpg", "val/a.jpg", "val/b.jpg"
+    )
     (tmp_path / "list").write_text(text)
     with pytest.raises(UserError, match=re.escape(message)):
         inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
@@ -308,9 +354,13 @@ def test_a_line_is_for_one_image(text: str, tmp_path: Path) -> None:
         inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
     # The folders tell them apart.
     expected = dict(zip(names, ["cat", "dog", "dog", "cat"], strict=True))
-    (tmp_path / "list").write_text(written([["x/" + name, expected[name]] for name in names]))
+    (tmp_path / "list").write_text(
+        written([["x/" + name, expected[name]] for name in names])
+    )
     rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
-    assert {row.path: row.class_name for row in rows if row.split != "train"} == expected
+    assert {
+        row.path: row.class_name for row in rows if row.split != "train"
+    } == expected
 
 
 @pytest.mark.parametrize(
@@ -343,7 +393,9 @@ def test_classes_alone_need_names_with_one_order(
 
 @pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_marks_and_ends_of_lines_are_no_part_of_names(ends: str, mark: str, tmp_path: Path) -> None:
+def test_marks_and_ends_of_lines_are_no_part_of_names(
+    ends: str, mark: str, tmp_path: Path
+) -> None:
     def file(name: str, *lines: str) -> str:
         (tmp_path / name).write_bytes((mark + ends.join([*lines, ""])).encode())
         return str(tmp_path / name)
@@ -353,7 +405,10 @@ def test_marks_and_ends_of_lines_are_no_part_of_names(ends: str, mark: str, tmp_
         "hen\x85",
         "ant",
     )
-    assert read_map(file("map.csv", "cat,animal", '"a, b",c')) == {"cat": "animal", "a, b": "c"}
+    assert read_map(file("map.csv", "cat,animal", '"a, b",c')) == {
+        "cat": "animal",
+        "a, b": "c",
+    }
     assert read_text(file("keys.txt", "a", "b"), where="x") == "a\nb\n"
     assert read_cells(file("x", "a;b", "", "c;d"), ";", where="x") == [
         (1, ["a", "b"]),
@@ -376,9 +431,15 @@ def test_marks_and_ends_of_lines_are_no_part_of_names(ends: str, mark: str, tmp_
         (b"a\n\xed\xa0\x80\n", "is not UTF-8.*in line 2"),
     ],
 )
-def test_other_bytes_are_refused_with_their_line(data: bytes, message: str, tmp_path: Path) -> None:
+def test_other_bytes_are_refused_with_their_line(
+    data: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "file.csv").write_bytes(data)
-    for read in (load_space, read_map, lambda file: read_text(file, where="data.only_keys")):
+    for read in (
+        load_space,
+        read_map,
+        lambda file: read_text(file, where="data.only_keys"),
+    ):
         with pytest.raises(UserError, match=message) as caught:
             read(str(tmp_path / "file.csv"))
         assert "file.csv" in caught.value.what and "save it as UTF-8" in (
@@ -393,16 +454,27 @@ def test_other_bytes_are_refused_with_their_line(data: bytes, message: str, tmp_
             b"image,label\n0.jpg,a\n0.jpg,caf\xe9\n",
             r"t.csv/1: column 'label' is not UTF-8: 'caf\\\\xe9'",
         ),
-        (b"image,label,split\n0.jpg,a,\xe9val\n", "t.csv/0: column 'split' is not UTF-8"),
+        (
+            b"image,label,split\n0.jpg,a,\xe9val\n",
+            "t.csv/0: column 'split' is not UTF-8",
+        ),
         (b"image,label,pr\xe9nom\n0.jpg,a,x\n", "t.csv' cannot be read: .*utf-8"),
-        ("image,label\n0.jpg,a\n".encode("utf-16"), "t.csv' cannot be read: it is UTF-16"),
-        ("image,label\n0.jpg,a\n".encode("utf-16-le"), "t.csv' cannot be read: it is UTF-16"),
+        (
+            "image,label\n0.jpg,a\n".encode("utf-16"),
+            "t.csv' cannot be read: it is UTF-16",
+        ),
+        (
+            "image,label\n0.jpg,a\n".encode("utf-16-le"),
+            "t.csv' cannot be read: it is UTF-16",
+        ),
         (b"image;label\n0.jpg;a;b\n", "Expected 2 columns, got 3"),
         (b"image|label\n0.jpg|a\n", "has no column 'image'"),
         (b"image,other\n0.jpg,a\n", "has no column 'label'"),
     ],
 )
-def test_tables_in_other_encodings_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
+def test_tables_in_other_encodings_are_refused(
+    data: bytes, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "t.csv").write_bytes(data)
     touch(tmp_path, "0.jpg")
     with pytest.raises(UserError, match=message):
@@ -412,10 +484,17 @@ def test_tables_in_other_encodings_are_refused(data: bytes, message: str, tmp_pa
 def test_what_needs_no_text_may_be_any_bytes(tmp_path: Path) -> None:
     name = b"caf\xe9.jpg"
     touch(tmp_path, "0.jpg", "1.jpg", name.decode("utf-8", "surrogateescape"))
-    (tmp_path / "t.csv").write_bytes(b"image,label,note\n" + name + b',a,"\xe9\n"\n0.jpg,b,\xff\n')
-    assert [row.reason for row in inputs(tmp_path / "t.csv", kind="path_table")] == [None, None]
+    (tmp_path / "t.csv").write_bytes(
+        b"image,label,note\n" + name + b',a,"\xe9\n"\n0.jpg,b,\xff\n'
+    )
+    assert [row.reason for row in inputs(tmp_path / "t.csv", kind="path_table")] == [
+        None,
+        None,
+    ]
     # Excel separates by semicolons where a comma is the decimal point.
-    (tmp_path / "s.csv").write_text("image;label;share\n0.jpg;great, white;0,5\n1.jpg;b;1\n")
+    (tmp_path / "s.csv").write_text(
+        "image;label;share\n0.jpg;great, white;0,5\n1.jpg;b;1\n"
+    )
     found = [row.class_name for row in inputs(tmp_path / "s.csv", kind="path_table")]
     assert found == ["great, white", "b"]
 
@@ -424,6 +503,8 @@ def test_names_of_classes_that_cannot_be_stored_are_no_names(tmp_path: Path) -> 
     """A lone surrogate in the metadata of a Parquet file."""
     facts = '{"info": {"features": {"label": {"_type": "ClassLabel", "names": ["a\\ud800", "b"]}}}}'
     table = pa.table({"image": [b"x"], "label": [0]})
-    pq.write_table(table.replace_schema_metadata({"huggingface": facts}), tmp_path / "a.parquet")
+    pq.write_table(
+        table.replace_schema_metadata({"huggingface": facts}), tmp_path / "a.parquet"
+    )
     (row,) = inputs(tmp_path, kind="parquet")
     assert row.class_name == "0"

@@ -56,11 +56,17 @@ JPEGS = {
     "progressive": PROGRESSIVE,
     "restart markers": encoded(RGB, "JPEG", restart_marker_blocks=1),
     "thumbnail in EXIF": with_segment(encoded(RGB, "JPEG"), 0xE1, b"Exif\0\0" + OTHER),
-    "thumbnail in a progressive one": with_segment(PROGRESSIVE, 0xE1, b"Exif\0\0" + OTHER),
-    "end marker in a comment": with_segment(encoded(RGB, "JPEG"), 0xFE, b"\xff\xda\xff\xd9"),
+    "thumbnail in a progressive one": with_segment(
+        PROGRESSIVE, 0xE1, b"Exif\0\0" + OTHER
+    ),
+    "end marker in a comment": with_segment(
+        encoded(RGB, "JPEG"), 0xFE, b"\xff\xda\xff\xd9"
+    ),
     "picture between two scans": two_scans(PROGRESSIVE, 0xFE, OTHER),
     "fill bytes": encoded(RGB, "JPEG").replace(b"\xff\xda", b"\xff\xff\xff\xda", 1),
-    "MPO": encoded(RGB, "MPO", save_all=True, append_images=[Image.fromarray(smooth())]),
+    "MPO": encoded(
+        RGB, "MPO", save_all=True, append_images=[Image.fromarray(smooth())]
+    ),
 }
 TAILS = {
     "nothing": b"",
@@ -115,7 +121,14 @@ def keyed_png(samples: np.ndarray, key: tuple[int, ...], *, interlaced: bool) ->
     )
 
 
-KEYS = [(0x12, 0x34), (0x40, 0x40), (0x00, 0x00), (0xFF, 0xFF), (0x80, 0x00), (0x00, 0x80)]
+KEYS = [
+    (0x12, 0x34),
+    (0x40, 0x40),
+    (0x00, 0x00),
+    (0xFF, 0xFF),
+    (0x80, 0x00),
+    (0x00, 0x80),
+]
 
 
 @pytest.mark.parametrize("interlaced", [False, True])
@@ -125,8 +138,17 @@ def test_16_bit_colours_are_compared_in_16_bits(
     high: int, low: int, channels: int, interlaced: bool
 ) -> None:
     """The PNG specification, 11.3.2.1: all 16 bits count."""
-    near = [high << 8 | low, low << 8 | high, high << 8 | low ^ 1, (high ^ 1) << 8 | low, low, high]
-    samples = np.array([near, near[::-1]], np.uint16)[..., None].repeat(channels, axis=2)
+    near = [
+        high << 8 | low,
+        low << 8 | high,
+        high << 8 | low ^ 1,
+        (high ^ 1) << 8 | low,
+        low,
+        high,
+    ]
+    samples = np.array([near, near[::-1]], np.uint16)[..., None].repeat(
+        channels, axis=2
+    )
     if channels == 3:
         samples[1, 0, 1] ^= 0x0100  # all but one sample of the colour
     data = keyed_png(samples, (near[0],) * channels, interlaced=interlaced)
@@ -137,7 +159,9 @@ def test_16_bit_colours_are_compared_in_16_bits(
     assert found.changes == "16_bit,transparency"
     assert np.array_equal(decoded(found.content).reshape(expected.shape), expected)
     with Image.open(io.BytesIO(data)) as image:
-        assert np.array_equal(rgb_pixels(image), np.broadcast_to(expected, (*is_key.shape, 3)))
+        assert np.array_equal(
+            rgb_pixels(image), np.broadcast_to(expected, (*is_key.shape, 3))
+        )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 8])

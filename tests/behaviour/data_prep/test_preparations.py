@@ -33,7 +33,13 @@ from data_prep.steps.list_inputs import check_input, make_key, rows_table
 from data_prep.steps.plan_shards import _ordered, held_out
 from data_prep.steps.work import WorkFolder, content_config, find_existing
 from data_prep.verification import check_folder
-from tests.support.corpora.image_corpus import corpus, encoded, ledger, prepare_here, run_of
+from tests.support.corpora.image_corpus import (
+    corpus,
+    encoded,
+    ledger,
+    prepare_here,
+    run_of,
+)
 from vitscale.config.changes import changed_settings
 from vitscale.config.errors import StorageError, UserError
 from vitscale.data.index import read_manifest
@@ -65,9 +71,13 @@ def write(path: Path, *, seed: int) -> None:
 
 def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
     for number in range(20):
-        write(tmp_path / f"images/{'' if number % 4 else 'sub/'}{number}.png", seed=number)
+        write(
+            tmp_path / f"images/{'' if number % 4 else 'sub/'}{number}.png", seed=number
+        )
     source = {"holdout_fraction": 0.2}
-    run = run_of(tmp_path / "images", tmp_path / "s", source=source, labels={"values": "none"})
+    run = run_of(
+        tmp_path / "images", tmp_path / "s", source=source, labels={"values": "none"}
+    )
     prepare_here(run)
     manifest = read_manifest(tmp_path / "s")
     assert manifest.classes == ()
@@ -77,7 +87,9 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
         ("test", -1): 4,
     }
     keys = {row["key"].partition("-")[2] for row in rows}
-    assert {key for key in keys if "sub" not in key} == {str(n) for n in range(20) if n % 4}
+    assert {key for key in keys if "sub" not in key} == {
+        str(n) for n in range(20) if n % 4
+    }
     with tarfile.open(tmp_path / "s/train-000000.tar") as tar:
         assert {Path(name).suffix for name in tar.getnames()} == {".png"}
     assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
@@ -87,7 +99,9 @@ def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
 def test_nothing_is_held_out_of_a_table_with_splits(tmp_path: Path) -> None:
     for number in range(10):
         write(tmp_path / f"{number}.png", seed=number)
-    rows = "".join(f"{n}.png,{n % 2},{'train' if n < 8 else 'val'}\n" for n in range(10))
+    rows = "".join(
+        f"{n}.png,{n % 2},{'train' if n < 8 else 'val'}\n" for n in range(10)
+    )
     (tmp_path / "table.csv").write_text(f"image,label,split\n{rows}")
     source = {"kind": "path_table", "holdout_fraction": 0.5}
     run = run_of(tmp_path / "table.csv", tmp_path / "s", source=source)
@@ -97,7 +111,10 @@ def test_nothing_is_held_out_of_a_table_with_splits(tmp_path: Path) -> None:
         prepare_here(run)
     prepare_here(run)
     splits = read_manifest(tmp_path / "s").splits
-    assert {name: split.num_samples for name, split in splits.items()} == {"train": 8, "val": 2}
+    assert {name: split.num_samples for name, split in splits.items()} == {
+        "train": 8,
+        "val": 2,
+    }
 
 
 def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
@@ -110,13 +127,27 @@ def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "until, damaged, damage, message",
     [
-        ("finish", "tars/*.tar", os.unlink, "train-000000.tar, written before, is missing or has"),
-        ("finish", "tars/*.tar", CUT, "train-000000.tar, written before, is missing or has"),
+        (
+            "finish",
+            "tars/*.tar",
+            os.unlink,
+            "train-000000.tar, written before, is missing or has",
+        ),
+        (
+            "finish",
+            "tars/*.tar",
+            CUT,
+            "train-000000.tar, written before, is missing or has",
+        ),
         ("write shards", "spool/*", CUT, "the spool is too short"),
     ],
 )
 def test_lost_work_stops_and_keeps_the_rest(
-    until: str, damaged: str, damage: Callable[[Path], None], message: str, tmp_path: Path
+    until: str,
+    damaged: str,
+    damage: Callable[[Path], None],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     """No output gets its name without all its tars."""
     table = pa.table({"image": [encoded("JPEG", seed=1)], "label": ["a"]})
@@ -130,7 +161,12 @@ def test_lost_work_stops_and_keeps_the_rest(
     assert not (tmp_path / "shards").exists() and work.path.exists()
 
 
-FILES = {"map": "cat,animal\n", "space": "animal\nplant\n", "leave_out": "a", "val_labels": "a"}
+FILES = {
+    "map": "cat,animal\n",
+    "space": "animal\nplant\n",
+    "leave_out": "a",
+    "val_labels": "a",
+}
 
 
 @pytest.mark.parametrize("key", FILES)
@@ -161,7 +197,9 @@ def test_too_many_bad_inputs_are_refused_before_an_image_is_read(
         (folder / f"link{number}.jpg").symlink_to("nowhere")
     for number in range(30):
         (folder / f"{number}.txt").touch()
-    run = run_of(tmp_path / "images", tmp_path / "out", images={"max_bad_fraction": 0.2})
+    run = run_of(
+        tmp_path / "images", tmp_path / "out", images={"max_bad_fraction": 0.2}
+    )
     if num_links == 4:
         assert tars.shard_units(prepare_here(run, until="write shards"))
         return
@@ -184,7 +222,9 @@ def test_when_every_input_is_rejected_the_error_says_why(
     file.write_bytes(b"PAR1 cut")
     path = file if kind == "path_table" else tmp_path / "source"
     run = run_of(path, tmp_path / "shards", source={"kind": kind})
-    with pytest.raises(UserError, match=rf"all \d inputs are rejected\n  {message}\n  next:"):
+    with pytest.raises(
+        UserError, match=rf"all \d inputs are rejected\n  {message}\n  next:"
+    ):
         prepare_here(run)
 
 
@@ -199,7 +239,9 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path: Path) -> None:
         source={"kind": "parquet", "splits": splits},
         images={"max_bad_fraction": 1},
     )
-    with pytest.raises(UserError, match="'val' has no usable image\n.*1 damaged_table") as error:
+    with pytest.raises(
+        UserError, match="'val' has no usable image\n.*1 damaged_table"
+    ) as error:
         prepare_here(run)
     assert "source.splits.val" in error.value.text()
 
@@ -211,9 +253,13 @@ def test_only_bad_images_count_against_the_limit() -> None:
     table = pa.table({"path": list(map(str, range(len(reasons)))), "reason": reasons})
     sums.add(table)
     sums.check(max_bad_fraction=0.2, num_images=10)
-    with pytest.raises(UserError, match="2 of 10 images are bad, more than the fraction 0.19"):
+    with pytest.raises(
+        UserError, match="2 of 10 images are bad, more than the fraction 0.19"
+    ):
         sums.check(max_bad_fraction=0.19, num_images=10)
-    left.add(pa.table({"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]}))
+    left.add(
+        pa.table({"path": ["a", "b", "c"], "reason": ["small_class", "left_out", None]})
+    )
     left.check(max_bad_fraction=0.0, num_images=left.num_images)
     sums.add(table)
     assert sums.examples["bad_pixels"] == ["0", "1", "0"]
@@ -223,14 +269,21 @@ def test_a_shard_is_written_without_holding_its_images(tmp_path: Path) -> None:
     comment, image = b"\xff\xfe\xff\xff" + bytes(65_533), encoded("JPEG", seed=0)
     (tmp_path / "images/cat").mkdir(parents=True)
     for number in range(16):
-        (tmp_path / f"images/cat/{number}.jpg").write_bytes(image[:2] + 16 * comment + image[2:])
-    work = prepare_here(run_of(tmp_path / "images", tmp_path / "shards"), until="write shards")
+        (tmp_path / f"images/cat/{number}.jpg").write_bytes(
+            image[:2] + 16 * comment + image[2:]
+        )
+    work = prepare_here(
+        run_of(tmp_path / "images", tmp_path / "shards"), until="write shards"
+    )
     (unit,) = tars.shard_units(work)
     tracemalloc.start()
     tars.write_shard(work, unit)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 8 << 20 and (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
+    assert (
+        peak < 8 << 20
+        and (work.path / unit).with_suffix(".tar").stat().st_size > 16 << 20
+    )
 
 
 @pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
@@ -249,7 +302,9 @@ def test_outages_while_reading_reject_no_file(
 
     monkeypatch.setattr("data_prep.steps.list_inputs.os.fstat", fail)
     try:
-        assert check_input(WorkFolder(run), row).reason == "unreadable" and code in FAULTS
+        assert (
+            check_input(WorkFolder(run), row).reason == "unreadable" and code in FAULTS
+        )
     except StorageError as error:
         assert code in OUTAGES and "the source cannot be read" in error.text()
         assert "same command again" in error.text()
@@ -300,18 +355,25 @@ def test_an_unmounted_source_keeps_the_work_and_resumes(
         (tmp_path / mount).mkdir()
     with pytest.raises(StorageError, match="missing or empty") as stopped:
         prepare_here(run)
-    assert ".shards.preparing" in stopped.value.text() and "mount it" in stopped.value.text()
+    assert (
+        ".shards.preparing" in stopped.value.text()
+        and "mount it" in stopped.value.text()
+    )
     if leaves_a_folder:
         (tmp_path / mount).rmdir()
     (tmp_path / "aside").rename(tmp_path / mount)
-    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))  # as after a mount
+    os.utime(
+        tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns)
+    )  # as after a mount
     assert (p.path / "rows.arrow").exists()
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 
 
 NAMES = st.text(
-    st.characters(codec="utf-8") | st.sampled_from("\udcff\udc80/.-_aA"), min_size=1, max_size=120
+    st.characters(codec="utf-8") | st.sampled_from("\udcff\udc80/.-_aA"),
+    min_size=1,
+    max_size=120,
 )
 
 
@@ -320,7 +382,9 @@ def make_input(path: str, *, class_name: str = "cat", split: str = "train") -> I
     return Input(path=path, split=split, class_name=class_name, name=name, num_bytes=1)
 
 
-def ordered(inputs: list[Input], *, batch: int, seed: int = 0) -> list[tuple[bytes, str]]:
+def ordered(
+    inputs: list[Input], *, batch: int, seed: int = 0
+) -> list[tuple[bytes, str]]:
     """(path, key) in stored order."""
     parts = [
         rows_table(inputs[start : start + batch], seed=seed)
@@ -333,7 +397,9 @@ def ordered(inputs: list[Input], *, batch: int, seed: int = 0) -> list[tuple[byt
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(NAMES, unique=True, max_size=60), st.integers(1, 20))
-def test_order_and_keys_do_not_depend_on_the_order_of_listing(names: list[str], batch: int) -> None:
+def test_order_and_keys_do_not_depend_on_the_order_of_listing(
+    names: list[str], batch: int
+) -> None:
     inputs = [make_input(name) for name in names]
     whole = ordered(inputs, batch=1000)
     shuffled = random.Random(batch).sample(inputs, len(inputs))
@@ -348,7 +414,8 @@ def test_order_is_that_of_sha256_written_out() -> None:
     inputs = [make_input(f"{i}.jpg") for i in range(50)]
     rows = ordered(inputs, batch=7, seed=5)
     expected = sorted(
-        range(50), key=lambda i: hashlib.sha256(f"order\0{5}\0train-cat-{i}".encode()).digest()
+        range(50),
+        key=lambda i: hashlib.sha256(f"order\0{5}\0train-cat-{i}".encode()).digest(),
     )
     assert [path for path, _ in rows] == [f"{i}.jpg".encode() for i in expected]
     other = ordered(inputs, batch=7, seed=6)
@@ -356,7 +423,10 @@ def test_order_is_that_of_sha256_written_out() -> None:
 
 
 def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
-    assert make_key("n01440764", "n01440764_10026", path="p") == "n01440764-n01440764_10026"
+    assert (
+        make_key("n01440764", "n01440764_10026", path="p")
+        == "n01440764-n01440764_10026"
+    )
     assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", make_key("cat", "a b", path="p"))
     assert make_key("cat", "a b", path="p") != make_key("cat", "a b", path="q")
     # A name that looks hashed gets a hash of its own, so collisions cannot be forged.

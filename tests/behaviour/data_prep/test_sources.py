@@ -45,7 +45,9 @@ def fates(kind: str, path: Path, *args: Any, **options: Any) -> dict[str, str | 
 
 
 def content(source: Source, row: Input) -> bytes:
-    return (source.root / (row.file or row.path)).read_bytes()[row.offset :][: row.num_bytes]
+    return (source.root / (row.file or row.path)).read_bytes()[row.offset :][
+        : row.num_bytes
+    ]
 
 
 def table(columns: Mapping[str, Any], **options: Any) -> bytes:
@@ -148,7 +150,10 @@ def test_splits_may_share_a_folder_by_patterns(tmp_path: Path) -> None:
     for splits, message in [
         ({"train": "d/x-train-{0000..0003}.tar"}, "has no 'x-train-0003.tar'"),
         ({"train": "d/x-train-*.tar", "test": "d/x-*.tar"}, "two splits share files"),
-        ({"train": "d/x-train-*.tar", "test": "d/y-*.tar"}, "splits.test.*y-.*: no .tar files"),
+        (
+            {"train": "d/x-train-*.tar", "test": "d/y-*.tar"},
+            "splits.test.*y-.*: no .tar files",
+        ),
         ({"train": "d/{a}{.tar"}, "source.splits.train.*not a pattern"),
         ({"train": "e/x-*.tar"}, "source.splits.train.*no such"),
         ({"train": "d", "test": "d/x-val-0000.tar"}, "two splits share files"),
@@ -158,10 +163,21 @@ def test_splits_may_share_a_folder_by_patterns(tmp_path: Path) -> None:
 
 
 def test_class_folders_are_sorted_by_bytes(tmp_path: Path) -> None:
-    touch(tmp_path, *(f"{c}/1.jpg" for c in ("dog", "cat", "Eel", "é", "cat-2")), "cat/sub/2.jpg")
+    touch(
+        tmp_path,
+        *(f"{c}/1.jpg" for c in ("dog", "cat", "Eel", "é", "cat-2")),
+        "cat/sub/2.jpg",
+    )
     source = opened("image_folder", tmp_path)
     boxes = source.containers()
-    assert [box.class_name for box in boxes] == [None, "Eel", "cat", "cat-2", "dog", "é"]
+    assert [box.class_name for box in boxes] == [
+        None,
+        "Eel",
+        "cat",
+        "cat-2",
+        "dog",
+        "é",
+    ]
     names = {(row.class_name, row.name) for row in source.inputs(boxes[2])}
     assert names == {("cat", "1"), ("cat", "sub/2")}
     with pytest.raises(UserError, match="'gone': changed while"):
@@ -219,10 +235,18 @@ def test_without_classes_every_image_below_is_listed(tmp_path: Path) -> None:
 KAGGLE = "ImageId,PredictionString\nv_2,dog 85 1 499 272\nv_1,cat 1 1 4 4 dog 1 2 3 4\n"
 
 
-@pytest.mark.parametrize("text", [KAGGLE, "v_1.JPEG cat\nval/v_2.JPEG dog\n", "cat\ndog\n"])
+@pytest.mark.parametrize(
+    "text", [KAGGLE, "v_1.JPEG cat\nval/v_2.JPEG dog\n", "cat\ndog\n"]
+)
 def test_a_list_names_the_classes_of_loose_images(text: str, tmp_path: Path) -> None:
     touch(tmp_path, "in/train/cat/1.jpg", "in/train/dog/1.jpg", "in/train/loose.jpg")
-    touch(tmp_path, "in/val/v_2.JPEG", "in/val/v_1.JPEG", "in/val/.v_0.JPEG", "in/val/note.txt")
+    touch(
+        tmp_path,
+        "in/val/v_2.JPEG",
+        "in/val/v_1.JPEG",
+        "in/val/.v_0.JPEG",
+        "in/val/note.txt",
+    )
     (tmp_path / "list").write_text(text)
     source = opened("image_folder", tmp_path / "in", val_labels=str(tmp_path / "list"))
     assert {row.path: (row.class_name, row.reason) for row in listed(source)} == {
@@ -246,7 +270,9 @@ def test_the_name_of_a_tar_is_the_class_of_its_members(tmp_path: Path) -> None:
     )
     source = opened("class_tars", tmp_path)
     rows = listed(source)
-    assert [(row.path, row.class_name, row.name, content(source, row)) for row in rows] == [
+    assert [
+        (row.path, row.class_name, row.name, content(source, row)) for row in rows
+    ] == [
         ("n01.tar/./n01/n01_1.JPEG", "n01", "n01/n01_1", b"one one"),
         ("n01.tar/n01/n01_2.x.jpg", "n01", "n01/n01_2.x", b""),
         ("n02.tar/n02_1.JPEG", "n02", "n02_1", b"two one"),
@@ -284,7 +310,9 @@ def test_a_tar_of_tars_is_read_in_place(tmp_path: Path) -> None:
     )
     assert content(source, rows["all.tar/whole/n02.tar/1.jpg"]) == b"other"
     os.truncate(tmp_path / "all.tar", second.offset)
-    with pytest.raises(UserError, match="'all.tar' cannot be read as a tar file to its end"):
+    with pytest.raises(
+        UserError, match="'all.tar' cannot be read as a tar file to its end"
+    ):
         source.containers()
     write_tars(tmp_path, {"all.tar": [*members.items(), ("./whole/n02.tar", inner)]})
     with pytest.raises(UserError, match="'whole/n02.tar' twice"):
@@ -318,10 +346,14 @@ def special_tar() -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["class_tars", "webdataset"])
-def test_types_and_names_of_members_determine_the_reason(kind: str, tmp_path: Path) -> None:
+def test_types_and_names_of_members_determine_the_reason(
+    kind: str, tmp_path: Path
+) -> None:
     (tmp_path / "cat.tar").write_bytes(special_tar())
     found = fates(kind, tmp_path, UNLABELLED)
-    assert {path.removeprefix("cat.tar/").split(" ")[0]: why for path, why in found.items()} == {
+    assert {
+        path.removeprefix("cat.tar/").split(" ")[0]: why for path, why in found.items()
+    } == {
         "sym.jpg": "not_a_file",
         "hard.jpg": "not_a_file",
         "dev.jpg": "not_a_file",
@@ -348,16 +380,35 @@ def test_cut_tars_have_a_row_and_keep_what_is_whole(kind: str, tmp_path: Path) -
 
 
 def test_any_member_names_give_one_row_each_of_unique_path(tmp_path: Path) -> None:
-    names = ["..", "./dup", "dup", "dup", "a.b", "\n", "ü", "\udcff", "x" * 300, "a//b", "", " "]
+    names = [
+        "..",
+        "./dup",
+        "dup",
+        "dup",
+        "a.b",
+        "\n",
+        "ü",
+        "\udcff",
+        "x" * 300,
+        "a//b",
+        "",
+        " ",
+    ]
     members = [(f"{name}.jpg", b"%d" % i) for i, name in enumerate(names)]
     write_tars(tmp_path, {"cat.tar": members})
     source = opened("class_tars", tmp_path)
     rows = listed(source)
     assert [content(source, row) for row in rows] == [data for _, data in members]
-    assert len({row.path for row in rows}) == len(rows) and all(os.fsencode(r.path) for r in rows)
+    assert len({row.path for row in rows}) == len(rows) and all(
+        os.fsencode(r.path) for r in rows
+    )
     kept = [row.name for row in rows if row.reason is None]
     assert len(set(kept)) == len(kept)
-    assert [row.reason for row in rows[1:4]] == [None, "duplicate_name", "duplicate_name"]
+    assert [row.reason for row in rows[1:4]] == [
+        None,
+        "duplicate_name",
+        "duplicate_name",
+    ]
 
 
 def samples(root: Path, members: Members, **options: Any) -> dict[str, str | None]:
@@ -366,13 +417,20 @@ def samples(root: Path, members: Members, **options: Any) -> dict[str, str | Non
     rows = inputs("webdataset", root / "a.tar", **options)
     assert len({row.path for row in rows}) == len(rows)
     return {
-        row.path.removeprefix("a.tar/"): f"<{row.reason}>" if row.reason else row.class_name
+        row.path.removeprefix("a.tar/"): f"<{row.reason}>"
+        if row.reason
+        else row.class_name
         for row in rows
     }
 
 
 def test_a_sample_is_one_input_with_its_label(tmp_path: Path) -> None:
-    members = {"d/1.jpg": b"one", "d/1.cls": b" 7\n", "d/1.json": b"{}", "2.cls": b"cat"}
+    members = {
+        "d/1.jpg": b"one",
+        "d/1.cls": b" 7\n",
+        "d/1.json": b"{}",
+        "2.cls": b"cat",
+    }
     write_tars(tmp_path, {"t/1.tar": members | {"2.PNG": b"two", "2.txt": b"caption"}})
     source = opened("webdataset", tmp_path, splits={"train": "t"})
     rows = listed(source)
@@ -403,7 +461,11 @@ def test_negative_numbers_mean_no_label_without_a_space(tmp_path: Path) -> None:
         ("json:x", b'{"x": "\\ud800"}', None),
         ("json:x", b'{"x": "%s"}' % (b"x" * 5000), None),
         ("json:x", b"[5]", None),
-        *((label, raw, None) for label in ("cls", "json:x") for raw in (b"[" * 100_000, b"\xff")),
+        *(
+            (label, raw, None)
+            for label in ("cls", "json:x")
+            for raw in (b"[" * 100_000, b"\xff")
+        ),
         ("json:x", b'{"x": 1}' + b" " * (2 << 20), None),
     ],
 )
@@ -411,7 +473,9 @@ def test_labels_of_samples_are_text_or_integers(
     label: str, raw: bytes, class_name: str | None, tmp_path: Path
 ) -> None:
     members = {"1.jpg": b"", f"1.{label.partition(':')[0]}": raw}
-    assert samples(tmp_path, members, label=label) == {"1.jpg": class_name or "<no_label>"}
+    assert samples(tmp_path, members, label=label) == {
+        "1.jpg": class_name or "<no_label>"
+    }
 
 
 def test_incomplete_and_repeated_samples_have_rows(tmp_path: Path) -> None:
@@ -426,8 +490,20 @@ def test_incomplete_and_repeated_samples_have_rows(tmp_path: Path) -> None:
     rows = inputs("webdataset", tmp_path, UNLABELLED)
     reasons = ["no_image", None, "no_image", "no_image", "duplicate_key"]
     assert [row.reason for row in rows] == reasons
-    members = [("1.jpg", b""), ("1.cls", b"1"), ("2.jpg", b"2"), ("1.jpg", b""), ("1.cls", b"2")]
-    members += [("3.cls", b"3"), ("2.cls", b"1"), ("4.jpg", b""), ("4.jpg", b""), ("4.cls", b"4")]
+    members = [
+        ("1.jpg", b""),
+        ("1.cls", b"1"),
+        ("2.jpg", b"2"),
+        ("1.jpg", b""),
+        ("1.cls", b"2"),
+    ]
+    members += [
+        ("3.cls", b"3"),
+        ("2.cls", b"1"),
+        ("4.jpg", b""),
+        ("4.jpg", b""),
+        ("4.cls", b"4"),
+    ]
     members += [("4.png", b""), ("README", b""), ("README", b"")]
     members += [("5.jpg", b""), ("5.cls", b"5"), ("5.cls", b"6")]
     assert samples(tmp_path, members) == {
@@ -477,13 +553,22 @@ def write_parquet(path: Path, images: list[Any], labels: Any, **options: Any) ->
 
 
 def test_rows_of_parquet_files_are_inputs_with_bytes(tmp_path: Path) -> None:
-    images = [{"bytes": b"one", "path": "n01_1.JPEG"}, {"bytes": b"three", "path": None}]
+    images = [
+        {"bytes": b"one", "path": "n01_1.JPEG"},
+        {"bytes": b"three", "path": None},
+    ]
     images += [{"bytes": b"", "path": "sub/./x.y.png"}]
-    write_parquet(tmp_path / "data/train-0.parquet", images, [1, 0, 1], names=["cat", "dog"])
-    write_parquet(tmp_path / "data/test-0.parquet", images[:1], [0], names=["cat", "dog"])
+    write_parquet(
+        tmp_path / "data/train-0.parquet", images, [1, 0, 1], names=["cat", "dog"]
+    )
+    write_parquet(
+        tmp_path / "data/test-0.parquet", images[:1], [0], names=["cat", "dog"]
+    )
     splits = {"train": "data/train-*.parquet", "test": "data/test-*.parquet"}
     rows = inputs("parquet", tmp_path, splits=splits)
-    assert [(row.path, row.split, row.name, row.class_name, row.data) for row in rows] == [
+    assert [
+        (row.path, row.split, row.name, row.class_name, row.data) for row in rows
+    ] == [
         ("data/train-0.parquet/0", "train", "n01_1", "dog", b"one"),
         ("data/train-0.parquet/1", "train", "train-0-1", "cat", b"three"),
         ("data/train-0.parquet/2", "train", "sub/x.y", "dog", b""),
@@ -497,7 +582,12 @@ def test_rows_of_parquet_files_are_inputs_with_bytes(tmp_path: Path) -> None:
     [
         (pa.array(["a", " b ", "", None]), None, "name", ["a", "b", None, None]),
         (pa.array([7, -1, None, 0], pa.int16()), None, "name", ["7", None, None, "0"]),
-        (pa.array(["a", "b", None]).dictionary_encode(), None, "name", ["a", "b", None]),
+        (
+            pa.array(["a", "b", None]).dictionary_encode(),
+            None,
+            "name",
+            ["a", "b", None],
+        ),
         (pa.array(["a", "x" * 5000], pa.large_string()), None, "name", ["a", None]),
         ([1, 2, -1, 0], ["cat", "dog"], "name", ["dog", None, None, "cat"]),
         ([1, 2, -1, 0], ["cat", "dog"], "index", ["1", "2", None, "0"]),
@@ -510,16 +600,29 @@ def test_labels_of_parquet_rows_are_numbers_or_text(
     write_parquet(tmp_path / "a.parquet", images, labels, names=names)
     rows = inputs("parquet", tmp_path / "a.parquet", {"values": values})
     assert [row.class_name for row in rows] == classes
-    assert [row.reason for row in rows] == [None if name else "no_label" for name in classes]
+    assert [row.reason for row in rows] == [
+        None if name else "no_label" for name in classes
+    ]
 
 
 def test_cells_without_bytes_and_damaged_files_have_rows(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     write_parquet(file, [None, {"path": "/etc/passwd"}, {"bytes": b"x"}], [0, 0, 0])
-    assert [row.reason for row in inputs("parquet", file)] == ["no_image", "no_image", None]
+    assert [row.reason for row in inputs("parquet", file)] == [
+        "no_image",
+        "no_image",
+        None,
+    ]
     rng = random.Random(0)
     images = [{"bytes": rng.randbytes(5000)} for _ in range(8)]
-    write_parquet(file, images, [0] * 8, row_group_size=2, compression="zstd", use_dictionary=False)
+    write_parquet(
+        file,
+        images,
+        [0] * 8,
+        row_group_size=2,
+        compression="zstd",
+        use_dictionary=False,
+    )
     whole = file.read_bytes()
     for cut in (0, 3, 1000, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:cut])
@@ -528,7 +631,9 @@ def test_cells_without_bytes_and_damaged_files_have_rows(tmp_path: Path) -> None
     start = chunk.data_page_offset
     file.write_bytes(whole[:start] + b"\xff" * 60 + whole[start + 60 :])
     rows = inputs("parquet", tmp_path)
-    assert [(r.path, r.reason) for r in rows if r.reason] == [("a.parquet", "damaged_table")]
+    assert [(r.path, r.reason) for r in rows if r.reason] == [
+        ("a.parquet", "damaged_table")
+    ]
     bad_text = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"]).buffers())
     write_parquet(file, images[:1], bad_text)
     assert fates("parquet", tmp_path) == {"a.parquet": "damaged_table"}
@@ -548,7 +653,9 @@ def write_table(path: Path, columns: dict[str, list[Any]]) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["tsv", "parquet", "CSV"])
-def test_rows_of_a_table_are_inputs_with_their_files(suffix: str, tmp_path: Path) -> None:
+def test_rows_of_a_table_are_inputs_with_their_files(
+    suffix: str, tmp_path: Path
+) -> None:
     touch(tmp_path, "a/1.jpg", "b,c.png", "3")
     (tmp_path / "a/1.jpg").write_bytes(b"1234")
     columns = {
@@ -559,7 +666,9 @@ def test_rows_of_a_table_are_inputs_with_their_files(suffix: str, tmp_path: Path
     }
     file = write_table(tmp_path / f"t.{suffix}", columns)
     rows = inputs("path_table", file)
-    assert [(row.path, row.split, row.class_name, row.name, row.reason) for row in rows] == [
+    assert [
+        (row.path, row.split, row.class_name, row.name, row.reason) for row in rows
+    ] == [
         ("a/1.jpg", "train", "cat", "a/1", None),
         ("b,c.png", "val", "7", "b,c", None),
         ("3", "val", "dog", "3", None),
@@ -573,7 +682,9 @@ def test_rows_of_a_table_are_inputs_with_their_files(suffix: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_what_a_path_leads_to_determines_the_reason(suffix: str, tmp_path: Path) -> None:
+def test_what_a_path_leads_to_determines_the_reason(
+    suffix: str, tmp_path: Path
+) -> None:
     touch(tmp_path, "out.jpg", "out/1.jpg", "in/1.jpg", "in/deep/2.jpg")
     for link, target in {"up": "..", "x.jpg": "../out.jpg", "z.jpg": "z.jpg"}.items():
         (tmp_path / "in" / link).symlink_to(target)
@@ -599,16 +710,25 @@ def test_what_a_path_leads_to_determines_the_reason(suffix: str, tmp_path: Path)
     columns = {"image": list(expected), "label": ["a"] * len(expected)}
     file = write_table(tmp_path / f"in/t.{suffix}", columns)
     assert [row.reason for row in inputs("path_table", file)] == list(expected.values())
-    lost = mock.Mock(wraps=os, stat=mock.Mock(side_effect=OSError(errno.EREMOTEIO, "lost")))
-    with mock.patch("data_prep.sources.tables.os", lost), pytest.raises(StorageError, match="lost"):
+    lost = mock.Mock(
+        wraps=os, stat=mock.Mock(side_effect=OSError(errno.EREMOTEIO, "lost"))
+    )
+    with (
+        mock.patch("data_prep.sources.tables.os", lost),
+        pytest.raises(StorageError, match="lost"),
+    ):
         inputs("path_table", file)
 
 
-@pytest.mark.parametrize("columns", [{}, {"label": [1.5, 2.5]}], ids=["missing", "unusable"])
+@pytest.mark.parametrize(
+    "columns", [{}, {"label": [1.5, 2.5]}], ids=["missing", "unusable"]
+)
 def test_ignored_classes_need_no_label_column(columns: Any, tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg", "2.jpg")
     for suffix in ("csv", "parquet"):
-        file = write_table(tmp_path / f"t.{suffix}", {"image": ["1.jpg", "2.jpg"], **columns})
+        file = write_table(
+            tmp_path / f"t.{suffix}", {"image": ["1.jpg", "2.jpg"], **columns}
+        )
         assert fates("path_table", file, UNLABELLED) == {"1.jpg": None, "2.jpg": None}
     columns = {"image": pa.array([b"1", b"2"]), "split": ["train", "Dev"], **columns}
     (tmp_path / "p.parquet").write_bytes(table(columns))

@@ -111,21 +111,39 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda rows: rows[2].update(width=99), "'train-c0-0': is ('png', 5, 4), but the index"),
-        (lambda rows: rows[2].update(key="x"), "sample 'x': has another name, size, place or"),
+        (
+            lambda rows: rows[2].update(width=99),
+            "'train-c0-0': is ('png', 5, 4), but the index",
+        ),
+        (
+            lambda rows: rows[2].update(key="x"),
+            "sample 'x': has another name, size, place or",
+        ),
         (lambda rows: rows[2].update(key="x"), "are not the samples of the index"),
         (lambda rows: rows[2].update(label=7), "1 labels are outside 0 to 2"),
-        (lambda rows: rows[2].update(label=1), "'train-c0-0': has another name, size, place"),
+        (
+            lambda rows: rows[2].update(label=1),
+            "'train-c0-0': has another name, size, place",
+        ),
         (lambda rows: rows[2].update(offset=1 << 40), "lies outside the tar"),
-        (lambda rows: rows[3].update(offset=rows[2]["offset"]), "has another name, size, place"),
+        (
+            lambda rows: rows[3].update(offset=rows[2]["offset"]),
+            "has another name, size, place",
+        ),
         (lambda rows: rows.pop(2), "holds more than the samples of the index"),
         (
             lambda rows: rows[2].update(shard="other.tar"),
             "samples of the manifest's tars, in their",
         ),
         (lambda rows: rows.clear(), "not have the samples of the manifest's tars"),
-        (lambda rows: rows.insert(2, rows.pop(3)), "do not have the manifest's fingerprint"),
-        (lambda rows: rows[2].update(blake3=None), "not have the samples of the manifest's tars"),
+        (
+            lambda rows: rows.insert(2, rows.pop(3)),
+            "do not have the manifest's fingerprint",
+        ),
+        (
+            lambda rows: rows[2].update(blake3=None),
+            "not have the samples of the manifest's tars",
+        ),
     ],
 )
 def test_an_index_that_was_written_wrongly_is_found(
@@ -137,7 +155,9 @@ def test_an_index_that_was_written_wrongly_is_found(
 
 
 @pytest.mark.parametrize("label", [0, -2])
-def test_labels_in_a_folder_without_classes_are_found(tmp_path: Path, label: int) -> None:
+def test_labels_in_a_folder_without_classes_are_found(
+    tmp_path: Path, label: int
+) -> None:
     folder = tmp_path / "shards"
     make_shard_folder(folder, classes=())
     assert findings(folder) == []
@@ -153,7 +173,9 @@ def test_missing_and_cut_files_are_found(shards: Path, name: str) -> None:
     assert any(text.startswith(f"{name}: cannot be read") for text in missing), missing
     (shards / name).write_bytes(data[: len(data) // 2])
     assert any(text.startswith(name) for text in findings(shards))
-    check_folder(shards, manifest=read_manifest(shards), num_workers=1, write_entry_points=True)
+    check_folder(
+        shards, manifest=read_manifest(shards), num_workers=1, write_entry_points=True
+    )
     assert name != TRAIN or not entry_points_file(shards, TRAIN).exists()
 
 
@@ -178,7 +200,11 @@ def test_other_index_columns_are_refused(shards: Path) -> None:
 )
 @pytest.mark.parametrize("batch_rows", [1, 2, 1000])
 def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
-    shards: Path, change: Any, is_found: bool, batch_rows: int, monkeypatch: pytest.MonkeyPatch
+    shards: Path,
+    change: Any,
+    is_found: bool,
+    batch_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("data_prep.verification.BATCH_ROWS", batch_rows)
     assert findings(shards) == []
@@ -186,7 +212,9 @@ def test_the_samples_of_ledger_and_index_are_compared_in_pieces(
     change(rows)
     table = pa.Table.from_pylist(rows, schema=pq.read_schema(shards / "ledger.parquet"))
     pq.write_table(table, shards / "ledger.parquet", row_group_size=3)
-    what = "ledger.parquet: the inputs kept or repaired are not the samples of the index"
+    what = (
+        "ledger.parquet: the inputs kept or repaired are not the samples of the index"
+    )
     assert (what in findings(shards)) == is_found
 
 
@@ -202,18 +230,25 @@ def test_memory_does_not_grow_with_the_samples(
     names = [f"train-n01440764-n01440764_{number}" for number in range(num)]
     tars = [f"train-{number // per_tar:06d}.tar" for number in range(num)]
     columns = {"key": names, "split": ["train"] * num, "shard": tars}
-    columns |= {name: [1] * num for name in ("offset", "length", "label", "width", "height")}
+    columns |= {
+        name: [1] * num for name in ("offset", "length", "label", "width", "height")
+    }
     columns |= {"format": ["jpg"] * num, "blake3": [bytes(32)] * num}
     write_index(folder, tables=[pa.table(columns, schema=INDEX_SCHEMA)])
     ledger = {name: [None] * num for name in schema.names}
     ledger |= {"split": columns["split"], "key": names, "status": ["kept"] * num}
-    pq.write_table(pa.table(ledger, schema=schema), folder / "ledger.parquet", row_group_size=8_192)
+    pq.write_table(
+        pa.table(ledger, schema=schema), folder / "ledger.parquet", row_group_size=8_192
+    )
     entries = tuple(
-        ShardEntry(name=name, samples=per_tar, bytes=0, blake3="") for name in dict.fromkeys(tars)
+        ShardEntry(name=name, samples=per_tar, bytes=0, blake3="")
+        for name in dict.fromkeys(tars)
     )
     split = SplitEntry(num_samples=num, num_bytes=0, fingerprint="", shards=entries)
     old = read_manifest(folder)
-    manifest = replace(old, splits={"train": split}, inputs={"num_rows": num}, classes=("a", "b"))
+    manifest = replace(
+        old, splits={"train": split}, inputs={"num_rows": num}, classes=("a", "b")
+    )
     del names, tars, columns, ledger
     usual = pa.default_memory_pool()
     tracked = pa.proxy_memory_pool(usual)
@@ -244,15 +279,23 @@ def test_a_parquet_file_is_never_held_as_a_whole(reader: str, tmp_path: Path) ->
     before = pa.total_allocated_bytes()
     peak, seen = before, 0
     with pq.ParquetFile(path) as file:
-        pieces = _batches(path) if reader == "verification" else rows_of(file, ["image"], path=path)
+        pieces = (
+            _batches(path)
+            if reader == "verification"
+            else rows_of(file, ["image"], path=path)
+        )
         for piece in pieces:
             seen += len(piece)
             peak = max(peak, pa.total_allocated_bytes())
     assert seen == num and peak - before < 2_000_000
 
 
-@pytest.mark.parametrize("name", ["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"])
-def test_a_manifest_that_names_files_outside_is_refused(shards: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["../x.tar", "/x.tar", "a/../../x.tar", "..", "", "a\0.tar"]
+)
+def test_a_manifest_that_names_files_outside_is_refused(
+    shards: Path, name: str
+) -> None:
     manifest = read_manifest(shards)
     first = manifest.splits["train"].shards[0]
     split = replace(manifest.splits["train"], shards=(replace(first, name=name),))
@@ -263,12 +306,18 @@ def test_a_manifest_that_names_files_outside_is_refused(shards: Path, name: str)
         list_samples(shards)
 
 
-def test_an_index_that_names_other_tars_is_not_followed(shards: Path, tmp_path: Path) -> None:
+def test_an_index_that_names_other_tars_is_not_followed(
+    shards: Path, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_bytes(b"x" * 10_000)
     rewritten(shards, lambda rows: rows[0].update(shard="../secret"))
-    with pytest.raises(UserError, match="names the tar '../secret', which manifest.json does not"):
+    with pytest.raises(
+        UserError, match="names the tar '../secret', which manifest.json does not"
+    ):
         list_samples(shards)
-    with pytest.raises(UserError, match="names the tar '../secret', which manifest.json does not"):
+    with pytest.raises(
+        UserError, match="names the tar '../secret', which manifest.json does not"
+    ):
         draw_sheet(tmp_path / "sheet.png", shards, read_manifest(shards))
 
 
@@ -283,7 +332,8 @@ def test_entry_points_are_not_written_through_links(
     (shards / link).parent.mkdir(exist_ok=True)
     (shards / link).symlink_to(tmp_path / "victim")
     rewritten(
-        shards, lambda rows: [row.update(shard=name) for row in rows if row["shard"] == TRAIN]
+        shards,
+        lambda rows: [row.update(shard=name) for row in rows if row["shard"] == TRAIN],
     )
     manifest = read_manifest(shards)
     tars = tuple(
@@ -292,11 +342,15 @@ def test_entry_points_are_not_written_through_links(
     )
     split = replace(manifest.splits["train"], shards=tars)
     manifest = replace(manifest, splits=manifest.splits | {"train": split})
-    found = check_folder(shards, manifest=manifest, num_workers=1, write_entry_points=True)
+    found = check_folder(
+        shards, manifest=manifest, num_workers=1, write_entry_points=True
+    )
     assert any("a link leads out of" in text for text in found)
     assert not list((tmp_path / "victim").iterdir())
 
 
 def test_a_ledger_of_other_sums_is_found(shards: Path) -> None:
-    write_manifest(shards, manifest=replace(read_manifest(shards), inputs={"num_rows": 9}))
+    write_manifest(
+        shards, manifest=replace(read_manifest(shards), inputs={"num_rows": 9})
+    )
     assert "ledger.parquet: has other sums than the manifest" in findings(shards)

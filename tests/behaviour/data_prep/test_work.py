@@ -125,7 +125,9 @@ def test_a_task_that_ends_frees_what_its_workers_held(work: WorkFolder) -> None:
 
 
 def test_a_wait_says_for_whom_and_how_long(
-    work: WorkFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work: WorkFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sharing, "SAY_WAIT_S", 0.05)
     work.claim("a").symlink_to(process(work, "node-7-1234abcd", 55))
@@ -156,7 +158,9 @@ def test_units_of_living_processes_are_waited_for(work: WorkFolder) -> None:
     assert not thread.is_alive() and not done
 
 
-def test_a_process_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_a_heartbeat(
+    work: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sharing, "HEARTBEAT_S", 0.01)
     work.open()
     path = work.scratch / "alive"
@@ -178,7 +182,9 @@ def test_an_error_is_raised_here_and_ends_the_workers() -> None:
         with Workers(int, num=2, imports=()) as workers:
             list(workers.results(["1", "x", "2"]))
     assert "in a worker process" in caught.value.__notes__[0]
-    assert len(descendants(os.getpid())) <= len(before) + 2  # the server and its tracker
+    assert (
+        len(descendants(os.getpid())) <= len(before) + 2
+    )  # the server and its tracker
 
 
 def test_a_dead_worker_process_is_reported() -> None:

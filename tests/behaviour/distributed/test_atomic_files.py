@@ -91,8 +91,12 @@ def fill(folder: Path) -> Path:
                 return path
 
 
-@pytest.mark.parametrize(("do", "code"), [("print", 0), ("write", EXIT_CODES[FailureKind.STORAGE])])
-def test_a_rank_prints_on_a_full_disk(small_disk: Path, tmp_path: Path, do: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("do", "code"), [("print", 0), ("write", EXIT_CODES[FailureKind.STORAGE])]
+)
+def test_a_rank_prints_on_a_full_disk(
+    small_disk: Path, tmp_path: Path, do: str, code: int
+) -> None:
     fill(small_disk)
     with open(small_disk / "log", "ab") as log:
         done = subprocess.run(
@@ -105,7 +109,9 @@ def test_a_rank_prints_on_a_full_disk(small_disk: Path, tmp_path: Path, do: str,
     assert done.returncode == code and (tmp_path / "done").exists()
 
 
-def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk: Path) -> None:
+def test_what_a_full_disk_refuses_of_a_journal_is_written_later(
+    small_disk: Path,
+) -> None:
     journal = Journal(small_disk / "journal.jsonl", resume_step=0)
     journal.append({"train/loss": 1.0}, step=1)
     filler = fill(small_disk)
@@ -120,7 +126,9 @@ def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk: Path
 
 
 def test_records_of_a_full_disk_are_lost_with_a_warning(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(atomic_files, "PAUSES_S", ())
     filler = fill(small_disk)
@@ -149,11 +157,17 @@ def test_one_rank_of_a_node_makes_it() -> None:
         return {"rows": rows, "same": rows, "empty": np.empty(0), "names": ("a", "b")}
 
     values = run_ranks(
-        3, lambda rank, gather: once_per_node(lambda: make(rank), is_maker=rank == 0, gather=gather)
+        3,
+        lambda rank, gather: once_per_node(
+            lambda: make(rank), is_maker=rank == 0, gather=gather
+        ),
     )
     assert made == [0]
     for value in values:
-        assert np.array_equal(value["rows"], np.arange(1000)) and value["names"] == ("a", "b")
+        assert np.array_equal(value["rows"], np.arange(1000)) and value["names"] == (
+            "a",
+            "b",
+        )
         assert not value["rows"].flags.writeable and value["empty"].size == 0
         assert value["rows"].path == value["same"].path
 
@@ -174,7 +188,12 @@ def test_columns_pickle_as_their_path_and_parts_as_arrays() -> None:
         (UserError("no index"), (0, 4, 8), UserError, "no index"),
         (UserErrors([UserError("a"), UserError("b")]), (0, 4, 8), UserErrors, "a\nb"),
         (UserError("no index"), (4,), NodeError, "rank 4 on {node}: no index"),
-        (UserErrors([UserError("a"), UserError("b")]), (0,), NodeError, "rank 0 on {node}: a\nb"),
+        (
+            UserErrors([UserError("a"), UserError("b")]),
+            (0,),
+            NodeError,
+            "rank 0 on {node}: a\nb",
+        ),
         (UserError("no index"), (4, 8), NodeError, "rank 4 on {node}: no index"),
         (StorageError("no index"), (8,), StorageError, "rank 8 on {node}: no index"),
         (StorageError("no index"), (0, 4, 8), StorageError, "no index"),
@@ -190,14 +209,18 @@ def test_an_error_of_any_node_is_raised_on_all_ranks(
 
     def one(rank: int, gather: Any) -> UserError:
         with pytest.raises(UserError) as caught:
-            once_per_node(lambda: make(rank), is_maker=rank % PER_NODE == 0, gather=gather)
+            once_per_node(
+                lambda: make(rank), is_maker=rank % PER_NODE == 0, gather=gather
+            )
         return caught.value
 
     raised = run_ranks(3 * PER_NODE, one)
     assert {type(each) for each in raised} == {kind}
     assert {str(each) for each in raised} == {text.format(node=node_name())}
     if kind is NodeError:
-        culprits = {(each.rank, each.node) for each in raised if isinstance(each, NodeError)}
+        culprits = {
+            (each.rank, each.node) for each in raised if isinstance(each, NodeError)
+        }
         assert culprits == {(failing[0], node_name())}
 
 
@@ -225,5 +248,7 @@ def test_what_another_process_made_outlives_it() -> None:
         assert array.tolist() == [0, 1, 2, 3, 4]
     # As in a container, where the maker does not exist, or is another process.
     other = node_name(), True, None, (column.path, (1, 1))
-    found = once_per_node(lambda: "own", is_maker=False, gather=lambda own: [own, other])
+    found = once_per_node(
+        lambda: "own", is_maker=False, gather=lambda own: [own, other]
+    )
     assert found == "own"

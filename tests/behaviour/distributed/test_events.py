@@ -49,7 +49,12 @@ def test_failures_are_read_as_written_by_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failure = Failure(
-        kind=FailureKind.STORAGE, what="no space", rank=3, node="n2", step=7, reported_by=3
+        kind=FailureKind.STORAGE,
+        what="no space",
+        rank=3,
+        node="n2",
+        step=7,
+        reported_by=3,
     )
     for attempt in ("17/0", "17/1"):
         monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
@@ -57,7 +62,10 @@ def test_failures_are_read_as_written_by_attempt(
     record_start(tmp_path, first_step=0, total_steps=9)
     assert [found.attempt for found in read_failures(tmp_path)] == ["17/0", "17/1"]
     (found,) = read_failures(tmp_path, attempt="17/1")
-    assert found == replace(failure, attempt="17/1", time=found.time) and found.time > 1.7e9
+    assert (
+        found == replace(failure, attempt="17/1", time=found.time)
+        and found.time > 1.7e9
+    )
     assert found.text == "no space (storage, step 7)"
 
 
@@ -94,7 +102,9 @@ def test_the_last_start_counts(tmp_path: Path) -> None:
         (["peer lost"], "peer lost"),
     ],
 )
-def test_the_cause_is_the_report_that_knows_most(kinds: list[str], expected: str) -> None:
+def test_the_cause_is_the_report_that_knows_most(
+    kinds: list[str], expected: str
+) -> None:
     reports = [Failure(kind=FailureKind(kind), what=kind) for kind in kinds]
     found = cause(reports)
     assert found is not None and found.kind == expected
@@ -152,7 +162,9 @@ def test_a_silent_node_is_named() -> None:
     assert ranks.turns(15, rest) is None  # 45 s
     found = ranks.turns(1, rest)
     assert found is not None and found.kind is FailureKind.KILLED
-    assert found.what.startswith("rank 8 on n1 (and 7 more) has sent no heartbeat for 45 s")
+    assert found.what.startswith(
+        "rank 8 on n1 (and 7 more) has sent no heartbeat for 45 s"
+    )
     assert (found.rank, found.node, found.step, found.reported_by) == (8, "n1", 5, 0)
 
 
@@ -188,19 +200,28 @@ def test_the_rank_that_is_behind_is_named() -> None:
     ranks, everyone = Ranks(4), range(4)
     for dog in ranks.dogs:
         dog.mark("waiting for data")
-    assert ranks.turns(300, everyone) is None, "all at the same place: collectives have timeouts"
+    assert ranks.turns(300, everyone) is None, (
+        "all at the same place: collectives have timeouts"
+    )
     for rank in (0, 1, 3):
         ranks.dogs[rank].mark("training")
     assert ranks.turns(140, everyone) is None  # 7 minutes
     found = ranks.turns(2, everyone)
     assert found is not None and found.kind is FailureKind.HANG
-    assert found.what == "rank 2 on n0 has kept the others waiting for 420 s (waiting for data)"
+    assert (
+        found.what
+        == "rank 2 on n0 has kept the others waiting for 420 s (waiting for data)"
+    )
 
 
-def test_storage_that_hangs_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_that_hangs_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answered = threading.Event()
     monkeypatch.setattr("vitscale.distributed.watchdog.SEND_S", 0.05)
-    monkeypatch.setattr(os.path, "exists", lambda path: path != tmp_path or answered.wait())
+    monkeypatch.setattr(
+        os.path, "exists", lambda path: path != tmp_path or answered.wait()
+    )
     ranks = Ranks(2)
     for dog in ranks.dogs:
         dog.folder = tmp_path
@@ -220,7 +241,9 @@ def test_bad_input_is_what_all_ranks_raise(
     monkeypatch.setattr(watchdog, "AGREE_S", 0.3)
 
     def judged(rank: int) -> Exception:
-        return ranks.dogs[rank]._judged(UserError("no such file", where="objective.teacher"))
+        return ranks.dogs[rank]._judged(
+            UserError("no such file", where="objective.teacher")
+        )
 
     with ThreadPoolExecutor(len(failing)) as pool:
         errors = list(pool.map(judged, failing))
@@ -229,11 +252,14 @@ def test_bad_input_is_what_all_ranks_raise(
     else:
         assert {type(error) for error in errors} == {NodeError}
         assert [str(error) for error in errors] == [
-            f"rank {rank} on {node_name()}: objective.teacher: no such file" for rank in failing
+            f"rank {rank} on {node_name()}: objective.teacher: no such file"
+            for rank in failing
         ]
 
 
-@pytest.mark.parametrize("error", [StorageError("full"), WorkerError("died"), KeyError("lost")])
+@pytest.mark.parametrize(
+    "error", [StorageError("full"), WorkerError("died"), KeyError("lost")]
+)
 def test_other_kinds_stay_what_they_are(error: Exception) -> None:
     ranks = Ranks(2)
     assert ranks.dogs[1]._judged(error) is error
@@ -248,8 +274,16 @@ def test_one_rank_alone_is_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("rank", "error", "recorded"),
     [
-        (5, on_node(UserError("no GPU"), rank=5, node="n2"), (FailureKind.NODE, 5, "n2")),
-        (0, on_node(UserError("no GPU"), rank=5, node="n2"), (FailureKind.NODE, 5, "n2")),
+        (
+            5,
+            on_node(UserError("no GPU"), rank=5, node="n2"),
+            (FailureKind.NODE, 5, "n2"),
+        ),
+        (
+            0,
+            on_node(UserError("no GPU"), rank=5, node="n2"),
+            (FailureKind.NODE, 5, "n2"),
+        ),
         (3, on_node(UserError("no GPU"), rank=5, node="n2"), None),
         (0, UserError("no rank has a GPU"), (FailureKind.BAD_INPUT, 0, "here")),
         (3, UserError("no rank has a GPU"), None),
@@ -286,9 +320,13 @@ def test_kinds_of_errors() -> None:
     assert kind_and_text(UserError("no such file", where="data.path"))[1] == text
 
 
-def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(world: World) -> None:
+def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(
+    world: World,
+) -> None:
     """Threads that save go on while the loop of their rank hangs."""
-    saves, stops = (dist.new_group(backend="gloo", group_desc=each) for each in (SAVES, "stop"))
+    saves, stops = (
+        dist.new_group(backend="gloo", group_desc=each) for each in (SAVES, "stop")
+    )
     begun = [collectives_begun()]
     for group in (None, saves, stops, saves):
         dist.all_reduce(torch.zeros(1), group=group)

@@ -26,7 +26,12 @@ from vitscale.distributed.fork_server import (
     start_server,
     start_worker,
 )
-from vitscale.distributed.processes import free_port, is_alive, process_state, threads_per_rank
+from vitscale.distributed.processes import (
+    free_port,
+    is_alive,
+    process_state,
+    threads_per_rank,
+)
 
 # Ranks of the node, variables, and the threads of each.
 THREADS = yaml.safe_load("""
@@ -49,7 +54,10 @@ THREADS = yaml.safe_load("""
 
 @pytest.mark.parametrize("local_ranks, environment, threads", THREADS)
 def test_ranks_share_the_cores_of_a_node(
-    monkeypatch: pytest.MonkeyPatch, local_ranks: int, environment: dict[str, str], threads: int
+    monkeypatch: pytest.MonkeyPatch,
+    local_ranks: int,
+    environment: dict[str, str],
+    threads: int,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "environ", environment)
@@ -110,7 +118,9 @@ ENDINGS = yaml.safe_load(r"""
 
 
 @pytest.mark.parametrize("ending, exit_code, text", ENDINGS)
-def test_rank_script_exits_with_its_code_and_output(ending: str, exit_code: int, text: str) -> None:
+def test_rank_script_exits_with_its_code_and_output(
+    ending: str, exit_code: int, text: str
+) -> None:
     # A thread that never ends, buffered output, and an object that aborts teardown.
     code = f"""
 import atexit, os, sys, threading
@@ -165,7 +175,9 @@ def main():
 if __name__ == "__main__":
     processes.run_rank_script(main)
 """)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=90
+    )
     assert done.returncode == 75, done.stderr
     assert ("has not ended for 0.5 s" in done.stderr) == ("child" not in what)
     wait_until(lambda: not is_alive(int(done.stdout)))
@@ -195,7 +207,9 @@ def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
         monkeypatch.setattr(forkserver, name, getattr(server, name))
     ended = threading.Event()
-    threading.Thread(target=ended.wait).start()  # a fork of this process would not be safe
+    threading.Thread(
+        target=ended.wait
+    ).start()  # a fork of this process would not be safe
     yield
     ended.set()
     server._stop()
@@ -223,7 +237,9 @@ def test_workers_come_from_a_process_without_threads(
     assert facts["mask"] >= set(SIGNALS)
     assert has_one_thread(server)
     given = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
-    assert {f"{name}={value}".encode() for name, value in ENVIRONMENT.items()} <= set(given)
+    assert {f"{name}={value}".encode() for name, value in ENVIRONMENT.items()} <= set(
+        given
+    )
     assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()
     for number in SIGNALS:
         os.kill(server, number)

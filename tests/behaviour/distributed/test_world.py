@@ -51,12 +51,15 @@ def test_a_rank_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         _pick_device("auto", 1)
 
 
-def test_a_driver_too_old_for_torch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_too_old_for_torch_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch only warns, and a training on the CPU would go on for weeks."""
 
     def is_available() -> bool:
         warnings.warn(
-            "CUDA initialization: The NVIDIA driver on your system is too old", stacklevel=1
+            "CUDA initialization: The NVIDIA driver on your system is too old",
+            stacklevel=1,
         )
         return False
 
@@ -79,7 +82,9 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_find_is_a_fault_of_the_node(
     for given in ("0", "0,1", "GPU-8932f937", "MIG-7"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
         for wanted in ("auto", "cuda"):
-            with pytest.raises(NodeError, match=f"rank 3 on {node_name()}.*gave this task GPU"):
+            with pytest.raises(
+                NodeError, match=f"rank 3 on {node_name()}.*gave this task GPU"
+            ):
                 _pick_device(wanted, 0)  # type: ignore[arg-type]  # a literal
         assert _pick_device("cpu", 0).type == "cpu"
     # Nothing was given, or it is hidden on purpose.
@@ -102,7 +107,9 @@ def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list
 
     def join(rank: int) -> Any:
         ranks = {"rank": rank, "world_size": len(devices), "local_rank": rank}
-        world = World(local_world_size=len(devices), device=torch.device("cpu"), **ranks)
+        world = World(
+            local_world_size=len(devices), device=torch.device("cpu"), **ranks
+        )
         try:
             device, store = _join(world, wanted="auto")
             # Rank 0 serves the store until all have their answer, as in a process group.
@@ -148,11 +155,16 @@ def test_every_rank_names_the_one_whose_device_is_unlike_the_others(
 ) -> None:
     """One that trained on the CPU would be waited for in the first collective of the GPUs."""
     for error in join_all(monkeypatch, devices):
-        assert type(error) is NodeError and (error.rank, error.node) == (odd, node_name())
+        assert type(error) is NodeError and (error.rank, error.node) == (
+            odd,
+            node_name(),
+        )
         assert f"rank {odd} on {node_name()}: " in str(error) and text in str(error)
 
 
-def test_a_device_that_no_rank_has_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_no_rank_has_is_bad_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = join_all(monkeypatch, [None] * 3)
     assert [type(error) for error in found] == [UserError] * 3
     assert [str(error) for error in found] == [
@@ -191,9 +203,13 @@ STALE = {
 }
 
 
-@pytest.mark.parametrize("names", [[*STALE], ["MASTER_ADDR"], ["MASTER_PORT", "WORLD_SIZE"], []])
+@pytest.mark.parametrize(
+    "names", [[*STALE], ["MASTER_ADDR"], ["MASTER_PORT", "WORLD_SIZE"], []]
+)
 def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], names: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    names: list[str],
 ) -> None:
     assert {*STALE} == {*LAUNCHER_VARIABLES}
     environment = {name: STALE[name] for name in names}
@@ -206,7 +222,9 @@ def test_a_process_without_a_launcher_is_alone_whatever_the_shell_says(
         free.bind(("127.0.0.1", port))
     said = capsys.readouterr()
     assert said.out == ""
-    listed = said.err.removeprefix("one process without RANK: ").partition(" of the environment")[0]
+    listed = said.err.removeprefix("one process without RANK: ").partition(
+        " of the environment"
+    )[0]
     assert sorted(filter(None, listed.split(", "))) == sorted(names)
 
 
@@ -253,7 +271,9 @@ def test_gloo_takes_the_network_of_the_route_to_the_first_rank(
     ranks = {"rank": 1, "world_size": 2, "local_rank": 0, "local_world_size": 1}
     world = World(device=torch.device("cpu"), **ranks)
     address = SimpleNamespace(address="127.0.0.1")
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [address], "ib0": [address]})
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {"lo": [address], "ib0": [address]}
+    )
     for host, found in (("nowhere.invalid", None), ("127.0.0.1", "ib0")):
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": host})
         _choose_interface(world)

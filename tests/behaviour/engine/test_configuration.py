@@ -39,7 +39,11 @@ def config(
 
 
 def test_raw_keys_are_merged_over_the_generated_ones() -> None:
-    raw = {"zero_optimization": {"reduce_bucket_size": 7}, "bf16": {"enabled": 1}, "dump_state": 1}
+    raw = {
+        "zero_optimization": {"reduce_bucket_size": 7},
+        "bf16": {"enabled": 1},
+        "dump_state": 1,
+    }
     plain, found = config(FP32), config(FP32, **raw)
     assert found == plain | raw | {
         "zero_optimization": plain["zero_optimization"] | {"reduce_bucket_size": 7}
@@ -63,7 +67,11 @@ PRECISIONS = [
 
 @pytest.mark.parametrize("dtype, stage, world_size, section, sent_as", PRECISIONS)
 def test_micro_batches_are_summed_in_fp32_and_few_ranks_in_half_precision(
-    dtype: torch.dtype, stage: int, world_size: int, section: str | None, sent_as: str | None
+    dtype: torch.dtype,
+    stage: int,
+    world_size: int,
+    section: str | None,
+    sent_as: str | None,
 ) -> None:
     found = config(dtype, stage=stage, world_size=world_size)
     assert {"torch_autocast", "bf16", "fp16"} & found.keys() == {section} - {None}
@@ -84,7 +92,9 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
     """ZeRO 1 and 2 have nothing to shard there; the estimate of memory knows."""
 
     def stages(dtype: torch.dtype, world_size: int) -> list[int]:
-        found = [config(dtype, stage=stage, world_size=world_size) for stage in range(4)]
+        found = [
+            config(dtype, stage=stage, world_size=world_size) for stage in range(4)
+        ]
         return [each["zero_optimization"]["stage"] for each in found]
 
     assert stages(FP32, 1) == [0, 0, 0, 3]
@@ -93,7 +103,9 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
     options: dict[str, Any] = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
     options |= {"optimizer_bytes": 8, "activation_checkpointing": False, "costs": costs}
     arch = ViTSettings(preset="Ti/16").resolved(num_classes=10)
-    found = [costs.memory_estimate(arch, zero_stage=stage, **options) for stage in (0, 1, 2)]
+    found = [
+        costs.memory_estimate(arch, zero_stage=stage, **options) for stage in (0, 1, 2)
+    ]
     assert found[0] == found[1] == found[2]
 
 
@@ -135,16 +147,22 @@ def test_raw_keys_that_nothing_reads_are_refused(
     engine: dict[str, Any], raw: dict[str, Any], setting: str
 ) -> None:
     problems = list(raw_problems(raw, engine=EngineSettings(**engine)))
-    assert [text for _, text in problems] == [f"has no effect here; remove it, or set {setting}"]
+    assert [text for _, text in problems] == [
+        f"has no effect here; remove it, or set {setting}"
+    ]
 
 
 @pytest.mark.parametrize("engine, raw", yaml.safe_load(READ))
-def test_raw_keys_that_are_read_are_taken(engine: dict[str, Any], raw: dict[str, Any]) -> None:
+def test_raw_keys_that_are_read_are_taken(
+    engine: dict[str, Any], raw: dict[str, Any]
+) -> None:
     assert list(raw_problems(raw, engine=EngineSettings(**engine))) == []
 
 
 def test_ranks_add_in_a_precision_that_exists() -> None:
-    problems = list(raw_problems({"communication_data_type": "int8"}, engine=EngineSettings()))
+    problems = list(
+        raw_problems({"communication_data_type": "int8"}, engine=EngineSettings())
+    )
     assert problems == [
         (
             "deepspeed.communication_data_type",

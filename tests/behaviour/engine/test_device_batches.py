@@ -18,7 +18,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 def numbered(num: int, *, error: Exception | None = None) -> Iterator[Batch]:
     for number in range(num):
-        yield Batch(torch.full((2, 3, 4, 4), number), torch.tensor([number] * 2), torch.ones(2))
+        yield Batch(
+            torch.full((2, 3, 4, 4), number), torch.tensor([number] * 2), torch.ones(2)
+        )
     if error is not None:
         raise error
 
@@ -61,7 +63,9 @@ def test_kernels_wait_for_their_own_copy_alone(events: list[str]) -> None:
         batches.prefetch()
     copy = ["on the stream of copies", "copy {}", "on the stream of kernels"]
     use = ["wait for copies", *["keep until its kernels ran"] * 3, "train on {}"]
-    expected = [line.format(0) for line in [*copy, *use]] + [each.format(1) for each in copy]
+    expected = [line.format(0) for line in [*copy, *use]] + [
+        each.format(1) for each in copy
+    ]
     assert events == expected + [line.format(1) for line in use]
 
 

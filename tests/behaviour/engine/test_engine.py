@@ -61,7 +61,9 @@ def original_linear() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (1, 3), (3, 0)])
-def test_a_training_goes_on_at_another_stage(world: World, source: int, target: int) -> None:
+def test_a_training_goes_on_at_another_stage(
+    world: World, source: int, target: int
+) -> None:
     """Clipping, skipped updates, the average of the weights, and all counters are the same."""
     state_moves_in_the_middle(world, source=source, target=target)
 
@@ -90,13 +92,22 @@ def test_a_trained_model_is_evaluated_as_in_training(world: World) -> None:
     engine = new_engine("adamw", machine, world, model=far_model())
     engine.eval()
     loaded = InferenceModel(
-        far_model(), pixels=Preprocessing(image_size=8), world=world, dtype=torch.bfloat16
+        far_model(),
+        pixels=Preprocessing(image_size=8),
+        world=world,
+        dtype=torch.bfloat16,
     )
-    assert torch.equal(loaded.forward(IMAGES, "features"), engine.forward(IMAGES, "features"))
-    torch.testing.assert_close(loaded.logits(IMAGES), engine.logits(IMAGES), atol=1e-4, rtol=0)
+    assert torch.equal(
+        loaded.forward(IMAGES, "features"), engine.forward(IMAGES, "features")
+    )
+    torch.testing.assert_close(
+        loaded.logits(IMAGES), engine.logits(IMAGES), atol=1e-4, rtol=0
+    )
 
 
-def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World) -> None:
+def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(
+    world: World,
+) -> None:
     """Relative to the spread of the logits; autocast keeps weights, norms and residuals in fp32."""
     arch = ViTSettings(**MODEL | {"depth": 32, "width": 48, "image_size": 32}).resolved(
         num_classes=7
@@ -108,13 +119,17 @@ def test_bf16_rounds_more_of_a_deep_model_where_weights_are_sharded(world: World
     def logits(stage: int, precision: str) -> torch.Tensor:
         model = build_model(arch, seed=0)
         head: Any = model.head
-        torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.normal_(
+            head.weight, std=0.1, generator=torch.Generator().manual_seed(1)
+        )
         machine = Machine(stage=stage, precision=precision)
         return new_engine("adamw", machine, world, model=model).logits(images).float()
 
     exact = logits(0, "fp32")
     spread = (exact - exact.mean(0)).norm()
-    off = [((logits(stage, "bf16") - exact).norm() / spread).item() for stage in LAYOUTS]
+    off = [
+        ((logits(stage, "bf16") - exact).norm() / spread).item() for stage in LAYOUTS
+    ]
     assert 0 < off[0] < 0.03
     assert off[0] < off[1] < 0.06
     # At ZeRO 3 a product is rounded once more, before its bias is added.
@@ -141,13 +156,18 @@ def test_another_release_of_deepspeed_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deepspeed, "__version__", "0.19.9")
-    with pytest.raises(UserError, match=r"DeepSpeed 0.19.9 is installed.*\n  allowed: deepspeed=="):
+    with pytest.raises(
+        UserError, match=r"DeepSpeed 0.19.9 is installed.*\n  allowed: deepspeed=="
+    ):
         new_engine("adamw", Machine(stage=1), world)
 
 
 def calls_of(loop: Any) -> int:
     """Of the third update; the first ones fill tables."""
-    images, labels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.zeros(2, dtype=torch.long)
+    images, labels = (
+        torch.zeros(2, 3, 32, 32, dtype=torch.uint8),
+        torch.zeros(2, dtype=torch.long),
+    )
     for step in range(2):
         loop.step(step, images, labels)
     with Calls() as calls:
@@ -233,24 +253,32 @@ def test_a_loss_that_leaves_out_other_parameters_is_refused(
         engine = new_engine("adamw", Machine(stage=stage), world)
         engine._layout._world = two
         monkeypatch.setattr(
-            deepspeed_parts, "gather_objects", lambda unused: [unused, unused_by_the_other]
+            deepspeed_parts,
+            "gather_objects",
+            lambda unused: [unused, unused_by_the_other],
         )
         return engine
 
     engine = started(frozenset({"head.bias"}))
-    with pytest.raises(UserError, match="does not use head.bias: rank 0 has 0 such .*, rank 1 1"):
+    with pytest.raises(
+        UserError, match="does not use head.bias: rank 0 has 0 such .*, rank 1 1"
+    ):
         engine.backward(engine.logits(images).sum())
 
     engine = started(frozenset())
     engine.backward(engine.logits(images).sum())
     engine.step()
     engine.logits(images)
-    with pytest.raises(RankError, match=r"the loss does not use blocks\.0\.attn\.proj\.bias"):
+    with pytest.raises(
+        RankError, match=r"the loss does not use blocks\.0\.attn\.proj\.bias"
+    ):
         engine.backward(engine._engine.module.head.bias.sum())
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_that_no_loss_uses_is_decayed_alike(world: World, stage: int) -> None:
+def test_a_parameter_that_no_loss_uses_is_decayed_alike(
+    world: World, stage: int
+) -> None:
     """Its gradient is zero, on one rank without ZeRO too: AdamW would leave out what has none."""
     model = new_model("adamw")
     model.register_parameter("unused", torch.nn.Parameter(torch.ones(3, 2)))
@@ -289,7 +317,11 @@ def test_an_update_whose_norm_is_minus_one_is_skipped() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
     guard = gradients.UpdateGuard(
-        optimizer, clip_norm=1.0, norm=lambda: -1.0, accumulation=1, device=weight.device
+        optimizer,
+        clip_norm=1.0,
+        norm=lambda: -1.0,
+        accumulation=1,
+        device=weight.device,
     )
     weight.grad = torch.ones(2)
     optimizer.step()

@@ -32,7 +32,9 @@ from vitscale.optim.settings import OPTIMIZERS
 pytestmark = pytest.mark.distributed
 
 PATIENCE_S = 600
-CONTROL = next(name for name in fast_cases() if name.startswith("sgd") and "fp32, " in name)
+CONTROL = next(
+    name for name in fast_cases() if name.startswith("sgd") and "fp32, " in name
+)
 
 
 Trained = Callable[[str], Result]
@@ -73,7 +75,9 @@ def trained(
         num_ranks = ALL[name][1].ranks
         file = folders[num_ranks] / f"{name}.pt"
         for _ in range(PATIENCE_S):
-            ended = [rank for rank in jobs[num_ranks] if rank.poll(wait_s=0) is not None]
+            ended = [
+                rank for rank in jobs[num_ranks] if rank.poll(wait_s=0) is not None
+            ]
             if file.exists():
                 return Result(**torch.load(file))
             assert not ended, ended[0].output()[-3000:]
@@ -87,7 +91,8 @@ def trained(
 
 @pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.parametrize(
-    "name", by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases())
+    "name",
+    by_level([*fast_cases(), *slow_cases()], fast=fast_cases(), slow=slow_cases()),
 )
 def test_a_training_is_that_of_the_reference(trained: Trained, name: str) -> None:
     is_exact = ALL[name][1].precision == "fp32"
@@ -98,7 +103,9 @@ def test_all_optimisers_objectives_and_losses_are_tasks() -> None:
     """A new entry of a registry needs a task, and a reference of its own."""
     runs = [make_run(task, Machine()) for task in TASKS]
     assert {run.optim.name for run in runs} == OPTIMIZERS.keys()
-    assert {run.objective.name for run in runs} == OBJECTIVES.keys() | FINETUNE_OBJECTIVES.keys()
+    assert {
+        run.objective.name for run in runs
+    } == OBJECTIVES.keys() | FINETUNE_OBJECTIVES.keys()
     kinds = {getattr(run.objective, "loss", None) for run in runs} - {None}
     assert kinds == {"softmax", "sigmoid", "bce"}
 

@@ -19,7 +19,9 @@ from vitscale.evaluation.classes import column_of_each_class
 INFO = ImageNetInfo("imagenet-1k")
 SYNSETS = tuple(INFO.label_names())
 WORDS = tuple(INFO.index_to_description(label) for label in range(1000))
-DETAILED = tuple(INFO.index_to_description(label, detailed=True) for label in range(1000))
+DETAILED = tuple(
+    INFO.index_to_description(label, detailed=True) for label in range(1000)
+)
 NUMBERS = tuple(sorted(map(str, range(1000))))  # as text, as folders are sorted
 SHUFFLED = np.random.default_rng(0).permutation(1000).tolist()
 # Folders of Imagenette, by what they show.
@@ -47,7 +49,9 @@ def test_imagenets_classes_meet_however_they_are_written(
 
 
 @pytest.mark.parametrize("model", [SYNSETS, WORDS, TORCHVISION, None])
-def test_ids_in_any_order_and_number_find_their_outputs(model: Sequence[str] | None) -> None:
+def test_ids_in_any_order_and_number_find_their_outputs(
+    model: Sequence[str] | None,
+) -> None:
     for order in (SHUFFLED, SHUFFLED[:10]):
         found = column_of_each_class(model, in_order(SYNSETS, order), num_outputs=1000)
         assert list(found.columns) == order
@@ -107,11 +111,21 @@ def test_both_spellings_of_an_accent_are_one_name() -> None:
 def test_classes_that_only_one_side_names_are_refused() -> None:
     """Position says nothing there: MNIST's digits are not ImageNet's first ten classes."""
     digits = tuple(map(str, range(10)))
-    for data, num_outputs in ((("cat", "dog"), 2), (digits, 1000), (("cat", "dog"), 1000)):
+    for data, num_outputs in (
+        (("cat", "dog"), 2),
+        (digits, 1000),
+        (("cat", "dog"), 1000),
+    ):
         with pytest.raises(UserError, match="outputs are unknown"):
             column_of_each_class(None, data, num_outputs=num_outputs)
-    assert column_of_each_class(("cat", "dog"), ("0", "1"), num_outputs=2).columns == (-1, -1)
-    assert column_of_each_class(("0", "1"), ("cat", "dog"), num_outputs=2).columns == (-1, -1)
+    assert column_of_each_class(("cat", "dog"), ("0", "1"), num_outputs=2).columns == (
+        -1,
+        -1,
+    )
+    assert column_of_each_class(("0", "1"), ("cat", "dog"), num_outputs=2).columns == (
+        -1,
+        -1,
+    )
 
 
 def test_names_of_several_classes_are_names_of_none() -> None:

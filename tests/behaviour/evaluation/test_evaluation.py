@@ -22,7 +22,13 @@ from PIL import Image
 from scipy.stats import binomtest
 
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.engine.subjects import WORLD, array_subject, given_outputs, index_of, split_of
+from tests.support.engine.subjects import (
+    WORLD,
+    array_subject,
+    given_outputs,
+    index_of,
+    split_of,
+)
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, SplitIndex, read_split
 from vitscale.data.label_spaces import SUBSETS, known_space, timm_file
@@ -70,7 +76,8 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("count", "images"), [(0, 1), (1, 1), (0, 360), (346, 360), (360, 360), (42_500, 50_000)]
+    ("count", "images"),
+    [(0, 1), (1, 1), (0, 360), (346, 360), (360, 360), (42_500, 50_000)],
 )
 def test_the_interval_equals_scipys(count: int, images: int) -> None:
     expected = binomtest(count, images).proportion_ci(method="wilson")
@@ -163,18 +170,29 @@ class FakeEngine:
         self.value = 1.0
 
 
-def test_each_evaluation_runs_at_its_own_interval_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_evaluation_runs_at_its_own_interval_and_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """First the weights, then their average."""
     monkeypatch.setattr(registry, "EVALUATIONS", {"a": Weights, "b": Weights})
     engine: Any = FakeEngine()
     subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)
-    chosen = [SettingsBase(name=name, every_steps=n) for name, n in (("a", 4), ("b", None))]
+    chosen = [
+        SettingsBase(name=name, every_steps=n) for name, n in (("a", 4), ("b", None))
+    ]
     evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=True)
     due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
     assert due == [4, 8, 9]
     found = [evaluations.run(4, is_last=False), evaluations.run(9, is_last=True)]
-    a, b, of_average = {"val/a_value": 1.0}, {"val/b_value": 1.0}, {"val/ema_a_value": 2.0}
-    assert list(map(list, found)) == [[a, of_average], [a, b, of_average, {"val/ema_b_value": 2.0}]]
+    a, b, of_average = (
+        {"val/a_value": 1.0},
+        {"val/b_value": 1.0},
+        {"val/ema_a_value": 2.0},
+    )
+    assert list(map(list, found)) == [
+        [a, of_average],
+        [a, b, of_average, {"val/ema_b_value": 2.0}],
+    ]
     assert engine.training
 
 
@@ -186,7 +204,9 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers() ->
     engine.world, engine.known_outputs = WORLD, ("logits",)
     subject = replace(given_outputs(logits, [0, 1, 0, 1]), model=engine)
     chosen = [ClassificationSettings(every_steps=4)]
-    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=False)
+    evaluations = ScheduledEvaluations(
+        chosen, subject, engine=engine, has_average=False
+    )
     said: list[str] = []
     fake: Any = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda _: None),
@@ -250,7 +270,9 @@ label,class,images,correct,top1
 def test_metrics_equal_brute_force(num_classes: int) -> None:
     logits = torch.randn(NUM, num_classes, generator=torch.Generator().manual_seed(1))
     labels = [(3 * number) % num_classes for number in range(NUM)]
-    found = Classification(ClassificationSettings()).metrics(given_outputs(logits, labels))
+    found = Classification(ClassificationSettings()).metrics(
+        given_outputs(logits, labels)
+    )
     at1 = at5 = loss = 0.0
     for row, label in zip(logits.tolist(), labels, strict=True):
         better = sum(value > row[label] for value in row)
@@ -274,9 +296,16 @@ def test_each_head_of_a_distilled_model_is_counted() -> None:
     )
     model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits", "heads"))
     evaluation = Classification(ClassificationSettings())
-    evaluation.start(replace(given_outputs(torch.zeros(4, 3), [0, 1, 2, 0]), model=model))
-    labels_B, weights_B = torch.tensor([0, 1, 2, 0]), torch.tensor([1.0, 1, 1, 0])  # one is padding
-    evaluation.add(Outputs(heads_2BC.mean(dim=0), labels_B, weights_B, np.arange(4), heads_2BC))
+    evaluation.start(
+        replace(given_outputs(torch.zeros(4, 3), [0, 1, 2, 0]), model=model)
+    )
+    labels_B, weights_B = (
+        torch.tensor([0, 1, 2, 0]),
+        torch.tensor([1.0, 1, 1, 0]),
+    )  # one is padding
+    evaluation.add(
+        Outputs(heads_2BC.mean(dim=0), labels_B, weights_B, np.arange(4), heads_2BC)
+    )
     found = evaluation.finish()
     shares = {"cls_top1": 1 / 3, "dist_top1": 2 / 3, "softmax_top1": 1.0}
     assert {name: found[name] for name in shares} == pytest.approx(shares)
@@ -294,7 +323,9 @@ def test_the_mean_over_classes_counts_classes(tmp_path: Path) -> None:
 
 def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
     """Two classes, the first predicted with these probabilities."""
-    logits = torch.tensor([[math.log(p), math.log1p(-p)] for p in (0.95, 0.95, 0.65, 0.65)])
+    logits = torch.tensor(
+        [[math.log(p), math.log1p(-p)] for p in (0.95, 0.95, 0.65, 0.65)]
+    )
     subject = given_outputs(logits, [0, 0, 0, 1], folder=tmp_path / "files")
     found = Classification(ClassificationSettings()).metrics(subject)
     # Half of the images are 0.05 too unsure, the other half 0.15 too sure.
@@ -306,7 +337,9 @@ def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
         ("2", "0.650000", "0.500000"),
         ("2", "0.950000", "1.000000"),
     ]
-    assert [float(row["low"]) for row in rows] == pytest.approx([9 / 15, 14 / 15], abs=1e-6)
+    assert [float(row["low"]) for row in rows] == pytest.approx(
+        [9 / 15, 14 / 15], abs=1e-6
+    )
     certain = given_outputs(torch.tensor([[200.0, 0.0], [200.0, 0.0]]), [0, 1])
     found = Classification(ClassificationSettings()).metrics(certain)  # in the last bin
     assert (found["ece"], found["loss"]) == pytest.approx((0.5, 100.0))
@@ -324,19 +357,27 @@ def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
 
 def test_examples_show_each_wrong_class_once() -> None:
     guesses = (2, 1, 2, 1, 2, 0, 0)
-    found = np.array([(n == 6, guess, 10 + n) for n, guess in enumerate(guesses)], np.int64)
+    found = np.array(
+        [(n == 6, guess, 10 + n) for n, guess in enumerate(guesses)], np.int64
+    )
     assert examples(found[::-1], 0, count=4) == [(2, 10), (1, 11)]
     assert examples(found, 0, count=1) == [(2, 10)]
 
 
 def test_files_and_metric_equal_a_case_by_hand(tmp_path: Path) -> None:
     folder = write_shard_folder(
-        tmp_path / "shards", num_per_class=2, num_shards=1, classes=("$a_", "b"), split="val"
+        tmp_path / "shards",
+        num_per_class=2,
+        num_shards=1,
+        classes=("$a_", "b"),
+        split="val",
     )
     val = read_split(str(folder), split="val")
     logits = torch.eye(2)[[1, 1, 0, 1]]  # of labels 0, 1, 0, 1
     names = val.classes
-    subject = given_outputs(logits, [], val=val, model_classes=names, folder=tmp_path / "files")
+    subject = given_outputs(
+        logits, [], val=val, model_classes=names, folder=tmp_path / "files"
+    )
     found = Confusion(ConfusionSettings(num_classes=1)).metrics(subject)
     assert found == {"worst_classes_top1": 0.5}
     lines = (tmp_path / "files/confusion.csv").read_text().splitlines()
@@ -427,10 +468,14 @@ def test_the_published_number_of_images_is_left_out() -> None:
     assert (len(empty), empty.sum()) == (50_000, 3_163)
 
 
-@pytest.mark.parametrize("key", ["val-cat-1", "ILSVRC2012_val_00050001", "ILSVRC2012_val_00000000"])
+@pytest.mark.parametrize(
+    "key", ["val-cat-1", "ILSVRC2012_val_00050001", "ILSVRC2012_val_00000000"]
+)
 def test_other_keys_are_refused(tmp_path: Path, key: str) -> None:
     keys = ["ILSVRC2012_val_00000001", key]
-    subject = given_outputs(torch.zeros(2, 1000), [], val=split_with_keys(tmp_path, keys))
+    subject = given_outputs(
+        torch.zeros(2, 1000), [], val=split_with_keys(tmp_path, keys)
+    )
     with pytest.raises(UserError, match=f"(?s){key}.*original names"):
         REAL.check(subject)
 
@@ -442,12 +487,17 @@ TEMPERATURE, CLASSES = 0.07, 4
 
 def normalized(rows: int, *, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.nn.functional.normalize(torch.randn(rows, 8, generator=generator), dim=1)
+    return torch.nn.functional.normalize(
+        torch.randn(rows, 8, generator=generator), dim=1
+    )
 
 
-def brute_force(query: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, *, k: int) -> int:
+def brute_force(
+    query: torch.Tensor, bank: torch.Tensor, labels: torch.Tensor, *, k: int
+) -> int:
     similar = sorted(
-        (float(torch.dot(query, row)), int(label)) for row, label in zip(bank, labels, strict=True)
+        (float(torch.dot(query, row)), int(label))
+        for row, label in zip(bank, labels, strict=True)
     )
     votes = [0.0] * CLASSES
     for similarity, label in similar[::-1][:k]:
@@ -461,17 +511,26 @@ def test_every_k_equals_brute_force(num_bank: int) -> None:
     labels = [number % CLASSES for number in range(num_bank)]
     truth = [number % CLASSES for number in range(40)]
     subject = array_subject(split_of(bank, labels), split_of(queries, truth))
-    settings = KnnSettings(k=5, also_k=(1, 50, 10), temperature=TEMPERATURE, max_bank_images=None)
+    settings = KnnSettings(
+        k=5, also_k=(1, 50, 10), temperature=TEMPERATURE, max_bank_images=None
+    )
     found = Knn(settings).metrics(subject)
     names = {"knn_top1": 5, "knn1_top1": 1, "knn50_top1": 50, "knn10_top1": 10}
     assert found.keys() == names.keys()
     for name, k in names.items():
-        guesses = [brute_force(query, bank / 3, torch.tensor(labels), k=k) for query in queries / 2]
-        correct = sum(guess == label for guess, label in zip(guesses, truth, strict=True))
+        guesses = [
+            brute_force(query, bank / 3, torch.tensor(labels), k=k)
+            for query in queries / 2
+        ]
+        correct = sum(
+            guess == label for guess, label in zip(guesses, truth, strict=True)
+        )
         assert found[name] == correct / 40
     assert num_bank < 5 or len(set(found.values())) > 1
     assert evenly_spaced(10, at_most=4).tolist() == [0, 2, 5, 7]
-    assert evenly_spaced(3, at_most=4).tolist() == evenly_spaced(3, at_most=None).tolist()
+    assert (
+        evenly_spaced(3, at_most=4).tolist() == evenly_spaced(3, at_most=None).tolist()
+    )
 
 
 # ---- few-shot -----------------------------------------------------------------------------------
@@ -500,7 +559,9 @@ def test_ridge_equals_a_direct_solve(num_images: int) -> None:
     train = random.normal(3, 5, (num_images, 24)).astype(np.float32)
     test = random.normal(3, 5, (9, 24)).astype(np.float32)
     labels = random.integers(0, 4, num_images)
-    fitted = fit_ridge(torch.from_numpy(train), torch.from_numpy(labels), num_classes=5, l2=2.0**10)
+    fitted = fit_ridge(
+        torch.from_numpy(train), torch.from_numpy(labels), num_classes=5, l2=2.0**10
+    )
     expected = direct_scores(train, labels, test, num_classes=5)
     found = fitted(torch.from_numpy(test))[:, 0].numpy()
     assert np.abs(found - expected).max() < 1e-6
@@ -513,14 +574,23 @@ def test_draws_are_those_of_big_vision_and_nested() -> None:
     assert [each.tolist() for each in orders] == [each.tolist() for each in expected]
     three, one = first_of_each(orders, 3), first_of_each(orders, 1)
     assert set(one) < set(three)
-    assert np.bincount(LABELS[three]).tolist() == [3, 0, 3, 0, 2]  # a short class gives all it has
+    assert np.bincount(LABELS[three]).tolist() == [
+        3,
+        0,
+        3,
+        0,
+        2,
+    ]  # a short class gives all it has
 
 
 def test_accuracies_equal_a_direct_solve_of_every_draw() -> None:
     random = np.random.default_rng(3)
     labels = [number % 4 for number in range(60)]
     centres = random.normal(0, 1, (4, 6))
-    values = [(centres[labels] + random.normal(0, 1.5, (60, 6))).astype(np.float32) for _ in "ab"]
+    values = [
+        (centres[labels] + random.normal(0, 1.5, (60, 6))).astype(np.float32)
+        for _ in "ab"
+    ]
     train, val = (split_of(torch.from_numpy(each), labels) for each in values)
     subject = array_subject(train, val)
     found = FewShot(FewShotSettings(shots=(1, 3), num_draws=2)).metrics(subject)
@@ -531,8 +601,12 @@ def test_accuracies_equal_a_direct_solve_of_every_draw() -> None:
             rows = values[0][chosen], np.array(labels)[chosen]
             scores = direct_scores(*rows, values[1], num_classes=4)
             shares.append(np.mean(scores.argmax(axis=1) == labels))
-        assert found[f"few_shot{shots}_top1"] == pytest.approx(np.mean(shares), abs=1e-12)
-        assert found[f"few_shot{shots}_std"] == pytest.approx(np.std(shares, ddof=1), abs=1e-12)
+        assert found[f"few_shot{shots}_top1"] == pytest.approx(
+            np.mean(shares), abs=1e-12
+        )
+        assert found[f"few_shot{shots}_std"] == pytest.approx(
+            np.std(shares, ddof=1), abs=1e-12
+        )
     assert 0.3 < found["few_shot1_top1"] < found["few_shot3_top1"] < 1
     # Only what was drawn was extracted of the training set, and all of the other.
     assert len(subject.extracted[0]) < 25 and len(subject.extracted[1]) == 60
@@ -563,7 +637,12 @@ def probe(**settings: Any) -> LinearHeads:
 def test_the_best_head_separates_clusters() -> None:
     subject = array_subject(clusters(name="train"), clusters(name="test"))
     found = probe().metrics(subject)
-    ends = {"linear_top1": 1.0, "linear_dev_top1": 1.0, "linear_lr": 1.0, "linear_lr_at_end": 1.0}
+    ends = {
+        "linear_top1": 1.0,
+        "linear_dev_top1": 1.0,
+        "linear_lr": 1.0,
+        "linear_lr_at_end": 1.0,
+    }
     assert found == ends
     inside = probe(learning_rates=(1e-6, 1.0, 1e-7, 1e6)).metrics(subject)
     assert inside == ends | {"linear_lr_at_end": 0.0}
@@ -574,7 +653,11 @@ def test_the_reported_split_does_not_choose() -> None:
     train, test = clusters(name="train"), clusters(name="test")
     test.label = (test.label + 1) % 3
     found = probe().metrics(array_subject(train, test))
-    assert (found["linear_top1"], found["linear_dev_top1"], found["linear_lr"]) == (0.0, 1.0, 1.0)
+    assert (found["linear_top1"], found["linear_dev_top1"], found["linear_lr"]) == (
+        0.0,
+        1.0,
+        1.0,
+    )
     # The part that chooses is not trained on.
     fit, dev = dev_split(50, 0.1, seed=0)
     assert len(dev) == 5 and sorted([*fit, *dev]) == list(range(50))
@@ -586,7 +669,9 @@ def test_heads_on_blocks_see_four_choices_of_columns() -> None:
     found = column_choices(10, "blocks")
     expected = [[0, 1], [*range(8)], [0, 1, 8, 9], [*range(10)]]
     assert [each.tolist() for each in found] == expected
-    subject = array_subject(clusters(name="train", width=10), clusters(name="test", width=10))
+    subject = array_subject(
+        clusters(name="train", width=10), clusters(name="test", width=10)
+    )
     assert probe(inputs="blocks").metrics(subject)["linear_top1"] > 0.9
     subject.model.known_outputs = ("logits", "features")  # type: ignore[misc]  # the stand-in
     with pytest.raises(UserError, match="class token"):
@@ -602,7 +687,9 @@ def test_heads_equal_torch_sgd() -> None:
     order = np.random.default_rng(0).permutation(40)
     rows = Features(samples=order, values_ND=values[order], labels_N=labels[order])
     options: Any = {"chosen": CHOSEN, "num_classes": 3, "device": WORLD.device}
-    settings = LinearHeadsSettings(learning_rates=THREE_RATES, steps=STEPS, batch=BATCH, seed=1)
+    settings = LinearHeadsSettings(
+        learning_rates=THREE_RATES, steps=STEPS, batch=BATCH, seed=1
+    )
     none = settings.model_copy(update={"steps": 0})
     first, found = (train_heads(rows, each, **options) for each in (none, settings))
     for number, rate in enumerate(THREE_RATES):
@@ -615,7 +702,9 @@ def test_heads_equal_torch_sgd() -> None:
         batches = epoch_batches(len(CHOSEN), batch=BATCH, seed=1)
         for rows_B in itertools.islice(batches, STEPS):
             chosen = CHOSEN[rows_B]
-            loss = torch.nn.functional.cross_entropy(layer(values[chosen]), labels[chosen])
+            loss = torch.nn.functional.cross_entropy(
+                layer(values[chosen]), labels[chosen]
+            )
             sgd.zero_grad()
             loss.backward()
             sgd.step()

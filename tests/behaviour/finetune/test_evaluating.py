@@ -72,8 +72,15 @@ def saved(folder: Path, model: TrainedModel) -> Path:
 def evaluation(
     init: Path, shards: Path, evaluate: list[dict[str, Any]], **data: Any
 ) -> EvaluateRun:
-    values: dict[str, Any] = {"name": "x", "init": str(init), "output": str(init) + "-results"}
-    values |= {"data": {"path": str(shards), "num_workers": 0, **data}, "evaluate": evaluate}
+    values: dict[str, Any] = {
+        "name": "x",
+        "init": str(init),
+        "output": str(init) + "-results",
+    }
+    values |= {
+        "data": {"path": str(shards), "num_workers": 0, **data},
+        "evaluate": evaluate,
+    }
     values |= {"tracking": {"uri": None}, "compute": {"device": "cpu", "batch": 4}}
     return EvaluateRun.model_validate(values)
 
@@ -90,7 +97,9 @@ def results(run: EvaluateRun) -> dict[str, float]:
 def reordered(model: TrainedModel, order: list[int]) -> dict[str, torch.Tensor]:
     """Weights of the same model whose output i is that of class order[i]."""
     weights = dict(model.network.state_dict())
-    return weights | {name: weights[name][order] for name in ("head.weight", "head.bias")}
+    return weights | {
+        name: weights[name][order] for name in ("head.weight", "head.bias")
+    }
 
 
 def test_classes_in_another_order_give_the_same_metrics(
@@ -105,7 +114,9 @@ def test_classes_in_another_order_give_the_same_metrics(
     assert found == pytest.approx(expected) and 0 < expected["loss"]
     assert "the classes of model and shards: matched by name" in capsys.readouterr().out
     # scikit-learn's kNN would not care about the head either.
-    table = list(csv.DictReader(open(tmp_path / "other-results/evaluation/per_class.csv")))
+    table = list(
+        csv.DictReader(open(tmp_path / "other-results/evaluation/per_class.csv"))
+    )
     assert [row["class"] for row in table] == list(CLASSES)
 
 
@@ -113,7 +124,10 @@ def test_classes_in_another_order_give_the_same_metrics(
     ("classes", "message"),
     [
         (None, "outputs are unknown.*'cat'.*classes.json"),
-        (("cat", "dog", "fox"), "1 of 3 classes are none of the model's 3.*'eel'.*subset"),
+        (
+            ("cat", "dog", "fox"),
+            "1 of 3 classes are none of the model's 3.*'eel'.*subset",
+        ),
         (("0", "1", "2"), "3 of 3 classes are none.*'cat'"),
         ((*CLASSES, "fox"), "3 classes, but the model's head has 4.*subset"),
     ],
@@ -128,11 +142,17 @@ def test_other_classes_are_neither_evaluated_nor_counted(
             evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
     # A prediction of one more class is wrong, and may be counted.
     lines, _ = predicted(folder, shards, tmp_path)
-    assert any(line.startswith("top-1") for line in lines) == ("fox" in (classes or ())[3:])
-    assert any("no accuracy: " in line for line in lines) == ("fox" not in (classes or ())[3:])
+    assert any(line.startswith("top-1") for line in lines) == (
+        "fox" in (classes or ())[3:]
+    )
+    assert any("no accuracy: " in line for line in lines) == (
+        "fox" not in (classes or ())[3:]
+    )
 
 
-def predicted(folder: Path, shards: Path, place: Path) -> tuple[list[str], list[dict[str, str]]]:
+def predicted(
+    folder: Path, shards: Path, place: Path
+) -> tuple[list[str], list[dict[str, str]]]:
     values = {"init": str(folder), "images": [str(shards)], "num_workers": 0}
     output = place / "predictions.csv"
     run = PredictRun.model_validate({**values, "output": str(output), "top": 2})
@@ -140,14 +160,18 @@ def predicted(folder: Path, shards: Path, place: Path) -> tuple[list[str], list[
     return lines, list(csv.DictReader(open(output)))
 
 
-def test_predictions_meet_labels_whatever_their_order(shards: Path, tmp_path: Path) -> None:
+def test_predictions_meet_labels_whatever_their_order(
+    shards: Path, tmp_path: Path
+) -> None:
     model = small_model(num_classes=3, classes=CLASSES)
     lines, rows = predicted(saved(tmp_path / "same", model), shards, tmp_path)
     right = sum(row["label"] == row["class_1"] for row in rows)
     assert lines[1] == f"top-1 {right / 6:.2%} of 6 images with a label"
     other = small_model(num_classes=3, classes=("eel", "cat", "dog"))
     other.network.load_state_dict(reordered(model, [2, 0, 1]))
-    lines_of_other, found = predicted(saved(tmp_path / "other", other), shards, tmp_path)
+    lines_of_other, found = predicted(
+        saved(tmp_path / "other", other), shards, tmp_path
+    )
     assert lines_of_other == lines
     for row, expected in zip(found, rows, strict=True):
         assert row["class_1"] == expected["class_1"]
@@ -156,14 +180,21 @@ def test_predictions_meet_labels_whatever_their_order(shards: Path, tmp_path: Pa
 
 def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> None:
     """Words on one side, WordNet's ids on the other."""
-    ids, words = ("n01440764", "n01443537"), ("goldfish, Carassius auratus", "tench, Tinca tinca")
+    ids, words = (
+        ("n01440764", "n01443537"),
+        ("goldfish, Carassius auratus", "tench, Tinca tinca"),
+    )
     make_shard_folder(tmp_path / "fish", lengths={"test": (4,)}, classes=ids)
     folder = saved(tmp_path / "model", small_model(num_classes=2, classes=words))
     lines, rows = predicted(folder, tmp_path / "fish", tmp_path)
-    assert {row["class_1"] for row in rows} | {row["class_2"] for row in rows} == set(ids)
+    assert {row["class_1"] for row in rows} | {row["class_2"] for row in rows} == set(
+        ids
+    )
     right = sum(row["label"] == row["class_1"] for row in rows)
     assert lines[1].startswith(f"top-1 {right / 4:.2%}")
-    formulas = saved(tmp_path / "other", small_model(num_classes=2, classes=("=a", "=b")))
+    formulas = saved(
+        tmp_path / "other", small_model(num_classes=2, classes=("=a", "=b"))
+    )
     assert predicted(formulas, tmp_path / "fish", tmp_path)[1][0]["class_1"][:2] == "'="
 
 
@@ -171,7 +202,9 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> N
 def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
     shards: Path, tmp_path: Path, independent: bool
 ) -> None:
-    model = replace(small_model(num_classes=3, classes=CLASSES), independent=independent)
+    model = replace(
+        small_model(num_classes=3, classes=CLASSES), independent=independent
+    )
     # Shares that are rounded to 1 and 0 leave the order of the classes as it is.
     bias: Any = model.network.head.bias
     bias.data = torch.tensor([200.0, 400.0, 600.0])
@@ -196,7 +229,9 @@ def test_outputs_that_are_no_numbers_are_an_error(
     model.network.get_parameter("blocks.1.mlp.fc1.weight").data[0, 0] = value
     folder = saved(tmp_path / "model", model)
     for evaluate in (*LOGITS, *PROBES):
-        with pytest.raises(UserError, match=r"not finite .NaN or infinity.: \d+ of \d+ images"):
+        with pytest.raises(
+            UserError, match=r"not finite .NaN or infinity.: \d+ of \d+ images"
+        ):
             evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
     with pytest.raises(UserError, match="outputs are not finite"):
         predicted(folder, shards, tmp_path)
@@ -218,7 +253,9 @@ def test_probes_never_learn_from_the_images_they_are_scored_on(
         ({"val_split": "train", "dev_percent": 50}, 9),
         ({"train_split": "test", "mixture": [{"path": str(shards), "share": 0.5}]}, 6),
     ):
-        with pytest.raises(UserError, match=f"{probe['name']}: {number} of the .* it learns from"):
+        with pytest.raises(
+            UserError, match=f"{probe['name']}: {number} of the .* it learns from"
+        ):
             evaluate_run(evaluation(folder, shards, [probe], **data), WORLD)
     # The cut of one split shares no image.
     assert results(evaluation(folder, shards, [probe], val_split=None, dev_percent=50))
@@ -250,16 +287,28 @@ KEYS = [TRAIN[3], TRAIN[7], TRAIN[8]]
         ({"only_classes": ["dog"]}, TRAIN[1::3], TEST[1::3]),
         ({"only_keys": "KEYS"}, KEYS, TEST),
         ({"dev_percent": 50.0}, TRAIN[:9], TRAIN[9:]),
-        ({"dev_percent": 50.0, "first_percent": 50.0, "val_split": None}, TRAIN[:5], TRAIN[5:9]),
+        (
+            {"dev_percent": 50.0, "first_percent": 50.0, "val_split": None},
+            TRAIN[:5],
+            TRAIN[5:9],
+        ),
         ({"dev_percent": 50.0, "only_classes": ["dog"]}, TRAIN[1:9:3], TRAIN[10::3]),
         ({"mixture": "MORE"}, [*TRAIN, "train-c0-0", "train-c1-1", "train-c2-2"], TEST),
     ],
 )
 def test_a_run_is_evaluated_on_the_images_it_was_evaluated_on(
-    shards: Path, mixed_in: Path, tmp_path: Path, data: Any, bank: list[str], images: list[str]
+    shards: Path,
+    mixed_in: Path,
+    tmp_path: Path,
+    data: Any,
+    bank: list[str],
+    images: list[str],
 ) -> None:
     (tmp_path / "keys.txt").write_text("\n".join(KEYS))
-    given = {"KEYS": str(tmp_path / "keys.txt"), "MORE": [{"path": str(mixed_in), "share": 0.1}]}
+    given = {
+        "KEYS": str(tmp_path / "keys.txt"),
+        "MORE": [{"path": str(mixed_in), "share": 0.1}],
+    }
     data = {k: given.get(v, v) if isinstance(v, str) else v for k, v in data.items()}
     data = {"path": str(shards), "train_split": "train", "val_split": "test", **data}
     evaluate = [{"name": "knn", "every_steps": 5}, {"name": "classification"}]
@@ -276,8 +325,17 @@ def _keys(index: Any) -> list[str]:
 def test_words_on_the_command_line_win_over_the_run(
     shards: Path, mixed_in: Path, tmp_path: Path
 ) -> None:
-    data = {"path": str(shards), "train_split": "train", "val_split": "test", "dev_percent": 50.0}
-    config = {"data": data, "evaluate": [{"name": "knn"}], "engine": {"precision": "bf16"}}
+    data = {
+        "path": str(shards),
+        "train_split": "train",
+        "val_split": "test",
+        "dev_percent": 50.0,
+    }
+    config = {
+        "data": data,
+        "evaluate": [{"name": "knn"}],
+        "engine": {"precision": "bf16"},
+    }
     run = run_folder(tmp_path / "base", **config)
     assert evaluated(run).compute.precision == "bf16"
     assert evaluated(run).data.evaluated == "the last 50 % of 'train'"

@@ -47,7 +47,9 @@ swiglu: {mlp: swiglu, layer_scale: 0.1}
 def test_timm_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     loaded = small_model(**KINDS[kind])
     folder = export(loaded, "timm", tmp_path / "out")
-    assert off_by(timm.create_model(f"local-dir:{folder}", pretrained=True), loaded) < 1e-4
+    assert (
+        off_by(timm.create_model(f"local-dir:{folder}", pretrained=True), loaded) < 1e-4
+    )
     assert off_by(timm.create_model(f"local-dir:{folder}"), loaded) > 0.1
 
 
@@ -117,7 +119,9 @@ def test_exported_folders_are_read_back_as_they_are(
     assert (found.arch, found.preprocessing) == (loaded.arch, loaded.preprocessing)
     assert found.classes == classes
     with torch.no_grad():
-        assert torch.equal(found.network(images_of(loaded)), loaded.network(images_of(loaded)))
+        assert torch.equal(
+            found.network(images_of(loaded)), loaded.network(images_of(loaded))
+        )
     path.unlink()
     with pytest.raises(UserError, match="but no weights"):
         open_model(str(folder))
@@ -178,7 +182,9 @@ def test_other_logits_leave_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_formats_are_the_choices_and_name_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_formats_are_the_choices_and_name_missing_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert tuple(EXPORTS) == get_args(ExportRun.model_fields["to"].annotation)
     monkeypatch.setitem(sys.modules, "onnx", None)
     for to in ("timm", "huggingface", "npz", "safetensors"):
@@ -210,14 +216,20 @@ def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     name, settings = OF_TRANSFORMERS[kind]
     loaded = small_model(**settings, layer_norm_eps=1e-5)
     folder = export(loaded, "huggingface", tmp_path / "out")
-    model, info = AutoModelForImageClassification.from_pretrained(folder, output_loading_info=True)
+    model, info = AutoModelForImageClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
     assert type(model).__name__.startswith(f"{name}ForImageClassification")
     assert not any(info.values()), info
     assert off_by(open_model(str(folder)).network, loaded) < 1e-4
-    headless = export(small_model(num_classes=0, **settings), "huggingface", tmp_path / "trunk")
+    headless = export(
+        small_model(num_classes=0, **settings), "huggingface", tmp_path / "trunk"
+    )
     card = (headless / "README.md").read_text()
     assert "checked: the same features in transformers" in card
-    assert "pipeline_tag: image-feature-extra" in card and "The model has no head." in card
+    assert (
+        "pipeline_tag: image-feature-extra" in card and "The model has no head." in card
+    )
     assert f"{name}Model.from_pretrained" in card
     assert ("add_pooling_layer=False" in card) == (name in ("ViT", "DeiT"))
 
@@ -232,7 +244,9 @@ def test_a_graph_gives_the_logits_and_says_what_it_needs(
     import onnxruntime
 
     loaded = small_model(family, num_classes=len(classes), classes=classes or None)
-    session = onnxruntime.InferenceSession(export(loaded, "onnx", tmp_path / "o") / "model.onnx")
+    session = onnxruntime.InferenceSession(
+        export(loaded, "onnx", tmp_path / "o") / "model.onnx"
+    )
     for batch in (1, 5):
         pixels = images_of(loaded, batch)
         (found,) = session.run(None, {"images": pixels.numpy()})
@@ -255,13 +269,17 @@ PHOTO = photograph(250, 187)
 def own_pixels(how: dict[str, Any], data: bytes) -> torch.Tensor:
     """Levels [3, S, S] as evaluations see them."""
     out = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
-    EvaluationResize(DataSettings(path="x", global_batch=1, **how), image_size=SIDE)(data, out)
+    EvaluationResize(DataSettings(path="x", global_batch=1, **how), image_size=SIDE)(
+        data, out
+    )
     return out.float()
 
 
 def exported(folder: Path, to: str, how: dict[str, Any]) -> Path:
     sizes = {"image_size": SIDE, "patch_size": 16}
-    return export(small_model(**sizes, preprocessing=how, classes=tuple("vwxyz")), to, folder)
+    return export(
+        small_model(**sizes, preprocessing=how, classes=tuple("vwxyz")), to, folder
+    )
 
 
 def levels(normalised_3SS: torch.Tensor) -> torch.Tensor:
@@ -271,7 +289,9 @@ def levels(normalised_3SS: torch.Tensor) -> torch.Tensor:
 
 def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
     model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-    transform: Any = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    transform: Any = timm.data.create_transform(
+        **timm.data.resolve_model_data_config(model)
+    )
     return levels(transform(image))
 
 
@@ -292,10 +312,14 @@ def test_timm_makes_the_same_pixels(
     how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation} | resize
     folder = exported(tmp_path / "out", "timm", how)
     found = open_model(str(folder)).preprocessing
-    assert found.eval_resize.removesuffix("_down") == resize.get("eval_resize", "squash")
+    assert found.eval_resize.removesuffix("_down") == resize.get(
+        "eval_resize", "squash"
+    )
     is_crop = resize.get("eval_resize") == "center_crop"
     for width, height in ((101, 100), (250, 187), (187, 251)):
-        noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        noise = np.random.default_rng(0).integers(
+            0, 256, (height, width, 3), dtype=np.uint8
+        )
         image = Image.fromarray(noise) if is_crop else PHOTO
         data = encoded(image, "JPEG", quality=95)
         found = timm_pixels(folder, Image.open(io.BytesIO(data)))
@@ -305,10 +329,17 @@ def test_timm_makes_the_same_pixels(
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["timm", "huggingface"])
 @pytest.mark.parametrize("resize", ["squash", "center_crop", "squash_crop"])
-def test_transformers_sees_the_pixels_of_timm(tmp_path: Path, to: str, resize: str) -> None:
+def test_transformers_sees_the_pixels_of_timm(
+    tmp_path: Path, to: str, resize: str
+) -> None:
     from transformers import AutoConfig, AutoImageProcessor
 
-    how = {"mean": MEAN, "std": STD, "eval_resize": resize, "eval_interpolation": "bicubic"}
+    how = {
+        "mean": MEAN,
+        "std": STD,
+        "eval_resize": resize,
+        "eval_interpolation": "bicubic",
+    }
     reference = timm_pixels(exported(tmp_path / "timm", "timm", how), PHOTO)
     folder = exported(tmp_path / "out", to, how)
     # transformers' default backend differs from Pillow by one level; timm's wrapper has none.

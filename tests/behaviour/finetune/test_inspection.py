@@ -59,7 +59,9 @@ def inference_model(**settings: Any) -> InferenceModel:
 def random_images(count: int, *, size: int = 16) -> torch.Tensor:
     """uint8 [count, 3, size, size]"""
     random = torch.Generator().manual_seed(0)
-    return torch.randint(0, 256, (count, 3, size, size), generator=random, dtype=torch.uint8)
+    return torch.randint(
+        0, 256, (count, 3, size, size), generator=random, dtype=torch.uint8
+    )
 
 
 def test_attention_is_timms_although_fused() -> None:
@@ -67,7 +69,9 @@ def test_attention_is_timms_although_fused() -> None:
     model, images = inference_model(), random_images(2)
     assert all(each.fused_attn for each in attention_modules(model.network))
     found: dict[tuple[int, int], torch.Tensor] = {}
-    read_attention(model, images, lambda layer, head, p: found.update({(layer, head): p.clone()}))
+    read_attention(
+        model, images, lambda layer, head, p: found.update({(layer, head): p.clone()})
+    )
     for each in attention_modules(model.network):
         each.fused_attn = False
     extract = AttentionExtract(model.network, method="hook")
@@ -87,7 +91,9 @@ def test_distances_of_known_attention() -> None:
     alone[:, :, 0] = 1.0
     uniform = patch_attention(alone, num_prefix_tokens=1)
     # Of all pairs on 14 x 14 patches of 16 px.
-    assert mean_distance(uniform, distances).tolist() == pytest.approx([116.49] * 2, abs=0.005)
+    assert mean_distance(uniform, distances).tolist() == pytest.approx(
+        [116.49] * 2, abs=0.005
+    )
 
 
 def test_heads_of_a_model_equal_a_slow_loop() -> None:
@@ -98,7 +104,9 @@ def test_heads_of_a_model_equal_a_slow_loop() -> None:
         model, [images[:2], images[2:]], grid=(4, 4), stride=4, num_prefix_tokens=3
     )
     maps = {}
-    read_attention(model, images, lambda layer, head, p: maps.update({(layer, head): p.clone()}))
+    read_attention(
+        model, images, lambda layer, head, p: maps.update({(layer, head): p.clone()})
+    )
     places = [(4 * row, 4 * column) for row in range(4) for column in range(4)]
     for (layer, head), p_BTT in maps.items():
         total = 0.0
@@ -116,10 +124,14 @@ def test_rollout_is_the_product_of_all_layers() -> None:
     """Later layers on the left, of the mean of heads, half of it the identity."""
     model, images = inference_model(depth=3), random_images(2)
     maps: dict[int, list[torch.Tensor]] = {}
-    read_attention(model, images, lambda layer, _, p: maps.setdefault(layer, []).append(p.clone()))
+    read_attention(
+        model, images, lambda layer, _, p: maps.setdefault(layer, []).append(p.clone())
+    )
     expected = torch.eye(17, dtype=torch.float64).expand(2, -1, -1)
     for layer in range(3):
-        mixed = 0.5 * torch.stack(maps[layer]).double().mean(dim=0) + 0.5 * torch.eye(17)
+        mixed = 0.5 * torch.stack(maps[layer]).double().mean(dim=0) + 0.5 * torch.eye(
+            17
+        )
         expected = (mixed / mixed.sum(dim=-1, keepdim=True)) @ expected
     found = attention_rollout(model, images)
     torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
@@ -142,9 +154,13 @@ def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
 def test_components_are_those_of_scikit_learn() -> None:
     filters = torch.randn(40, 3, 3, 3, generator=torch.Generator().manual_seed(0))
     components, shares = principal_components(filters, count=5)
-    expected = PCA(n_components=5, svd_solver="full").fit(filters.flatten(1).double().numpy())
+    expected = PCA(n_components=5, svd_solver="full").fit(
+        filters.flatten(1).double().numpy()
+    )
     assert shares.tolist() == pytest.approx(expected.explained_variance_ratio_.tolist())
-    for component, other in zip(components.flatten(1), expected.components_, strict=True):
+    for component, other in zip(
+        components.flatten(1), expected.components_, strict=True
+    ):
         assert abs(float(component @ torch.from_numpy(other))) == pytest.approx(1.0)
         assert float(component.abs().max()) == float(component.max())
     # Multiples of one filter, shifted by a common one, which PCA takes away.
@@ -166,7 +182,9 @@ def test_similarity_of_fixed_positions_equals_direct_computation() -> None:
     frequencies = [10_000 ** -(i / (bands - 1)) for i in range(bands)]
     for (row, column, other_row, other_column), value in np.ndenumerate(found.numpy()):
         differences = (row - other_row, column - other_column)
-        expected = sum(math.cos(w * d) for w in frequencies for d in differences) / (2 * bands)
+        expected = sum(math.cos(w * d) for w in frequencies for d in differences) / (
+            2 * bands
+        )
         assert value == pytest.approx(expected, abs=1e-6)
 
 
@@ -178,7 +196,11 @@ SIZE = 16
 def drawn(init: Path, output: Path, *images: Path, **values: Any) -> set[str]:
     """Names of the pictures; all of them show something."""
     run = VisualizeRun(
-        init=str(init), output=str(output), mlflow=False, images=tuple(map(str, images)), **values
+        init=str(init),
+        output=str(output),
+        mlflow=False,
+        images=tuple(map(str, images)),
+        **values,
     )
     written = draw_pictures(run, WORLD)
     assert set(written) == set(output.iterdir())
@@ -189,7 +211,9 @@ def drawn(init: Path, output: Path, *images: Path, **values: Any) -> set[str]:
     return {path.stem for path in written}
 
 
-def test_what_a_model_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_model_lacks_is_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Names that matplotlib would read as mathematics, and fail: of a model, and below of a class.
     vit = export(small_model(num_classes=0), "safetensors", tmp_path / "$v_{$")
     assert drawn(vit, tmp_path / "a") == {"patch_filters", "position_similarity"}
@@ -198,11 +222,17 @@ def test_what_a_model_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFi
     assert "set images=PATH" in said
     with pytest.raises(UserError, match="pictures: attention_rollout: no images"):
         drawn(vit, tmp_path / "none", pictures=("attention_rollout",))
-    make_shard_folder(tmp_path / "shards", lengths={"test": (3,)}, classes=("$a_{", "b"))
-    assert drawn(vit, tmp_path / "b", tmp_path / "shards", num_images=2) == set(PICTURES)
+    make_shard_folder(
+        tmp_path / "shards", lengths={"test": (3,)}, classes=("$a_{", "b")
+    )
+    assert drawn(vit, tmp_path / "b", tmp_path / "shards", num_images=2) == set(
+        PICTURES
+    )
     convnext = export(small_model("timm"), "timm", tmp_path / "convnext")
     assert drawn(convnext, tmp_path / "c", tmp_path / "shards") == {"patch_filters"}
-    with pytest.raises(UserError, match="pictures: position_similarity: only models of the fam"):
+    with pytest.raises(
+        UserError, match="pictures: position_similarity: only models of the fam"
+    ):
         drawn(convnext, tmp_path / "none", pictures=("position_similarity",))
     assert not (tmp_path / "none").exists()
 
@@ -249,10 +279,14 @@ def test_the_picture_of_rollout_dims_what_is_not_drawn_on(tmp_path: Path) -> Non
     axes = draw_rollout(subject).axes
     labels = [text.get_text() for each in axes for text in each.texts]
     assert labels == ["image", "rollout", "image ×\nrollout"]
-    image, rollout, dimmed = (each.images[0].get_array() for each in axes if each.images)
+    image, rollout, dimmed = (
+        each.images[0].get_array() for each in axes if each.images
+    )
     assert np.array_equal(image, subject.sheet(1)[1][0].permute(1, 2, 0))
     assert (dimmed <= image).all() and (dimmed < image).any()
-    assert not np.array_equal(rollout, image) and np.ptp(rollout, axis=-1).max() > 20, "in colour"
+    assert not np.array_equal(rollout, image) and np.ptp(rollout, axis=-1).max() > 20, (
+        "in colour"
+    )
 
 
 def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:
@@ -300,7 +334,11 @@ def test_shards_come_alone(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards")
     shards = str(tmp_path / "shards")
     images = find_inputs(PredictRun(init="x", images=(shards,)))
-    assert (images.total, images.label_name(1), images.label_name(-1)) == (2, "dog", None)
+    assert (images.total, images.label_name(1), images.label_name(-1)) == (
+        2,
+        "dog",
+        None,
+    )
     assert len(set(images.names([0, 1]))) == 2
     with pytest.raises(UserError, match="is a shard folder, and 2 inputs are given"):
         find_inputs(PredictRun(init="x", images=(shards, shards)))

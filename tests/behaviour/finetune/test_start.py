@@ -47,7 +47,10 @@ def start(init: Path) -> tuple[list[str], torch.nn.Module]:
         arch = run.model.resolved(num_classes=2)
         return load_initial_weights(model, arch, run)[1], model
     except UserError:
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        assert all(
+            torch.equal(value, before[name])
+            for name, value in model.state_dict().items()
+        )
         raise
 
 
@@ -81,14 +84,20 @@ def values_of(shards: Path, **changes: Any) -> dict[str, Any]:
     return values
 
 
-def write_run(folder: Path, shards: Path, *, classes: tuple[str, ...], **changes: Any) -> Any:
+def write_run(
+    folder: Path, shards: Path, *, classes: tuple[str, ...], **changes: Any
+) -> Any:
     """The run folder of a training that has committed a checkpoint; returns its network."""
     run = FinetuneRun.model_validate(values_of(shards, **changes))
     arch: Any = run.model.resolved(num_classes=len(classes))
     model = build_model(arch, seed=3)
     torch.nn.init.normal_(model.head.weight)
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
-    description = {"architecture": arch.description(), "grid": list(arch.grid), "ema": None}
+    description = {
+        "architecture": arch.description(),
+        "grid": list(arch.grid),
+        "ema": None,
+    }
     save = Save(
         checkpoints=folder / "checkpoints",
         step=1,
@@ -159,9 +168,18 @@ def test_another_number_of_heads_is_refused_where_it_is_known(
 def test_an_unfinished_run_is_called_so(shards: Path, tmp_path: Path) -> None:
     pixels = {"interpolation": "bicubic", "eval_interpolation": "bilinear"}
     objective = {"loss": "bce"}
-    write_run(tmp_path / "run", shards, classes=("cat", "dog"), data=pixels, objective=objective)
+    write_run(
+        tmp_path / "run",
+        shards,
+        classes=("cat", "dog"),
+        data=pixels,
+        objective=objective,
+    )
     opened = open_model(str(tmp_path / "run"))
-    assert (opened.preprocessing.eval_interpolation, opened.independent) == ("bilinear", True)
+    assert (opened.preprocessing.eval_interpolation, opened.independent) == (
+        "bilinear",
+        True,
+    )
     for total, said in ((1, "step 1"), (40, "step 1 of 40, not finished")):
         record_start(tmp_path / "run", first_step=0, total_steps=total)
         lines, _ = started(shards, tmp_path / "run")
@@ -179,19 +197,27 @@ def test_a_head_of_a_run_is_kept_by_name(shards: Path, tmp_path: Path) -> None:
 
 
 def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
-    other = network(4, pool="gap", pool_norm=True, layer_scale=0.1, mlp_width=24).state_dict()
-    np.savez(tmp_path / "model.npz", **{name: value.numpy() for name, value in other.items()})
+    other = network(
+        4, pool="gap", pool_norm=True, layer_scale=0.1, mlp_width=24
+    ).state_dict()
+    np.savez(
+        tmp_path / "model.npz", **{name: value.numpy() for name, value in other.items()}
+    )
     with pytest.raises(UserError, match="tensors do not fit") as caught:
         start(tmp_path / "model.npz")
     advice = caught.value.next_step
     assert advice is not None and advice.startswith("these weights need ")
-    assert {"model.mlp_width=24", "model.pool=gap", "model.pool_norm=true"} <= set(advice.split())
+    assert {"model.mlp_width=24", "model.pool=gap", "model.pool_norm=true"} <= set(
+        advice.split()
+    )
 
 
 # ---- rows of a head -----------------------------------------------------------------------------
 
 
-def head(num_classes: int, *, names: tuple[str, ...] = ("head",)) -> dict[str, torch.Tensor]:
+def head(
+    num_classes: int, *, names: tuple[str, ...] = ("head",)
+) -> dict[str, torch.Tensor]:
     """Row i has weights i and bias -i."""
     rows = torch.arange(float(num_classes))
     found = {"cls_token": torch.ones(1, 1, 2), "head.0.weight": torch.ones(2, 2)}
@@ -204,7 +230,10 @@ def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
     target = known_space("imagenet_1k")
     found, said = kept(head(21_843), None, target)
     assert said.startswith("kept 999 of 1,000 classes of the head, matched by")
-    assert said.endswith(f"zero weights for {TEDDY_BEAR}") and target.index(TEDDY_BEAR) == 850
+    assert (
+        said.endswith(f"zero weights for {TEDDY_BEAR}")
+        and target.index(TEDDY_BEAR) == 850
+    )
     assert found["head.weight"].shape == (1000, 2)
     lacking = found["head.weight"].abs().sum(1) == 0
     assert lacking.nonzero().flatten().tolist() == [850]
@@ -255,7 +284,11 @@ def test_a_whole_head_is_kept_for_the_same_classes_in_any_order() -> None:
     assert said == "kept 3 of 3 classes of the head"
     assert torch.equal(same["head.weight"], head(3)["head.weight"])
     other, said = kept(head(3), ("cat", "dog", "cow"), ("cow", "cat", "dog"), True)
-    assert said.endswith("matched by name") and other["head.bias"].tolist() == [-2, 0, -1]
+    assert said.endswith("matched by name") and other["head.bias"].tolist() == [
+        -2,
+        0,
+        -1,
+    ]
     unnamed, said = kept(head(3), None, ("cat", "dog", "cow"), True)
     assert "have no names: taken in the shards' order" in said
     assert torch.equal(unnamed["head.weight"], head(3)["head.weight"])

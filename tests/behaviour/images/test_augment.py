@@ -14,18 +14,26 @@ from timm.data import auto_augment as timm_augment
 
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.augment import AUGREG, TIMM, augment, rand_augment, three_augment
-from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
+from vitscale.images.settings import (
+    AugmentSettings,
+    ErasingSettings,
+    RandAugmentSettings,
+)
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 EVERYTHING = AugmentSettings(
-    randaugment=RandAugmentSettings(num_ops=2, magnitude=9, policy="timm", magnitude_std=0.5),
+    randaugment=RandAugmentSettings(
+        num_ops=2, magnitude=9, policy="timm", magnitude_std=0.5
+    ),
     erasing=ErasingSettings(probability=0.7, mode="pixel"),
 )
 
 VARIANTS = {
     "timm, erasing": EVERYTHING,
     "augreg": AugmentSettings(randaugment=RandAugmentSettings(num_ops=2, magnitude=15)),
-    "augreg 20": AugmentSettings(randaugment=RandAugmentSettings(num_ops=5, magnitude=20)),
+    "augreg 20": AugmentSettings(
+        randaugment=RandAugmentSettings(num_ops=5, magnitude=20)
+    ),
     "three": AugmentSettings(three_augment=True),
     "erasing": AugmentSettings(erasing=ErasingSettings(probability=1, mode="rand")),
 }
@@ -43,7 +51,9 @@ class Scripted(CounterRandom):
 
 
 def photo(size: int = 48, seed: int = 0) -> torch.Tensor:
-    coarse = torch.rand(1, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) * 300 - 20
+    coarse = (
+        torch.rand(1, 3, 6, 6, generator=torch.Generator().manual_seed(seed)) * 300 - 20
+    )
     fine = torch.nn.functional.interpolate(coarse, size=(size, size), mode="bicubic")
     return fine.clamp(0, 255).byte()[0]
 
@@ -60,14 +70,20 @@ def run(image: torch.Tensor, settings: AugmentSettings, key: int) -> torch.Tenso
     key=st.integers(0, 2**64 - 1),
 )
 @settings(max_examples=25, deadline=None)
-def test_any_image_stays_an_image(name: str, height: int, width: int, low: int, key: int) -> None:
-    levels = np.random.default_rng(key).integers(low, 256, (3, height, width), dtype=np.uint8)
+def test_any_image_stays_an_image(
+    name: str, height: int, width: int, low: int, key: int
+) -> None:
+    levels = np.random.default_rng(key).integers(
+        low, 256, (3, height, width), dtype=np.uint8
+    )
     image = torch.from_numpy(levels)
     before = image.clone()
     result = run(image, VARIANTS[name], key)
     assert result.dtype == torch.uint8 and result.shape == image.shape
     assert torch.equal(image, before)
-    assert torch.equal(result, run(image, VARIANTS[name], key)), "not a function of the key"
+    assert torch.equal(result, run(image, VARIANTS[name], key)), (
+        "not a function of the key"
+    )
     assert run(image, AugmentSettings(), key) is image
 
 
@@ -81,7 +97,9 @@ def test_erasing_fills_one_box(mode: str) -> None:
         changed = (erased != 255).any(dim=0)
         if changed.any():
             rows, columns = changed.any(dim=1).nonzero(), changed.any(dim=0).nonzero()
-            box = erased[:, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+            box = erased[
+                :, rows.min() : rows.max() + 1, columns.min() : columns.max() + 1
+            ]
             shares.append(box[0].numel() / 64**2)
             values.append(box)
     assert len(shares) == pytest.approx(500, rel=0.2)
@@ -92,7 +110,9 @@ def test_erasing_fills_one_box(mode: str) -> None:
         if mode == "const":
             assert pixels[channel].unique().tolist() == [round(255 * MEAN[channel])]
         if mode == "pixel":
-            assert pixels[channel].std() == pytest.approx(255 * STD[channel], rel=0.05)  # cut off
+            assert pixels[channel].std() == pytest.approx(
+                255 * STD[channel], rel=0.05
+            )  # cut off
     assert all((box == box[:, :1, :1]).all() for box in values) == (mode != "pixel")
     if mode == "rand":
         assert len({tuple(box[:, 0, 0].tolist()) for box in values}) > 400
@@ -103,13 +123,26 @@ def test_erasing_fills_one_box(mode: str) -> None:
 TIMM_NAMES = dict(zip(TIMM, timm_augment._RAND_INCREASING_TRANSFORMS, strict=True))
 
 PHOTO = photo(61, seed=3)[:, :45]  # not square
-NOISE = torch.randint(0, 256, (3, 33, 40), generator=torch.Generator().manual_seed(1)).byte()
-IMAGES = [PHOTO, photo(224), NOISE, NOISE[:, :2, :5], NOISE[:, :1, :1], torch.full_like(NOISE, 9)]
+NOISE = torch.randint(
+    0, 256, (3, 33, 40), generator=torch.Generator().manual_seed(1)
+).byte()
+IMAGES = [
+    PHOTO,
+    photo(224),
+    NOISE,
+    NOISE[:, :2, :5],
+    NOISE[:, :1, :1],
+    torch.full_like(NOISE, 9),
+]
 
 
-def timm_operation(name: str, magnitude: float, **hparams: object) -> timm_augment.AugmentOp:
+def timm_operation(
+    name: str, magnitude: float, **hparams: object
+) -> timm_augment.AugmentOp:
     chosen = {"img_mean": (128, 128, 128), **hparams}
-    return timm_augment.AugmentOp(TIMM_NAMES[name], 1.0, magnitude=magnitude, hparams=chosen)
+    return timm_augment.AugmentOp(
+        TIMM_NAMES[name], 1.0, magnitude=magnitude, hparams=chosen
+    )
 
 
 def off_by(own: torch.Tensor, expected: Image.Image) -> int:
@@ -130,14 +163,20 @@ def test_timm_policy_equals_timm(
     """Equal to one level: machines may round a blend's products differently."""
     monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
     for kind, share in (("BILINEAR", 0.2), ("BICUBIC", 0.7)):
-        reference = timm_operation(name, magnitude, interpolation=Image.Resampling[kind])
+        reference = timm_operation(
+            name, magnitude, interpolation=Image.Resampling[kind]
+        )
         for image in IMAGES:
-            own = TIMM[name](image, magnitude, Scripted(0.2 if sign == 1 else 0.7, share))
+            own = TIMM[name](
+                image, magnitude, Scripted(0.2 if sign == 1 else 0.7, share)
+            )
             assert off_by(own, reference(to_pil(image))) <= 1
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("name", ["rotate", "shear_x", "shear_y", "translate_x", "translate_y"])
+@pytest.mark.parametrize(
+    "name", ["rotate", "shear_x", "shear_y", "translate_x", "translate_y"]
+)
 def test_fill_and_resampling_are_those_of_timms_training(
     name: str, sign: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +188,9 @@ def test_fill_and_resampling_are_those_of_timms_training(
         num_ops=1, magnitude=9, policy="timm", fill="mean", interpolation="bicubic"
     )
     # Which operation, whether it is applied, its magnitude, its sign; no draw for the resampling.
-    drawn = Scripted((list(TIMM).index(name) + 0.5) / len(TIMM), 0.1, 0.5, 0.5 - sign * 0.3)
+    drawn = Scripted(
+        (list(TIMM).index(name) + 0.5) / len(TIMM), 0.1, 0.5, 0.5 - sign * 0.3
+    )
     own = rand_augment(PHOTO, wanted, drawn, mean=MEAN)
     assert off_by(own, reference(to_pil(PHOTO))) <= 1
     uncovered = (own == torch.tensor([124, 116, 104]).view(3, 1, 1)).all(dim=0)
@@ -235,12 +276,18 @@ def test_augreg_geometry_is_nearest_neighbour(sign: int) -> None:
         column, row = np.floor(column + 0.5), np.floor(row + 0.5)
         inside = (column >= 0) & (column <= last) & (row >= 0) & (row <= last)
         expected = np.full_like(image, 128)
-        expected[:, inside] = image[:, row[inside].astype(int), column[inside].astype(int)]
-        own = AUGREG[name](torch.from_numpy(image), 9.7, Scripted(0.2 if sign == 1 else 0.7))
+        expected[:, inside] = image[
+            :, row[inside].astype(int), column[inside].astype(int)
+        ]
+        own = AUGREG[name](
+            torch.from_numpy(image), 9.7, Scripted(0.2 if sign == 1 else 0.7)
+        )
         # Pillow counts in 1/65536 pixels, so that places half way between two may go either way.
         assert (own.numpy() != expected).any(axis=0).mean() < 0.01, name
     for name in ("translate_x", "translate_y"):  # by 200 pixels: nothing is left
-        assert (AUGREG[name](torch.from_numpy(image), 20.0, Scripted(0.2 * sign % 1)) == 128).all()
+        assert (
+            AUGREG[name](torch.from_numpy(image), 20.0, Scripted(0.2 * sign % 1)) == 128
+        ).all()
 
 
 def test_augreg_cutout_is_a_gray_square() -> None:

@@ -30,7 +30,9 @@ from vitscale.images.crops import (
 )
 
 PHOTO = photograph(40, 30)
-NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (240, 240, 3), np.uint8))
+NOISE = Image.fromarray(
+    np.random.default_rng(0).integers(0, 255, (240, 240, 3), np.uint8)
+)
 
 
 @pytest.mark.parametrize("draw_box", [random_crop_box, tf_crop_box])
@@ -43,7 +45,9 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 255, (240, 240, 3),
 def test_random_crops_lie_inside_the_image(
     draw_box: Callable[..., CropBox], width: int, height: int, low: float, key: int
 ) -> None:
-    box = draw_box(width, height, area=(low, 1.0), aspect=(3 / 4, 4 / 3), random=CounterRandom(key))
+    box = draw_box(
+        width, height, area=(low, 1.0), aspect=(3 / 4, 4 / 3), random=CounterRandom(key)
+    )
     assert box.width > 0 and box.height > 0
     assert 0 <= box.left <= box.left + box.width <= width
     assert 0 <= box.top <= box.top + box.height <= height
@@ -61,7 +65,9 @@ def test_without_a_fitting_draw_the_crop_is_centred() -> None:
 
 
 # Sizes as ImageNet's: mostly 500 px wide, 3:2 and 4:3, some upright, square or large.
-SIZES = [(500, 375)] * 5 + [(500, 333)] * 3 + [(375, 500)] * 2 + [(500, 500), (2048, 1536)]
+SIZES = (
+    [(500, 375)] * 5 + [(500, 333)] * 3 + [(375, 500)] * 2 + [(500, 500), (2048, 1536)]
+)
 
 
 def test_tf_crops_are_distributed_as_tensorflows() -> None:
@@ -70,7 +76,9 @@ def test_tf_crops_are_distributed_as_tensorflows() -> None:
     for key in range(12_000):
         width, height = SIZES[key % len(SIZES)]
         random = CounterRandom(key << 20)
-        box = tf_crop_box(width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random)
+        box = tf_crop_box(
+            width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random
+        )
         area, aspect = box.width * box.height / width / height, box.width / box.height
         boxes.append((area, aspect, box.left / width, box.top / height))
     found = np.array(boxes)
@@ -98,10 +106,14 @@ def test_area_resize_averages_areas(resized: tuple[int, int], size: int) -> None
 
 def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor:
     height, width, _ = pixels_HW3.shape
-    box, right, down = plain_crop_box(width, height, size=size, random=CounterRandom(key))
+    box, right, down = plain_crop_box(
+        width, height, size=size, random=CounterRandom(key)
+    )
     assert box.width == box.height == min(width, height)
     assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
-    request = CropRequest(box=box, size=size, interpolation="bicubic", antialias=True, flip=False)
+    request = CropRequest(
+        box=box, size=size, interpolation="bicubic", antialias=True, flip=False
+    )
     crop = crop_and_resize(pixels_HW3, request)
     return reflected(crop, right=right, down=down)
 
@@ -110,14 +122,21 @@ def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor
 def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) -> None:
     """DeiT-III's: RandomCrop(size, padding=4, padding_mode="reflect"), every offset as likely."""
     generator = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
-    padded = np.pad(pixels.numpy(), ((4, 4), (4, 4), (0, 0)), mode="reflect").transpose(2, 0, 1)
+    pixels = torch.randint(
+        0, 256, (height, width, 3), generator=generator, dtype=torch.uint8
+    )
+    padded = np.pad(pixels.numpy(), ((4, 4), (4, 4), (0, 0)), mode="reflect").transpose(
+        2, 0, 1
+    )
     windows = {
         padded[:, y : y + 16, x : x + 16].tobytes(): (x, y)
         for y in range(height - 7)
         for x in range(width - 7)
     }
-    found = [windows[plain_crop(pixels, size=16, key=key).numpy().tobytes()] for key in range(3000)]
+    found = [
+        windows[plain_crop(pixels, size=16, key=key).numpy().tobytes()]
+        for key in range(3000)
+    ]
     for axis, length in enumerate((width, height)):
         counts = np.bincount([place[axis] for place in found], minlength=length - 7)
         expected = 3000 / (length - 7)
@@ -126,12 +145,17 @@ def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) ->
 
 
 def test_squash_crop_has_its_share_at_every_place() -> None:
-    boxes = [squash_crop_box(32, 20, share=0.8, random=CounterRandom(key)) for key in range(2000)]
+    boxes = [
+        squash_crop_box(32, 20, share=0.8, random=CounterRandom(key))
+        for key in range(2000)
+    ]
     assert {(box.width, box.height) for box in boxes} == {(26, 16)}
     places = Counter((box.left, box.top) for box in boxes)
     assert places.keys() == {(x, y) for x in range(7) for y in range(5)}
     assert max(places.values()) < 2 * min(places.values()) + 30
-    assert squash_crop_box(7, 5, share=1.0, random=CounterRandom(0)) == CropBox(0, 0, 7, 5)
+    assert squash_crop_box(7, 5, share=1.0, random=CounterRandom(0)) == CropBox(
+        0, 0, 7, 5
+    )
 
 
 def test_the_centre_of_a_very_long_image_is_cut_first() -> None:

@@ -19,7 +19,13 @@ from tests.support.corpora.image_samples import encoded, png, small_samples
 from tests.support.levels import skip_or_fail
 from vitscale.config.errors import UserError
 from vitscale.images import crops
-from vitscale.images.crops import DECODERS, CropBox, CropRequest, Decoder, resolve_decoder
+from vitscale.images.crops import (
+    DECODERS,
+    CropBox,
+    CropRequest,
+    Decoder,
+    resolve_decoder,
+)
 from vitscale.images.jpeg import entry_points
 from vitscale.images.jpeg.entry_points import (
     entry_points_file,
@@ -60,7 +66,9 @@ def vectors() -> None:
     require_entry_points(where="this machine")
 
 
-def request_of(box: CropBox, *, size: int | tuple[int, int] = 8, **more: Any) -> CropRequest:
+def request_of(
+    box: CropBox, *, size: int | tuple[int, int] = 8, **more: Any
+) -> CropRequest:
     options = {"interpolation": "bilinear", "antialias": False, "flip": False} | more
     return CropRequest(box=box, size=size, **options)
 
@@ -72,7 +80,9 @@ def outcome(decoder: Decoder, data: bytes, request: CropRequest) -> object:
         return "unreadable"
 
 
-def picture(width: int, height: int, *, kind: str = "smooth", seed: int = 0) -> np.ndarray:
+def picture(
+    width: int, height: int, *, kind: str = "smooth", seed: int = 0
+) -> np.ndarray:
     """Colour waves, as smooth as a photograph, or noise."""
     random = np.random.default_rng(seed)
     if kind == "noise":
@@ -103,19 +113,33 @@ UNUSUAL: dict[str, dict[str, Any]] = {
     "RGB": {"keep_rgb": True},
 }
 CODINGS = ORDINARY | RESTARTS | UNUSUAL
-OTHERS = ("PNG", "PNG L", "PNG RGBA", "PNG LA", "PNG P", "PNG 1", "WEBP", "WEBP RGBA", "JPEG CMYK")
+OTHERS = (
+    "PNG",
+    "PNG L",
+    "PNG RGBA",
+    "PNG LA",
+    "PNG P",
+    "PNG 1",
+    "WEBP",
+    "WEBP RGBA",
+    "JPEG CMYK",
+)
 
 
 def encode(pixels: np.ndarray, coding: str) -> bytes:
     if coding in OTHERS:
         form, _, mode = coding.partition(" ")
-        return encoded(Image.fromarray(pixels).convert(mode or "RGB"), form, lossless=True)
+        return encoded(
+            Image.fromarray(pixels).convert(mode or "RGB"), form, lossless=True
+        )
     if coding in ("4:1:1", "4:4:0"):  # Pillow cannot write these
         return simplejpeg.encode_jpeg(
             np.ascontiguousarray(pixels), colorsubsampling=coding.replace(":", "")
         )
     image = Image.fromarray(pixels)
-    return encoded(image.convert("L") if coding == "grey" else image, "JPEG", **CODINGS[coding])
+    return encoded(
+        image.convert("L") if coding == "grey" else image, "JPEG", **CODINGS[coding]
+    )
 
 
 @st.composite
@@ -123,25 +147,37 @@ def cases(draw: st.DrawFn) -> tuple[bytes, bytes, CropRequest, bool]:
     """An image, the same after damage, what is wanted of it, and whether it was only cut."""
     width, height = draw(st.integers(1, 140)), draw(st.integers(1, 70))
     left, top = draw(st.integers(0, width - 1)), draw(st.integers(0, height - 1))
-    box = CropBox(left, top, draw(st.integers(1, width - left)), draw(st.integers(1, height - top)))
+    box = CropBox(
+        left,
+        top,
+        draw(st.integers(1, width - left)),
+        draw(st.integers(1, height - top)),
+    )
     kind, seed = draw(st.sampled_from(["smooth", "noise"])), draw(st.integers(0, 9))
     data = encode(
-        picture(width, height, kind=kind, seed=seed), draw(st.sampled_from([*CODINGS, *OTHERS]))
+        picture(width, height, kind=kind, seed=seed),
+        draw(st.sampled_from([*CODINGS, *OTHERS])),
     )
     request = request_of(
         box,
         # Often without a reduction that could hide a difference.
         size=draw(
-            st.just((box.height, box.width)) | st.tuples(st.integers(1, 70), st.integers(1, 70))
+            st.just((box.height, box.width))
+            | st.tuples(st.integers(1, 70), st.integers(1, 70))
         ),
         interpolation=draw(st.sampled_from(["bilinear", "bicubic"])),
         antialias=draw(st.booleans()),
         flip=draw(st.booleans()),
         entry_points=find_entry_points(data, every=draw(st.sampled_from([1, 3, 16]))),
     )
-    damage, place = draw(st.sampled_from(["none", "cut", "changed", "lost", "added"])), len(data)
+    damage, place = (
+        draw(st.sampled_from(["none", "cut", "changed", "lost", "added"])),
+        len(data),
+    )
     if damage != "none":
-        place = draw(st.integers(0, len(data) - 1) | st.integers(max(0, len(data) - 3), place))
+        place = draw(
+            st.integers(0, len(data) - 1) | st.integers(max(0, len(data) - 3), place)
+        )
     some = draw(st.binary(min_size=1, max_size=8))
     rest = {"changed": place + len(some), "lost": place + len(some), "added": place}
     broken = data[:place]
@@ -179,7 +215,9 @@ def test_ordinary_jpegs_are_decoded_without_libjpeg(vectors: None, coding: str) 
     pixels = np.zeros((3, 9, 9), np.uint8)
     for kind in ("smooth", "noise"):
         data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
-        used_own = crops.decode_region(data, request_of(CropBox(17, 15, 31, 18), size=9), pixels)
+        used_own = crops.decode_region(
+            data, request_of(CropBox(17, 15, 31, 18), size=9), pixels
+        )
         assert used_own == (coding in ORDINARY | RESTARTS)
         assert bool(find_entry_points(data)) == (coding in ORDINARY)
 
@@ -202,7 +240,10 @@ def test_a_huge_image_is_refused_before_it_is_decoded(
     webp = small_samples()["webp lossless"]
     webp = webp[:21] + b"\xff" * 4 + webp[25:]
     for data in (bytes(jpeg), webp, png(20_000, 20_000, rows=bytes(1000))):
-        for read in (decoder.size, lambda d: decoder.crop(d, request_of(CropBox(0, 0, 64, 64)))):
+        for read in (
+            decoder.size,
+            lambda d: decoder.crop(d, request_of(CropBox(0, 0, 64, 64))),
+        ):
             with pytest.raises((OSError, ValueError)):
                 read(data)
 
@@ -210,8 +251,17 @@ def test_a_huge_image_is_refused_before_it_is_decoded(
 @pytest.mark.parametrize(
     "box",
     [
-        *(CropBox(0, 0, WIDTH + 1, 1), CropBox(0, 0, 1, HEIGHT + 1), CropBox(WIDTH, 0, 1, 1)),
-        *(CropBox(-1, 0, 2, 2), CropBox(0, -1, 2, 2), CropBox(0, 0, 0, 5), CropBox(0, 0, 5, 0)),
+        *(
+            CropBox(0, 0, WIDTH + 1, 1),
+            CropBox(0, 0, 1, HEIGHT + 1),
+            CropBox(WIDTH, 0, 1, 1),
+        ),
+        *(
+            CropBox(-1, 0, 2, 2),
+            CropBox(0, -1, 2, 2),
+            CropBox(0, 0, 0, 5),
+            CropBox(0, 0, 5, 0),
+        ),
         *(CropBox(2**31, 0, 2**33, 1), CropBox(2**64, 0, 1, 1)),
     ],
     ids=str,
@@ -246,7 +296,9 @@ LARGE = CropBox(150, 80, 20, 16)
 def large_jpeg(coding: str) -> bytes:
     """Noise of 6 px, so that DC values and lengths differ from block to block."""
     small = Image.fromarray(picture(34, 20, kind="noise"))
-    return encode(np.asarray(small.resize((203, 117), Image.Resampling.BICUBIC)), coding)
+    return encode(
+        np.asarray(small.resize((203, 117), Image.Resampling.BICUBIC)), coding
+    )
 
 
 def cut(data: bytes, points: bytes, box: CropBox = LARGE) -> tuple[bool, np.ndarray]:
@@ -293,7 +345,14 @@ def test_any_entry_points_are_safe(vectors: None, coding: str) -> None:
     assert 0 < num_used < 200
     # Of another geometry, version or spacing: not used, so the pixels are right.
     other = find_entry_points(encode(picture(320, 117), coding), every=4)
-    for wrong in (other, points[:-1], points + b"\x00", b"\x02" + points[1:], b"\x01\x00", b"\x01"):
+    for wrong in (
+        other,
+        points[:-1],
+        points + b"\x00",
+        b"\x02" + points[1:],
+        b"\x01\x00",
+        b"\x01",
+    ):
         assert np.array_equal(cut(data, wrong)[1], cut(data, b"")[1])
     for damaged in (b"", b"\xff\xd8\xff", data[:-200], data[:-2] + b"\x00\xff\xd9"):
         assert find_entry_points(damaged) == b""
@@ -304,14 +363,18 @@ def test_damage_of_a_file_of_entry_points_is_seen(tmp_path: Path) -> None:
     assert path == tmp_path / "entry_points/train-000000.jpt"
     known = {1 << 63: b"abcdef", 5: b"ghi", 7: b""}
     write_entry_points(path, known)
-    assert {key: read_entry_points(path, key=key) for key in (*known, 6)} == known | {6: b""}
+    assert {key: read_entry_points(path, key=key) for key in (*known, 6)} == known | {
+        6: b""
+    }
     data = path.read_bytes()
     for place in range(len(data)):
         changed = bytes([*data[:place], data[place] ^ 0x41, *data[place + 1 :]])
         for broken in (data[:place], changed):
             path.write_bytes(broken)
             entry_points._open.cache_clear()
-            assert all(read_entry_points(path, key=key) in (b"", known[key]) for key in known)
+            assert all(
+                read_entry_points(path, key=key) in (b"", known[key]) for key in known
+            )
     path.unlink()
     entry_points._open.cache_clear()
     assert read_entry_points(path, key=5) == b""

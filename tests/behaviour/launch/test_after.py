@@ -40,11 +40,19 @@ ATTEMPT = "17/1"
 RUNNING = {"JobState": "RUNNING"}
 STORAGE = Failure(kind=FailureKind.STORAGE, what="no space", rank=1, node="n2", step=7)
 STORAGE = replace(STORAGE, reported_by=1)
-ERROR = Failure(kind=FailureKind.OTHER, what="KeyError: 7", rank=1, node="n2", reported_by=1)
-LOST = Failure(
-    kind=FailureKind.PEER_LOST, what="connection closed", rank=0, node="n1", reported_by=0
+ERROR = Failure(
+    kind=FailureKind.OTHER, what="KeyError: 7", rank=1, node="n2", reported_by=1
 )
-GONE = Failure(kind=FailureKind.KILLED, what="is gone", rank=1, node="n2", reported_by=0)
+LOST = Failure(
+    kind=FailureKind.PEER_LOST,
+    what="connection closed",
+    rank=0,
+    node="n1",
+    reported_by=0,
+)
+GONE = Failure(
+    kind=FailureKind.KILLED, what="is gone", rank=1, node="n2", reported_by=0
+)
 EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
 NO_FILE = "/env/python: No such file or directory"
@@ -56,12 +64,16 @@ MEMORY = "rank 1 on n2 ran out of memory and was killed"
 BOTH = "ranks 0-1 on n[1-2] were ended by SIGKILL (Killed)"
 
 
-def outcome(folder: Path, lines: str, *, code: int = 1, reports: Sequence[Failure] = ()) -> Outcome:
+def outcome(
+    folder: Path, lines: str, *, code: int = 1, reports: Sequence[Failure] = ()
+) -> Outcome:
     """The outcome with these errors of srun and reports of ranks."""
     for report in reports:
         record_failure(folder, replace(report, attempt=ATTEMPT))
     errors = lines.splitlines()
-    return classify(code, errors, folder, attempt=ATTEMPT, fields=RUNNING, signal_delay_s=30)
+    return classify(
+        code, errors, folder, attempt=ATTEMPT, fields=RUNNING, signal_delay_s=30
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,16 +87,33 @@ def outcome(folder: Path, lines: str, *, code: int = 1, reports: Sequence[Failur
         (KILLED, [GONE], FailureKind.KILLED, KILL, "n2"),
         (KILLED, [ERROR], FailureKind.OTHER, ERROR.text, "n2"),
         # The first line about a task counts.
-        (FIRST.format(what=SEGFAULT), [], FailureKind.KILLED, f"{BY} SIGSEGV ({SEGFAULT})", "n2"),
+        (
+            FIRST.format(what=SEGFAULT),
+            [],
+            FailureKind.KILLED,
+            f"{BY} SIGSEGV ({SEGFAULT})",
+            "n2",
+        ),
         (FIRST.format(what="Out Of Memory"), [], FailureKind.KILLED, MEMORY, "n2"),
         # Of several tasks none is the culprit.
         ("srun: error: n[1-2]: tasks 0-1: Killed", [], FailureKind.KILLED, BOTH, None),
-        ("srun: error: No nodes", [], FailureKind.OTHER, "srun ended with code 1: No nodes", None),
+        (
+            "srun: error: No nodes",
+            [],
+            FailureKind.OTHER,
+            "srun ended with code 1: No nodes",
+            None,
+        ),
         ("", [], FailureKind.OTHER, "srun was ended by SIGKILL", None),
     ],
 )
 def test_the_cause_is_what_the_best_report_says(
-    tmp_path: Path, lines: str, reports: list[Failure], kind: FailureKind, reason: str, node: str
+    tmp_path: Path,
+    lines: str,
+    reports: list[Failure],
+    kind: FailureKind,
+    reason: str,
+    node: str,
 ) -> None:
     record_failure(tmp_path, replace(ERROR, attempt="17/0"))  # of another attempt
     found = outcome(tmp_path, lines, code=1 if lines else 137, reports=reports)
@@ -95,7 +124,12 @@ def test_the_cause_is_what_the_best_report_says(
 @pytest.mark.parametrize(
     ("log", "code", "last", "why"),
     [
-        ("run/slurm/17/17_1_log.out", 2, f"slurmstepd-n2: error: execve(): {NO_FILE}", NO_FILE),
+        (
+            "run/slurm/17/17_1_log.out",
+            2,
+            f"slurmstepd-n2: error: execve(): {NO_FILE}",
+            NO_FILE,
+        ),
         # Of an array, and of a shell.
         ("17_1_log.out", 127, f"sh: 1: exec: {NO_FILE}", f"sh: 1: exec: {NO_FILE}"),
         ("17_1_log.out", 2, f"error: {NO_FILE}", None),
@@ -111,7 +145,11 @@ def test_a_node_without_python_is_blamed(
     if why is None:
         assert (found.kind, found.failed_node) == (FailureKind.BAD_INPUT, None)
     else:
-        assert (found.kind, found.failed_rank, found.failed_node) == (FailureKind.OTHER, 1, "n2")
+        assert (found.kind, found.failed_rank, found.failed_node) == (
+            FailureKind.OTHER,
+            1,
+            "n2",
+        )
         assert found.reason == f"rank 1 on n2 could not start: {why}"
 
 
@@ -130,7 +168,11 @@ def test_a_task_that_was_not_launched_is_blamed(
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
     outcome(tmp_path, KILLED, reports=[LOST])
     recorded = read_failures(tmp_path, attempt=ATTEMPT)[-1]
-    assert (recorded.kind, recorded.rank, recorded.reported_by) == (FailureKind.KILLED, 1, None)
+    assert (recorded.kind, recorded.rank, recorded.reported_by) == (
+        FailureKind.KILLED,
+        1,
+        None,
+    )
     outcome(tmp_path, KILLED)
     assert len(read_failures(tmp_path)) == 2
 
@@ -139,7 +181,9 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     stopped = ["srun: error: n1: task 0: Exited with exit code 75"]
 
     def of(**fields: str) -> Outcome:
-        return classify(75, stopped, tmp_path, attempt="", fields=fields, signal_delay_s=30)
+        return classify(
+            75, stopped, tmp_path, attempt="", fields=fields, signal_delay_s=30
+        )
 
     for state in ("COMPLETING", "CANCELLED"):
         fields = {"JobState": state, "Reason": "None"}
@@ -155,10 +199,15 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     # SLURM does not answer.
     assert of().reason == "stopped by a signal"
     signalled = outcome(tmp_path, FIRST.format(what="User defined signal 2"))
-    assert (signalled.ending, signalled.reason) == (Ending.STOPPED, "stopped by a signal")
+    assert (signalled.ending, signalled.reason) == (
+        Ending.STOPPED,
+        "stopped by a signal",
+    )
 
 
-def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(tmp_path: Path) -> None:
+def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
+    tmp_path: Path,
+) -> None:
     record_start(tmp_path, first_step=0, total_steps=10)
     for step, ending in ((9, Ending.FAILED), (10, Ending.DONE)):
         folder = tmp_path / f"checkpoints/step-{step:08d}"
@@ -294,16 +343,22 @@ def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
 # ---- the record --------------------------------------------------------------------------------
 
 
-FAILED = Outcome(ending=Ending.FAILED, reason="rank 1 on n2", exit_code=1, failed_node="n2")
+FAILED = Outcome(
+    ending=Ending.FAILED, reason="rank 1 on n2", exit_code=1, failed_node="n2"
+)
 
 
 def begin(folder: Path, *, restart: int = 0) -> Attempt:
-    return begin_attempt(folder, cluster="slurm", job_id="17", restart=restart, nodes=["n1", "n2"])
+    return begin_attempt(
+        folder, cluster="slurm", job_id="17", restart=restart, nodes=["n1", "n2"]
+    )
 
 
 def log(folder: Path, step: int) -> None:
     with open(folder / "journal.jsonl", "a") as file:
-        file.write(json.dumps({"step": step, "time": 1e9 + step, "train/loss": 1.0}) + "\n")
+        file.write(
+            json.dumps({"step": step, "time": 1e9 + step, "train/loss": 1.0}) + "\n"
+        )
 
 
 def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
@@ -332,7 +387,10 @@ def test_an_end_counts_where_the_clock_was_set_back(
     ended = end_attempt(running, tmp_path, FAILED)
     assert read_attempts(tmp_path) == [ended]
     begin(tmp_path, restart=1)
-    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [None, Ending.FAILED][::-1]
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [
+        None,
+        Ending.FAILED,
+    ][::-1]
 
 
 def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
@@ -340,12 +398,16 @@ def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
     log(tmp_path, 5)
     begin(tmp_path, restart=1)
     first, second = read_attempts(tmp_path)
-    assert (first.ending, first.last_step) == (Ending.LOST, 5) and first.ended is not None
+    assert (first.ending, first.last_step) == (
+        Ending.LOST,
+        5,
+    ) and first.ended is not None
     assert (second.number, second.restart, second.ended) == (2, 1, None)
 
 
 @pytest.mark.parametrize(
-    "rest", [b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n']
+    "rest",
+    [b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n'],
 )
 def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
     first = begin(tmp_path)
@@ -354,4 +416,7 @@ def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
         file.write(rest)
     end_attempt(first, tmp_path, FAILED)
     begin(tmp_path)
-    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED, None]
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [
+        Ending.FAILED,
+        None,
+    ]

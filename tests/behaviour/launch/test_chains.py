@@ -65,7 +65,12 @@ SWEEP = "    sweep: {optim.lr: [0.01, 0.001], seed: [3, 4]}\n"
 
 def write_chain(folder: Path, text: str = CHAIN) -> Path:
     """The chain's file beside its run files. Run files are found from the current folder."""
-    files = {"data": DATA, "pretrain": PRETRAIN, "finetune": FINETUNE, "evaluate": EVALUATE}
+    files = {
+        "data": DATA,
+        "pretrain": PRETRAIN,
+        "finetune": FINETUNE,
+        "evaluate": EVALUATE,
+    }
     for name, content in files.items():
         (folder / f"{name}.yaml").write_text(content)
     path = folder / "chain.yaml"
@@ -74,7 +79,9 @@ def write_chain(folder: Path, text: str = CHAIN) -> Path:
 
 
 def chain_of(path: Path, *overrides: str, cluster: str = "local") -> Chain:
-    return load_chain(load_run(ChainRun, path, overrides=overrides).run, cluster=cluster)
+    return load_chain(
+        load_run(ChainRun, path, overrides=overrides).run, cluster=cluster
+    )
 
 
 def steps_of(chain: Chain, stage: str) -> list[ChainStep]:
@@ -108,9 +115,15 @@ def test_a_stage_has_a_run_for_each_combination_and_each_input(folder: Path) -> 
     assert len(before) == 10
     tuned, evaluations = steps_of(chain, "finetune"), steps_of(chain, "evaluate")
     names = [f"lr-{lr}_seed-{seed}" for lr in (0.01, 0.001) for seed in (3, 4)]
-    assert [str(step.folder) for step in tuned] == [f"runs/small/finetune/{n}" for n in names]
-    assert [str(step.folder) for step in evaluations] == [f"runs/small/evaluate/{n}" for n in names]
-    assert [step.needs for step in evaluations] == [("shards", step.name) for step in tuned]
+    assert [str(step.folder) for step in tuned] == [
+        f"runs/small/finetune/{n}" for n in names
+    ]
+    assert [str(step.folder) for step in evaluations] == [
+        f"runs/small/evaluate/{n}" for n in names
+    ]
+    assert [step.needs for step in evaluations] == [
+        ("shards", step.name) for step in tuned
+    ]
     last = tuned[-1].run
     assert isinstance(last, FinetuneRun) and (last.optim.lr, last.seed) == (0.001, 4)
     assert (last.init, last.data.path) == ("runs/small/pretrain", "shards")
@@ -135,7 +148,9 @@ def test_a_transfer_has_the_seed_and_the_tags_of_its_pretraining(folder: Path) -
         assert step.run.tracking.tags["chain.pretrain.data.first_percent"] == share
 
 
-def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder: Path) -> None:
+def test_variants_change_several_settings_and_meet_those_of_the_same_name(
+    folder: Path,
+) -> None:
     variants = "variants: {plain: [], wide: [model.width=32, model.mlp_width=64]}"
     text = CHAIN.replace(SWEEP, f"    {variants}\n    sweep: {{seed: [3, 4]}}\n")
     widths = {"plain": 16, "wide": 32}
@@ -143,15 +158,21 @@ def test_variants_change_several_settings_and_meet_those_of_the_same_name(folder
     for content in (text, both):
         steps = steps_of(chain_of(write_chain(folder, content)), "finetune")
         assert {step.name: step.run.model.width for step in steps} == {  # type: ignore[union-attr]
-            f"finetune/{name}_seed-{seed}": widths[name] for name in widths for seed in (3, 4)
+            f"finetune/{name}_seed-{seed}": widths[name]
+            for name in widths
+            for seed in (3, 4)
         }
 
 
 def test_overrides_of_the_chain_reach_runs_that_have_the_key() -> None:
-    chain = chain_of(Path("chain.yaml"), "overrides=[launch.partition=fast,tracking.uri=null]")
+    chain = chain_of(
+        Path("chain.yaml"), "overrides=[launch.partition=fast,tracking.uri=null]"
+    )
     assert {step.run.launch.partition for step in chain.steps} == {"fast"}
     with pytest.raises(UserError, match="trakcing.uri=null: no stage has this key"):
-        chain_of(Path("chain.yaml"), "overrides=[launch.partition=fast,trakcing.uri=null]")
+        chain_of(
+            Path("chain.yaml"), "overrides=[launch.partition=fast,trakcing.uri=null]"
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,7 +191,9 @@ def test_overrides_of_the_chain_reach_runs_that_have_the_key() -> None:
         ("[launch.num_tasks=2]", "[], sweep: {seed: [1]}", "data_prep has no sweep"),
     ],
 )  # fmt: skip
-def test_wrong_chains_are_refused(folder: Path, old: str, new: str, message: str) -> None:
+def test_wrong_chains_are_refused(
+    folder: Path, old: str, new: str, message: str
+) -> None:
     assert CHAIN.count(old) == 1
     path = write_chain(folder, CHAIN.replace(old, new))
     with pytest.raises(UserError, match=message):
@@ -181,7 +204,9 @@ def test_wrong_chains_are_refused(folder: Path, old: str, new: str, message: str
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs/chains").glob("*.yaml")), ids=lambda path: path.stem
 )
-def test_chains_of_the_repository_load(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_of_the_repository_load(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     steps = chain_of(path, cluster="slurm").steps
     assert len(steps) > 4
@@ -197,9 +222,13 @@ def test_chains_of_the_repository_load(path: Path, monkeypatch: pytest.MonkeyPat
 def sweep_of(stage: str, *words: str) -> dict[str, Any]:
     """Name -> run."""
     argv = ["--config", f"{stage}.yaml", *words]
-    command = launch_command(argv, program="vitscale launch --local", switches={}, description="")
+    command = launch_command(
+        argv, program="vitscale launch --local", switches={}, description=""
+    )
     assert isinstance(command.run, ChainRun)
-    return {step.name: step.run for step in load_chain(command.run, cluster="local").steps}
+    return {
+        step.name: step.run for step in load_chain(command.run, cluster="local").steps
+    }
 
 
 def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
@@ -211,7 +240,12 @@ def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
         "objective.mask_ratio=[0.5,0.75]": [0.5, 0.75],
         "launch.sbatch.nice=[1,2]": [1, 2],
     }
-    values = ["data.crop_area=[0.2,1]", "evaluate=[{name: knn}]", "optim.rate=[1,2]", "optim=[1,2]"]
+    values = [
+        "data.crop_area=[0.2,1]",
+        "evaluate=[{name: knn}]",
+        "optim.rate=[1,2]",
+        "optim=[1,2]",
+    ]
     values += ["optim.lr=[1,", "optim.lr=0.1"]
     for text, expected in (sweeps | dict.fromkeys(values)).items():
         key = text.partition("=")[0]
@@ -220,7 +254,9 @@ def test_a_list_that_is_no_value_of_its_key_is_a_sweep() -> None:
 
 
 def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
-    runs = sweep_of("pretrain", "optim.lr=[1e-3,0.01]", "seed=[2,3]", "model.width=32", "name=x")
+    runs = sweep_of(
+        "pretrain", "optim.lr=[1e-3,0.01]", "seed=[2,3]", "model.width=32", "name=x"
+    )
     assert list(runs) == [
         f"pretrain/lr-{lr}_seed-{seed}" for lr in (0.001, 0.01) for seed in (2, 3)
     ]
@@ -229,7 +265,9 @@ def test_runs_of_a_sweep_are_named_by_what_differs() -> None:
     assert run.folder == "runs/x/pretrain/lr-0.01_seed-3"
     runs = sweep_of("finetune", "init=[runs/a,runs/b]")
     assert [run.init for run in runs.values()] == ["runs/a", "runs/b"]
-    assert all(run.folder.startswith("runs/base-sweep/finetune/") for run in runs.values())
+    assert all(
+        run.folder.startswith("runs/base-sweep/finetune/") for run in runs.values()
+    )
     with pytest.raises(UserError, match="(?s)optim.lr.*in: pretrain/lr-fast"):
         sweep_of("pretrain", "optim.lr=[0.1,fast]")
     for file in ("data.yaml", "lost.yaml"):
@@ -266,7 +304,9 @@ def texts(chain: Chain, stage: str) -> set[str]:
 
 def test_a_run_is_done_when_its_folder_says_so(chain: Chain) -> None:
     (pretrain,) = steps_of(chain, "pretrain")
-    assert texts(chain, "shards") == {"done"} and texts(chain, "pretrain") == {"missing"}
+    assert texts(chain, "shards") == {"done"} and texts(chain, "pretrain") == {
+        "missing"
+    }
     write_training(pretrain, at=7)
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
     train(chain, "pretrain", "finetune")
@@ -277,12 +317,16 @@ def test_a_run_is_done_when_its_folder_says_so(chain: Chain) -> None:
     assert texts(chain, "evaluate") == {"done"}
     os.utime(steps_of(chain, "evaluate")[0].folder / "results.json", (1, 1))
     assert texts(chain, "evaluate") == {"done", "old"}
-    weights = next((pretrain.folder / "checkpoints/step-00000020").glob("*.safetensors"))
+    weights = next(
+        (pretrain.folder / "checkpoints/step-00000020").glob("*.safetensors")
+    )
     weights.write_bytes(b"cut")
     assert texts(chain, "pretrain") == {"resumable (step 7)"}
 
 
-def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder: Path) -> None:
+def test_a_run_with_other_settings_is_repeated_or_refused(
+    chain: Chain, folder: Path
+) -> None:
     train(chain, "pretrain", "finetune")
     for step in steps_of(chain, "evaluate"):
         write_evaluation(step)
@@ -290,7 +334,9 @@ def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder: 
     path.write_text(path.read_text() + "init_weights: model\nlaunch: {nodes: 2}\n")
     assert texts(chain_of(folder / "chain.yaml"), "evaluate") == {"old"}
     changes = "launch.timeout_min=7, checkpoint.every_steps=9, data.num_workers=0"
-    assert texts(chain_of(folder / "chain.yaml", f"overrides=[{changes}]"), "pretrain") == {"done"}
+    assert texts(
+        chain_of(folder / "chain.yaml", f"overrides=[{changes}]"), "pretrain"
+    ) == {"done"}
     path = folder / "pretrain.yaml"
     path.write_text(path.read_text().replace("0.001", "0.002"))
     expected = r"(?s)trained to step 20.*lr: made with 0.001, now 0.002"
@@ -298,26 +344,44 @@ def test_a_run_with_other_settings_is_repeated_or_refused(chain: Chain, folder: 
         check_unchanged(chain_states(chain_of(folder / "chain.yaml")))
 
 
-def test_shards_with_other_settings_or_no_input_are_refused(chain: Chain, folder: Path) -> None:
-    train(chain, "finetune")  # a pre-training that is repeated may end with other weights
-    with pytest.raises(UserError, match="starts from is missing or incomplete: shards, pretrain"):
+def test_shards_with_other_settings_or_no_input_are_refused(
+    chain: Chain, folder: Path
+) -> None:
+    train(
+        chain, "finetune"
+    )  # a pre-training that is repeated may end with other weights
+    with pytest.raises(
+        UserError, match="starts from is missing or incomplete: shards, pretrain"
+    ):
         check_unchanged(chain_states(chain))
     manifest = folder / "shards/manifest.json"
     content = json.loads(manifest.read_text())
-    config = steps_of(chain, "shards")[0].run.model_dump(mode="json", include={"labels"})
+    config = steps_of(chain, "shards")[0].run.model_dump(
+        mode="json", include={"labels"}
+    )
     config["labels"]["map_blake3"] = "0"
     manifest.write_text(json.dumps(content | {"config": config}))
     assert texts(chain, "shards") == {"done"}
     for place, state in (("images", "done"), ("elsewhere", "changed"), ("", "done")):
-        made_from = str(folder / place) if place else ""  # an earlier version did not note it
-        manifest.write_text(json.dumps(content | {"config": config, "source_path": made_from}))
+        made_from = (
+            str(folder / place) if place else ""
+        )  # an earlier version did not note it
+        manifest.write_text(
+            json.dumps(content | {"config": config, "source_path": made_from})
+        )
         assert texts(chain, "shards") == {state}
-    manifest.write_text(json.dumps(content | {"config": {"seed": 9, "launch": {"nodes": 7}}}))
-    with pytest.raises(UserError, match="(?s)shards: exists already.*seed: made with 9, now 0"):
+    manifest.write_text(
+        json.dumps(content | {"config": {"seed": 9, "launch": {"nodes": 7}}})
+    )
+    with pytest.raises(
+        UserError, match="(?s)shards: exists already.*seed: made with 9, now 0"
+    ):
         check_unchanged(chain_states(chain))
 
 
-def test_a_file_that_a_setting_names_counts_as_the_setting(folder: Path, chain: Chain) -> None:
+def test_a_file_that_a_setting_names_counts_as_the_setting(
+    folder: Path, chain: Chain
+) -> None:
     """For every such setting: test_preparations."""
     (folder / "data.yaml").write_text(f"{DATA}labels: {{map: list.csv}}\n")
     (folder / "list.csv").write_bytes(b"a,b\n")
@@ -339,7 +403,10 @@ def test_a_file_that_a_setting_names_counts_as_the_setting(folder: Path, chain: 
 def test_a_dry_run_writes_nothing(chain: Chain, folder: Path) -> None:
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))
     assert "finetune/lr-0.001_seed-4  finetune   shards, pretrain  missing" in text
-    assert text.count("#!/bin/bash") == 3 and "# Batch script of evaluate/lr-0.01_seed-3" in text
+    assert (
+        text.count("#!/bin/bash") == 3
+        and "# Batch script of evaluate/lr-0.01_seed-3" in text
+    )
     assert " samples in " in text and "images does not exist" not in text
     (folder / "shards/manifest.json").unlink()
     text = describe_chain(chain_of(folder / "chain.yaml", cluster="slurm"))

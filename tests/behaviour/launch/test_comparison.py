@@ -38,19 +38,30 @@ EVIL = "</script><!--<script>alert(1)</script>&<img src=x onerror=alert(1)> $\\x
 
 
 def run(
-    label: str, top1: list[float], *, batch: int = 8, folder: Path | None = None, **params: str
+    label: str,
+    top1: list[float],
+    *,
+    batch: int = 8,
+    folder: Path | None = None,
+    **params: str,
 ) -> ComparedRun:
     """A run that evaluates every ten steps, one second each."""
     rows = tuple(
         Row(step=10 * i, time=10.0 * i, metrics={"val/top1": value, "val/zero": 0.0})
         for i, value in enumerate(top1, start=1)
     )
-    known = {"data.global_batch": str(batch)} | {k.replace("__", "."): params[k] for k in params}
-    return ComparedRun(label=label, source=label, folder=folder, params=known, rows=rows)
+    known = {"data.global_batch": str(batch)} | {
+        k.replace("__", "."): params[k] for k in params
+    }
+    return ComparedRun(
+        label=label, source=label, folder=folder, params=known, rows=rows
+    )
 
 
 def logged(*metrics: dict[str, float], label: str = "a", **params: str) -> ComparedRun:
-    rows = tuple(Row(step=i, time=float(i), metrics=each) for i, each in enumerate(metrics, 1))
+    rows = tuple(
+        Row(step=i, time=float(i), metrics=each) for i, each in enumerate(metrics, 1)
+    )
     return ComparedRun(label=label, source=label, params=params, rows=rows)
 
 
@@ -62,7 +73,9 @@ def test_runs_of_different_length_are_compared_at_equal_steps() -> None:
     assert compared.budget is not None and compared.budget.steps == (20, 20)
     line = compared.metrics[0]
     assert line.final == (0.9, 0.5) and line.equal == (0.4, 0.5)
-    assert line.deltas[1] == pytest.approx(0.1) and line.change(line.deltas[1]) == "better"
+    assert (
+        line.deltas[1] == pytest.approx(0.1) and line.change(line.deltas[1]) == "better"
+    )
     assert compare([run("a", [0.2]), run("b", [0.3])]).budget is None
 
 
@@ -82,30 +95,55 @@ def test_equal_samples_are_fewer_steps_of_larger_batches() -> None:
 def test_budgets_are_read() -> None:
     assert parse_budget("steps") == ("steps", None)
     assert parse_budget("FLOPs=1.5e18") == ("flops", 1.5e18)
-    for text in ("", "epochs", "steps=", "steps=0", "steps=-1", "steps=1e999", "hours=1.2.3"):
+    for text in (
+        "",
+        "epochs",
+        "steps=",
+        "steps=0",
+        "steps=-1",
+        "steps=1e999",
+        "hours=1.2.3",
+    ):
         with pytest.raises(UserError, match="is not a budget"):
             parse_budget(text)
 
 
 def test_best_and_changes_follow_the_direction_and_ignore_what_is_not_finite() -> None:
     nan, inf = math.nan, math.inf
-    series = {"train/loss": (nan, 3.0, 2.0, -inf, 4.0), "val/top1": (nan, 0.5, 0.75, inf, 0.25)}
+    series = {
+        "train/loss": (nan, 3.0, 2.0, -inf, 4.0),
+        "val/top1": (nan, 0.5, 0.75, inf, 0.25),
+    }
     series |= {"val/ema_top1": (nan,) * 5, "train/lr": (0.1, 0.2, 0.1, 0.2, 0.1)}
-    rows = [dict(zip(series, values, strict=True)) for values in zip(*series.values(), strict=True)]
+    rows = [
+        dict(zip(series, values, strict=True))
+        for values in zip(*series.values(), strict=True)
+    ]
     best = {line.key: line.best for line in compare([logged(*rows)]).metrics}
     assert best == {
         "train/loss": (2.0,), "val/top1": (0.75,), "val/ema_top1": (None,), "train/lr": (None,)
     }  # fmt: skip
-    first, loss = logged({"train/loss": 2.0, "val/top1": 0.5}), logged({"train/loss": 1.5})
+    first, loss = (
+        logged({"train/loss": 2.0, "val/top1": 0.5}),
+        logged({"train/loss": 1.5}),
+    )
     top1 = logged({"train/loss": nan, "val/top1": 0.25})
     lines = {line.key: line for line in compare([first, loss, top1]).metrics}
-    changes = {key: [line.change(d) for d in line.deltas] for key, line in lines.items()}
-    assert changes == {"train/loss": [None, "better", None], "val/top1": [None, None, "worse"]}
+    changes = {
+        key: [line.change(d) for d in line.deltas] for key, line in lines.items()
+    }
+    assert changes == {
+        "train/loss": [None, "better", None],
+        "val/top1": [None, None, "worse"],
+    }
 
 
 def test_only_differing_parameters_are_listed() -> None:
     params = {"seed": "7", "optim.lr": "0.1"}
-    first, second = logged({}, **params), logged({}, **params | {"optim.lr": "0.2", "x": "3"})
+    first, second = (
+        logged({}, **params),
+        logged({}, **params | {"optim.lr": "0.2", "x": "3"}),
+    )
     compared = compare([first, second])
     assert compared.params == (("optim.lr", ("0.1", "0.2")), ("x", (None, "3")))
     assert compared.num_equal_params == 1 and len(compare([first]).params) == 2
@@ -117,10 +155,18 @@ def test_only_differing_parameters_are_listed() -> None:
 
 
 def test_waits_between_attempts_are_no_hours(tmp_path: Path) -> None:
-    common = {"cluster": "slurm", "job_id": "1", "restart": 0, "num_tasks": 1, "first_step": 0}
+    common = {
+        "cluster": "slurm",
+        "job_id": "1",
+        "restart": 0,
+        "num_tasks": 1,
+        "first_step": 0,
+    }
     for i, (start, end) in enumerate([(0.5, 2.0), (5.0, 6.0), (6.0, None)], start=1):
         ended = {"ended": end * HOUR} if end else {}
-        append_event(tmp_path, ATTEMPT, {"number": i, "started": start * HOUR, **common, **ended})
+        append_event(
+            tmp_path, ATTEMPT, {"number": i, "started": start * HOUR, **common, **ended}
+        )
     times = {1: 1.0, 2: 2.0, 3: 5.5, 4: 7.0}
     rows = tuple(Row(step=s, time=t * HOUR, metrics={}) for s, t in times.items())
     found = ComparedRun(label="", source="", params={}, rows=rows, folder=tmp_path)
@@ -129,9 +175,24 @@ def test_waits_between_attempts_are_no_hours(tmp_path: Path) -> None:
 
 
 def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
-    overrides = ["data.path=shards", "model.image_size=32", "model.patch_size=4", "name=x"]
-    overrides += ["model.width=64", "model.depth=2", "model.num_heads=2", "model.mlp_width=128"]
-    overrides += ["schedule.steps=30", "data.global_batch=8", "optim.lr=0.1", "stage=pretrain"]
+    overrides = [
+        "data.path=shards",
+        "model.image_size=32",
+        "model.patch_size=4",
+        "name=x",
+    ]
+    overrides += [
+        "model.width=64",
+        "model.depth=2",
+        "model.num_heads=2",
+        "model.mlp_width=128",
+    ]
+    overrides += [
+        "schedule.steps=30",
+        "data.global_batch=8",
+        "optim.lr=0.1",
+        "stage=pretrain",
+    ]
     loaded = load_run({"pretrain": PretrainRun}, None, overrides=overrides).run
     assert isinstance(loaded, PretrainRun)
     (tmp_path / "config.yaml").write_text(run_to_yaml(loaded))
@@ -159,21 +220,39 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
     ]
     compared = compare(runs)
     assert list(compared.seeds.values()) == [(0, 2, 3), (5, 6)]
-    (table,) = (table for table in tables(compared) if table.title.startswith("Over seeds"))
+    (table,) = (
+        table for table in tables(compared) if table.title.startswith("Over seeds")
+    )
     assert table.rows == (("val/top1", "0.6 ± 0.1", "0.5 ± 0"),)
     assert compare([runs[2], runs[3]]).seeds == {}
 
 
 def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
     runs = [
-        run(f"{size}-{rate}-{seed}", [0.1, value + 0.02 * seed], seed=str(seed), size=size, lr=rate)
-        for size, rate, value in (("s", "1e-3", 0.5), ("s", "0.01", 0.6), ("l", "0.01", 0.7))
+        run(
+            f"{size}-{rate}-{seed}",
+            [0.1, value + 0.02 * seed],
+            seed=str(seed),
+            size=size,
+            lr=rate,
+        )
+        for size, rate, value in (
+            ("s", "1e-3", 0.5),
+            ("s", "0.01", 0.6),
+            ("l", "0.01", 0.7),
+        )
         for seed in (0, 1)
     ]
     (found,) = dependences(compare(runs))
     assert (found.key, found.metric) == ("lr", "val/top1")
-    means = {name: [(x, over.mean) for x, over in each] for name, each in found.series.items()}
-    assert means["size=s"] == [(0.001, pytest.approx(0.51)), (0.01, pytest.approx(0.61))]
+    means = {
+        name: [(x, over.mean) for x, over in each]
+        for name, each in found.series.items()
+    }
+    assert means["size=s"] == [
+        (0.001, pytest.approx(0.51)),
+        (0.01, pytest.approx(0.61)),
+    ]
     assert dependences(compare(runs[:2])) == []
 
 
@@ -182,7 +261,9 @@ def test_runs_of_a_chain_are_told_by_their_stage(tmp_path: Path) -> None:
     for name in names:
         logged_run(tmp_path / name)
     assert sorted(run.label for run in load_runs([str(tmp_path)], uri=None)) == names
-    one, two = load_runs([f"{tmp_path}/evaluate/lr-1", f"{tmp_path}/finetune/lr-1"], uri=None)
+    one, two = load_runs(
+        [f"{tmp_path}/evaluate/lr-1", f"{tmp_path}/finetune/lr-1"], uri=None
+    )
     assert (one.label, two.label) == ("evaluate/lr-1", "finetune/lr-1")
     # Of two chains, by the chain too.
     chains = [f"{tmp_path}/small", f"{tmp_path}/large"]
@@ -203,8 +284,14 @@ def test_runs_of_a_chain_vary_in_its_keys() -> None:
         for stage in ("a", "b") for p in (1, 10)
     ]  # fmt: skip
     (found,) = dependences(compare(runs))
-    assert found.key == "a.first_percent" and list(found.series) == ["stage=a", "stage=b"]
-    assert [(x, over.mean) for x, over in found.series["stage=b"]] == [(1, 0.01), (10, 0.1)]
+    assert found.key == "a.first_percent" and list(found.series) == [
+        "stage=a",
+        "stage=b",
+    ]
+    assert [(x, over.mean) for x, over in found.series["stage=b"]] == [
+        (1, 0.01),
+        (10, 0.1),
+    ]
 
 
 # ---- tables and files -------------------------------------------------------------------------
@@ -216,11 +303,17 @@ def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
     write_csv(compared, tmp_path / "c.csv")
     write_json(compared, tmp_path / "c.json")
     rows = list(csv.DictReader((tmp_path / "c.csv").open()))
-    found = {(row["run"], row["metric"]): (row["final"], row["equal"], row["best"]) for row in rows}
+    found = {
+        (row["run"], row["metric"]): (row["final"], row["equal"], row["best"])
+        for row in rows
+    }
     assert found["a", "val/top1"] == ("nan", "0.2", "0.4")
     assert found["b", "val/top1"] == ("0.3", "0.3", "0.3")
     read = json.loads((tmp_path / "c.json").read_text())
-    assert [(each["label"], each["steps"]) for each in read["runs"]] == [("a", 30), ("b", 10)]
+    assert [(each["label"], each["steps"]) for each in read["runs"]] == [
+        ("a", 30),
+        ("b", 10),
+    ]
     assert read["budget"] == {"axis": "steps", "total": 10.0, "steps": [10, 10]}
     assert read["metrics"][0]["final"] == ["NaN", 0.3]
     with pytest.raises(UserError, match="cannot be written"):
@@ -253,14 +346,19 @@ def test_the_verdict_names_the_best_run_and_why() -> None:
     )
     assert text.splitlines()[0] == "b is best: val/top1 0.75; next is a, 0.5."
     assert "They differ in lr." in text
-    assert verdict(run("a", [0.5]), run("b", [0.5])).startswith("a and b are equal: val/top1 0.5.")
+    assert verdict(run("a", [0.5]), run("b", [0.5])).startswith(
+        "a and b are equal: val/top1 0.5."
+    )
     text = verdict(run("a", [0.5]), run("b", [0.6], batch=16))
     assert "not seen equally many samples: compare them with --at samples" in text
     text = verdict(
         *(run(f"low-{i}", [v], seed=str(i), lr="1") for i, v in enumerate((0.2, 0.9))),
         *(run(f"high-{i}", [v], seed=str(i), lr="2") for i, v in enumerate((0.6, 0.7))),
     )
-    assert "high-0 and 1 more is best: val/top1 0.65 ± 0.071; next is low-0 and 1 more" in text
+    assert (
+        "high-0 and 1 more is best: val/top1 0.65 ± 0.071; next is low-0 and 1 more"
+        in text
+    )
     assert "differ in lr." in text and "within the spread of the seeds (0.49)" in text
 
 
@@ -272,33 +370,49 @@ def test_a_run_without_a_second_seed_is_ranked_beside_groups() -> None:
     for top1, first in (
         (0.9, "C0 is best: val/top1 0.9; next is A0 and 1 more, 0.705 ± 0.0071."),
         (0.65, "A0 and 1 more is best: val/top1 0.705 ± 0.0071; next is C0, 0.65."),
-        (0.1, "A0 and 1 more is best: val/top1 0.705 ± 0.0071; next is B0 and 1 more, 0.605"),
+        (
+            0.1,
+            "A0 and 1 more is best: val/top1 0.705 ± 0.0071; next is B0 and 1 more, 0.605",
+        ),
     ):
         text = verdict(*groups, run("C0", [top1], seed="5", lr="C"))
         assert first in text and "differ in lr.\n" in text
         assert ("Of C0 there is one seed" in text) == (top1 > 0.6)
     # One group and a single run; two seeds of one setting have no order.
-    assert verdict(*groups[:2], run("C0", [0.9], seed="0", lr="C")).startswith("C0 is best")
+    assert verdict(*groups[:2], run("C0", [0.9], seed="0", lr="C")).startswith(
+        "C0 is best"
+    )
     assert verdict(*groups[:2]) == "A0 and 1 more has val/top1 0.705 ± 0.0071.\n"
 
 
-def test_runs_without_the_metric_at_the_budget_are_named_with_their_last_value() -> None:
+def test_runs_without_the_metric_at_the_budget_are_named_with_their_last_value() -> (
+    None
+):
     short, long = logged(*[{"val/top1": 0.5}] * 4, label="short"), [{"x": 1.0}] * 7
     late = logged(*long, {"val/top1": 0.9}, label="late")
-    never, lost = logged(*long, label="never"), logged(*[{"val/top1": math.nan}] * 8, label="lost")
+    never, lost = (
+        logged(*long, label="never"),
+        logged(*[{"val/top1": math.nan}] * 8, label="lost"),
+    )
     other = logged(*[{"val/top1": 0.25}] * 5, label="other")
     text = verdict(short, late, never, lost, other)
-    assert text.splitlines()[0] == "short is best: val/top1 0.5 at 4 steps; next is other, 0.25."
+    assert (
+        text.splitlines()[0]
+        == "short is best: val/top1 0.5 at 4 steps; next is other, 0.25."
+    )
     for sentence in (
         "late has no val/top1 at 4 steps; its last value is 0.9, at step 8.",
         "never has no val/top1 at 4 steps.",
         "lost has val/top1 nan at 4 steps.",
     ):
         assert sentence in text.splitlines()
-    assert verdict(short, late).startswith("short has val/top1 0.5 at 4 steps.\nlate has no")
+    assert verdict(short, late).startswith(
+        "short has val/top1 0.5 at 4 steps.\nlate has no"
+    )
     # One of two seeds has diverged: the mean is of the other one, which is said.
     seeds = (
-        logged({"val/top1": v}, label=f"s{i}", seed=str(i)) for i, v in enumerate((0.5, math.nan))
+        logged({"val/top1": v}, label=f"s{i}", seed=str(i))
+        for i, v in enumerate((0.5, math.nan))
     )
     assert verdict(*seeds).endswith("s1 has val/top1 nan.\n")
     many = [logged(*long, {"val/top1": 0.9}, label=f"late{i}") for i in range(11)]
@@ -312,18 +426,26 @@ def test_evaluations_have_no_length() -> None:
     outside = replace(outside, rows=(Row(step=0, time=1.0, metrics={"val/top1": 0.9}),))
     compared = compare([*trained, outside])
     assert compared.budget is None and compared.metrics[0].equal == (0.6, 0.7, 0.9)
-    assert verdict(*trained, outside).startswith("b is best: val/top1 0.7; next is a, 0.6.")
+    assert verdict(*trained, outside).startswith(
+        "b is best: val/top1 0.7; next is a, 0.6."
+    )
     shorter = compare([*trained, run("c", [0.4]), outside])
     assert shorter.budget is not None and shorter.budget.total == 10
     assert shorter.metrics[0].equal == (0.5, 0.5, 0.4, 0.9)
-    ended = replace(outside, label="own", rows=(Row(step=9, time=1.0, metrics={"val/top1": 0.8}),))
-    assert verdict(outside, ended).startswith("hub is best: val/top1 0.9; next is own, 0.8.")
+    ended = replace(
+        outside, label="own", rows=(Row(step=9, time=1.0, metrics={"val/top1": 0.8}),)
+    )
+    assert verdict(outside, ended).startswith(
+        "hub is best: val/top1 0.9; next is own, 0.8."
+    )
 
 
 def chain_run(chain: str, width: str, seed: int, top1: float) -> ComparedRun:
     tags = {"": chain, ".stage": "pretrain", ".pretrain.seed": str(seed)}
     named = {f"tracking.tags.chain{key}": text for key, text in tags.items()}
-    return run(f"{width}/seed-{seed}", [top1], seed=str(seed), model__width=width, **named)
+    return run(
+        f"{width}/seed-{seed}", [top1], seed=str(seed), model__width=width, **named
+    )
 
 
 @pytest.mark.parametrize("names", [("small", "large"), ("same", "same")])
@@ -339,7 +461,11 @@ def test_two_chains_are_two_groups(names: tuple[str, str]) -> None:
     # Seeds alone: one group. An evaluation has no seed of its own.
     assert list(compare(runs[:2]).seeds.values()) == [(0, 1)]
     evaluations = [
-        replace(each, params={k: v for k, v in each.params.items() if k != "seed"} | {"init": "x"})
+        replace(
+            each,
+            params={k: v for k, v in each.params.items() if k != "seed"}
+            | {"init": "x"},
+        )
         for each in runs
     ]
     assert list(compare(evaluations).seeds.values()) == [(0, 1), (2, 3)]
@@ -357,7 +483,9 @@ def test_evaluations_are_not_ranked_beside_trainings() -> None:
 def test_charts_hold_every_run_and_its_extremes() -> None:
     long = [{"train/loss": float(i % 7), "odd/zero": 0.0} for i in range(9000)]
     long[4321] = {"train/loss": 99.0}
-    page = render(compare([logged(*long), logged({"train/loss": float("nan")}, label="b")]))
+    page = render(
+        compare([logged(*long), logged({"train/loss": float("nan")}, label="b")])
+    )
     ((first, second), layout) = figures(page)[0].values()
     assert first["name"] == "a" and len(first["x"]) == MAX_POINTS and second["x"] == []
     assert max(first["y"]) == 99 and min(first["y"]) == 0
@@ -367,11 +495,16 @@ def test_charts_hold_every_run_and_its_extremes() -> None:
 
 def test_hostile_names_are_text() -> None:
     evil = [
-        logged({EVIL: 0.5, "val/top1": float(i)}, label=EVIL, lr=str(i), x=EVIL) for i in (1, 2)
+        logged({EVIL: 0.5, "val/top1": float(i)}, label=EVIL, lr=str(i), x=EVIL)
+        for i in (1, 2)
     ]
     page = render(compare(evil))
     before = page.partition("<script>")[0]
-    assert "<img src=x" not in before and "<!--" not in before and page.count("<script>") == 2
+    assert (
+        "<img src=x" not in before
+        and "<!--" not in before
+        and page.count("<script>") == 2
+    )
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert "default-src 'none'" in policy and policy.count("'sha256-") == 2
     assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
@@ -379,7 +512,9 @@ def test_hostile_names_are_text() -> None:
         assert not re.search("<[a-z!/]", json.dumps(figure))
 
 
-def with_classes(folder: Path, label: str, shares: dict[str, float | None]) -> ComparedRun:
+def with_classes(
+    folder: Path, label: str, shares: dict[str, float | None]
+) -> ComparedRun:
     lines = [
         f"{i},{name},{0 if share is None else 4},0,{'' if share is None else f'{share:.6f}'}\n"
         for i, (name, share) in enumerate(shares.items())
@@ -419,7 +554,14 @@ def test_the_page_has_the_accuracy_of_each_class(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "label,class\n0,a\n", "class,top1\na,much\n", "class,top1\na,nan\n", "\xff\xfe"]
+    "text",
+    [
+        "",
+        "label,class\n0,a\n",
+        "class,top1\na,much\n",
+        "class,top1\na,nan\n",
+        "\xff\xfe",
+    ],
 )
 def test_an_odd_table_of_classes_is_left_out(text: str, tmp_path: Path) -> None:
     folder = tmp_path / "evaluation"
@@ -469,10 +611,14 @@ def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == before
 
 
-def test_names_that_mlflow_refuses_are_one_error_before_any_write(tmp_path: Path) -> None:
+def test_names_that_mlflow_refuses_are_one_error_before_any_write(
+    tmp_path: Path,
+) -> None:
     folder = logged_run(tmp_path / "run")
     rows = ({"what?": 1.0}, {"a/../b": 2.0, "fine": 1.0}, {"x" * 251: 1.0})
-    lines = [json.dumps({"step": i, "time": 1.0, **row}) for i, row in enumerate(rows, 1)]
+    lines = [
+        json.dumps({"step": i, "time": 1.0, **row}) for i, row in enumerate(rows, 1)
+    ]
     (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
     uri = f"sqlite:///{tmp_path}/store.db"
     with pytest.raises(

@@ -49,7 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def checked(*, data: dict[str, Any] | None = None, **changes: Any) -> dict[str, Check]:
     values = SECTIONS | changes | {"data": DATA | (data or {})}
-    return {check.name: check for check in run_checks(PretrainRun.model_validate(values))}
+    return {
+        check.name: check for check in run_checks(PretrainRun.model_validate(values))
+    }
 
 
 def plan(**changes: object) -> dict[str, str]:
@@ -64,7 +66,9 @@ def test_evaluations_are_named_and_unknown_values_name_the_missing_setting() -> 
     rows = plan(evaluate=evaluate)
     assert rows["objective"] == "supervised"
     whole, *parts = map(float, re.findall(r"([\d.]+) GiB", rows["memory per process"]))
-    assert len(parts) > 2 and whole == pytest.approx(sum(parts), abs=0.005 * (len(parts) + 1))
+    assert len(parts) > 2 and whole == pytest.approx(
+        sum(parts), abs=0.005 * (len(parts) + 1)
+    )
     assert rows["evaluation"] == (
         "knn every 2,000 steps, classification; all after the last step, on 'test'"
     )
@@ -77,7 +81,9 @@ def test_evaluations_are_named_and_unknown_values_name_the_missing_setting() -> 
 
 
 def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
-    shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1, classes=())
+    shards = write_shard_folder(
+        tmp_path / "s", num_per_class=8, num_shards=1, classes=()
+    )
     values = SECTIONS | {"data": {"path": str(shards), "global_batch": 4}}
     masked = values | {"objective": {"name": "masked_patch_prediction"}}
     rows = dict(plan_rows(PretrainRun.model_validate(masked)))
@@ -91,16 +97,25 @@ def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             check_data(run, data_facts(run))
     # What is evaluated on no split needs no labels.
-    blind = {"evaluate": [{"name": "knn"}], "data": masked["data"] | {"val_split": None}}
+    blind = {
+        "evaluate": [{"name": "knn"}],
+        "data": masked["data"] | {"val_split": None},
+    }
     run = PretrainRun.model_validate(masked | blind)
     check_data(run, data_facts(run))
 
 
 def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None:
     """With what `first_percent` and a cut leave of the first; 1 % as in the ViT paper's code."""
-    planned = {"path": "elsewhere", "global_batch": 64, "planned_num_samples": 1_281_167}
+    planned = {
+        "path": "elsewhere",
+        "global_batch": 64,
+        "planned_num_samples": 1_281_167,
+    }
     rows = plan(data=planned | {"dev_percent": 1.0, "val_split": None})
-    assert rows["data"].startswith("1,268,355 training images without 12,812 held out, from ")
+    assert rows["data"].startswith(
+        "1,268,355 training images without 12,812 held out, from "
+    )
     assert rows["evaluation"].endswith("on 1 % of 'train' held out (12,812 images)")
     rows = plan(data=planned | {"first_percent": 10.0})
     assert rows["data"].startswith("128,117 training images, from ")
@@ -111,7 +126,10 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     data: dict[str, Any] = {"path": str(shards), "global_batch": 2}
     rows = plan(data=data | {"only_keys": f"{tmp_path}/keys.txt"})
     assert rows["data"].startswith("3 training images, from ")
-    assert "1 lines of data.only_keys name no sample of 'train', such as 'unknown'" in rows["data"]
+    assert (
+        "1 lines of data.only_keys name no sample of 'train', such as 'unknown'"
+        in rows["data"]
+    )
 
     other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1, seed=1)
     mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
@@ -121,7 +139,9 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
     mixture[0]["path"] = f"{tmp_path}/elsewhere"
     assert plan(data=data)["data"].startswith("unknown number of training images")
     run = PretrainRun.model_validate(SECTIONS | {"data": data})
-    with pytest.raises(UserError, match=r"data.mixture\[0\].path: no shards in .*elsewhere"):
+    with pytest.raises(
+        UserError, match=r"data.mixture\[0\].path: no shards in .*elsewhere"
+    ):
         check_data(run, data_facts(run))
 
 
@@ -138,7 +158,11 @@ def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks: int, nodes: Any, workers: int, refused: str | None
 ) -> None:
     """On the largest number of nodes that a job may get."""
-    data: dict[str, Any] = {"reader": "webdataset", "num_workers": workers, "global_batch": 8}
+    data: dict[str, Any] = {
+        "reader": "webdataset",
+        "num_workers": workers,
+        "global_batch": 8,
+    }
     data["webdataset"] = {"num_samples": 16, "num_classes": 2}
     launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 9}
     row = checked(data=data, launch=launch)["data"]
@@ -164,14 +188,20 @@ def test_a_share_that_cannot_be_divided_well_is_a_warning(
 ) -> None:
     launch = {"tasks_per_node": tasks, "nodes": nodes, "cpus_per_task": 3}
     engine = {"max_micro_batch": 64}
-    row = checked(data={"global_batch": batch}, launch=launch, engine=engine).get("micro-batch")
+    row = checked(data={"global_batch": batch}, launch=launch, engine=engine).get(
+        "micro-batch"
+    )
     assert (row is None) == (parts == [])
-    assert row is None or (row.result == "warning" and all(part in row.detail for part in parts))
+    assert row is None or (
+        row.result == "warning" and all(part in row.detail for part in parts)
+    )
 
 
 def test_an_evaluation_can_be_submitted() -> None:
     overrides = ["launch.tasks_per_node=2", "model.num_heads=4"]
-    run = load_run(EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides).run
+    run = load_run(
+        EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides
+    ).run
     assert "evaluate: [{name: classification}, {name: knn}]" in describe(run)
     assert "\nmodel:\n  num_heads: 4\npreprocessing:" in run_to_yaml(run)
     script = batch_script(run)
@@ -189,7 +219,9 @@ def test_a_run_that_fits_has_no_finding() -> None:
     assert {check.result for check in found.values()} == {"ok"}, found
     assert list(found) == ["configuration", "data", "loader", "cores", "disk"]
     assert found["data"].detail == "train: 16 samples in 4 shards; as in the manifest"
-    assert found["loader"].detail.startswith("2.0 shards and 8 samples for each of 1 rank(s) x 2")
+    assert found["loader"].detail.startswith(
+        "2.0 shards and 8 samples for each of 1 rank(s) x 2"
+    )
     # 5.5 million parameters, each with two moments of AdamW.
     assert found["disk"].detail.startswith("a checkpoint has 0.0617 GiB; ")
 
@@ -197,7 +229,9 @@ def test_a_run_that_fits_has_no_finding() -> None:
 def test_damaged_shards_are_named(folder: Path) -> None:
     sorted(folder.glob("*.tar"))[1].unlink()
     rows = run_checks(PretrainRun.model_validate(SECTIONS | {"data": DATA}))
-    errors = [row.detail for row in rows if row.result == "error" and row.name == "data"]
+    errors = [
+        row.detail for row in rows if row.result == "error" and row.name == "data"
+    ]
     assert any("tar: missing (No such file" in detail for detail in errors), rows
 
 
@@ -240,7 +274,9 @@ def test_missing_data_may_be_planned_and_weights_written_later() -> None:
     assert "weights" not in {check.name for check in random}
 
 
-def test_errors_refuse_a_run_and_warnings_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_refuse_a_run_and_warnings_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     missing = UserError("missing", where="a.tar")
     checks = [Check("data", "error", "missing", error=missing)]
     checks.append(Check("cores", "warning", "too few", "ask for more"))
@@ -255,12 +291,16 @@ def test_shards_sorted_by_class_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classes = [str(number) for number in range(20)]
-    path = write_shard_folder(tmp_path / "s", num_per_class=20, num_shards=20, classes=classes)
+    path = write_shard_folder(
+        tmp_path / "s", num_per_class=20, num_shards=20, classes=classes
+    )
     monkeypatch.setattr("vitscale.data.order.BLOCK_SHARDS", 1)
     assert checked(data={"path": str(path)})["data"].result == "ok"
     index = read_split(path, split="train")
     sorted_index = replace(index, label=np.sort(index.label))
-    monkeypatch.setattr("vitscale.data.training_set.read_split", lambda *_, **__: sorted_index)
+    monkeypatch.setattr(
+        "vitscale.data.training_set.read_split", lambda *_, **__: sorted_index
+    )
     assert "sorted by class" in checked(data={"path": str(path)})["data"].detail
 
 
@@ -281,7 +321,11 @@ def test_a_sweep_opens_its_index_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return {each.name: each for each in run_checks(run, known=known)}["data"]
 
     for i in range(50):
-        varied = {"mean": [i / 100] * 3, "num_workers": i, "crop_area": [0.1, 0.5 + i / 100]}
+        varied = {
+            "mean": [i / 100] * 3,
+            "num_workers": i,
+            "crop_area": [0.1, 0.5 + i / 100],
+        }
         varied |= {"global_batch": 1 + i % 4, "views": 1 + i % 2}
         assert check(varied, seed=i, optim={"lr": 1e-3 + i}).result == "ok"
     assert opened == ["train"]

@@ -93,13 +93,17 @@ def test_the_record_replaces_git_inside_a_snapshot(root: Path, tmp_path: Path) -
     (root / "runs").mkdir()
     copy = copy_of(root, root / "runs")
     recorded = source_version(copy)
-    assert recorded == source_version(root) and recorded is not None and not recorded.patch
+    assert (
+        recorded == source_version(root) and recorded is not None and not recorded.patch
+    )
     git(root, "commit", "--quiet", "--allow-empty", "--message", "later")
     assert source_version(copy) == recorded != source_version(root)
     assert copy_of(copy, tmp_path).name == copy.name
 
 
-def test_equal_code_shares_one_folder_and_other_code_does_not(root: Path, tmp_path: Path) -> None:
+def test_equal_code_shares_one_folder_and_other_code_does_not(
+    root: Path, tmp_path: Path
+) -> None:
     first = copy_of(root, tmp_path)
     assert copy_of(root, tmp_path) == first
     (root / "launch/job.sh").rename(root / "launch/job")
@@ -143,7 +147,10 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     folder = Path(job.config).parent
     assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
     assert Path(job.script).name == "index_shards.py" and Path(job.script).is_file()
-    assert job.run_folder is None and "script: index_shards" in Path(job.config).read_text()
+    assert (
+        job.run_folder is None
+        and "script: index_shards" in Path(job.config).read_text()
+    )
     Path(job.config).unlink()
     Path(job.config).mkdir()
     with pytest.raises(UserError, match="output=.*: cannot be written"):
@@ -160,7 +167,15 @@ def test_preparations_of_different_outputs_have_different_job_folders(
         values = {"output": output, "source": {"path": "images"}}
         return job_folder(DataPrepRun.model_validate(values), cluster="slurm")
 
-    outputs = ["shards", "a/shards", "b/shards", "a/b/shards", "/a/shards", "~/shards", "../shards"]
+    outputs = [
+        "shards",
+        "a/shards",
+        "b/shards",
+        "a/b/shards",
+        "/a/shards",
+        "~/shards",
+        "../shards",
+    ]
     assert len({folder_of(output) for output in outputs}) == len(outputs)
     same = ["a/shards", "./a/shards/", "b/../a/shards", str(tmp_path / "a/shards")]
     assert len({folder_of(output) for output in same}) == 1
@@ -239,7 +254,9 @@ def test_variables_of_the_shell_override_nothing_that_a_run_says(
     seen = seen_by_sbatch(LaunchSettings(**says))
     assert not seen.keys() & {*OVERRIDES, *OF_SITE} and CLUSTER.items() <= seen.items()
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and all(name in said for name in (*OVERRIDES, *OF_SITE))
+    assert said.count("\n") == 1 and all(
+        name in said for name in (*OVERRIDES, *OF_SITE)
+    )
     assert dict(os.environ) == before
     # Once, however many runs are submitted.
     seen_by_sbatch(LaunchSettings(**says))
@@ -256,7 +273,9 @@ def test_the_site_decides_what_a_run_leaves_to_it(
         monkeypatch.setenv(name, value)
     assert values.items() <= seen_by_sbatch(LaunchSettings()).items()
     said = capsys.readouterr().err
-    assert all(f"{name}={value} of this shell counts" in said for name, value in values.items())
+    assert all(
+        f"{name}={value} of this shell counts" in said for name, value in values.items()
+    )
 
 
 def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
@@ -278,7 +297,9 @@ def test_a_job_around_the_shell_gives_nothing_to_the_new_one(
 
 def test_the_profile_of_a_node_names_no_ranks(tmp_path: Path) -> None:
     """What bash has after the lines before srun, with a stale address in its environment."""
-    launch = LaunchSettings(setup=("echo in setup: ${MASTER_PORT:-none} ${RANK:-none}",))
+    launch = LaunchSettings(
+        setup=("echo in setup: ${MASTER_PORT:-none} ${RANK:-none}",)
+    )
     text = sbatch_text(launch, name="x", folder=tmp_path)
     first = text.partition("# setup\n")[2].partition("set +eu")[0]
     env = os.environ | {"MASTER_PORT": "29500", "RANK": "3"}

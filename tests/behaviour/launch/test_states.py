@@ -16,10 +16,23 @@ from launch.comparison.runs import load_runs
 from launch.jobs import queue
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
 from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
-from launch.jobs.states import RunState, as_text, find_runs, jobs_for, line_of, read_state
+from launch.jobs.states import (
+    RunState,
+    as_text,
+    find_runs,
+    jobs_for,
+    line_of,
+    read_state,
+)
 from tests.support.run_folders import logged_run
 from vitscale.config.errors import UserError
-from vitscale.distributed.events import FAILED, STARTED, append_event, read_start, record_start
+from vitscale.distributed.events import (
+    FAILED,
+    STARTED,
+    append_event,
+    read_start,
+    record_start,
+)
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import Row, encode
 
@@ -79,10 +92,15 @@ def test_a_started_job_is_running(run: RunFolder) -> None:
     run.attempt(None)
     running = job("RUNNING", nodes="n[1-2]")
     run.log(58, ago=90)  # before this start, and after its checkpoint
-    assert "vit: running for 0:01:00, starting from step 50; job 4711 on n[1" in run.line(running)
+    assert (
+        "vit: running for 0:01:00, starting from step 50; job 4711 on n[1"
+        in run.line(running)
+    )
     run.log(62, ago=14)
     run.log(64, **{"vitals/images_per_s": 812.0, "vitals/mfu": 0.4})
-    assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in run.line(running)
+    assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in run.line(
+        running
+    )
 
 
 def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
@@ -98,7 +116,10 @@ def test_a_complete_run_is_finished(run: RunFolder) -> None:
     run.checkpoint(90)
     assert read_state(run.folder, []).state is RunState.STOPPED
     run.checkpoint(100)
-    assert "finished, 100 steps, 0:00:10 ago; val/top1 0.7500, train/loss 1.2500" in run.line()
+    assert (
+        "finished, 100 steps, 0:00:10 ago; val/top1 0.7500, train/loss 1.2500"
+        in run.line()
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,16 +171,23 @@ def test_an_evaluation_that_is_repeated_is_running(run: RunFolder) -> None:
 def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
     run.log(4)
     assert read_state(run.folder, []).state is RunState.STOPPED
-    append_event(run.folder, FAILED, {"kind": "storage", "what": "the disk is full", "step": 4})
+    append_event(
+        run.folder, FAILED, {"kind": "storage", "what": "the disk is full", "step": 4}
+    )
     assert ": the disk is full (storage, step 4)" in run.line()
 
 
 def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
-    live = [job("PENDING", job_id=f"{JOB}_2"), job("RUNNING", job_id=f"{JOB}_1", nodes="n1")]
+    live = [
+        job("PENDING", job_id=f"{JOB}_2"),
+        job("RUNNING", job_id=f"{JOB}_1", nodes="n1"),
+    ]
     found = read_state(run.folder, live)
     assert (found.state, found.place) == (RunState.RUNNING, f"job {JOB}_1 on n1")
     shards = run.folder.parent / "shards"
-    (run.folder / "slurm/config-1.yaml").write_text(f"stage: data_prep\noutput: {shards}\n")
+    (run.folder / "slurm/config-1.yaml").write_text(
+        f"stage: data_prep\noutput: {shards}\n"
+    )
     assert read_state(run.folder, []).state is RunState.NOT_STARTED
     for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
         RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
@@ -177,7 +205,9 @@ def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
     waiting = job("PENDING", reason="Resources", start=NOW + 60)
     runs = [read_state(other.folder, []), read_state(run.folder, [waiting])]
     first, second, third = as_text(runs, now=NOW).splitlines()
-    assert "vit: queued since " in first and "free nodes (Resources); expected to" in first
+    assert (
+        "vit: queued since " in first and "free nodes (Resources); expected to" in first
+    )
     assert "other: finished" in second and "3x (2 stopped, 1 failed)" in second
     assert third == "2 runs: 1 queued, 1 finished"
     suspended = read_state(run.folder, [job("SUSPENDED")])
@@ -189,7 +219,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs: one trained, one submitted, two of a chain; and what is none."""
     monkeypatch.chdir(tmp_path)
     artifact = "chain/mlflow-artifacts/1/config.yaml"
-    for path in ("vit/config.yaml", "chain/a/journal.jsonl", "chain/b/config.yaml", artifact):
+    for path in (
+        "vit/config.yaml",
+        "chain/a/journal.jsonl",
+        "chain/b/config.yaml",
+        artifact,
+    ):
         file = tmp_path / "runs" / path
         file.parent.mkdir(parents=True)
         file.touch()
@@ -211,12 +246,20 @@ def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("names", "report"),
     [
-        (["images"], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"),
+        (
+            ["images"],
+            "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit",
+        ),
         (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
-        (["x", "runs/vit/config.yaml"], "(?s)no such run: x.*no such run: runs/vit/config.yaml"),
+        (
+            ["x", "runs/vit/config.yaml"],
+            "(?s)no such run: x.*no such run: runs/vit/config.yaml",
+        ),
     ],
 )
-def test_a_name_that_is_no_run_is_an_error(here: Path, names: list[str], report: str) -> None:
+def test_a_name_that_is_no_run_is_an_error(
+    here: Path, names: list[str], report: str
+) -> None:
     with pytest.raises(UserError, match=report):
         find_runs(names)
 
@@ -246,7 +289,9 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_a_folder_has_the_jobs_whose_script_it_holds(squeue: Path, tmp_path: Path) -> None:
+def test_a_folder_has_the_jobs_whose_script_it_holds(
+    squeue: Path, tmp_path: Path
+) -> None:
     (tmp_path / "run/slurm").mkdir(parents=True)
     for name in ("c1", "c2"):
         (tmp_path / f"run/slurm/.submission_file_{name}.sh").symlink_to("gone")
@@ -258,7 +303,9 @@ def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch) -> Non
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
     assert len(user_jobs()) == 5
     environment = Path(f"{squeue}.env").read_text()
-    assert "SQUEUE_PARTITION" not in environment and "SLURM_TIME_FORMAT=%s" in environment
+    assert (
+        "SQUEUE_PARTITION" not in environment and "SLURM_TIME_FORMAT=%s" in environment
+    )
 
 
 def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
@@ -323,7 +370,9 @@ def shared(tmp_path: Path) -> Iterator[Path]:
             each.chmod(0o700)
 
 
-def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(shared: Path) -> None:
+def test_a_run_that_is_not_shared_is_one_error_with_what_to_ask_for(
+    shared: Path,
+) -> None:
     logged_run(shared / "private run").chmod(0o0)
     for name in (shared / "private run", shared):
         with as_somebody_else(), pytest.raises(UserError) as caught:

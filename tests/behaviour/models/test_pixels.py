@@ -115,7 +115,9 @@ refused:
 VIT, BIT = PROCESSORS["vit"], PROCESSORS["bit"]
 
 
-def hugging_face(folder: Path, kind: str, processor: dict[str, Any], **config: Any) -> Path:
+def hugging_face(
+    folder: Path, kind: str, processor: dict[str, Any], **config: Any
+) -> Path:
     name = {"deit": "DeiT", "dinov2": "Dinov2", "vit": "ViT"}[kind]
     sizes = {
         "hidden_size": 32,
@@ -125,7 +127,9 @@ def hugging_face(folder: Path, kind: str, processor: dict[str, Any], **config: A
     }
     sizes |= {"patch_size": 4} | config
     built = getattr(transformers, f"{name}Config")(**sizes, num_labels=3)
-    getattr(transformers, f"{name}ForImageClassification")(built).save_pretrained(folder)
+    getattr(transformers, f"{name}ForImageClassification")(built).save_pretrained(
+        folder
+    )
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
 
@@ -139,7 +143,9 @@ def test_pixels_are_those_of_transformers(
     ours = vitscale.load_model(folder).preprocess
 
     def processed(image: Image.Image) -> torch.Tensor:
-        found: torch.Tensor = theirs(images=image, return_tensors="pt")["pixel_values"][0]
+        found: torch.Tensor = theirs(images=image, return_tensors="pt")["pixel_values"][
+            0
+        ]
         return found.float()
 
     assert largest_difference(ours, processed) < 0.01
@@ -150,17 +156,26 @@ def test_steps_that_no_setting_expresses_are_refused(
     tmp_path: Path, processor: dict[str, Any], message: str
 ) -> None:
     folder = hugging_face(tmp_path, "vit", processor)
-    with pytest.raises(UserError, match=f"(?s)preprocessor_config.json: {message}.*not supported"):
+    with pytest.raises(
+        UserError, match=f"(?s)preprocessor_config.json: {message}.*not supported"
+    ):
         open_model(str(folder))
 
 
-def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(tmp_path: Path) -> None:
+def test_a_folder_that_crops_below_its_positions_gives_transformers_logits(
+    tmp_path: Path,
+) -> None:
     """As DINOv2's, 518 px of positions and 224 px of images."""
     torch.manual_seed(0)
     folder = hugging_face(
-        tmp_path, "dinov2", BIT | {"size": {"shortest_edge": 28}, "crop_size": 24}, image_size=48
+        tmp_path,
+        "dinov2",
+        BIT | {"size": {"shortest_edge": 28}, "crop_size": 24},
+        image_size=48,
     )
-    theirs: Any = transformers.Dinov2ForImageClassification.from_pretrained(folder).eval()
+    theirs: Any = transformers.Dinov2ForImageClassification.from_pretrained(
+        folder
+    ).eval()
     ours = open_model(str(folder))
     assert "at 24 px as its preprocessor_config.json says" in ours.source
     images = torch.randn(2, 3, 24, 24)
@@ -183,7 +198,11 @@ def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path: Path) ->
 
 # ---- timm ----------------------------------------------------------------------------------------
 
-CONFIG: dict[str, Any] = {"input_size": [3, SIDE, SIDE], "mean": [0.5] * 3, "std": [0.25] * 3}
+CONFIG: dict[str, Any] = {
+    "input_size": [3, SIDE, SIDE],
+    "mean": [0.5] * 3,
+    "std": [0.25] * 3,
+}
 CONFIG |= {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "center"}
 CONFIGS: list[dict[str, Any]] = [
     CONFIG,
@@ -202,16 +221,23 @@ def timm_folder(folder: Path, config: dict[str, Any], *, is_old: bool) -> Path:
     own |= {"architecture": TINY, "num_classes": 3, "model_args": SMALL}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(own))
-    save_file(timm.create_model(TINY, **SMALL).state_dict(), folder / "model.safetensors")
+    save_file(
+        timm.create_model(TINY, **SMALL).state_dict(), folder / "model.safetensors"
+    )
     return folder
 
 
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_pixels_are_those_of_timm(tmp_path: Path, config: dict[str, Any], is_old: bool) -> None:
+def test_pixels_are_those_of_timm(
+    tmp_path: Path, config: dict[str, Any], is_old: bool
+) -> None:
     folder = timm_folder(tmp_path, config, is_old=is_old)
     theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
-    for model in (None, TimmSettings(model=TINY, image_size=SIDE, arguments=SMALL_ARGUMENTS)):
+    for model in (
+        None,
+        TimmSettings(model=TINY, image_size=SIDE, arguments=SMALL_ARGUMENTS),
+    ):
         opened = open_model(str(folder), model=model)
         assert largest_difference(Preprocess(opened.preprocessing), theirs) < 0.01
         assert ("assumed mean" in opened.source) == ("mean" not in config)
@@ -233,7 +259,9 @@ SMALL_ARGUMENTS = {key: SMALL[key] for key in ("embed_dim", "depth", "num_heads"
 )
 def test_published_configurations_give_timms_pixels(name: str) -> None:
     config = get_pretrained_cfg(name)
-    theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config.to_dict()))
+    theirs = create_transform(
+        **resolve_data_config({}, pretrained_cfg=config.to_dict())
+    )
     how = timm_preprocessing(asdict(config), where=name)
     ours = Preprocess(Preprocessing(image_size=config.input_size[-1], **how))
     assert largest_difference(ours, theirs) < 0.01
@@ -248,13 +276,23 @@ def test_published_configurations_give_timms_pixels(name: str) -> None:
         ({"crop_pct": 1.1}, "a share 1.1"),
     ],
 )
-def test_what_timm_does_otherwise_is_refused(change: dict[str, Any], message: str) -> None:
+def test_what_timm_does_otherwise_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         timm_preprocessing(CONFIG | change, where="here")
 
 
-TRAINED: dict[str, Any] = {"model": TINY, "model_kwargs": {**SMALL_ARGUMENTS, "img_size": SIDE}}
-TRAINED |= {"mean": [0.3, 0.4, 0.5], "std": [0.2], "interpolation": "bilinear", "crop_pct": 0.8}
+TRAINED: dict[str, Any] = {
+    "model": TINY,
+    "model_kwargs": {**SMALL_ARGUMENTS, "img_size": SIDE},
+}
+TRAINED |= {
+    "mean": [0.3, 0.4, 0.5],
+    "std": [0.2],
+    "interpolation": "bilinear",
+    "crop_pct": 0.8,
+}
 TRAINED |= {"img_size": SIDE, "input_size": None, "crop_mode": None, "gp": None}
 
 
@@ -262,8 +300,15 @@ def trained_by_timm(path: Path, arguments: dict[str, Any], **more: Any) -> Any:
     """A checkpoint of timm's train.py; returns the model."""
     torch.manual_seed(0)
     built = dict(arguments["model_kwargs"])
-    model = timm.create_model(TINY, num_classes=3, global_pool=arguments["gp"] or "token", **built)
-    content = {"arch": TINY, "args": argparse.Namespace(**arguments), "epoch": 3, **more}
+    model = timm.create_model(
+        TINY, num_classes=3, global_pool=arguments["gp"] or "token", **built
+    )
+    content = {
+        "arch": TINY,
+        "args": argparse.Namespace(**arguments),
+        "epoch": 3,
+        **more,
+    }
     torch.save({**content, "state_dict": model.state_dict()}, path)
     return model.eval()
 
@@ -276,7 +321,10 @@ def trained_by_timm(path: Path, arguments: dict[str, Any], **more: Any) -> Any:
         {"mean": None, "interpolation": ""},
         {"crop_pct": None, "eval_crop_ratio": 0.7},  # of DeiT
         {"gp": "avg"},
-        {"model_kwargs": TRAINED["model_kwargs"] | {"num_heads": 4, "act_layer": "gelu_tanh"}},
+        {
+            "model_kwargs": TRAINED["model_kwargs"]
+            | {"num_heads": 4, "act_layer": "gelu_tanh"}
+        },
     ],
 )
 @pytest.mark.parametrize("as_timm", [False, True])
@@ -287,7 +335,9 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     theirs = trained_by_timm(path, arguments)
     chosen = None
     if as_timm:
-        built = {key: arguments["model_kwargs"][key] for key in arguments["model_kwargs"]}
+        built = {
+            key: arguments["model_kwargs"][key] for key in arguments["model_kwargs"]
+        }
         del built["img_size"]
         built |= {"global_pool": arguments["gp"]} if arguments["gp"] else {}
         chosen = TimmSettings(model=TINY, image_size=SIDE, arguments=built)
@@ -295,10 +345,17 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     assert "assumed" not in ours.source
     images = torch.randn(2, 3, SIDE, SIDE)
     with torch.no_grad():
-        torch.testing.assert_close(ours.network(images), theirs(images), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            ours.network(images), theirs(images), atol=1e-5, rtol=1e-4
+        )
     arguments["crop_pct"] = arguments["crop_pct"] or arguments.get("eval_crop_ratio")
-    how = resolve_data_config(dict(arguments), pretrained_cfg=get_pretrained_cfg(TINY).to_dict())
-    assert largest_difference(Preprocess(ours.preprocessing), create_transform(**how)) < 0.01
+    how = resolve_data_config(
+        dict(arguments), pretrained_cfg=get_pretrained_cfg(TINY).to_dict()
+    )
+    assert (
+        largest_difference(Preprocess(ours.preprocessing), create_transform(**how))
+        < 0.01
+    )
 
 
 @pytest.mark.parametrize("key", ["state_dict_ema", "model_ema"])
@@ -311,8 +368,12 @@ def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
     raw = trained_by_timm(path, TRAINED, **{key: wrapped}).state_dict()
     for weights, expected in (("auto", average), ("ema", average), ("model", raw)):
         opened = open_model(str(path), weights=weights)
-        assert torch.equal(opened.network.state_dict()["cls_token"], expected["cls_token"])
-        assert (f"average of the weights ({key})" in opened.source) == (weights != "model")
+        assert torch.equal(
+            opened.network.state_dict()["cls_token"], expected["cls_token"]
+        )
+        assert (f"average of the weights ({key})" in opened.source) == (
+            weights != "model"
+        )
     trained_by_timm(path, TRAINED)
     with pytest.raises(UserError, match="contains no averaged weights"):
         open_model(str(path), weights="ema")
@@ -322,14 +383,19 @@ def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model._orig_mod."]
+    "prefix",
+    ["_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model._orig_mod."],
 )
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_names_of_compiled_models_are_read(tmp_path: Path, prefix: str, suffix: str) -> None:
+def test_names_of_compiled_models_are_read(
+    tmp_path: Path, prefix: str, suffix: str
+) -> None:
     plain = timm.create_model(TINY, **SMALL).state_dict()
     named = {f"{prefix}{name}": value for name, value in plain.items()}
     # Blocks that are compiled one by one have the prefix inside.
-    named = {name.replace("blocks.0.", "blocks.0._orig_mod."): named[name] for name in named}
+    named = {
+        name.replace("blocks.0.", "blocks.0._orig_mod."): named[name] for name in named
+    }
     path = tmp_path / f"model{suffix}"
     if suffix == ".pth":
         torch.save({"state_dict": named}, path)
@@ -342,7 +408,9 @@ def test_names_of_compiled_models_are_read(tmp_path: Path, prefix: str, suffix: 
 
 
 def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
-    save_file(timm.create_model(TINY, **SMALL).state_dict(), tmp_path / "model.safetensors")
+    save_file(
+        timm.create_model(TINY, **SMALL).state_dict(), tmp_path / "model.safetensors"
+    )
     path, chosen = str(tmp_path / "model.safetensors"), ViTSettings(num_heads=2)
     (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
     assert open_model(path, model=chosen).classes == ("cat", "dog", "eel")

@@ -37,13 +37,21 @@ NAMES = ("test_vit", "test_convnext", "test_efficientnet_gn", "test_mambaout")
 SIZE = 64
 
 
-def built(name: str, *, seed: int = 0, num_classes: int = 5, **values: Any) -> TimmModel:
-    settings = TimmSettings(model=name, **{"image_size": SIZE, "head_std": 0.1, **values})
+def built(
+    name: str, *, seed: int = 0, num_classes: int = 5, **values: Any
+) -> TimmModel:
+    settings = TimmSettings(
+        model=name, **{"image_size": SIZE, "head_std": 0.1, **values}
+    )
     return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
 def plain(name: str, **options: Any) -> Any:
-    sized = {"img_size": SIZE} if timm.get_pretrained_cfg_value(name, "fixed_input_size") else {}
+    sized = (
+        {"img_size": SIZE}
+        if timm.get_pretrained_cfg_value(name, "fixed_input_size")
+        else {}
+    )
     return timm.create_model(name, num_classes=5, **sized, **options)
 
 
@@ -136,12 +144,21 @@ def test_weights_are_rounded_once_for_bf16(family: str) -> None:
     loaded = small_model(family)
     pixels = images(loaded.arch.image_size).mul(40).add(128).byte()
 
-    expected = loaded.for_inference(WORLD, precision="auto", num_images=0).logits(pixels)
+    expected = loaded.for_inference(WORLD, precision="auto", num_images=0).logits(
+        pixels
+    )
     model = loaded.for_inference(WORLD, precision="bf16", num_images=0)
     with torch.profiler.profile(record_shapes=True) as profile:
         found = model.logits(pixels)
-    converted = [each.input_shapes[0] for each in profile.events() if each.name == "aten::_to_copy"]
-    assert found.dtype == torch.float32 and 0 < (found - expected).norm() < 0.1 * expected.norm()
+    converted = [
+        each.input_shapes[0]
+        for each in profile.events()
+        if each.name == "aten::_to_copy"
+    ]
+    assert (
+        found.dtype == torch.float32
+        and 0 < (found - expected).norm() < 0.1 * expected.norm()
+    )
     weights = [list(each.shape) for each in model.network.parameters() if each.ndim > 1]
     assert converted[:2] == [list(pixels.shape)] * 2
     assert not [shape for shape in converted if shape in weights]
@@ -155,7 +172,11 @@ def test_what_timm_saved_is_read(tmp_path: Path) -> None:
     asked = TimmSettings(name="timm", model="test_convnext", image_size=SIZE)
     file = open_model(str(tmp_path / "pytorch_model.bin"), model=asked)
     for found, size in ((open_model(str(tmp_path)), 160), (file, SIZE)):
-        assert (found.arch.name, found.num_classes, found.arch.image_size) == ("timm", 5, size)
+        assert (found.arch.name, found.num_classes, found.arch.image_size) == (
+            "timm",
+            5,
+            size,
+        )
         assert torch.equal(found.network(images()), theirs(images()))
     assert "assumed mean=(0.5, 0.5, 0.5)" in file.source
 
@@ -176,13 +197,20 @@ def test_folders_are_read_by_timm_and_here(tmp_path: Path, name: str) -> None:
         assert found.preprocessing.mean == how["mean"]
         assert torch.equal(found.network(images()), loaded.network(images()))
     options: dict[str, Any] = {} if name == "test_convnext" else {"img_size": 96}
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True, **options).eval()
-    larger = open_model(str(tmp_path / "timm"), model=TimmSettings(model=name), image_size=96)
+    theirs = timm.create_model(
+        f"local-dir:{tmp_path / 'timm'}", pretrained=True, **options
+    ).eval()
+    larger = open_model(
+        str(tmp_path / "timm"), model=TimmSettings(model=name), image_size=96
+    )
     torch.testing.assert_close(larger.network(images(96)), theirs(images(96)))
 
 
 def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
-    source, target = built("test_convnext", seed=1), built("test_convnext", seed=2, num_classes=3)
+    source, target = (
+        built("test_convnext", seed=1),
+        built("test_convnext", seed=2, num_classes=3),
+    )
     fresh = {name: value.clone() for name, value in target.state_dict().items()}
     target.load_weights(source.state_dict(), where="x", keep_head=False)
     for name, value in target.state_dict().items():
@@ -197,18 +225,24 @@ def test_transfer_keeps_all_but_the_classifier(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_vit2", "vit_tiny_patch16_224"])
-def test_patches_of_another_size_are_resized_only_if_asked(tmp_path: Path, name: str) -> None:
+def test_patches_of_another_size_are_resized_only_if_asked(
+    tmp_path: Path, name: str
+) -> None:
     """As of the family vit. timm's own reader resizes them unasked."""
     source = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=16)
     path = tmp_path / "model.safetensors"
     save_file(source.state_dict(), path)
     target = built(name, arguments={"patch_size": 8})
-    with pytest.raises(UserError, match=r"8, 8\), checkpoint .*16, 16\)(?s:.*)init_patch=resize"):
+    with pytest.raises(
+        UserError, match=r"8, 8\), checkpoint .*16, 16\)(?s:.*)init_patch=resize"
+    ):
         target.load_weights(source.state_dict(), where="x", keep_head=True)
     chosen = TimmSettings(model=name, image_size=SIZE, arguments={"patch_size": 8})
     with pytest.raises(UserError, match="tensors do not fit"):
         open_model(str(path), model=chosen)
-    target.load_weights(source.state_dict(), where="x", keep_head=True, resize_patches=True)
+    target.load_weights(
+        source.state_dict(), where="x", keep_head=True, resize_patches=True
+    )
     theirs = timm.create_model(name, img_size=SIZE, num_classes=5, patch_size=8).eval()
     load_checkpoint(theirs, path, filter_fn=checkpoint_filter_fn)
     torch.testing.assert_close(target.eval()(images()), theirs(images()))
@@ -220,14 +254,25 @@ def test_patches_of_another_size_are_resized_only_if_asked(tmp_path: Path, name:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model": "vit_bse_patch16_224"}, "no model 'vit_bse_patch16_224'(?s:.*)vit_base_patch16"),
+        (
+            {"model": "vit_bse_patch16_224"},
+            "no model 'vit_bse_patch16_224'(?s:.*)vit_base_patch16",
+        ),
         ({"model": "test_vit.none"}, "no model 'test_vit.none'"),
         ({"model": "hf-hub:a/b"}, "no model 'hf-hub:a/b'"),
-        ({"model": "test_vit", "image_size": 65}, "cannot run test_vit on images of 65 px"),
-        ({"model": "test_vit", "arguments": {"deep": 1}}, "unexpected keyword argument 'deep'"),
+        (
+            {"model": "test_vit", "image_size": 65},
+            "cannot run test_vit on images of 65 px",
+        ),
+        (
+            {"model": "test_vit", "arguments": {"deep": 1}},
+            "unexpected keyword argument 'deep'",
+        ),
     ],
 )
-def test_what_timm_does_not_have_is_refused(values: dict[str, Any], message: str) -> None:
+def test_what_timm_does_not_have_is_refused(
+    values: dict[str, Any], message: str
+) -> None:
     settings = TimmSettings.model_validate(values)
     with pytest.raises(UserError, match=message):
         build_model(settings.resolved(num_classes=5), seed=0)
@@ -238,11 +283,17 @@ def test_a_published_encoder_may_name_no_classifier() -> None:
 
 
 def build_for_training(name: str, **arguments: Any) -> torch.nn.Module:
-    values = {"name": "x", "data": {"path": "x", "global_batch": 1}, "schedule": {"steps": 1}}
+    values = {
+        "name": "x",
+        "data": {"path": "x", "global_batch": 1},
+        "schedule": {"steps": 1},
+    }
     model = {"name": "timm", "model": name, "num_classes": 5, "image_size": SIZE}
     model["arguments"] = arguments
     run = PretrainRun.model_validate({**values, "optim": {"lr": 1.0}, "model": model})
-    return session.build_model(run, run.make_objective(), run.model.resolved(num_classes=5))
+    return session.build_model(
+        run, run.make_objective(), run.model.resolved(num_classes=5)
+    )
 
 
 def test_statistics_of_batches_are_not_trained() -> None:
@@ -253,8 +304,12 @@ def test_statistics_of_batches_are_not_trained() -> None:
 
 def test_parameters_that_no_engine_or_checkpoint_holds_are_refused() -> None:
     """CoaT shares layers, which ended a training at its first save; NFNets scale by one number."""
-    with pytest.raises(UserError, match=r"coat_lite_tiny uses \d+ parameters under two names"):
+    with pytest.raises(
+        UserError, match=r"coat_lite_tiny uses \d+ parameters under two names"
+    ):
         build_for_training("coat_lite_tiny")
-    with pytest.raises(UserError, match="has 12 parameters without a dimension .stages.0.0.skip"):
+    with pytest.raises(
+        UserError, match="has 12 parameters without a dimension .stages.0.0.skip"
+    ):
         build_for_training("dm_nfnet_f0")
     build_for_training("test_vit")

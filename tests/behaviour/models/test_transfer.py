@@ -29,14 +29,18 @@ from vitscale.models.vit import ViT, build_model
 from vitscale.models.weights.files import Weights
 from vitscale.models.weights.transfer import transfer_weights
 
-SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
+SMALL = ViTSettings(
+    image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40
+)
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
 DISTILLED = {"distillation_token": True}
 
 
 def shaken(*, num_classes: int = 5, **changes: object) -> ViT:
     """A model in evaluation mode whose weights, the head's too, are all random."""
-    model = build_model(SMALL.model_copy(update=changes).resolved(num_classes=num_classes), seed=0)
+    model = build_model(
+        SMALL.model_copy(update=changes).resolved(num_classes=num_classes), seed=0
+    )
     random = torch.Generator().manual_seed(len(changes))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -44,7 +48,9 @@ def shaken(*, num_classes: int = 5, **changes: object) -> ViT:
     return model.eval()
 
 
-def transfer(target: ViT, source: ViT, *, computed: Any = None, **options: Any) -> list[str]:
+def transfer(
+    target: ViT, source: ViT, *, computed: Any = None, **options: Any
+) -> list[str]:
     found = Weights(
         tensors=source.state_dict() | options.pop("more", {}),
         grid=options.pop("source_grid", source.patch_embed.grid_size),
@@ -57,9 +63,16 @@ def transfer(target: ViT, source: ViT, *, computed: Any = None, **options: Any) 
 
 @pytest.mark.parametrize(
     ("options", "prefix"),
-    [({"num_registers": 2}, 0), ({"num_registers": 2, "pool": "gap"}, 0), ({}, 1), (DISTILLED, 2)],
+    [
+        ({"num_registers": 2}, 0),
+        ({"num_registers": 2, "pool": "gap"}, 0),
+        ({}, 1),
+        (DISTILLED, 2),
+    ],
 )
-def test_tokens_carry_over_to_another_grid(options: dict[str, Any], prefix: int) -> None:
+def test_tokens_carry_over_to_another_grid(
+    options: dict[str, Any], prefix: int
+) -> None:
     source, target = shaken(**options), shaken(**options, image_size=24)
     assert transfer(target, source) == []
     for name in ("cls_token", "reg_token", "dist_token", "norm.weight"):
@@ -82,7 +95,9 @@ def test_heads_stay_fresh_unless_kept() -> None:
     )
     transfer(target, source, keep_head=True)
     assert torch.equal(target(IMAGES), source(IMAGES))
-    with pytest.raises(UserError, match=r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"):
+    with pytest.raises(
+        UserError, match=r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"
+    ):
         transfer(shaken(num_classes=3), source, keep_head=True)
 
 
@@ -90,7 +105,10 @@ def test_what_only_training_or_another_pool_needs_is_left_out_and_named() -> Non
     pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
     source, target = shaken(), shaken(**pooled)
     fresh = target.fc_norm.weight.clone()
-    decoder = {"mask_token": torch.ones(8), "decoder_blocks.0.norm1.weight": torch.ones(8)}
+    decoder = {
+        "mask_token": torch.ones(8),
+        "decoder_blocks.0.norm1.weight": torch.ones(8),
+    }
     source.objective = torch.nn.Linear(2, 2)
     left_out = transfer(target, source, more=decoder)
     objective = ["objective.bias", "objective.weight"]
@@ -101,13 +119,20 @@ def test_what_only_training_or_another_pool_needs_is_left_out_and_named() -> Non
 
 
 def test_fixed_positions_are_computed_for_the_new_grid() -> None:
-    source, target = shaken(positions="sincos2d"), shaken(positions="sincos2d", image_size=24)
+    source, target = (
+        shaken(positions="sincos2d"),
+        shaken(positions="sincos2d", image_size=24),
+    )
     transfer(target, source)
     assert torch.equal(target.pos_embed[0], sincos_position_embedding((6, 6), width=24))
     source = shaken(positions="sincos2d_mae")
-    arch = SMALL.model_copy(update={"positions": "sincos2d_mae"}).resolved(num_classes=5)
+    arch = SMALL.model_copy(update={"positions": "sincos2d_mae"}).resolved(
+        num_classes=5
+    )
     positions = fixed_positions(arch.description(), grid=(4, 4))
-    assert fixed_positions(SMALL.resolved(num_classes=5).description(), grid=(4, 4)) == {}
+    assert (
+        fixed_positions(SMALL.resolved(num_classes=5).description(), grid=(4, 4)) == {}
+    )
     for size in (24, 16):  # become learned ones
         target = shaken(image_size=size)
         transfer(target, source, computed=positions)
@@ -117,8 +142,13 @@ def test_fixed_positions_are_computed_for_the_new_grid() -> None:
 
 
 @pytest.mark.parametrize("with_position", [True, False])
-def test_adding_or_removing_the_class_position_keeps_features(with_position: bool) -> None:
-    source, target = shaken(class_position=with_position), shaken(class_position=not with_position)
+def test_adding_or_removing_the_class_position_keeps_features(
+    with_position: bool,
+) -> None:
+    source, target = (
+        shaken(class_position=with_position),
+        shaken(class_position=not with_position),
+    )
     before = target.forward_features(IMAGES)
     transfer(target, source)
     features = target.forward_features(IMAGES)
@@ -130,7 +160,9 @@ def test_a_model_sees_upsized_patches_as_their_originals() -> None:
     source, target = shaken(), shaken(patch_size=8, image_size=32)
     transfer(target, source, keep_head=True, resize_patches=True)
     patches = IMAGES.unfold(2, 4, 4).unfold(3, 4, 4).reshape(2, 48, 4, 4)
-    upsized = F.interpolate(patches, size=(8, 8), mode="bilinear").reshape(2, 3, 4, 4, 8, 8)
+    upsized = F.interpolate(patches, size=(8, 8), mode="bilinear").reshape(
+        2, 3, 4, 4, 8, 8
+    )
     upsized = upsized.permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 32, 32)
     assert torch.allclose(target(upsized), source(IMAGES), atol=1e-4)
 
@@ -155,11 +187,15 @@ def test_another_kind_of_model_is_refused_by_name(
     """Nothing is loaded then."""
     model = shaken(**target)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(UserError, match=f"checkpoint of another model(?s:.*){row}") as caught:
+    with pytest.raises(
+        UserError, match=f"checkpoint of another model(?s:.*){row}"
+    ) as caught:
         transfer(model, shaken(**source))
     assert "keys of `model`" in str(caught.value)
     assert ("init_patch" in str(caught.value)) == ("patch_size" in target)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in model.state_dict().items()
+    )
 
 
 def test_a_wrong_grid_is_refused() -> None:
@@ -192,7 +228,9 @@ def timm_resample(grid_RCD: torch.Tensor, size: tuple[int, int]) -> torch.Tensor
     return found.reshape(*size, -1)
 
 
-def cubic(grid_RCD: torch.Tensor, size: tuple[int, int], *, offset: float) -> torch.Tensor:
+def cubic(
+    grid_RCD: torch.Tensor, size: tuple[int, int], *, offset: float
+) -> torch.Tensor:
     """Cubic convolution (a = -0.75) along each side in float64, borders repeated.
 
     The side of an output pixel is M / (n + offset) input pixels.
@@ -215,7 +253,9 @@ def cubic(grid_RCD: torch.Tensor, size: tuple[int, int], *, offset: float) -> to
     rows, columns, _ = grid_RCD.shape
     along_rows, along_columns = weights(rows, size[0]), weights(columns, size[1])
     grid = grid_RCD.double().numpy()
-    return torch.from_numpy(np.einsum("ir,jc,rcd->ijd", along_rows, along_columns, grid)).float()
+    return torch.from_numpy(
+        np.einsum("ir,jc,rcd->ijd", along_rows, along_columns, grid)
+    ).float()
 
 
 REFERENCES = {
@@ -254,10 +294,18 @@ def test_conventions_equal_independent_references(convention: str, prefix: int) 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7), (37, 37)])
 def test_fixed_positions_equal_a_slow_table(grid: tuple[int, int]) -> None:
     """Columns first; big_vision's frequencies include 1 / 10,000, MAE's stop short of it."""
-    for function, steps in ((sincos_position_embedding, 5), (mae_position_embedding, 6)):
+    for function, steps in (
+        (sincos_position_embedding, 5),
+        (mae_position_embedding, 6),
+    ):
         omega = [10_000.0 ** -(band / steps) for band in range(6)]
         slow = [
-            [wave(place * o) for place in (x, y) for wave in (math.sin, math.cos) for o in omega]
+            [
+                wave(place * o)
+                for place in (x, y)
+                for wave in (math.sin, math.cos)
+                for o in omega
+            ]
             for y in range(grid[0])
             for x in range(grid[1])
         ]

@@ -18,7 +18,9 @@ from vitscale.models.registry import MODELS
 from vitscale.models.settings import Architecture, TimmSettings, ViTSettings
 from vitscale.models.vit import build_model, compile_blocks, decayed, layers_above
 
-SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
+SMALL = ViTSettings(
+    image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40
+)
 PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
@@ -36,8 +38,15 @@ def shaken(**changes: Any) -> Any:
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=random).double() * 0.05)
-            if name.split(".")[0] in ("patch_embed", "cls_token", "pos_embed", "reg_token"):
+            parameter.add_(
+                torch.randn(parameter.shape, generator=random).double() * 0.05
+            )
+            if name.split(".")[0] in (
+                "patch_embed",
+                "cls_token",
+                "pos_embed",
+                "reg_token",
+            ):
                 parameter.mul_(0.02)
     return model
 
@@ -59,7 +68,9 @@ OPTIONS: list[dict[str, Any]] = yaml.safe_load("""
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @torch.no_grad()
-def test_forward_and_count_equal_independent_references(options: dict[str, Any]) -> None:
+def test_forward_and_count_equal_independent_references(
+    options: dict[str, Any],
+) -> None:
     model, arch = shaken(**options), arch_of(**options)
     weights = {**dict(model.named_parameters()), "pos_embed": model.pos_embed}
     facts = {"gelu": arch.gelu, "eps": arch.layer_norm_eps, "pool": arch.pool}
@@ -75,7 +86,9 @@ def test_forward_and_count_equal_independent_references(options: dict[str, Any])
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
     kept = [name for name, p in model.named_parameters() if decayed(name, p)]
-    assert {"patch_embed.proj.weight"} < set(kept) and all(n.endswith("weight") for n in kept)
+    assert {"patch_embed.proj.weight"} < set(kept) and all(
+        n.endswith("weight") for n in kept
+    )
     assert not any("norm" in name or "token" in name for name in kept)
 
 
@@ -96,8 +109,14 @@ def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int) -> No
      {"attention_dropout": 0.1}, {"head_std": 0.1}],
     ids=str,
 )  # fmt: skip
-def test_options_do_not_change_the_other_weights_of_a_seed(options: dict[str, Any]) -> None:
-    alike = {"class_position": options["class_position"]} if "class_position" in options else {}
+def test_options_do_not_change_the_other_weights_of_a_seed(
+    options: dict[str, Any],
+) -> None:
+    alike = (
+        {"class_position": options["class_position"]}
+        if "class_position" in options
+        else {}
+    )
     plain, changed = small(**alike).state_dict(), small(**options).state_dict()
     different = [name for name in plain if not torch.equal(plain[name], changed[name])]
     assert different == (["head.weight"] if "head_std" in options else [])
@@ -119,9 +138,13 @@ def test_flax_initialisation() -> None:
         assert 0.98 * bound < part.abs().max().item() <= bound
     std = 1 / math.sqrt(96)
     assert model.head[0].weight.std().item() == pytest.approx(std, rel=0.03)
-    assert model.head[0].weight.abs().max().item() == pytest.approx(2 * std / 0.8796, rel=0.01)
+    assert model.head[0].weight.abs().max().item() == pytest.approx(
+        2 * std / 0.8796, rel=0.01
+    )
     registers = model.reg_token[0]
-    assert 0 < registers.abs().max() < 1e-5 and not torch.equal(registers[0], registers[1])
+    assert 0 < registers.abs().max() < 1e-5 and not torch.equal(
+        registers[0], registers[1]
+    )
     large = {"image_size": 128, "width": 96, "num_heads": 4}
     for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
         spread = small(**large, position_init=name).pos_embed.std().item()
@@ -131,7 +154,11 @@ def test_flax_initialisation() -> None:
 def test_deit_initialisation() -> None:
     """DeiT-III's models_v2.py: N(0, 0.02) everywhere; patches U(+-1 / sqrt(fan-in)), PyTorch's."""
     model = small(
-        weight_init="deit", head_std=0.02, width=192, num_heads=4, distillation_token=True
+        weight_init="deit",
+        head_std=0.02,
+        width=192,
+        num_heads=4,
+        distillation_token=True,
     )
     weights = dict(model.named_parameters())
     normal = ["cls_token", "dist_token", "pos_embed", "blocks.1.attn.qkv.weight"]
@@ -142,7 +169,9 @@ def test_deit_initialisation() -> None:
     patches = weights["patch_embed.proj.weight"]
     assert 0.98 * bound < patches.abs().max().item() <= bound
     assert 0 < weights["patch_embed.proj.bias"].abs().max().item() <= bound
-    biases = [p for name, p in weights.items() if name.endswith(("fc1.bias", "qkv.bias"))]
+    biases = [
+        p for name, p in weights.items() if name.endswith(("fc1.bias", "qkv.bias"))
+    ]
     assert biases and not any(p.any() for p in biases)
 
 
@@ -156,10 +185,17 @@ def test_the_head_starts_at_its_bias() -> None:
 # ---- regularisation -----------------------------------------------------------------------------
 
 
-def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constant() -> None:
+def test_dropout_is_after_dense_layers_but_qkv_and_drop_path_grows_or_is_constant() -> (
+    None
+):
     model = small(dropout=0.3)
     block = model.blocks[0]
-    assert block.attn.proj_drop.p == block.mlp.drop1.p == block.mlp.drop2.p == model.pos_drop.p
+    assert (
+        block.attn.proj_drop.p
+        == block.mlp.drop1.p
+        == block.mlp.drop2.p
+        == model.pos_drop.p
+    )
     assert (model.pos_drop.p, block.attn.attn_drop.p) == (0.3, 0.0)
 
     def rates(**how: str) -> list[float]:
@@ -195,11 +231,15 @@ def test_blocks_of_different_rates_are_compiled_once() -> None:
 
 @torch.no_grad()
 def test_outputs_are_what_their_names_say() -> None:
-    model = small(depth=5, num_registers=1, representation_layer=True, head_std=0.1).eval()
+    model = small(
+        depth=5, num_registers=1, representation_layer=True, head_std=0.1
+    ).eval()
     features = model(PIXELS, output="features")
     assert torch.equal(features, model.forward_features(PIXELS)[:, 0])
     assert torch.equal(model.head(features), model(PIXELS))
-    assert torch.equal(model.head[2](model(PIXELS, output="representation")), model(PIXELS))
+    assert torch.equal(
+        model.head[2](model(PIXELS, output="representation")), model(PIXELS)
+    )
     assert "heads" not in model.known_outputs
     assert "blocks" not in small(depth=3).known_outputs
     mean = small(pool="gap", depth=4).eval()
@@ -208,9 +248,13 @@ def test_outputs_are_what_their_names_say() -> None:
     assert torch.equal(mean(PIXELS, output="features"), tokens.mean(dim=1))
 
     def tokens_after(num_blocks: int) -> torch.Tensor:
-        cls, register = (token.expand(2, 1, 24) for token in (model.cls_token, model.reg_token))
+        cls, register = (
+            token.expand(2, 1, 24) for token in (model.cls_token, model.reg_token)
+        )
         patches = model.patch_embed(PIXELS) + model.pos_embed
-        return model.norm(model.blocks[:num_blocks](torch.cat([cls, register, patches], dim=1)))
+        return model.norm(
+            model.blocks[:num_blocks](torch.cat([cls, register, patches], dim=1))
+        )
 
     expected = [tokens_after(number)[:, 0] for number in (5, 4, 3, 2)]
     expected.append(tokens_after(5)[:, 2:].mean(dim=1))
@@ -230,7 +274,10 @@ def test_a_distilled_model_has_a_head_for_each_token() -> None:
     model(PIXELS).square().sum().backward()
     assert all(p.grad is not None for p in model.parameters())
     arch = arch_of(distillation_token=True)
-    assert (layers_above("dist_token", arch), layers_above("head_dist.weight", arch)) == (3, 0)
+    assert (
+        layers_above("dist_token", arch),
+        layers_above("head_dist.weight", arch),
+    ) == (3, 0)
 
 
 # ---- settings -----------------------------------------------------------------------------------
@@ -239,7 +286,12 @@ def test_a_distilled_model_has_a_head_for_each_token() -> None:
 def test_resolved_settings_stay_as_they_are() -> None:
     settings = ViTSettings(preset="B/16", depth=2)
     arch = settings.resolved(num_classes=7)
-    assert (arch.width, arch.depth, arch.patch_size, arch.num_classes) == (768, 2, 16, 7)
+    assert (arch.width, arch.depth, arch.patch_size, arch.num_classes) == (
+        768,
+        2,
+        16,
+        7,
+    )
     assert arch.resolved(num_classes=9) == arch and settings.width is None
 
 
@@ -270,7 +322,9 @@ def test_the_objective_takes_further_inputs(model: Any) -> None:
 
 def test_logits_are_in_fp32_in_a_model_in_bf16(model: Any) -> None:
     """Near -10, where bf16 has steps of 0.06; also under autocast, as at ZeRO stage 0."""
-    heads: list[Any] = [module for module in model.modules() if isinstance(module, InFp32)]
+    heads: list[Any] = [
+        module for module in model.modules() if isinstance(module, InFp32)
+    ]
     assert len(heads) == (2 if "heads" in model.known_outputs else 1)
     originals: dict[str, torch.Tensor] = {}
     for head in heads:
@@ -283,16 +337,23 @@ def test_logits_are_in_fp32_in_a_model_in_bf16(model: Any) -> None:
     rounded = model.bfloat16()(images.bfloat16())
     assert rounded.dtype == torch.float32
     last = heads[-1]
-    last.remainders = {n: (originals[n] - p).detach() for n, p in last.named_parameters()}
+    last.remainders = {
+        n: (originals[n] - p).detach() for n, p in last.named_parameters()
+    }
     features = torch.randn(4, *last.weight.shape[1:]).bfloat16()
-    wanted = features.float().flatten(1) @ originals["weight"].flatten(1).T + originals["bias"]
+    wanted = (
+        features.float().flatten(1) @ originals["weight"].flatten(1).T
+        + originals["bias"]
+    )
     assert (last(features).flatten(1) - wanted).abs().max() < 1e-5
     last.remainders = {}
     assert (last(features).flatten(1) - wanted).abs().max() > 1e-3
 
 
 class Scaled(torch.nn.Module):
-    def forward(self, model: torch.nn.Module, images: torch.Tensor, factor: int) -> torch.Tensor:
+    def forward(
+        self, model: torch.nn.Module, images: torch.Tensor, factor: int
+    ) -> torch.Tensor:
         return images * factor
 
 
@@ -326,17 +387,24 @@ def test_sizes_have_the_published_number_of_parameters(
 
 # Forward GMACs as timm's benchmark tables list them.
 @pytest.mark.parametrize(
-    ("preset", "gmacs"), [("B/16", 17.58), ("L/16", 61.6), ("L/14", 81.08), ("H/14", 167.4)]
+    ("preset", "gmacs"),
+    [("B/16", 17.58), ("L/16", 61.6), ("L/14", 81.08), ("H/14", 167.4)],
 )
 def test_flops_match_published_multiply_adds(preset: str, gmacs: float) -> None:
-    assert costs.train_flops_per_image(published(preset)) / 6e9 == pytest.approx(gmacs, rel=2e-3)
+    assert costs.train_flops_per_image(published(preset)) / 6e9 == pytest.approx(
+        gmacs, rel=2e-3
+    )
 
 
 def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
     arch = published("L/16")
-    kept = costs.activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=False)
+    kept = costs.activation_bytes_per_image(
+        arch, precision="bf16", activation_checkpointing=False
+    )
     assert kept == 34 * 197 * 1024 * 24
-    less = costs.activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=True)
+    less = costs.activation_bytes_per_image(
+        arch, precision="bf16", activation_checkpointing=True
+    )
     assert less < kept / 6
 
 
@@ -345,8 +413,16 @@ def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
     [
         ("fp32", 0, 4 + 4 + 8),
         ("fp32", 1, 4 + 4 + 8 / 8),  # the slices of weights are updated in place
-        ("bf16", 0, 4 + 2 + 4 + 8),  # autocast: fp32 weights and gradients, a copy of weights
-        ("bf16", 1, 2 + 2 + 4 + 12 / 8),  # the gradients of a micro-batch, and sums in fp32
+        (
+            "bf16",
+            0,
+            4 + 2 + 4 + 8,
+        ),  # autocast: fp32 weights and gradients, a copy of weights
+        (
+            "bf16",
+            1,
+            2 + 2 + 4 + 12 / 8,
+        ),  # the gradients of a micro-batch, and sums in fp32
         ("bf16", 2, 2 + 16 / 8),
         ("bf16", 3, 18 / 8),
     ],
@@ -362,14 +438,21 @@ def test_zero_stages_shard_what_the_paper_says(
     states = memory.total - memory.activations
     states -= 25_000_000 * (4 if stage == 0 or precision == "fp32" else 2)  # a bucket
     states -= 2 * 50_000_000 if stage == 3 else 0  # what is gathered ahead
-    assert states == pytest.approx(bytes_per_parameter * costs.num_parameters(arch), rel=4e-3)
+    assert states == pytest.approx(
+        bytes_per_parameter * costs.num_parameters(arch), rel=4e-3
+    )
 
 
 # ---- the papers' equations -----------------------------------------------------------------------
 
 
 def vit_logits(
-    w: dict[str, torch.Tensor], images: torch.Tensor, *, gelu: str, pool: str, eps: float
+    w: dict[str, torch.Tensor],
+    images: torch.Tensor,
+    *,
+    gelu: str,
+    pool: str,
+    eps: float,
 ) -> torch.Tensor:
     """Logits from weights of timm's names: Dosovitskiy et al. 2021, eq. 1 to 4, of two heads."""
 
@@ -377,7 +460,9 @@ def vit_logits(
         return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps)
+        return F.layer_norm(
+            x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"], eps
+        )
 
     kernel, bias = w["patch_embed.proj.weight"], w["patch_embed.proj.bias"]
     x = F.conv2d(images, kernel, bias, stride=kernel.shape[-1]).flatten(2).mT
@@ -400,7 +485,9 @@ def vit_logits(
         x = x + dense(f"{of}.mlp.fc2", active)
     x = norm("norm", x) if "norm.weight" in w else x
     mean = x[:, -num:].mean(dim=1)
-    features = {"gap": mean, "cls_mean": torch.cat([x[:, 0], mean], dim=1)}.get(pool, x[:, 0])
+    features = {"gap": mean, "cls_mean": torch.cat([x[:, 0], mean], dim=1)}.get(
+        pool, x[:, 0]
+    )
     features = norm("fc_norm", features) if "fc_norm.weight" in w else features
     if "head.0.weight" in w:
         return dense("head.2", dense("head.0", features).tanh())

@@ -30,7 +30,12 @@ from vitscale.models.weights.reading import read_weights
 
 SIZE = 28
 IMAGES = torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": SIZE}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": SIZE,
+}
 SMALL |= {"patch_size": 7}
 NAMES = {label: f"animal {label}" for label in range(5)}
 TIMM: dict[str, Any] = {"img_size": SIZE, "patch_size": 7, "embed_dim": 32, "depth": 2}
@@ -91,7 +96,9 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
     theirs.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     if kind == "ViTMAE":
-        theirs.config.mask_ratio = 0.0  # it shuffles the patches, which the class token ignores
+        theirs.config.mask_ratio = (
+            0.0  # it shuffles the patches, which the class token ignores
+        )
     with torch.no_grad():
         expected = theirs(IMAGES).last_hidden_state[:, 0]
     for name in ("whole", "sharded"):
@@ -108,7 +115,10 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
         (TINY, {}),
         (TINY, {"act_layer": "gelu_tanh"}),
         ("vit_base_patch16_224", {"global_pool": "avg"}),
-        ("vit_base_patch16_224", {"global_pool": "avg", "fc_norm": False, "class_token": False}),
+        (
+            "vit_base_patch16_224",
+            {"global_pool": "avg", "fc_norm": False, "class_token": False},
+        ),
         ("deit_tiny_distilled_patch16_224", {}),
         ("deit3_small_patch16_224", {}),
         ("vit_small_patch14_dinov2", {}),
@@ -117,7 +127,9 @@ def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> N
         ("vit_base_patch16_siglip_224", {}),
     ],
 )
-def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
+def test_timms_folders_give_its_logits(
+    tmp_path: Path, name: str, more: dict[str, Any]
+) -> None:
     theirs = shaken(timm.create_model(name, **TIMM, **more))
     theirs.pretrained_cfg["crop_pct"] = 0.93
     synsets = ["cat", *(f"n0144076{label}" for label in range(1, 5))]
@@ -144,17 +156,24 @@ def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str
     ],
 )
 @torch.no_grad()
-def test_what_no_tensor_of_timm_shows_counts(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_what_no_tensor_of_timm_shows_counts(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
     theirs = shaken(timm.create_model(TINY, **TIMM, **more))
     save_for_hf(theirs, tmp_path, model_args=TIMM | more)
     found = open_model(str(tmp_path)).network(IMAGES)
     assert torch.allclose(found, theirs(IMAGES), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
+@pytest.mark.parametrize(
+    "name", ["deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"]
+)
 def test_a_bare_file_needs_only_its_heads(tmp_path: Path, name: str) -> None:
     """Its width of 32 is of no known model. Positions are resampled to another image size."""
-    theirs, path = shaken(timm.create_model(name, **TIMM)), str(tmp_path / "bare.safetensors")
+    theirs, path = (
+        shaken(timm.create_model(name, **TIMM)),
+        str(tmp_path / "bare.safetensors"),
+    )
     weights = theirs.state_dict()
     if name.startswith("deit3"):  # its authors' names
         scales = [name for name in weights if ".ls" in name]
@@ -232,7 +251,9 @@ def test_layouts_of_older_and_larger_files_are_read(tmp_path: Path) -> None:
 
 
 def test_positions_form_a_square(tmp_path: Path) -> None:
-    content = big_vision(tmp_path) | {"pos_embedding": np.zeros((1, 19, 24), np.float32)}
+    content = big_vision(tmp_path) | {
+        "pos_embedding": np.zeros((1, 19, 24), np.float32)
+    }
     path = npz(tmp_path / "wide.npz", content)
     with pytest.raises(UserError, match=r"form no square(?s:.*)config.json"):
         read_weights(path)
@@ -247,7 +268,9 @@ def test_stored_weights_still_give_the_logits_of_their_libraries(kind: str) -> N
     expected = json.loads((folder / "expected.json").read_text())
     path, numbers = folder / "model.npz", torch.arange(2 * 3 * 8 * 8)
     loaded = open_model(str(path if path.exists() else folder))
-    images = ((numbers * numbers * 37 + numbers * 11) % 255 / 127 - 1).reshape(2, 3, 8, 8)
+    images = ((numbers * numbers * 37 + numbers * 11) % 255 / 127 - 1).reshape(
+        2, 3, 8, 8
+    )
     with torch.no_grad():
         found = loaded.network(images).numpy()
     assert np.abs(found - np.array(expected["logits"])).max() < 1e-5
@@ -281,7 +304,12 @@ CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
 @pytest.mark.parametrize(
     "content",
     [
-        {"model": STATE, "optimizer": {"state": {0: {"step": 1}}}, "epoch": 3, "args": ARGS},
+        {
+            "model": STATE,
+            "optimizer": {"state": {0: {"step": 1}}},
+            "epoch": 3,
+            "args": ARGS,
+        },
         {"state_dict": under("module.")},
         {"student": {}, "teacher": under("module.backbone."), "epoch": 1},
         {"teacher": under("backbone.") | HEADS_OF_DINO},
@@ -291,7 +319,9 @@ CHUNKED = {n.replace("blocks.0.", "blocks.0.0."): v for n, v in STATE.items()}
     ids=["mae", "timm", "dino", "dinov2", "parameters", "chunks"],
 )
 @pytest.mark.parametrize("kind", ["zip", "old"])
-def test_files_of_trainers_load_as_their_weights(tmp_path: Path, content: Any, kind: str) -> None:
+def test_files_of_trainers_load_as_their_weights(
+    tmp_path: Path, content: Any, kind: str
+) -> None:
     path = tmp_path / "model.pth"
     torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
     found = read_weights(path)
@@ -303,9 +333,12 @@ def test_files_of_trainers_load_as_their_weights(tmp_path: Path, content: Any, k
 
 # DeiT's Ti, SigLIP's So400m, H and DINOv2's g; any other has heads of 64 channels.
 @pytest.mark.parametrize(
-    ("width", "heads"), [(192, 3), (1152, 16), (1280, 16), (1536, 24), (1664, 16), (640, 10)]
+    ("width", "heads"),
+    [(192, 3), (1152, 16), (1280, 16), (1536, 24), (1664, 16), (640, 10)],
 )
-def test_heads_are_those_of_the_known_model(tmp_path: Path, width: int, heads: int) -> None:
+def test_heads_are_those_of_the_known_model(
+    tmp_path: Path, width: int, heads: int
+) -> None:
     path = tmp_path / "bare.safetensors"
     sizes = {"width": width, "num_heads": heads, "depth": 1, "mlp_width": 8}
     save_file(small_model(**sizes).network.state_dict(), path)
@@ -335,10 +368,15 @@ def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, kind: str) -> 
             big_vision(tmp_path) | {"cls": np.array([Trap(sprung)], dtype=object)},
         )
     else:
-        content = {"model": STATE, "extra": Trap(sprung, os.mkdir if kind == "os" else Path.touch)}
+        content = {
+            "model": STATE,
+            "extra": Trap(sprung, os.mkdir if kind == "os" else Path.touch),
+        }
         torch.save(content, path, _use_new_zipfile_serialization=kind != "old")
     message = (
-        "Object arrays cannot be" if kind == "npz" else "could run code, so nothing was loaded"
+        "Object arrays cannot be"
+        if kind == "npz"
+        else "could run code, so nothing was loaded"
     )
     with pytest.raises(UserError, match=message):
         read_weights(path)
@@ -355,14 +393,21 @@ def test_bad_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     bad: dict[str, Any] = {
         "cut.npz": whole[:middle],
         # zip's own checksum detects a byte that changed.
-        "changed.npz": whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :],
+        "changed.npz": whole[:middle]
+        + bytes([whole[middle] ^ 1])
+        + whole[middle + 1 :],
         "cut.pth": (tmp_path / "whole.pth").read_bytes()[:-300],
-        **{f"text{suffix}": b"<html>" * 9 for suffix in (".npz", ".safetensors", ".pth")},
+        **{
+            f"text{suffix}": b"<html>" * 9
+            for suffix in (".npz", ".safetensors", ".pth")
+        },
         **{f"empty{suffix}": b"" for suffix in (".npz", ".safetensors", ".pth")},
     }
     for name, content in bad.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match="is damaged or not a weights file") as caught:
+        with pytest.raises(
+            UserError, match="is damaged or not a weights file"
+        ) as caught:
             read_weights(tmp_path / name)
         assert name in str(caught.value) and len(str(caught.value).splitlines()) <= 3
     for content, message in (
@@ -387,9 +432,13 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("names", [["cat"], {"cat": 0}])
-def test_names_that_are_not_those_of_the_outputs_are_refused(weights: Path, names: Any) -> None:
+def test_names_that_are_not_those_of_the_outputs_are_refused(
+    weights: Path, names: Any
+) -> None:
     (weights.parent / "classes.json").write_text(json.dumps(names))
-    with pytest.raises(UserError, match="1 names of classes for the model's 5 outputs|is no list"):
+    with pytest.raises(
+        UserError, match="1 names of classes for the model's 5 outputs|is no list"
+    ):
         open_model(str(weights))
 
 
@@ -398,7 +447,9 @@ def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
         open_model(str(tmp_path))
     assert "set init to the file model.safetensors" in str(caught.value)
     assert "config.json" in str(caught.value) and "checkpoints/" in str(caught.value)
-    (tmp_path / "run.npz/checkpoints").mkdir(parents=True)  # a folder, whatever its name
+    (tmp_path / "run.npz/checkpoints").mkdir(
+        parents=True
+    )  # a folder, whatever its name
     with pytest.raises(UserError, match="run.npz: "):
         open_model(str(tmp_path / "run.npz"))
     (tmp_path / "model.ckpt").write_text("")
@@ -410,19 +461,38 @@ def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
     "config, message",
     [
         ({"model_type": "swin"}, "describes a model of type 'swin'"),
-        ({"model_type": "vit", "num_attention_heads": 3, "hidden_act": "quick_gelu"}, "quick_gelu"),
+        (
+            {"model_type": "vit", "num_attention_heads": 3, "hidden_act": "quick_gelu"},
+            "quick_gelu",
+        ),
         ({"architecture": "resnet50"}, "tensors do not fit"),
-        ({"architecture": TINY, "model_args": {"checkpoint_path": "/x"}}, "loads weights"),
-        ({"architecture": TINY, "model_args": [1]}, "description is incomplete or invalid"),
-        ({"architecture": TINY, "pretrained_cfg": "x"}, "description is incomplete or invalid"),
-        ({"model_type": "vit"}, "incomplete or invalid .KeyError: 'num_attention_heads'"),
+        (
+            {"architecture": TINY, "model_args": {"checkpoint_path": "/x"}},
+            "loads weights",
+        ),
+        (
+            {"architecture": TINY, "model_args": [1]},
+            "description is incomplete or invalid",
+        ),
+        (
+            {"architecture": TINY, "pretrained_cfg": "x"},
+            "description is incomplete or invalid",
+        ),
+        (
+            {"model_type": "vit"},
+            "incomplete or invalid .KeyError: 'num_attention_heads'",
+        ),
     ],
 )
-def test_other_models_are_refused(weights: Path, config: dict[str, Any], message: str) -> None:
+def test_other_models_are_refused(
+    weights: Path, config: dict[str, Any], message: str
+) -> None:
     (weights.parent / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
         open_model(str(weights.parent))
     name = "blocks.0.attn.q_norm.weight"
     save_file({**load_file(weights), name: torch.ones(9)}, weights)
-    with pytest.raises(UserError, match=f"{name}: model lacks it(?s:.*)or model.name=timm"):
+    with pytest.raises(
+        UserError, match=f"{name}: model lacks it(?s:.*)or model.name=timm"
+    ):
         open_model(str(weights))

@@ -21,12 +21,17 @@ from vitscale.optim.settings import OPTIMIZERS, OptimSettings
 
 
 @pytest.mark.parametrize(
-    ("name", "momentum_dtype"), [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")]
+    ("name", "momentum_dtype"),
+    [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")],
 )
-def test_table_lists_the_state_of_each_optimizer(name: str, momentum_dtype: Any) -> None:
+def test_table_lists_the_state_of_each_optimizer(
+    name: str, momentum_dtype: Any
+) -> None:
     settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
     weight = torch.nn.Parameter(torch.ones(4, 3))
-    optimizer = build_optimizer([{"params": [weight], "weight_decay": 0.0}], settings=settings)
+    optimizer = build_optimizer(
+        [{"params": [weight], "weight_decay": 0.0}], settings=settings
+    )
     weight.grad = torch.ones(4, 3)
     optimizer.step()
     state = dict(optimizer.state[weight])
@@ -51,8 +56,14 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
     """In fp64 except for the kept and the decayed moment; the update uses it before rounding."""
     (beta1, beta2), random = (0.9, 0.99), torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(5, 3))
-    optimizer = Bf16MomentumAdamW([weight], lr=1e-2, betas=(beta1, beta2), weight_decay=0.1)
-    slow, mean, square = torch.ones(5, 3).double(), torch.zeros(5, 3), torch.zeros(5, 3).double()
+    optimizer = Bf16MomentumAdamW(
+        [weight], lr=1e-2, betas=(beta1, beta2), weight_decay=0.1
+    )
+    slow, mean, square = (
+        torch.ones(5, 3).double(),
+        torch.zeros(5, 3),
+        torch.zeros(5, 3).double(),
+    )
     for step in range(1, 21):
         gradient = torch.randn(5, 3, generator=random)
         weight.grad = gradient.clone()
@@ -61,7 +72,9 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
         decayed_mean = (mean.double() * 230 / 256).bfloat16().double()
         exact = decayed_mean + (1 - beta1) * gradient.double()
         square = beta2 * square + (1 - beta2) * gradient.double() ** 2
-        update = exact / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + 1e-8)
+        update = (
+            exact / (1 - beta1**step) / ((square / (1 - beta2**step)).sqrt() + 1e-8)
+        )
         slow = slow - 1e-2 * (update + 0.1 * slow)
         # From ours: rounding of ties is not tested here.
         mean = optimizer.state[weight]["exp_avg"].clone()
@@ -74,11 +87,16 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
 def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> None:
     """As the guard asks for; the very first update may be a skipped one."""
     scaled, divided = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))
-    first, second = (kind([w], lr=1e-2, weight_decay=0.1, eps=1.0) for w in (scaled, divided))
+    first, second = (
+        kind([w], lr=1e-2, weight_decay=0.1, eps=1.0) for w in (scaled, divided)
+    )
     first.grad_scale = torch.tensor(4.0)
     random = torch.Generator().manual_seed(0)
     for number, gradient in enumerate(torch.randn(4, 5, 3, generator=random)):
-        before = [scaled.detach().clone(), *(v.clone() for v in first.state[scaled].values())]
+        before = [
+            scaled.detach().clone(),
+            *(v.clone() for v in first.state[scaled].values()),
+        ]
         scaled.grad = torch.full_like(gradient, torch.nan if number % 2 else torch.inf)
         first.found_inf = torch.tensor(1.0)
         first.step()
@@ -92,7 +110,9 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> No
     assert torch.equal(scaled, divided) and not torch.equal(scaled, torch.ones(5, 3))
 
 
-def test_a_model_of_several_chunks_is_updated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_several_chunks_is_updated_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Large models are updated in parts; without decay LAMB's step is that of torch's Adam."""
     monkeypatch.setattr(optimizers, "CHUNK_ELEMENTS", 7)
     random = torch.Generator().manual_seed(0)

@@ -71,7 +71,8 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "augment_filling": (randaugment.fill, randaugment.interpolation)
         if randaugment and randaugment.policy == "timm"
         else None,
-        "erasing": augment.erasing and (augment.erasing.probability, augment.erasing.mode),
+        "erasing": augment.erasing
+        and (augment.erasing.probability, augment.erasing.mode),
         "mixing": mixing and (mixing.mixup_alpha, mixing.cutmix_alpha, mixing.mode),
         "pixels": (data.mean, data.std),
         "loss": getattr(run.objective, "loss", run.objective.name),
@@ -79,7 +80,8 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "distilled": run.objective.name == "distillation"
         and (run.objective.kind, run.objective.alpha, run.objective.teacher.model)
         + (run.objective.teacher.image_size, model.distillation_token),
-        "mae": run.objective.name == "mae" and tuple(list(run.objective.model_dump().values())[1:]),
+        "mae": run.objective.name == "mae"
+        and tuple(list(run.objective.model_dump().values())[1:]),
         "preset": of("preset") or of("model"),
         "pool": (of("pool"), of("class_token"), of("pool_norm")),
         "positions": (of("positions"), of("position_init"), of("class_position")),
@@ -87,7 +89,10 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "evaluation": data.eval_resize
         if data.eval_resize == "squash"
         else (data.eval_resize, data.eval_crop_fraction),
-        "eval_filter": (data.eval_interpolation or data.interpolation, data.eval_antialias),
+        "eval_filter": (
+            data.eval_interpolation or data.interpolation,
+            data.eval_antialias,
+        ),
         "ema": optim.ema and not optim.ema.warmup and optim.ema.decay,
         "thousand_steps": round(plan.total_steps / 1000),
     }
@@ -101,11 +106,17 @@ def published(entry: dict[str, Any]) -> dict[str, Any]:
     return found | {key: value for key, value in entry.items() if key != "base"}
 
 
-TABLE = read_yaml(Path(__file__).with_name("published_recipes.yaml").read_text(), name="").values
+TABLE = read_yaml(
+    Path(__file__).with_name("published_recipes.yaml").read_text(), name=""
+).values
 # Ours: no paper trains them.
 NO_RECIPE = {
     "cifar10/vit_tiny",
-    *(f"{corpus}/{stage}" for corpus in ("demo", "digits") for stage in ("pretrain", "finetune")),
+    *(
+        f"{corpus}/{stage}"
+        for corpus in ("demo", "digits")
+        for stage in ("pretrain", "finetune")
+    ),
 }
 
 
@@ -116,7 +127,9 @@ def test_recipe_resolves_to_the_published_numbers(name: str) -> None:
 
 
 def test_every_training_config_is_in_the_table() -> None:
-    found = {str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.rglob("*.yaml")}
+    found = {
+        str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.rglob("*.yaml")
+    }
     others = ("chains/", "data/", "eval/", "studies/")
     listed = TABLE["recipes"].keys() | NO_RECIPE
     assert {name for name in found if not name.startswith(others)} == listed

@@ -40,14 +40,20 @@ optim: {lr: 0.001}
 schedule: {steps: 10}
 """)
 MODEL = RUN["model"]
-MASKING = pytest.mark.parametrize("section", [MAE, MASKED], ids=["mae", "masked patches"])
+MASKING = pytest.mark.parametrize(
+    "section", [MAE, MASKED], ids=["mae", "masked patches"]
+)
 
 
 # Settings that an objective needs on the model of the tests of resuming.
 NEEDED: dict[str, tuple[str, ...]] = {
     "distillation": ("model.distillation_token=true",),
     "mae": (
-        *("objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2"),
+        *(
+            "objective.decoder_width=16",
+            "objective.decoder_depth=1",
+            "objective.decoder_heads=2",
+        ),
         "model.positions=sincos2d_mae",
     ),
 }
@@ -70,8 +76,12 @@ def opened(section: dict[str, Any], *, seed: int = 0) -> tuple[Any, Any]:
     run = PretrainRun.model_validate(RUN | {"objective": section, "seed": seed})
     objective = run.make_objective()
     model = build_model(run, objective, run.model.resolved(num_classes=0))
-    for parameter in model.objective.parameters():  # a head of zeros gives the trunk no gradients
-        torch.nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(0))
+    for (
+        parameter
+    ) in model.objective.parameters():  # a head of zeros gives the trunk no gradients
+        torch.nn.init.normal_(
+            parameter, std=0.2, generator=torch.Generator().manual_seed(0)
+        )
     return objective, PlainEngine(model)
 
 
@@ -80,7 +90,9 @@ def test_what_is_corrupted_depends_on_the_seed() -> None:
     found = []
     for seed in (0, 1):
         objective, _ = opened(MASKED, seed=seed)
-        found.append(objective.corruption(np.arange(8), torch.device("cpu"))["predicted_BK"])
+        found.append(
+            objective.corruption(np.arange(8), torch.device("cpu"))["predicted_BK"]
+        )
     assert not torch.equal(*found)
 
 
@@ -92,7 +104,9 @@ def test_costs_are_those_of_the_module(section: dict[str, Any]) -> None:
     assert objective.num_parameters(arch) == sum(p.numel() for p in trained)
     plain = Supervised(SupervisedSettings(), seed=0)
     kept, model = (
-        each.activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=False)
+        each.activation_bytes_per_image(
+            arch, precision="bf16", activation_checkpointing=False
+        )
         for each in (objective, plain)
     )
     flops = objective.train_flops_per_image(arch) - plain.train_flops_per_image(arch)
@@ -116,7 +130,10 @@ def test_costs_are_those_of_the_published_models(
 ) -> None:
     run = PretrainRun.model_validate(
         RUN
-        | {"model": {"preset": preset, "positions": "sincos2d_mae"}, "objective": {"name": "mae"}}
+        | {
+            "model": {"preset": preset, "positions": "sincos2d_mae"},
+            "objective": {"name": "mae"},
+        }
     )
     mae, plain = run.make_objective(), Supervised(SupervisedSettings(), seed=0)
     arch = run.model.resolved(num_classes=0)
@@ -165,7 +182,9 @@ SIZES |= {"num_heads": 2, "mlp_width": 40}
 def drawn(positions: np.ndarray, *, key: int = 5, **changes: Any) -> Corruption:
     num_patches = changes.pop("num_patches", NUM_PATCHES)
     settings = MaskedPatchPredictionSettings(**changes)
-    return draw_corruption(positions, settings=settings, num_patches=num_patches, key=key)
+    return draw_corruption(
+        positions, settings=settings, num_patches=num_patches, key=key
+    )
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +241,9 @@ def test_patches_are_rows_with_channels_last_and_chance_loses_ln_512() -> None:
         expected = images[:, :, top : top + 4, left : left + 4].permute(0, 2, 3, 1)
         assert torch.equal(pixels[:, number], expected)
     assert torch.equal(to_images(patches, grid=(3, 3)), images)
-    loss, accuracy = color_loss(torch.zeros(2, 3, 512), torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    loss, accuracy = color_loss(
+        torch.zeros(2, 3, 512), torch.tensor([[0, 1, 2], [3, 4, 5]])
+    )
     assert (loss.item(), accuracy.item()) == pytest.approx((math.log(512), 1 / 6))
 
 
@@ -242,7 +263,11 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
     if model.cls_token is not None:
         torch.nn.init.normal_(model.cls_token)
     corruption = drawn(
-        np.arange(3), num_patches=9, corrupted_share=0.667, mask_share=0.4, swap_share=0.4
+        np.arange(3),
+        num_patches=9,
+        corrupted_share=0.667,
+        mask_share=0.4,
+        swap_share=0.4,
     )
     images = torch.randn(3, 3, arch.image_size, arch.image_size)
     inputs = {n: torch.from_numpy(v) for n, v in corruption.items()}
@@ -257,7 +282,9 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
                 rows.append(model.objective.mask_token[0, 0])
             else:
                 rows.append(clean[corruption["sources_BN"][b, patch]])
-        tokens = model.norm(model.blocks(model._pos_embed(torch.stack(rows)[None])))[0, prefix:]
+        tokens = model.norm(model.blocks(model._pos_embed(torch.stack(rows)[None])))[
+            0, prefix:
+        ]
         for k, patch in enumerate(corruption["predicted_BK"][b]):
             expected = tokens[patch] @ model.objective.head.weight.T
             assert torch.allclose(found[b, k], expected, atol=1e-5)
@@ -290,7 +317,9 @@ def slow_predictions(
     Blocks, norms and dense layers are the model's own.
     """
     side, p, mae = 3, 4, model.objective
-    of_encoder, of_decoder = (mae_position_embedding((3, 3), width=w).double() for w in (16, 8))
+    of_encoder, of_decoder = (
+        mae_position_embedding((3, 3), width=w).double() for w in (16, 8)
+    )
     embedding, predicted = model.patch_embed.proj, []
     for image, kept in zip(images, kept_BK.tolist(), strict=True):
         encoded = [model.cls_token[0, 0]]
@@ -311,7 +340,9 @@ def slow_predictions(
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("normalized", [True, False])
-def test_loss_and_gradients_equal_the_slow_version(normalized: bool, recompute: bool) -> None:
+def test_loss_and_gradients_equal_the_slow_version(
+    normalized: bool, recompute: bool
+) -> None:
     model = small_model()
     random = torch.Generator().manual_seed(2)
     images = torch.randn(3, 3, 12, 12, generator=random, dtype=torch.float64)
@@ -320,7 +351,9 @@ def test_loss_and_gradients_equal_the_slow_version(normalized: bool, recompute: 
         vit.checkpoint_activations(model)
     order = torch.from_numpy(random_orders(noise))
     places = order.argsort(dim=1)
-    predicted = model(images, output="objective", kept_BK=order[:, :2], places_BL=places)
+    predicted = model(
+        images, output="objective", kept_BK=order[:, :2], places_BL=places
+    )
     loss = reconstruction_loss(
         predicted,
         to_patches(images, patch_size=4),

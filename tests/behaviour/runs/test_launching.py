@@ -48,12 +48,16 @@ def script_with(field: str, text: str) -> str | None:
     except UserError:
         return None
     folder = job_folder(run, cluster="slurm")
-    return sbatch_text(launch, name=run_name(run), folder=folder, code=folder / "code-1")
+    return sbatch_text(
+        launch, name=run_name(run), folder=folder, code=folder / "code-1"
+    )
 
 
 def test_no_field_runs_as_shell(tmp_path: Path) -> None:
     scripts = {
-        (field, text): script_with(field, text) for field in QUOTED_FIELDS for text in HOSTILE
+        (field, text): script_with(field, text)
+        for field in QUOTED_FIELDS
+        for text in HOSTILE
     }
     accepted = {key: script for key, script in scripts.items() if script is not None}
     # Texts and paths are quoted; option names are checked.
@@ -61,9 +65,13 @@ def test_no_field_runs_as_shell(tmp_path: Path) -> None:
     assert not [text for _, text in accepted if "\n" in text]
     for script in accepted.values():
         options = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
-        assert all(len(shlex.split(line.removeprefix("#SBATCH "))) == 1 for line in options)
+        assert all(
+            len(shlex.split(line.removeprefix("#SBATCH "))) == 1 for line in options
+        )
     # As SLURM does: bash runs the whole script. The last one shows that a canary would be seen.
-    control = sbatch_text(LaunchSettings(setup=("touch control",)), name="run", folder=tmp_path)
+    control = sbatch_text(
+        LaunchSettings(setup=("touch control",)), name="run", folder=tmp_path
+    )
     for program in ("python", "srun"):
         (tmp_path / program).write_text("#!/bin/sh\nexit 0\n")
         (tmp_path / program).chmod(0o755)
@@ -75,7 +83,12 @@ def test_no_field_runs_as_shell(tmp_path: Path) -> None:
         cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True,
     )  # fmt: skip
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"control", "python", "srun", *(f"{n:03}.sh" for n in range(len(accepted) + 1))}
+    assert names == {
+        "control",
+        "python",
+        "srun",
+        *(f"{n:03}.sh" for n in range(len(accepted) + 1)),
+    }
 
 
 # ---- plans of trainings -------------------------------------------------------------------------
@@ -99,7 +112,9 @@ def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
         plan = training_plan(chosen, world_size=1, num_samples=8)
         assert (plan.total_steps, plan.cooldown_steps) == (100, steps)
     late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
-    with pytest.raises(UserError, match="schedule.cooldown_share: 10 .* and 95 of cool-down"):
+    with pytest.raises(
+        UserError, match="schedule.cooldown_share: 10 .* and 95 of cool-down"
+    ):
         training_plan(late, world_size=1, num_samples=8)
 
 
@@ -121,11 +136,15 @@ def test_micro_batch_is_the_largest_that_fits() -> None:
         training_plan(mixed, world_size=2, num_samples=8)
 
 
-def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive_search() -> None:
+def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive_search() -> (
+    None
+):
     """By the divisors of every share: small is 1, 2 or less than half of the largest."""
 
     def largest(share: int) -> int:
-        return max((n for n in range(unit, limit + 1, unit) if share % n == 0), default=0)
+        return max(
+            (n for n in range(unit, limit + 1, unit) if share % n == 0), default=0
+        )
 
     def is_good(share: int) -> bool:
         found = largest(share)
@@ -142,7 +161,11 @@ def test_the_nearest_batches_with_a_large_micro_batch_are_those_of_an_exhaustive
             if advice is not None:
                 num_small += 1
                 below = max((n for n in good if n < share), default=None)
-                near = [n for n in (below, min(n for n in good if n > share)) if n is not None]
+                near = [
+                    n
+                    for n in (below, min(n for n in good if n > share))
+                    if n is not None
+                ]
                 shown = " or ".join(f"{3 * n} ({largest(n)} images)" for n in near)
                 assert f"only {largest(share)} of the {limit} images" in advice
                 assert advice.endswith(f": {shown}")

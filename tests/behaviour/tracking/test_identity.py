@@ -43,7 +43,9 @@ def train(
 ) -> None:
     """An attempt from the checkpoint of step `first` on, without a store or with one."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"stage": "pretrain", "name": name}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"stage": "pretrain", "name": name})
+    )
     tracker = Tracker(
         folder,
         settings=TrackingSettings(uri=uri, system_metrics=False),
@@ -56,7 +58,9 @@ def train(
     )
     with tracker:
         for step in range(first + 10, last + 1, 10):
-            tracker.log({"train/loss": value, "vitals/images_per_s": time.time()}, step=step)
+            tracker.log(
+                {"train/loss": value, "vitals/images_per_s": time.time()}, step=step
+            )
 
 
 def send(folder: Path, uri: str) -> str:
@@ -86,7 +90,11 @@ def num_runs(store: sqlite3.Connection) -> int:
 @pytest.mark.parametrize("same_name", [True, False])
 @pytest.mark.parametrize("in_mlflow_before", [True, False])
 def test_a_copy_that_goes_on_is_another_run(
-    same_name: bool, in_mlflow_before: bool, tmp_path: Path, uri: str, store: sqlite3.Connection
+    same_name: bool,
+    in_mlflow_before: bool,
+    tmp_path: Path,
+    uri: str,
+    store: sqlite3.Connection,
 ) -> None:
     base, branch = tmp_path / "base", tmp_path / "branch"
     train(base, last=30, uri=uri if in_mlflow_before else None)
@@ -99,10 +107,14 @@ def test_a_copy_that_goes_on_is_another_run(
         assert points(store, run_id) == journal_points(folder)
     # A second time nothing is sent, and a third attempt continues each of the two.
     train(branch, first=60, last=80, value=4.0, name="base" if same_name else "branch")
-    assert {folder: send(folder, uri) for folder in runs} == runs and num_runs(store) == 2
+    assert {folder: send(folder, uri) for folder in runs} == runs and num_runs(
+        store
+    ) == 2
     assert points(store, runs[branch]) == journal_points(branch)
     origin = own_record(base)
-    tags = dict(store.execute("select key, value from tags where run_uuid = ?", [runs[branch]]))
+    tags = dict(
+        store.execute("select key, value from tags where run_uuid = ?", [runs[branch]])
+    )
     assert origin is not None and tags["vitscale.copied_from"] == origin.tracking_id
 
 
@@ -111,7 +123,10 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(
 ) -> None:
     base = tmp_path / "base"
     train(base, last=30)
-    folders = [base, *(Path(shutil.copytree(base, tmp_path / f"copy{i}")) for i in (1, 2))]
+    folders = [
+        base,
+        *(Path(shutil.copytree(base, tmp_path / f"copy{i}")) for i in (1, 2)),
+    ]
     before = [sorted(path.name for path in each.rglob("*")) for each in folders]
     found = [send(folder, uri) for folder in folders]
     assert len({*found}) == 3 and found == [send(folder, uri) for folder in folders]
@@ -188,7 +203,9 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(
     train(base, last=30)
     (events,) = (base / "events").glob("*.jsonl")
     rows = [json.loads(line) for line in events.read_text().splitlines() if line]
-    lines = [json.dumps({k: v for k, v in row.items() if k != "folder"}) for row in rows]
+    lines = [
+        json.dumps({k: v for k, v in row.items() if k != "folder"}) for row in rows
+    ]
     events.write_text("\n".join(lines) + "\n")
     first = send(base, uri)
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
@@ -197,17 +214,27 @@ def test_a_run_of_an_earlier_version_is_told_by_mlflow(
 
 
 def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
-    tmp_path: Path, uri: str, capsys: pytest.CaptureFixture[str], store: sqlite3.Connection
+    tmp_path: Path,
+    uri: str,
+    capsys: pytest.CaptureFixture[str],
+    store: sqlite3.Connection,
 ) -> None:
     folder = tmp_path / "run"
     train(folder, last=130, value=9.0)
     run_id = send(folder, uri)
     train(folder, first=100, last=200, value=1.0)
     assert send(folder, uri) == run_id
-    assert "steps 110 to 130 were trained again, with other values" in capsys.readouterr().out
+    assert (
+        "steps 110 to 130 were trained again, with other values"
+        in capsys.readouterr().out
+    )
     ((_, rows),) = stored_runs(uri, "attributes.run_name = 'base'", limit=9)
-    assert {row.step: [row.metrics["train/loss"]] for row in rows} == journal_points(folder)
-    assert points(store, run_id)[110] == [9.0, 1.0] and points(store, run_id)[100] == [9.0]
+    assert {row.step: [row.metrics["train/loss"]] for row in rows} == journal_points(
+        folder
+    )
+    assert points(store, run_id)[110] == [9.0, 1.0] and points(store, run_id)[100] == [
+        9.0
+    ]
     before = points(store, run_id)
     send(folder, uri)
     assert points(store, run_id) == before
@@ -237,14 +264,18 @@ def test_compared_runs_are_read_as_logged_and_once(tmp_path: Path, uri: str) -> 
 def add_experiments(store: sqlite3.Connection, num: int) -> None:
     """Newer ones than any that is there."""
     columns = [row[1] for row in store.execute("pragma table_info(experiments)")]
-    row = dict(zip(columns, store.execute("select * from experiments").fetchone(), strict=True))
+    row = dict(
+        zip(columns, store.execute("select * from experiments").fetchone(), strict=True)
+    )
     marks = ",".join("?" * len(columns))
     now = int(time.time() * 1000) + 10**6
     store.execute("begin")
     for i in range(num):
         times = {"creation_time": now + i, "last_update_time": now + i}
         values = row | times | {"experiment_id": 10_000 + i, "name": f"other{i}"}
-        store.execute(f"insert into experiments values ({marks})", [values[c] for c in columns])
+        store.execute(
+            f"insert into experiments values ({marks})", [values[c] for c in columns]
+        )
     store.execute("commit")
 
 

@@ -50,7 +50,11 @@ def steps_in(path: Path) -> list[int]:
 
 
 @settings(deadline=None)
-@given(num_steps=st.integers(0, 12), resume_step=st.integers(0, 12), torn_bytes=st.integers(0, 60))
+@given(
+    num_steps=st.integers(0, 12),
+    resume_step=st.integers(0, 12),
+    torn_bytes=st.integers(0, 60),
+)
 def test_resumed_journal_has_each_step_once(
     num_steps: int, resume_step: int, torn_bytes: int
 ) -> None:
@@ -71,7 +75,9 @@ def test_resumed_journal_has_each_step_once(
             journal.append({"train/loss": step / 7}, step=step)
         journal.close()
         assert steps_in(path) == kept + list(range(resume_step + 1, 15))
-        assert path.read_bytes().startswith(b"".join(data.splitlines(True)[: len(kept)]))
+        assert path.read_bytes().startswith(
+            b"".join(data.splitlines(True)[: len(kept)])
+        )
 
 
 @settings(deadline=None)
@@ -91,7 +97,9 @@ def test_any_number_survives_as_strict_json_beside_invalid_lines(
         path.write_bytes(junk + b"\n" + line)
         *_, (row, _) = read_rows(path)
         back = row.metrics["train/loss"]
-        assert row.step == step and (back == value or (math.isnan(back) and math.isnan(value)))
+        assert row.step == step and (
+            back == value or (math.isnan(back) and math.isnan(value))
+        )
         Journal(path, resume_step=step).close()
         assert line in path.read_bytes()
 
@@ -143,7 +151,10 @@ def test_a_flush_tells_of_lines_that_a_full_disk_has_refused(
         journal.append({"train/loss": 1.0}, step=5)
         with pytest.raises(OSError) as caught:
             journal.flush()
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(journal.path))
+    assert (caught.value.errno, caught.value.filename) == (
+        errno.ENOSPC,
+        str(journal.path),
+    )
     journal.append({"train/loss": 0.5}, step=6)
     journal.flush()
     assert steps_in(journal.path) == [5, 6]
@@ -152,7 +163,12 @@ def test_a_flush_tells_of_lines_that_a_full_disk_has_refused(
 def test_nested_keys_become_dotted_with_yaml_values_without_secrets() -> None:
     config = {
         "optim": {"lr": 1e-4, "betas": (0.9, 0.999), "clip_norm": None},
-        "launch": {"nodes": 2, "mem_gb": None, "setup": ["export A=b"], "sbatch": {"x": "me"}},
+        "launch": {
+            "nodes": 2,
+            "mem_gb": None,
+            "setup": ["export A=b"],
+            "sbatch": {"x": "me"},
+        },
         "data": {"flip!": True, "path": "http://me:hunter2@host"},
         "deepspeed": {},
         "hub": {"api_key": "abc", "token": None, "my_hf_token": "a"},
@@ -190,24 +206,37 @@ def test_secrets_in_text_are_removed() -> None:
         "+\tmy-api_key: x y\n   class_token: true": "+\tmy-api_key: '***'\n   class_token: true",
     }.items():
         assert redact(text) == expected
-    keys = re.findall(r"^- \*\*`([\w.]+)`\*\*", (ROOT / "docs/configuration.md").read_text(), re.M)
+    keys = re.findall(
+        r"^- \*\*`([\w.]+)`\*\*", (ROOT / "docs/configuration.md").read_text(), re.M
+    )
     assert len(keys) > 200
     assert [key for key in keys if flatten_params({key: "x"}) == {key: "***"}] == []
 
 
-def test_addresses_are_absolute_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_are_absolute_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     uri = absolute_uri(DEFAULT_URI)
     assert sqlite_path(uri) == tmp_path / "runs/mlflow.db" and absolute_uri(uri) == uri
     assert sqlite_path("http://host") is None
     for right in ("http://host:1", "postgresql+psycopg://h/db", "databricks://x"):
         assert absolute_uri(right) == right
-    for wrong in ("sqlite://runs/a.db", "sqlite:///", "sqlight:///a", "runs/a", "http", "file:///"):
+    for wrong in (
+        "sqlite://runs/a.db",
+        "sqlite:///",
+        "sqlight:///a",
+        "runs/a",
+        "http",
+        "file:///",
+    ):
         with pytest.raises(UserError, match="tracking.uri"):
             absolute_uri(wrong)
 
 
-def test_the_site_file_names_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_site_file_names_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = tmp_path / "site.yaml"
     monkeypatch.setenv("VITSCALE_SITE", str(site))
     site.write_text("tracking: {uri: http://mlflow:5000}")
@@ -219,7 +248,9 @@ def test_the_site_file_names_the_store(tmp_path: Path, monkeypatch: pytest.Monke
         default_uri()
 
 
-def test_lines_go_to_output_and_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_go_to_output_and_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for _ in range(2):  # a resume appends to the same log
         with training_log(tmp_path, is_writer=True) as say:
             say("step 1/2")
@@ -268,20 +299,25 @@ def mlflow_takes(name: str) -> bool:
      "what?", "a/../b", "../b", "./b", "a//b", "a/", "/a", ".", "..", "", "x" * 251, "a\tb", "a%b",
      "a=b", "a,b", "a#b", "a\x00b", "日本"],
 )  # fmt: skip
-def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(name: str) -> None:
+def test_names_of_tags_are_refused_at_the_start_as_mlflow_would_later(
+    name: str,
+) -> None:
     tracking = TrackingSettings(tags={name: "x"})
     problems = dict(tracking_problems(tracking))
     assert is_store_name(name) == (not problems) == mlflow_takes(name)
     if problems:
         assert (
-            repr(name)[:50] in problems["tracking.tags"] and "allowed" in problems["tracking.tags"]
+            repr(name)[:50] in problems["tracking.tags"]
+            and "allowed" in problems["tracking.tags"]
         )
 
 
 def test_a_name_with_a_line_break_is_refused() -> None:
     """MLflow's own rule lets one at the end pass."""
     assert (
-        not is_store_name("a\n") and not is_store_name("a\nb") and not is_store_name(".hidden/..")
+        not is_store_name("a\n")
+        and not is_store_name("a\nb")
+        and not is_store_name(".hidden/..")
     )
 
 

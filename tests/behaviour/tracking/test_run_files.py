@@ -85,7 +85,9 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "runs/theirs"
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("stage: pretrain\nname: theirs\n")
-    (folder / "journal.jsonl").write_text('{"step": 1, "time": 1.7e9, "val/top1": 0.5}\n')
+    (folder / "journal.jsonl").write_text(
+        '{"step": 1, "time": 1.7e9, "val/top1": 0.5}\n'
+    )
     return folder
 
 
@@ -98,7 +100,9 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def placed(run: Path, name: str, attack: Callable[[Path, Path], None], secret: Path) -> Path:
+def placed(
+    run: Path, name: str, attack: Callable[[Path, Path], None], secret: Path
+) -> Path:
     path = run / name
     path.parent.mkdir(exist_ok=True, parents=True)
     path.unlink(missing_ok=True)
@@ -107,12 +111,18 @@ def placed(run: Path, name: str, attack: Callable[[Path, Path], None], secret: P
 
 
 def holds_secret(page: str) -> bool:
-    pictures = re.findall(r"data:image/png;base64,([^\"']*)", page.partition("<script>")[0])
-    return "hunter2" in page or any(SECRET in base64.b64decode(each) for each in pictures)
+    pictures = re.findall(
+        r"data:image/png;base64,([^\"']*)", page.partition("<script>")[0]
+    )
+    return "hunter2" in page or any(
+        SECRET in base64.b64decode(each) for each in pictures
+    )
 
 
 @pytest.mark.parametrize("attack", ATTACKS_ON_FOLDERS)
-@pytest.mark.parametrize("name", ["pictures/x.png", "evaluation/x.png", "evaluation/per_class.csv"])
+@pytest.mark.parametrize(
+    "name", ["pictures/x.png", "evaluation/x.png", "evaluation/per_class.csv"]
+)
 def test_the_page_shows_files_of_the_run_alone(
     name: str, attack: Callable[[Path, Path], None], run: Path, secret: Path
 ) -> None:
@@ -252,7 +262,9 @@ def hostile_server(
                 answer = {"run": one_run}
             elif "artifacts" in path:
                 answer = {"files": [{"path": listed, "is_dir": False, "file_size": 1}]}
-            self.answer(200, json.dumps(answer).encode(), {"content-type": "application/json"})
+            self.answer(
+                200, json.dumps(answer).encode(), {"content-type": "application/json"}
+            )
 
         do_POST = do_PATCH = do_PUT = do_GET
 
@@ -265,7 +277,9 @@ def hostile_server(
     ["file://{}", "{}", "file:{}", "FILE://{}", "file://localhost{}", "runs:/abc{}", "models:/x{}",
      "sftp://localhost{}", "sqlite://{}", " {}", "", "../../{}"],
 )  # fmt: skip
-def test_no_server_chooses_where_files_are_written(form: str, run: Path, tmp_path: Path) -> None:
+def test_no_server_chooses_where_files_are_written(
+    form: str, run: Path, tmp_path: Path
+) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "config.yaml").write_text("mine: untouched\n")
@@ -276,26 +290,41 @@ def test_no_server_chooses_where_files_are_written(form: str, run: Path, tmp_pat
         sent = MlflowRun(run, uri, say=said.append)
         sent.sync("FINISHED")
         (run / "events").mkdir()
-        record = {"event": "tracked", "time": 1.0, "tracking_id": "x", "name": "r", "uri": uri}
+        record = {
+            "event": "tracked",
+            "time": 1.0,
+            "tracking_id": "x",
+            "name": "r",
+            "uri": uri,
+        }
         (run / "events/n.jsonl").write_text(json.dumps(record) + "\n")
         upload(run, [run / "results.md"], say=said.append)
     assert sent.num_points == 1 and sent.num_files == 0
     assert len([text for text in said if "must not choose" in text]) >= 2
-    after = sorted(str(each) for each in tmp_path.rglob("*") if "events" not in str(each))
+    after = sorted(
+        str(each) for each in tmp_path.rglob("*") if "events" not in str(each)
+    )
     assert after == before and (home / "config.yaml").read_text() == "mine: untouched\n"
 
 
 @pytest.mark.parametrize("listed", ["results.md", "../../../x", "/etc/x", "a/../../x"])
-def test_a_server_that_takes_files_itself_gets_them(listed: str, run: Path, tmp_path: Path) -> None:
+def test_a_server_that_takes_files_itself_gets_them(
+    listed: str, run: Path, tmp_path: Path
+) -> None:
     """Names that it lists are compared, and lead nowhere; MLflow refuses those with `..`."""
     (run / "results.md").write_text("some text\n")
     said: list[str] = []
-    with hostile_server("mlflow-artifacts:/0/abc/artifacts", listed=listed) as (uri, asked):
+    with hostile_server("mlflow-artifacts:/0/abc/artifacts", listed=listed) as (
+        uri,
+        asked,
+    ):
         sent = MlflowRun(run, uri, say=said.append)
         sent.sync("FINISHED")
     if listed == "results.md":
         assert sent.num_files == 2 and not said
-        assert any(path.endswith("artifacts/0/abc/artifacts/results.md") for path in asked)
+        assert any(
+            path.endswith("artifacts/0/abc/artifacts/results.md") for path in asked
+        )
     else:
         assert sent.num_files == 0 and "files were not uploaded" in said[0]
     assert not [*tmp_path.rglob("x")]
@@ -305,7 +334,9 @@ def test_what_a_server_says_is_printed_as_text(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b]0;owned\x07"
-    with hostile_server(f"file:///{evil}", run_id=f"a{evil}", experiment_id=f"0{evil}") as (uri, _):
+    with hostile_server(
+        f"file:///{evil}", run_id=f"a{evil}", experiment_id=f"0{evil}"
+    ) as (uri, _):
         sync([str(run), "--uri", uri])
     out = "".join(capsys.readouterr())
     assert "\x1b" not in out and "\x07" not in out

@@ -37,7 +37,9 @@ def store(mlflow_database: Path) -> sqlite3.Connection:
 
 
 @pytest.fixture
-def open_tracker(mlflow_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Open:
+def open_tracker(
+    mlflow_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Open:
     # Nothing here is about the waits that are bounded for a training's sake.
     for name in ("CLOSE_WAIT_S", "FAILED_CLOSE_WAIT_S"):
         monkeypatch.setattr(tracker_module, name, PATIENCE_S)
@@ -114,7 +116,9 @@ def test_a_resumed_run_is_one_run_with_each_step_once(
     assert select(store, "key, step from metrics order by key, step") == expected
     # Finished for good: a new start is another run.
     said.clear()
-    open_tracker(resume_step=-1, say=said.append).close(status="FINISHED")  # as an evaluation does
+    open_tracker(resume_step=-1, say=said.append).close(
+        status="FINISHED"
+    )  # as an evaluation does
     assert select(store, "count(*) from runs") == [2] and len(said) == 1
 
 
@@ -136,7 +140,9 @@ def test_what_a_run_shows_is_without_secrets(
     mlflow_database: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")  # several nodes cannot share an SQLite file
+    monkeypatch.setenv(
+        "SLURM_JOB_ID", "4711"
+    )  # several nodes cannot share an SQLite file
     patch = "# untracked: vitscale/new.py\n+  api_key: abc\n+uri: http://me:pw@host/x\n"
     version = SourceVersion(commit="c" * 40, patch=patch)
     set_version(monkeypatch, version)
@@ -153,19 +159,37 @@ def test_what_a_run_shows_is_without_secrets(
     assert select(store, "count(*) from runs") == [0]
     for pattern in ("tensorboard/*", "wandb/offline*/*.wandb"):
         (sent_to,) = [path.read_bytes() for path in tracker.folder.glob(pattern)]
-        for shown in (b"http://host/x", b"**What:** http://h", b"B/16", b"0.001", version.short):
+        for shown in (
+            b"http://host/x",
+            b"**What:** http://h",
+            b"B/16",
+            b"0.001",
+            version.short,
+        ):
             assert (shown if isinstance(shown, bytes) else shown.encode()) in sent_to
-        assert not [secret for secret in (b"hunter2", b"u:p", b"setup") if secret in sent_to]
+        assert not [
+            secret for secret in (b"hunter2", b"u:p", b"setup") if secret in sent_to
+        ]
     send(tracker.folder, mlflow_database)
     found = tags(store)
     assert (found["mlflow.runName"], found["vitscale.stage"]) == ("digits", "pretrain")
-    assert (found["vitscale.job_id"], found["model"], found["optim"]) == ("4711", "B/16", "a")
+    assert (found["vitscale.job_id"], found["model"], found["optim"]) == (
+        "4711",
+        "B/16",
+        "a",
+    )
     assert found["mlflow.note.content"] == "**What:** http://h"
     assert found["mlflow.source.git.commit"] == "c" * 40
     assert found["mlflow.source.git.dirty"] == "true"
-    assert found["vitscale.code"] == version.short and version.short.startswith("c" * 12 + "+")
+    assert found["vitscale.code"] == version.short and version.short.startswith(
+        "c" * 12 + "+"
+    )
     params = dict(select(store, "key, value from params"))
-    assert params == {"optim.lr": "0.001", "data.path": "http://host/x", "launch.nodes": "2"}
+    assert params == {
+        "optim.lr": "0.001",
+        "data.path": "http://host/x",
+        "launch.nodes": "2",
+    }
     sent = yaml.safe_load(artifact(mlflow_database, "config.yaml").read_text())
     assert sent["data"] == {"path": "http://host/x"} and sent["launch"] == {"nodes": 2}
     assert artifact(mlflow_database, "pictures/a.png").read_bytes() == b"a picture"
@@ -208,14 +232,21 @@ def test_a_store_that_fails_is_a_warning_and_a_missing_package_an_error(
     assert any("tensorboard" in text and "training continues" in text for text in said)
     command = f"vitscale compare sync {tmp_path / 'run'} "
     ends = [text.partition(command)[2] for text in said if command in text]
-    assert ends == ["--to tensorboard sends the rest", "--uri http://127.0.0.1:1 sends the rest"]
+    assert ends == [
+        "--to tensorboard sends the rest",
+        "--uri http://127.0.0.1:1 sends the rest",
+    ]
     assert len([*read_rows(tmp_path / "run/journal.jsonl")]) == 2
     monkeypatch.setitem(sys.modules, "vitscale.tracking.wandb_sync", None)
-    with pytest.raises(UserError, match=r"(?s)tracking.also: .*pip install 'vitscale\[wandb\]'"):
+    with pytest.raises(
+        UserError, match=r"(?s)tracking.also: .*pip install 'vitscale\[wandb\]'"
+    ):
         open_tracker(settings={"also": ("wandb",)})
 
 
-def test_logging_does_not_wait_for_the_store(open_tracker: Open, store: sqlite3.Connection) -> None:
+def test_logging_does_not_wait_for_the_store(
+    open_tracker: Open, store: sqlite3.Connection
+) -> None:
     with open_tracker() as tracker:
         store.execute("begin exclusive")
         log_steps(tracker, range(1, 101))
@@ -234,7 +265,9 @@ def test_the_node_is_watched_until_the_run_ends(
     with open_tracker(settings={"system_metrics": True}) as tracker:
         tracker.log({"train/loss": 1.0}, step=1)
         wait_until(lambda: select(store, cpu), every_s=0.05)
-    assert "SystemMetricsMonitor" not in {thread.name for thread in threading.enumerate()}
+    assert "SystemMetricsMonitor" not in {
+        thread.name for thread in threading.enumerate()
+    }
     query = "attributes.run_name = 'digits'"
     ((_, rows),) = stored_runs(f"sqlite:///{mlflow_database}", query, limit=9)
     assert [row.metrics for row in rows] == [{"train/loss": 1.0}]
@@ -257,12 +290,18 @@ def test_a_copy_is_completed_and_made_once(
     folder: Path, store: sqlite3.Connection, mlflow_database: Path
 ) -> None:
     def content() -> list[Any]:
-        tables = [select(store, f"* from {each}") for each in ("runs", "metrics", "params", "tags")]
+        tables = [
+            select(store, f"* from {each}")
+            for each in ("runs", "metrics", "params", "tags")
+        ]
         files = artifact(mlflow_database, "").rglob("*")
         return [*tables, [(path, path.stat().st_mtime_ns) for path in files]]
 
     record = read_record(folder)
-    assert record is not None and (record.status, record.experiment) == ("FINISHED", "copies")
+    assert record is not None and (record.status, record.experiment) == (
+        "FINISHED",
+        "copies",
+    )
     events = read_events(folder)
     # The first time, it is interrupted.
     journal = (folder / "journal.jsonl").read_bytes()
@@ -288,9 +327,14 @@ def test_runs_name_the_run_that_their_weights_come_from(
     folder: Path, store: sqlite3.Connection, mlflow_database: Path, open_tracker: Open
 ) -> None:
     origin = send(folder, mlflow_database).run_id
-    for stage, tag in (("finetune", "vitscale.init_run_id"), ("evaluate", "mlflow.parentRunId")):
+    for stage, tag in (
+        ("finetune", "vitscale.init_run_id"),
+        ("evaluate", "mlflow.parentRunId"),
+    ):
         child, path = folder.parent / stage, str(folder / "checkpoints/step-00000010")
-        with open_tracker(folder=child, stage=stage, origin=path, settings={"uri": None}) as run:
+        with open_tracker(
+            folder=child, stage=stage, origin=path, settings={"uri": None}
+        ) as run:
             run.log({"loss": 1.0}, step=1)
         send(child, mlflow_database)
         assert tags(store)[tag] == origin
@@ -314,5 +358,9 @@ def test_files_are_uploaded_to_the_run_of_a_folder(
 
 def test_final_status_follows_the_error() -> None:
     endings = {None: "FINISHED", SystemExit(0): "FINISHED", SystemExit(75): "PAUSED"}
-    endings |= {KeyboardInterrupt(): "KILLED", SystemExit(2): "FAILED", RuntimeError(): "FAILED"}
+    endings |= {
+        KeyboardInterrupt(): "KILLED",
+        SystemExit(2): "FAILED",
+        RuntimeError(): "FAILED",
+    }
     assert {error: final_status(error) for error in endings} == endings

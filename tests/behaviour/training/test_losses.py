@@ -20,7 +20,11 @@ from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch
 from vitscale.engine.settings import EngineSettings
 from vitscale.objectives.losses import hard_loss, label_loss
-from vitscale.objectives.objective import Distillation, DistillationSettings, TeacherSettings
+from vitscale.objectives.objective import (
+    Distillation,
+    DistillationSettings,
+    TeacherSettings,
+)
 from vitscale.objectives.teacher import Teacher, open_teacher
 
 NAME, CLASSES = "test_efficientnet", 5
@@ -28,7 +32,9 @@ NAME, CLASSES = "test_efficientnet", 5
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "bce"])
 @pytest.mark.parametrize("shares", [None, (0.7, 0.6, 1.0, 0.0)])
-def test_losses_equal_the_papers_formulas(kind: str, shares: tuple[float, ...] | None) -> None:
+def test_losses_equal_the_papers_formulas(
+    kind: str, shares: tuple[float, ...] | None
+) -> None:
     """Of bf16 logits in fp32; with mixed labels too, of which some are equal or have no share."""
     random = torch.Generator().manual_seed(0)
     logits = (torch.randn(8, 7, generator=random) - 6.9).bfloat16()
@@ -53,7 +59,9 @@ DIST = torch.tensor([[0.0, 2.0, 0.0]])
 TEACHER = torch.tensor([[3.0, 1.0, 0.0]])
 
 
-def distilled(batch: Batch, *, has_token: bool = True, **settings: Any) -> tuple[float, float]:
+def distilled(
+    batch: Batch, *, has_token: bool = True, **settings: Any
+) -> tuple[float, float]:
     """The loss of a batch, whose logits are the hand-computed ones, and the agreement."""
     teacher: Any = {"weights": "runs/teacher"}
     values = DistillationSettings.model_validate({"teacher": teacher, **settings})
@@ -61,25 +69,45 @@ def distilled(batch: Batch, *, has_token: bool = True, **settings: Any) -> tuple
     made.teacher = SimpleNamespace(logits=lambda images: TEACHER.expand(len(images), 3))
     engine: Any = SimpleNamespace(
         known_outputs=("heads",) if has_token else (),
-        forward=lambda images, output: (CLS.expand(len(images), 3), DIST.expand(len(images), 3)),
+        forward=lambda images, output: (
+            CLS.expand(len(images), 3),
+            DIST.expand(len(images), 3),
+        ),
         logits=lambda images: DIST.expand(len(images), 3),
     )
-    return made.loss(engine, batch).item(), made.recorded["train/teacher_agreement"].item()
+    return made.loss(engine, batch).item(), made.recorded[
+        "train/teacher_agreement"
+    ].item()
 
 
 def test_each_head_learns_from_its_own_target() -> None:
     """Labels are mixed and smoothed, the teacher's are not. Numbers are computed by hand."""
     batch = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([1, 1]), torch.ones(2))
     loss, agreement = distilled(batch)
-    assert loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6) and agreement == 0
+    assert (
+        loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6)
+        and agreement == 0
+    )
     soft, _ = distilled(batch, kind="soft", alpha=0.1, tau=3.0)
     assert soft == pytest.approx(0.9 * 1.407606 + 0.1 * 3 * 0.545280, abs=1e-6)
-    one_head = 0.5 * label_loss(DIST, torch.tensor([1])) + 0.5 * hard_loss(DIST, TEACHER)
+    one_head = 0.5 * label_loss(DIST, torch.tensor([1])) + 0.5 * hard_loss(
+        DIST, TEACHER
+    )
     assert distilled(batch, has_token=False)[0] == pytest.approx(one_head.item())
-    mixing = {"mixed_labels": torch.tensor([2, 1]), "mix_lambda": torch.tensor([0.7, 0.7])}
-    mixed = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([1, 2]), torch.ones(2), **mixing)
-    options: Any = {"mixed_labels_B": mixed.mixed_labels, "mix_lambda_B": mixed.mix_lambda}
-    labelled = label_loss(CLS.expand(2, 3), mixed.labels, smoothing=0.1, **options).item()
+    mixing = {
+        "mixed_labels": torch.tensor([2, 1]),
+        "mix_lambda": torch.tensor([0.7, 0.7]),
+    }
+    mixed = Batch(
+        torch.zeros(2, 3, 4, 4), torch.tensor([1, 2]), torch.ones(2), **mixing
+    )
+    options: Any = {
+        "mixed_labels_B": mixed.mixed_labels,
+        "mix_lambda_B": mixed.mix_lambda,
+    }
+    labelled = label_loss(
+        CLS.expand(2, 3), mixed.labels, smoothing=0.1, **options
+    ).item()
     found, _ = distilled(mixed, label_smoothing=0.1)
     assert found == pytest.approx(0.5 * labelled + 0.5 * 2.239545, abs=1e-6)
 
@@ -91,7 +119,9 @@ def test_each_head_learns_from_its_own_target() -> None:
 def network() -> Any:
     torch.manual_seed(0)
     model = timm.create_model(NAME, num_classes=CLASSES)
-    model.train()(torch.randn(8, 3, 64, 64))  # statistics that differ from the first ones
+    model.train()(
+        torch.randn(8, 3, 64, 64)
+    )  # statistics that differ from the first ones
     return model.eval()
 
 
@@ -103,7 +133,9 @@ def opened(
     engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Teacher:
-    chosen = TeacherSettings.model_validate({"model": NAME, "weights": str(path), **settings})
+    chosen = TeacherSettings.model_validate(
+        {"model": NAME, "weights": str(path), **settings}
+    )
     return open_teacher(
         **chosen.model_dump(),
         classes=classes or tuple(map(str, range(num_classes))),
@@ -120,11 +152,17 @@ def safetensors(network: Any, tmp_path: Path) -> Path:
 
 def images(size: int) -> torch.Tensor:
     return torch.randint(
-        0, 256, (2, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+        0,
+        256,
+        (2, 3, size, size),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(1),
     )
 
 
-def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: Path) -> None:
+def test_logits_are_timms_on_the_teachers_own_pixels(
+    network: Any, safetensors: Path
+) -> None:
     pixels = images(160)
     config = network.pretrained_cfg
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
@@ -133,7 +171,9 @@ def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: 
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_teachers_classes_are_matched_by_name(network: Any, safetensors: Path) -> None:
+def test_a_teachers_classes_are_matched_by_name(
+    network: Any, safetensors: Path
+) -> None:
     names = ("ant", "bee", "cod", "dog", "eel")
     (safetensors.parent / "classes.json").write_text(json.dumps(names))
     pixels, order = images(160), (3, 1, 0, 4, 2)
@@ -142,16 +182,26 @@ def test_a_teachers_classes_are_matched_by_name(network: Any, safetensors: Path)
         for labels in (range(5), order)
     )
     assert torch.equal(other.logits(pixels), same.logits(pixels)[:, list(order)])
-    assert (same.said, other.said) == ((), ("the teacher's classes are matched by name",))
+    assert (same.said, other.said) == (
+        (),
+        ("the teacher's classes are matched by name",),
+    )
     for classes, message in (
-        (("ant", "bee", "cod", "dog", "owl"), "does not predict 1 of 5 classes, such as 'owl'"),
+        (
+            ("ant", "bee", "cod", "dog", "owl"),
+            "does not predict 1 of 5 classes, such as 'owl'",
+        ),
         (tuple("01234"), "does not predict 5 of 5 classes"),
         (names[:4], "predicts 5 classes, but the label map has 4"),
     ):
         with pytest.raises(UserError, match=message):
             opened(safetensors, classes=classes)
     (safetensors.parent / "classes.json").unlink()
-    assert opened(safetensors).said[0].endswith("by position, since neither side has names")
+    assert (
+        opened(safetensors)
+        .said[0]
+        .endswith("by position, since neither side has names")
+    )
     with pytest.raises(UserError, match="outputs are unknown"):
         opened(safetensors, classes=names)
 
@@ -159,7 +209,9 @@ def test_a_teachers_classes_are_matched_by_name(network: Any, safetensors: Path)
 def test_images_are_resized_to_the_teachers_size(safetensors: Path) -> None:
     teacher = opened(safetensors, image_size=64)
     seen = []
-    teacher.model.network.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    teacher.model.network.register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
     flat = torch.full((2, 3, 32, 32), 200.0)
     teacher.logits(flat)
     assert seen[0].shape == (2, 3, 64, 64)
@@ -172,7 +224,10 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     torch.manual_seed(3)
     before_state = torch.get_rng_state()
     teacher = opened(safetensors, image_size=64, engine={"precision": "bf16"})
-    before = {name: value.clone() for name, value in teacher.model.network.state_dict().items()}
+    before = {
+        name: value.clone()
+        for name, value in teacher.model.network.state_dict().items()
+    }
     logits = teacher.logits(images(64).float())
     assert logits.dtype == torch.float32 and not logits.requires_grad
     assert teacher.model.dtype == torch.bfloat16  # the run's
@@ -191,7 +246,10 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
     compiled = opened(path, model="test_vit", engine={"compile": True})
     for each, is_compiled in ((teacher, False), (compiled, True)):
         network: Any = each.model.network
-        assert all(block._compiled_call_impl is not None for block in network.blocks) == is_compiled
+        assert (
+            all(block._compiled_call_impl is not None for block in network.blocks)
+            == is_compiled
+        )
     with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
         opened(path, model="test_vit", num_classes=7)
     with pytest.raises(UserError, match="timm cannot run test_vit on images of 65 px"):

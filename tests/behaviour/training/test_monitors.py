@@ -36,7 +36,12 @@ from vitscale.training.session import TrainingSession
 
 STEPS: dict[str, int] = {"total_steps": 100, "warmup_steps": 0, "cooldown_steps": 0}
 PLAN = TrainingPlan(
-    world_size=2, global_batch=8, micro_batch=2, accumulation=2, num_samples=1000, **STEPS
+    world_size=2,
+    global_batch=8,
+    micro_batch=2,
+    accumulation=2,
+    num_samples=1000,
+    **STEPS,
 )
 ORDER = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
 DATA: Any = SimpleNamespace(order=ORDER, parts=())
@@ -58,7 +63,9 @@ class Ranks:
         self.sent = own
         return [own, *self.others]
 
-    def unreadable(self, max_fraction: float, *, num_replaced: int = 0) -> UnreadableSampleMonitor:
+    def unreadable(
+        self, max_fraction: float, *, num_replaced: int = 0
+    ) -> UnreadableSampleMonitor:
         return UnreadableSampleMonitor(
             data=DATA,
             names=names,
@@ -74,7 +81,11 @@ class Ranks:
         )
 
     def report(
-        self, monitor: UnreadableSampleMonitor, own: Any, other: Any = (), num_seen: int = 10
+        self,
+        monitor: UnreadableSampleMonitor,
+        own: Any,
+        other: Any = (),
+        num_seen: int = 10,
     ) -> list[str]:
         """What is said at step 10 of an epoch of 1,000 samples."""
         self.others = [(len(other), list(other))]
@@ -98,7 +109,10 @@ def lost(*samples: int, part: int = 0) -> list[Unreadable]:
 
 def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
     monitor = ranks.unreadable(0.1)
-    assert len(ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN)))) == UNREADABLE_SHOWN + 1
+    assert (
+        len(ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN))))
+        == UNREADABLE_SHOWN + 1
+    )
     assert ranks.report(monitor, lost(77, part=1)) == [
         "77.tar: sample 'key 77 of 1' was replaced: broken",
         "step 10: 11 samples replaced since step 0",
@@ -106,7 +120,9 @@ def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
     assert ranks.report(monitor, []) == [] and monitor.num_replaced == 11
     # Of many only the first are sent and named.
     messages = ranks.report(monitor, lost(*range(50)), lost(90))
-    assert len(messages) == UNREADABLE_SHOWN + 1 and len(ranks.sent[1]) == UNREADABLE_SHOWN
+    assert (
+        len(messages) == UNREADABLE_SHOWN + 1 and len(ranks.sent[1]) == UNREADABLE_SHOWN
+    )
     assert messages[-1] == (
         "step 10: 62 samples replaced since step 0; 41 of the last 51 are not named here"
     )
@@ -116,20 +132,27 @@ def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
     monitor = ranks.unreadable(0.01)
     ranks.report(monitor, lost(*range(10)))  # 10 of an epoch of 1,000
     ranks.report(monitor, lost(11), num_seen=2000)  # 11 of 2,000 seen
-    with pytest.raises(UserError, match=r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"):
+    with pytest.raises(
+        UserError, match=r"(?s)0\.tar: 12 samples.*the last: 'key 0 of 0'"
+    ):
         ranks.report(monitor, [], lost(0), num_seen=20)
 
 
 def test_samples_replaced_before_a_resume_count(ranks: Ranks) -> None:
     """A run that is stopped often may replace no more samples than one that is not."""
     monitor = ranks.unreadable(0.01, num_replaced=9)
-    assert ranks.report(monitor, lost(5))[-1] == "step 10: 10 samples replaced since step 0"
+    assert (
+        ranks.report(monitor, lost(5))[-1]
+        == "step 10: 10 samples replaced since step 0"
+    )
     with pytest.raises(UserError, match="11 samples could not be read, more than "):
         ranks.report(monitor, lost(6))
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_index_is_read_on_the_rank_that_prints_alone(tmp_path: Path, is_first: bool) -> None:
+def test_the_index_is_read_on_the_rank_that_prints_alone(
+    tmp_path: Path, is_first: bool
+) -> None:
     """Damaged or not: other ranks do not look at it."""
     folder = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=2)
     data = open_training_set(DataSettings(path=str(folder), global_batch=2), seed=0)
@@ -186,12 +209,17 @@ class Seconds:
 @pytest.mark.parametrize("evaluate_every", [0, 1, 2, 4])
 @pytest.mark.parametrize("save_every", [3, 100])
 def test_rates_leave_out_evaluations_and_saves(
-    monkeypatch: pytest.MonkeyPatch, log_every: int, evaluate_every: int, save_every: int
+    monkeypatch: pytest.MonkeyPatch,
+    log_every: int,
+    evaluate_every: int,
+    save_every: int,
 ) -> None:
     """Every interval has the same rate, however long what comes between its steps."""
     clock, rates = Seconds(), list[float]()
     monkeypatch.setattr(interval_log, "time", clock)
-    monkeypatch.setattr(interval_log, "sum_over_ranks", lambda own: 2 * own)  # two equal ranks
+    monkeypatch.setattr(
+        interval_log, "sum_over_ranks", lambda own: 2 * own
+    )  # two equal ranks
     log = opened(DATA, replace(WORLD, world_size=2))
     monkeypatch.setattr(
         log, "write", lambda step, lr: rates.append(log._speed()["vitals/images_per_s"])
@@ -222,7 +250,10 @@ def test_rates_leave_out_evaluations_and_saves(
         TrainingSession.end_step(session, step)
     if log_every == 1:
         assert rates.pop(0) == pytest.approx(2 * 6 / 60)
-    assert rates == [pytest.approx(2 * 6 / 3)] * len(rates) and len(rates) >= 100 // log_every - 1
+    assert (
+        rates == [pytest.approx(2 * 6 / 3)] * len(rates)
+        and len(rates) >= 100 // log_every - 1
+    )
 
 
 def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(
@@ -230,7 +261,9 @@ def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(
 ) -> None:
     clock = Seconds()
     monkeypatch.setattr(interval_log, "time", clock)
-    monkeypatch.setattr(interval_log, "sum_over_ranks", lambda own: 4 * own)  # four equal ranks
+    monkeypatch.setattr(
+        interval_log, "sum_over_ranks", lambda own: 4 * own
+    )  # four equal ranks
     log = opened(DATA, replace(WORLD, world_size=4))
 
     log.add_batch(SimpleNamespace(labels=range(6), unreadable=()))  # type: ignore[arg-type]
@@ -246,7 +279,8 @@ def test_an_update_waits_until_a_save_has_read_the_weights() -> None:
     session: Any = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda doing: None),
         engine=SimpleNamespace(
-            backward=lambda loss: done.append("backward"), step=lambda: done.append("update")
+            backward=lambda loss: done.append("backward"),
+            step=lambda: done.append("update"),
         ),
         store=SimpleNamespace(wait_for_host_copy=lambda: done.append("copied")),
         log=SimpleNamespace(means=IntervalMeans()),
@@ -279,12 +313,16 @@ def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> N
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])
-def test_too_many_skipped_updates_in_a_row_end_the_run(ranks: Ranks, scale: float | None) -> None:
+def test_too_many_skipped_updates_in_a_row_end_the_run(
+    ranks: Ranks, scale: float | None
+) -> None:
     """But while fp16 searches its scale."""
     monitor = ranks.skipped()
     monitor.update(health(9, longest=9), step=20, loss_scale=scale)
     monitor.update(health(19, longest=10), step=20, loss_scale=1024.0)
-    with pytest.raises(UserError, match="10 updates in a row were skipped, the last at step 3"):
+    with pytest.raises(
+        UserError, match="10 updates in a row were skipped, the last at step 3"
+    ):
         monitor.update(health(20, longest=10), step=20, loss_scale=scale)
 
 
@@ -301,8 +339,12 @@ def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
 
 
-def test_means_by_name_are_over_ranks_and_finite_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interval_log, "sum_over_ranks", lambda own: 2 * own)  # two equal ranks
+def test_means_by_name_are_over_ranks_and_finite_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        interval_log, "sum_over_ranks", lambda own: 2 * own
+    )  # two equal ranks
     means = IntervalMeans()
     for value in (1.0, math.nan, 3.0):
         means.add({"a": torch.tensor(value), "b": torch.tensor(math.inf)})

@@ -70,7 +70,9 @@ def run_with(change: Mapping[str, Any]) -> Any:
     values = dict(SECTIONS)
     for key in change.keys() & {"data", "model", "objective", "optim", "schedule"}:
         values[key] = {**SECTIONS.get(key, {}), **change[key]}
-    return change.get("type", PretrainRun).model_validate(values | {"seed": change.get("seed", 0)})
+    return change.get("type", PretrainRun).model_validate(
+        values | {"seed": change.get("seed", 0)}
+    )
 
 
 def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,7 +84,9 @@ def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     return compatibility_key(run, run.model.resolved(num_classes=10), data, agreed)
 
 
-def checkpoint_of(description: dict[str, Any], *, step: int = 20, **progress: Any) -> Checkpoint:
+def checkpoint_of(
+    description: dict[str, Any], *, step: int = 20, **progress: Any
+) -> Checkpoint:
     return Checkpoint(
         folder=Path("runs/x/checkpoints/step-20"),
         step=step,
@@ -98,7 +102,9 @@ def resume(checkpoint: Checkpoint, change: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_incompatible_change_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+def test_incompatible_change_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
     saved = checkpoint_of(description_of({}))
     resume(saved, {})
     monkeypatch.setattr(session, "ORDER_VERSION", CHANGES[key].get("version", 1))
@@ -162,14 +168,24 @@ def test_a_resume_refuses_settings_that_only_a_start_reads(
     assert f"\n    {key}: started with " in caught.value.what
 
 
-def test_a_start_may_be_spelled_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_may_be_spelled_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "config.yaml").write_text(
         run_to_yaml(FinetuneRun.model_validate({**SECTIONS, "init": "runs/a"}))
     )
-    for init in ("runs/a/", "./runs/a", f"{tmp_path}/runs/a", "~/runs/a", "runs/b/../a"):
-        refuse_other_start(tmp_path, FinetuneRun.model_validate({**SECTIONS, "init": init}))
+    for init in (
+        "runs/a/",
+        "./runs/a",
+        f"{tmp_path}/runs/a",
+        "~/runs/a",
+        "runs/b/../a",
+    ):
+        refuse_other_start(
+            tmp_path, FinetuneRun.model_validate({**SECTIONS, "init": init})
+        )
 
 
 def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
@@ -183,7 +199,9 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     assert takes_average(early, "ema") and takes_average(late, "auto")
     assert not takes_average(late, "model") and capsys.readouterr().err == ""
     assert not takes_average(early, "auto")
-    assert "taking the raw weights, since 1% of their average" in capsys.readouterr().err
+    assert (
+        "taking the raw weights, since 1% of their average" in capsys.readouterr().err
+    )
     with pytest.raises(UserError, match="contains no averaged weights"):
         takes_average(checkpoint_of({}), "ema")
 
@@ -193,7 +211,9 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
     whole = {"path": str(shards), "global_batch": 8, "val_split": None}
 
     def counts(**data: Any) -> tuple[int, int | None]:
-        run: Any = SimpleNamespace(data=DataSettings.model_validate(whole | data), seed=0)
+        run: Any = SimpleNamespace(
+            data=DataSettings.model_validate(whole | data), seed=0
+        )
         training_set, evaluated = session._read_index(run)
         return training_set.num_samples, evaluated and evaluated.num_samples
 
@@ -211,16 +231,25 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     assert chosen("cpu", compile=True) and not chosen("cuda", compile=False)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(torch, "compile", lambda call, **_: call)  # which imports the compiler
+    monkeypatch.setattr(
+        torch, "compile", lambda call, **_: call
+    )  # which imports the compiler
     network: Any = small_model().network
     assert network.blocks[0]._compiled_call_impl is None
     compile_blocks(network)
     assert network.blocks[0]._compiled_call_impl is not None
     # A command compiles where it has images enough for each GPU.
-    monkeypatch.setattr(trained_model, "InferenceModel", lambda *given, dtype, **_: (*given, dtype))
+    monkeypatch.setattr(
+        trained_model, "InferenceModel", lambda *given, dtype, **_: (*given, dtype)
+    )
     for device, images in (("cuda", 800_000), ("cuda", 799_999), ("cpu", 800_000)):
-        two, on_gpu = replace(WORLD, device=torch.device(device), world_size=2), device == "cuda"
-        found: Any = small_model().for_inference(two, precision="auto", num_images=images)
+        two, on_gpu = (
+            replace(WORLD, device=torch.device(device), world_size=2),
+            device == "cuda",
+        )
+        found: Any = small_model().for_inference(
+            two, precision="auto", num_images=images
+        )
         has_compiled = found[0].blocks[0]._compiled_call_impl is not None
         assert has_compiled == (on_gpu and images == 800_000)
         assert found[1] == (torch.bfloat16 if on_gpu else torch.float32)

@@ -50,7 +50,8 @@ FILES = {
     "lost.yaml": "base: nowhere.yaml\nname: x\n",
     "circle.yaml": "base: circle.yaml\nname: x\n",
     "choice/child.yaml": "base: parent.yaml\nobjective: {name: mae, label_smoothing: 0.2}\n",
-    "choice/parent.yaml": VALID + "objective:\n  label_smoothing: 0.1\n  smoothing: 0.1\n",
+    "choice/parent.yaml": VALID
+    + "objective:\n  label_smoothing: 0.1\n  smoothing: 0.1\n",
     "timm.yaml": VALID.replace("{preset: B/16}", "{name: timm, model: test_vit}"),
     "data.yaml": "stage: data_prep\noutput: out\nsource:\n  path: images\n",
 }
@@ -178,7 +179,9 @@ engine.zero_stage=2 \
 
 
 def words_of(commands: str) -> list[list[str]]:
-    return [shlex.split(line) for line in commands.replace("\\\n", "").strip().splitlines()]
+    return [
+        shlex.split(line) for line in commands.replace("\\\n", "").strip().splitlines()
+    ]
 
 
 @pytest.fixture
@@ -197,7 +200,9 @@ def report(path: str, *overrides: str) -> str:
 
 
 def test_every_report_reads_as_it_did(here: Path, golden: Golden) -> None:
-    blocks = [f"$ {' '.join(command)}\n{report(*command)}\n" for command in words_of(COMMANDS)]
+    blocks = [
+        f"$ {' '.join(command)}\n{report(*command)}\n" for command in words_of(COMMANDS)
+    ]
     golden.text("config_errors.txt", "\n".join(blocks))
 
 
@@ -212,16 +217,23 @@ def test_a_script_prints_the_whole_report(here: Path) -> None:
     assert done.returncode == 2
     assert report(*command) in done.stderr, done.stderr
     done = script("launch/local.py", "--config", "a.yaml", "--num-procs", "two")
-    assert done.stderr == "error:\n--num-procs: 'two' is not allowed\n  allowed: 1, 2, ...\n"
+    assert (
+        done.stderr
+        == "error:\n--num-procs: 'two' is not allowed\n  allowed: 1, 2, ...\n"
+    )
 
 
 def test_a_printed_configuration_is_the_run(here: Path) -> None:
-    first = script("pretrain/main.py", "--config", "a.yaml", "optim.lr=2e-3", "--print-config")
+    first = script(
+        "pretrain/main.py", "--config", "a.yaml", "optim.lr=2e-3", "--print-config"
+    )
     (here / "again.yaml").write_text(first.stdout)
     second = script("pretrain/main.py", "--config", "again.yaml", "--print-config")
     lines = [line.split("#")[0].rstrip() for line in first.stdout.splitlines()]
     assert [line.split("#")[0].rstrip() for line in second.stdout.splitlines()] == lines
-    sources = {line.strip().partition(":")[0]: line for line in first.stdout.splitlines()}
+    sources = {
+        line.strip().partition(":")[0]: line for line in first.stdout.splitlines()
+    }
     assert sources["lr"].split("# ")[1] == "command line"
     assert sources["global_batch"].split("# ")[1] == "a.yaml:5"
     assert sources["every_steps"].split("# ")[1] == "default"

@@ -31,8 +31,12 @@ TURN = Image.Transpose.ROTATE_90
 COPIES = {
     "webp.webp": lambda image: encoded(image, "WEBP", quality=50),
     "png.png": lambda image: encoded(image, "PNG", compress_level=1),
-    "turned.jpg": lambda i: encoded(i.transpose(TURN), "JPEG", quality=90, exif=rotated(6)),
-    "all.jpg": lambda image: encoded(ImageOps.mirror(image.reduce(2)), "JPEG", quality=40),
+    "turned.jpg": lambda i: encoded(
+        i.transpose(TURN), "JPEG", quality=90, exif=rotated(6)
+    ),
+    "all.jpg": lambda image: encoded(
+        ImageOps.mirror(image.reduce(2)), "JPEG", quality=40
+    ),
 }
 
 
@@ -85,7 +89,9 @@ def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path: Path) -
     kept = [row for row in rows.values() if row["keep"]]
     assert len(kept) == NUM_PICTURES + len(COPIES)
     assert all(row["copy_of"] is None and row["similarity"] is None for row in kept)
-    assert (tmp_path / "found/keep.txt").read_text().split() == [row["key"] for row in kept]
+    assert (tmp_path / "found/keep.txt").read_text().split() == [
+        row["key"] for row in kept
+    ]
     sheet = np.asarray(Image.open(tmp_path / "found/pairs.png"))
     assert (sheet.reshape(-1, 3) != 255).any(axis=1).mean() > 0.3
     num = NUM_PICTURES + 2 * len(COPIES) + 1
@@ -117,7 +123,14 @@ def test_images_of_an_evaluation_set_are_found(
     if as_shards:
         other, name = tmp_path / "other", f"{tmp_path}/other/train-x-{{}}"
         make_shards(tmp_path / "evaluation", other, *CHECKS)
-        find(other, "--similar", "--against", source / "train", "--output", tmp_path / "one")
+        find(
+            other,
+            "--similar",
+            "--against",
+            source / "train",
+            "--output",
+            tmp_path / "one",
+        )
         assert (tmp_path / "one/pairs.png").exists()
     else:
         write(seen / "broken.gif", b"no picture")
@@ -134,7 +147,9 @@ def test_images_of_an_evaluation_set_are_found(
     assert "no such folder" in find(shards, "--against", tmp_path / "missing", rc=2)
 
 
-def test_a_full_disk_is_an_error_of_storage(made: tuple[Path, Path], small_disk: Path) -> None:
+def test_a_full_disk_is_an_error_of_storage(
+    made: tuple[Path, Path], small_disk: Path
+) -> None:
     (small_disk / "filler").write_bytes(bytes(1 << 20))
     assert "No space left" in find(made[1], "--output", small_disk / "found", rc=74)
     words = (made[1], "--sheet", small_disk / "sheet.png")
@@ -147,16 +162,23 @@ def test_shards_are_made_and_trained_on_without_copies(
     source, shards = made
     find(shards, "--similar", "--output", tmp_path / "found")
     table, keys = tmp_path / "found/duplicates.parquet", tmp_path / "found/keep.txt"
-    text = make_shards(source, tmp_path / "again", SPLITS, *CHECKS, f"source.leave_out={table}")
+    text = make_shards(
+        source, tmp_path / "again", SPLITS, *CHECKS, f"source.leave_out={table}"
+    )
     found, rows = rows_of(tmp_path / "found"), ledger(tmp_path / "again")
     reasons = {path: row["reason"] for path, row in rows.items()}
-    assert reasons == {path: None if row["keep"] else "left_out" for path, row in found.items()}
+    assert reasons == {
+        path: None if row["keep"] else "left_out" for path, row in found.items()
+    }
     assert {path: row["detail"] for path, row in rows.items()} == {
         path: row["copy_of"] for path, row in found.items()
     }
     num, kept = len(rows), NUM_PICTURES + len(COPIES)
     assert f"{num} inputs = {kept} kept + {num - kept} rejected" in text
-    samples = {name: e.num_samples for name, e in read_manifest(tmp_path / "again").splits.items()}
+    samples = {
+        name: e.num_samples
+        for name, e in read_manifest(tmp_path / "again").splits.items()
+    }
     assert samples == {"train": NUM_PICTURES, "val": len(COPIES)}
     data = {"path": str(shards), "global_batch": 2, "only_keys": str(keys)}
     (part,) = open_training_set(DataSettings.model_validate(data), seed=0).parts
@@ -166,7 +188,9 @@ def test_shards_are_made_and_trained_on_without_copies(
     }
 
 
-def test_a_list_of_other_images_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_list_of_other_images_is_refused(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
     source, shards = made
     find(shards, "--output", tmp_path / "found")
     write(tmp_path / "others/cat/a.png", encoded(picture(7), "PNG"))

@@ -53,7 +53,9 @@ def class_tars(root: Path) -> None:
         if split == "train":
             write_tars(root / split, tars)
         else:
-            write_tars(root, {"test.tar": {name: tar_bytes(tar) for name, tar in tars.items()}})
+            write_tars(
+                root, {"test.tar": {name: tar_bytes(tar) for name, tar in tars.items()}}
+            )
 
 
 def webdataset_tars(root: Path) -> None:
@@ -75,7 +77,9 @@ def parquet(root: Path) -> None:
             }
             for path in images(split)
         ]
-        pq.write_table(pa.Table.from_pylist(rows), root / f"{split}.parquet", row_group_size=3)
+        pq.write_table(
+            pa.Table.from_pylist(rows), root / f"{split}.parquet", row_group_size=3
+        )
 
 
 def path_table(root: Path) -> None:
@@ -97,7 +101,11 @@ KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def make_shards(source: Path, output: Path, *settings: str) -> None:
-    common = ("source.holdout_fraction=0.0", "images.max_bad_fraction=1.0", "num_workers=2")
+    common = (
+        "source.holdout_fraction=0.0",
+        "images.max_bad_fraction=1.0",
+        "num_workers=2",
+    )
     image_corpus.make_shards(source, output, *common, *settings)
 
 
@@ -106,13 +114,23 @@ def contents(folder: Path) -> dict[str, Any]:
     manifest = json.loads((folder / "manifest.json").read_text())
     ledger = pq.read_table(folder / "ledger.parquet").to_pylist()
     index = pq.read_table(folder / "index.parquet").to_pylist()
-    outcomes = [[row[name] for name in ("split", "path", "status", "reason")] for row in ledger]
+    outcomes = [
+        [row[name] for name in ("split", "path", "status", "reason")] for row in ledger
+    ]
     return {
-        "tars": {path.name: blake3(path.read_bytes()).hexdigest() for path in folder.glob("*.tar")},
+        "tars": {
+            path.name: blake3(path.read_bytes()).hexdigest()
+            for path in folder.glob("*.tar")
+        },
         "fingerprint": manifest["fingerprint"],
-        "splits": {name: entry["fingerprint"] for name, entry in manifest["splits"].items()},
+        "splits": {
+            name: entry["fingerprint"] for name, entry in manifest["splits"].items()
+        },
         "classes": manifest["classes"],
-        "index": [[str(value) for name, value in row.items() if name != "blake3"] for row in index],
+        "index": [
+            [str(value) for name, value in row.items() if name != "blake3"]
+            for row in index
+        ],
         "ledger": sorted(outcomes, key=lambda row: row[:2]),
         "keys": sorted(row["key"] for row in ledger if row["key"]),
     }
@@ -150,5 +168,7 @@ def test_a_stored_folder_is_valid(shards: Path) -> None:
     assert "valid" in run_script("verify_shards", shards)
 
 
-def test_a_stored_folder_has_the_contents_of_a_new_one(shards: Path, golden: Golden) -> None:
+def test_a_stored_folder_has_the_contents_of_a_new_one(
+    shards: Path, golden: Golden
+) -> None:
     golden.json("shards/image_folder.json", contents(shards))

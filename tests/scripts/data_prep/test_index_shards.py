@@ -49,36 +49,57 @@ def test_img2dataset_layout(tmp_path: Path) -> None:
     assert "24 inputs = 24 kept + 0 rejected" in printed
     assert samples(tmp_path / "index", "train") == stored
     # The files of facts beside the tars are no inputs.
-    assert Counter(row["reason"] for row in ledger(tmp_path / "index").values()) == {None: 24}
+    assert Counter(row["reason"] for row in ledger(tmp_path / "index").values()) == {
+        None: 24
+    }
     assert contents(tmp_path / "tars") == before, "the tars are left as they were"
     verify(tmp_path / "index")
     assert "already there" in index(
         tmp_path / "tars", tmp_path / "index", "source.label=json:synset"
     )
-    other = run_index(tmp_path / "tars", tmp_path / "index", "source.label=json:caption")
+    other = run_index(
+        tmp_path / "tars", tmp_path / "index", "source.label=json:caption"
+    )
     assert other.returncode == 2 and "exists already" in other.stderr
 
 
 def test_imagenet_22k_layout_with_both_label_spaces(tmp_path: Path) -> None:
     tars = tmp_path / "tars"
-    rows = list(imagenet_22k_layout(tars, splits={"train": 3, "validation": 1}, samples=6))
+    rows = list(
+        imagenet_22k_layout(tars, splits={"train": 3, "validation": 1}, samples=6)
+    )
     splits = (
         'source.splits={train: "imagenet22k-train-{0000..0002}.tar", '
         'val: "imagenet22k-validation-*.tar"}'
     )
     fixed = [splits, "labels.values=index"]
     index(tars, tmp_path / "22k", *fixed, "labels.space=imagenet_22k")
-    more = ["labels.space=imagenet_12k", "source.label=json:label_12k", "labels.unknown=reject"]
+    more = [
+        "labels.space=imagenet_12k",
+        "source.label=json:label_12k",
+        "labels.unknown=reject",
+    ]
     index(tars, tmp_path / "12k", *fixed, *more)
     spaces = {"22k": known_space("imagenet_22k"), "12k": known_space("imagenet_12k")}
     for split, name in (("train", "train"), ("validation", "val")):
-        wide = {key: (image, spaces["22k"][y]) for s, key, image, y, _ in rows if s == split}
+        wide = {
+            key: (image, spaces["22k"][y]) for s, key, image, y, _ in rows if s == split
+        }
         assert samples(tmp_path / "22k", name) == wide
-        narrow = {k: (i, spaces["12k"][z]) for s, k, i, _, z in rows if s == split and z >= 0}
+        narrow = {
+            k: (i, spaces["12k"][z]) for s, k, i, _, z in rows if s == split and z >= 0
+        }
         assert samples(tmp_path / "12k", name) == narrow
-    assert [len(read_manifest(tmp_path / name).classes) for name in spaces] == [21_841, 11_821]
-    rejected = [row for row in ledger(tmp_path / "12k").values() if row["status"] == "rejected"]
-    assert {(row["reason"], row["class"]) for row in rejected} == {("unknown_class", "-1")}
+    assert [len(read_manifest(tmp_path / name).classes) for name in spaces] == [
+        21_841,
+        11_821,
+    ]
+    rejected = [
+        row for row in ledger(tmp_path / "12k").values() if row["status"] == "rejected"
+    ]
+    assert {(row["reason"], row["class"]) for row in rejected} == {
+        ("unknown_class", "-1")
+    }
     verify(tmp_path / "22k")
     verify(tmp_path / "12k")
 
@@ -87,27 +108,38 @@ def test_hugging_face_layout_with_named_labels(tmp_path: Path) -> None:
     stored = hugging_face_layout(tmp_path / "repo", tars=2, samples=6)
     index(tmp_path / "repo/data", tmp_path / "index", "source.splits={train: train}")
     assert samples(tmp_path / "index", "train") == stored
-    names = [shard.name for shard in read_manifest(tmp_path / "index").splits["train"].shards]
+    names = [
+        shard.name for shard in read_manifest(tmp_path / "index").splits["train"].shards
+    ]
     assert names == ["train/0000.tar", "train/0001.tar"]
 
 
 def test_indexing_our_shards_reproduces_their_index(tmp_path: Path) -> None:
-    made = make_shard_folder(tmp_path / "shards", lengths={"train": (13, 12)}, rejected=())
+    made = make_shard_folder(
+        tmp_path / "shards", lengths={"train": (13, 12)}, rejected=()
+    )
     (tmp_path / "classes.txt").write_text("\n".join(made.classes))
     space = [f"labels.space={tmp_path / 'classes.txt'}", "labels.values=index"]
     index(tmp_path / "shards", tmp_path / "index", *space)
     found = read_manifest(tmp_path / "index")
     assert found.fingerprint == made.fingerprint
     assert found.splits["train"].shards == made.splits["train"].shards
-    old, new = (pq.read_table(tmp_path / name / "index.parquet") for name in ("shards", "index"))
+    old, new = (
+        pq.read_table(tmp_path / name / "index.parquet") for name in ("shards", "index")
+    )
     assert old.to_pylist() == new.to_pylist()
 
 
 def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> None:
     rows = [{"__key__": f"k{i}", "jpg": photo(i)} for i in range(3)]
-    write_tar(tmp_path / "tars/a.tar", [*rows, {"__key__": "k3", "jpg": photo(3), "cls": 7}])
+    write_tar(
+        tmp_path / "tars/a.tar", [*rows, {"__key__": "k3", "jpg": photo(3), "cls": 7}]
+    )
     refused = run_index(tmp_path / "tars", tmp_path / "index")
-    assert "next: set source.label to where the labels are, or labels.values=none" in refused.stderr
+    assert (
+        "next: set source.label to where the labels are, or labels.values=none"
+        in refused.stderr
+    )
     text = index(tmp_path / "tars", tmp_path / "index", "labels.values=none")
     assert "no labels" in text and "mae/b16" in text and "data.val_split=null" in text
     assert read_split(tmp_path / "index", split="train").label.tolist() == [-1] * 4
@@ -175,16 +207,25 @@ def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides, messages",
     [
-        (["source.holdout_fraction=0.1"], ["source.holdout_fraction: requires rewriting the tars"]),
+        (
+            ["source.holdout_fraction=0.1"],
+            ["source.holdout_fraction: requires rewriting the tars"],
+        ),
         (
             ["images.short_side=256", "source.min_images_per_class=2"],
-            ["images.short_side: requires rewriting", "source.min_images_per_class: requires"],
+            [
+                "images.short_side: requires rewriting",
+                "source.min_images_per_class: requires",
+            ],
         ),
         (["source.kind=image_folder"], ["source.kind: must be webdataset"]),
         (["source.label=txt"], ["is not a label of a WebDataset"]),
         (
             ["labels.space=imagenet_1k"],
-            ["3 classes of the source (6 images) are not among the 1,000", "; 0 images match"],
+            [
+                "3 classes of the source (6 images) are not among the 1,000",
+                "; 0 images match",
+            ],
         ),
     ],
 )
@@ -218,7 +259,9 @@ def test_a_tar_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
     tars = tmp_path / "repo/data/train"
     arguments = index_command(tars, tmp_path / "index")
     argv = [str(argument) for argument in arguments]
-    work = WorkFolder(load_command(DataPrepRun, program="", description="", argv=argv).run)
+    work = WorkFolder(
+        load_command(DataPrepRun, program="", description="", argv=argv).run
+    )
     open_work_folder(work)
     run_steps(work, STEPS[:2], num_workers=1)
     os.utime(sorted(tars.glob("*.tar"))[0], ns=(1, 1))
@@ -240,25 +283,40 @@ def test_tars_at_a_url_are_indexed_in_place(
         splits = f"source.splits={{train: '{{{','.join(names)}}}'}}"
         server.fault = lambda path, number: "forbidden" if path == names[2] else None
         failed = run_index(server.url, tmp_path / "index", splits, "num_workers=1")
-        assert failed.returncode == 74 and f"{names[2]}: cannot be read" in failed.stderr
+        assert (
+            failed.returncode == 74 and f"{names[2]}: cannot be read" in failed.stderr
+        )
         work = tmp_path / ".index.preparing"
-        assert len(list(work.glob("tars/*.arrow"))) == 2 and not list(work.rglob("*.tar"))
+        assert len(list(work.glob("tars/*.arrow"))) == 2 and not list(
+            work.rglob("*.tar")
+        )
         server.fault = lambda path, number: None
         server.requests.clear()
         index(server.url, tmp_path / "index", splits)
         # Only the sizes of what was done before.
-        assert server.requests[names[0]] == server.requests[names[1]] < server.requests[names[3]]
+        assert (
+            server.requests[names[0]]
+            == server.requests[names[1]]
+            < server.requests[names[3]]
+        )
         found, local = (read_manifest(tmp_path / name) for name in ("index", "local"))
         assert found.splits == local.splits and found.shards_root == server.url
         assert found.index_blake3 == local.index_blake3
         remote = RemoteSettings(cache_path=str(tmp_path / "cache"))
-        entries = read_split(str(tmp_path / "index"), split="train", remote_settings=remote)
+        entries = read_split(
+            str(tmp_path / "index"), split="train", remote_settings=remote
+        )
         first = read_split(tmp_path / "local", split="train").read(3)
         assert entries.read(3) == first
         # Cut exactly at a header, without its end mark: Python takes that for the end.
         with tarfile.open(tars / names[1]) as tar:
             header = tar.getmembers()[-3].offset
         os.truncate(tars / names[1], header)
-        printed = index(server.url, tmp_path / "cut", splits, "images.max_bad_fraction=0.1")
+        printed = index(
+            server.url, tmp_path / "cut", splits, "images.max_bad_fraction=0.1"
+        )
         assert "1 truncated_tar" in printed and names[1] in printed
-    assert "server cannot list" in run_index("http://127.0.0.1:9/a", tmp_path / "other").stderr
+    assert (
+        "server cannot list"
+        in run_index("http://127.0.0.1:9/a", tmp_path / "other").stderr
+    )

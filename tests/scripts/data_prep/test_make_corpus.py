@@ -15,7 +15,10 @@ SPLITS = ("train", "test")
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.png")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*.png")
+    }
 
 
 def split_sizes(corpus: str, images: Path, shards: Path, *more: str) -> list[int]:
@@ -33,7 +36,9 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -
     assert files == files_of(tmp_path / "b")
     counts = [sum(path.startswith(split) for path in files) for split in SPLITS]
     assert counts == [1437, 360]
-    per_class = [sum(path.startswith(f"test/{d}/") for path in files) for d in range(10)]
+    per_class = [
+        sum(path.startswith(f"test/{d}/") for path in files) for d in range(10)
+    ]
     assert min(per_class) >= 34 and max(per_class) <= 37
     with Image.open(io.BytesIO(files["train/0/0000.png"])) as image:
         assert (image.size, image.mode) == ((32, 32), "RGB")
@@ -41,7 +46,9 @@ def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -
 
 
 def test_a_full_disk_is_an_error_of_storage(small_disk: Path) -> None:
-    assert "No space left" in run_script("make_corpus", "digits", small_disk / "images", rc=74)
+    assert "No space left" in run_script(
+        "make_corpus", "digits", small_disk / "images", rc=74
+    )
     assert list(small_disk.iterdir()) == []
 
 
@@ -50,13 +57,21 @@ def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
     options = ("--num-train", "3", "--num-test", "1")
     text = run_script("make_corpus", "characters", images, *options)
     num_letters = len(list((images / "train").iterdir()))
-    fonts = {split: {p.stem[:-4] for p in (images / split).rglob("*.png")} for split in SPLITS}
+    fonts = {
+        split: {p.stem[:-4] for p in (images / split).rglob("*.png")}
+        for split in SPLITS
+    }
     assert len(fonts["train"]) == 3 and fonts["train"].isdisjoint(fonts["test"])
     for png in files_of(images).values():  # letters lie inside, and stand out
         pixels = np.asarray(Image.open(io.BytesIO(png)))
-        assert pixels.shape == (48, 48, 3) and pixels.max() >= 240 > 64 >= pixels[0].max()
+        assert (
+            pixels.shape == (48, 48, 3) and pixels.max() >= 240 > 64 >= pixels[0].max()
+        )
     assert f"{3 * num_letters} training and {num_letters} test images" in text
     assert "already there" in run_script("make_corpus", "characters", images, *options)
     text = run_script("make_corpus", "characters", images, "--num-train", "4", rc=2)
     assert "exists already and holds other files" in text
-    assert split_sizes("characters", images, tmp_path / "shards") == [3 * num_letters, num_letters]
+    assert split_sizes("characters", images, tmp_path / "shards") == [
+        3 * num_letters,
+        num_letters,
+    ]

@@ -44,22 +44,32 @@ def test_order_of_creation_does_not_change_the_shards(
     _, shards, _ = made
     other = corpus(tmp_path / "elsewhere", order_seed=5)
     command_line = command(other, tmp_path / "again", "shards.min_shards=2")
-    one_core = f"import os, sys; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); "
+    one_core = (
+        f"import os, sys; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); "
+    )
     code = one_core + f"os.execv(sys.executable, {command_line!r})"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True
+    )
     made_again, made_first = contents(tmp_path / "again"), contents(shards)
-    manifests = [json.loads(each.pop("manifest.json")) for each in (made_again, made_first)]
+    manifests = [
+        json.loads(each.pop("manifest.json")) for each in (made_again, made_first)
+    ]
     assert made_again == made_first
     assert manifests[0].pop("source_path") == str(other)
     assert manifests[1].pop("source_path") != str(other)
     assert manifests[0] == manifests[1]
 
 
-def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_path: Path) -> None:
+def test_concurrent_commands_share_the_work(
+    made: tuple[Path, Path, str], tmp_path: Path
+) -> None:
     source, shards, _ = made
     running = [
         subprocess.Popen(
-            command(source, tmp_path / "shared", "shards.min_shards=2", "launch.num_tasks=3"),
+            command(
+                source, tmp_path / "shared", "shards.min_shards=2", "launch.num_tasks=3"
+            ),
             cwd=REPOSITORY,
             env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)},
             stdout=subprocess.PIPE,
@@ -77,7 +87,9 @@ def test_an_existing_output_is_recognised_or_refused(
     made: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
     source, shards, text = made
-    assert "24 inputs = 24 kept + 0 rejected" in text and "next: vitscale pretrain" in text
+    assert (
+        "24 inputs = 24 kept + 0 rejected" in text and "next: vitscale pretrain" in text
+    )
     before = contents(shards)
     assert "already there" in make_shards(source, shards, "shards.min_shards=2")
     text = make_shards(source, shards, "shards.min_shards=2", "seed=1", rc=2)
@@ -85,7 +97,9 @@ def test_an_existing_output_is_recognised_or_refused(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
     assert "was not made by this script" in make_shards(source, tmp_path / "full", rc=2)
-    assert "(Not a directory)" in make_shards(source, tmp_path / "full/mine.txt/x", rc=74)
+    assert "(Not a directory)" in make_shards(
+        source, tmp_path / "full/mine.txt/x", rc=74
+    )
     assert contents(shards) == before
     assert contents(tmp_path / "full") == {"mine.txt": b"keep"}
 
@@ -152,12 +166,20 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path: Path) ->
     text = make_shards(source, tmp_path / "shards", *options)
     rows = ledger(tmp_path / "shards")
     # A ledger has no control characters.
-    expected = {path.replace("\n", r"\x0a"): reason for path, reason in expected.items()}
+    expected = {
+        path.replace("\n", r"\x0a"): reason for path, reason in expected.items()
+    }
     assert {path: row["reason"] for path, row in rows.items()} == expected
     kept = {path for path, row in rows.items() if row["status"] == "kept"}
     assert kept == {path for path, reason in expected.items() if reason is None}
-    assert f"{len(rows)} inputs = {len(kept)} kept + {len(rows) - len(kept)} rejected" in text
-    index = {r["key"]: r for r in pq.read_table(tmp_path / "shards/index.parquet").to_pylist()}
+    assert (
+        f"{len(rows)} inputs = {len(kept)} kept + {len(rows) - len(kept)} rejected"
+        in text
+    )
+    index = {
+        r["key"]: r
+        for r in pq.read_table(tmp_path / "shards/index.parquet").to_pylist()
+    }
     assert index.keys() == {rows[path]["key"] for path in kept}
     assert len(index) == len(kept)
     assert index[rows["cat/really_png.jpg"]["key"]]["format"] == "png"
@@ -165,7 +187,9 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path: Path) ->
         tar = (tmp_path / "shards" / row["shard"]).read_bytes()
         image = tar[row["offset"] : row["offset"] + row["length"]]
         assert blake3.blake3(image).digest() == row["blake3"]
-    stream = webdataset.WebDataset(str(tmp_path / "shards/train-000000.tar"), shardshuffle=False)
+    stream = webdataset.WebDataset(
+        str(tmp_path / "shards/train-000000.tar"), shardshuffle=False
+    )
     assert {sample["__key__"] for sample in stream} == index.keys()
 
 

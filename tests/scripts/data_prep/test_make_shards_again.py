@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.corpora.image_corpus import REPOSITORY, command, contents, corpus, make_shards
+from tests.support.corpora.image_corpus import (
+    REPOSITORY,
+    command,
+    contents,
+    corpus,
+    make_shards,
+)
 from tests.support.levels import by_level
 from tests.support.waiting import PATIENCE_S
 
@@ -22,7 +28,11 @@ def started(
 ) -> subprocess.Popen[str]:
     """make_shards at work; it has made a file of this name."""
     process = subprocess.Popen(
-        command(source, output, *options), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, **how
+        command(source, output, *options),
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+        **how,
     )
     while not list(output.with_name(f".{output.name}.preparing").glob(until)):
         assert process.poll() is None
@@ -47,7 +57,10 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     finished: set[Path] = set()
     # Killed once in each phase: after it made its first file. What it made stays as it is.
     for made in ("list/*.arrow", "rows.arrow", "tars/*.arrow"):
-        kill(started(source, half, many_shards, until=made, start_new_session=True), folder)
+        kill(
+            started(source, half, many_shards, until=made, start_new_session=True),
+            folder,
+        )
         assert folder.exists() and not half.exists()
         found = (folder.glob(f"{each}*.arrow") for each in ("", "list/", "tars/"))
         results = {path for paths in found for path in paths}
@@ -58,7 +71,9 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     assert done
     make_shards(source, half, many_shards)
     assert contents(half) == contents(tmp_path / "whole")
-    assert {(half / path.name).stat().st_mtime_ns for path in done} == {times[p] for p in done}
+    assert {(half / path.name).stat().st_mtime_ns for path in done} == {
+        times[p] for p in done
+    }
     assert not folder.exists()
 
 
@@ -84,7 +99,9 @@ def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "change", by_level(["content", "removed"], fast=["content"], slow=["removed"])
 )
-def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path) -> None:
+def test_a_source_that_changes_meanwhile_is_refused(
+    change: str, tmp_path: Path
+) -> None:
     source = corpus(tmp_path / "images", num=100, side=96)
     process = started(source, tmp_path / "shards", start_new_session=True)
     kill(process, tmp_path / ".shards.preparing")
@@ -110,7 +127,12 @@ def test_late_array_tasks_get_the_result_of_their_job(tmp_path: Path) -> None:
         if job == "8":
             victim.write_bytes(photo)
         done = subprocess.run(
-            command(source, tmp_path / "shards", "images.max_bad_fraction=0", "launch.num_tasks=2"),
+            command(
+                source,
+                tmp_path / "shards",
+                "images.max_bad_fraction=0",
+                "launch.num_tasks=2",
+            ),
             cwd=REPOSITORY,
             env=os.environ | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": job},
             capture_output=True,
@@ -124,7 +146,9 @@ def test_late_array_tasks_get_the_result_of_their_job(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
 
 
-def test_full_disk_is_one_error_without_partial_files(small_disk: Path, tmp_path: Path) -> None:
+def test_full_disk_is_one_error_without_partial_files(
+    small_disk: Path, tmp_path: Path
+) -> None:
     source = corpus(tmp_path / "images", num=60, side=96)
     text = make_shards(source, small_disk / "shards", rc=74)
     assert "MiB are free" in text and "next: free space" in text
@@ -141,7 +165,9 @@ def test_a_write_error_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", limited], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 74 and "Traceback" not in done.stderr
-    assert "written (File too large)" in done.stderr and "the run resumes" in done.stderr
+    assert (
+        "written (File too large)" in done.stderr and "the run resumes" in done.stderr
+    )
     assert not (tmp_path / "shards").exists()
     assert not list((tmp_path / ".shards.preparing" / "tars").glob("train-*"))
     make_shards(source, tmp_path / "shards")
@@ -153,6 +179,8 @@ def test_an_output_that_is_a_link_is_made_where_it_leads(tmp_path: Path) -> None
     (tmp_path / "disk" / "big").mkdir(parents=True)
     (tmp_path / "shards").symlink_to("disk/big")
     make_shards(source, tmp_path / "shards")
-    assert (tmp_path / "shards").is_symlink() and (tmp_path / "shards" / "manifest.json").exists()
+    assert (tmp_path / "shards").is_symlink() and (
+        tmp_path / "shards" / "manifest.json"
+    ).exists()
     assert sorted(path.name for path in tmp_path.rglob(".*")) == []
     assert "already there" in make_shards(source, tmp_path / "shards")

@@ -49,7 +49,11 @@ class Shards:
 
     def indexed(self, split: str) -> list[Sample]:
         rows = pq.read_table(self.folder / "index.parquet").to_pylist()
-        return [(r["key"], r["label"], r["blake3"].hex()) for r in rows if r["split"] == split]
+        return [
+            (r["key"], r["label"], r["blake3"].hex())
+            for r in rows
+            if r["split"] == split
+        ]
 
     def pixels(self, split: str) -> list[tuple[int, bytes]]:
         """Label and decoded image of every sample."""
@@ -62,7 +66,9 @@ class Shards:
 
 @pytest.fixture(scope="module")
 def digits(digits_shards: Path) -> Shards:
-    suffixes = set(pq.read_table(digits_shards / "index.parquet").column("format").to_pylist())
+    suffixes = set(
+        pq.read_table(digits_shards / "index.parquet").column("format").to_pylist()
+    )
     assert len(suffixes) == 1
     return Shards(digits_shards, suffixes.pop())
 
@@ -93,11 +99,17 @@ def test_webdataset_reads_the_indexed_samples(shards: Shards) -> None:
         assert found == shards.indexed(split)
 
 
-@pytest.mark.parametrize("streaming", by_level([False, True], fast=[True], slow=[False]))
+@pytest.mark.parametrize(
+    "streaming", by_level([False, True], fast=[True], slow=[False])
+)
 def test_hugging_face_datasets_reads_the_indexed_samples(
     digits: Shards, streaming: bool, tmp_path: Path
 ) -> None:
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(tmp_path),
+    }
     split = "test"
     arguments = [digits.folder, split, digits.suffix, tmp_path / "cache", streaming]
     finished = subprocess.run(
@@ -117,7 +129,9 @@ def timm_pixels(folder: Path, split: str) -> list[tuple[int, bytes]]:
 
     reader = ReaderWds(str(folder), split=split)
     assert len(reader) == read_manifest(folder).splits[split].num_samples
-    return [(target, np.asarray(image.convert("RGB")).tobytes()) for image, target in reader]
+    return [
+        (target, np.asarray(image.convert("RGB")).tobytes()) for image, target in reader
+    ]
 
 
 def test_timm_reads_the_indexed_samples(shards: Shards) -> None:

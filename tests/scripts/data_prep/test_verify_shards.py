@@ -21,13 +21,17 @@ from vitscale.images.crops import RegionDecoder, missing
 
 def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards", classes=("cat", "dog", "eel"))
-    run_script("verify_shards", tmp_path / "shards", "--sheet", tmp_path / "new/sheet.png")
+    run_script(
+        "verify_shards", tmp_path / "shards", "--sheet", tmp_path / "new/sheet.png"
+    )
     with Image.open(tmp_path / "new/sheet.png") as sheet:
         pixels = np.asarray(sheet).reshape(3, -1, sheet.width, 3)
     assert all((row < 250).any() for row in pixels)
     tar, *_ = (tmp_path / "shards").glob("train-*.tar")
     tar.write_bytes(tar.read_bytes().replace(b"PNG", b"..."))
-    text = run_script("verify_shards", tmp_path / "shards", "--sheet", tmp_path / "s.png", rc=2)
+    text = run_script(
+        "verify_shards", tmp_path / "shards", "--sheet", tmp_path / "s.png", rc=2
+    )
     assert "image's bytes differ" in text and f"written: {tmp_path}/s.png" in text
     assert "SHARDS: s3://b/c is a URL" in run_script("verify_shards", "s3://b/c", rc=2)
 
@@ -71,11 +75,17 @@ def test_the_loader_uses_them_and_gives_the_same_pixels(
     pixels, num_given = [], []
     for folder in folders:
         given.clear()
-        data = DataSettings(path=str(folder), global_batch=4, val_split="test", decoder="region")
+        data = DataSettings(
+            path=str(folder), global_batch=4, val_split="test", decoder="region"
+        )
         training_set = open_training_set(data, seed=0)
-        samples = TrainingSamples(training_set, Augmentation(data, image_size=SIZE, seed=0))
+        samples = TrainingSamples(
+            training_set, Augmentation(data, image_size=SIZE, seed=0)
+        )
         out = torch.empty(20, 3, SIZE, SIZE, dtype=torch.uint8)
-        assert [samples.fill(position, out[position])[1] for position in range(20)] == [[]] * 20
+        assert [samples.fill(position, out[position])[1] for position in range(20)] == [
+            []
+        ] * 20
         pixels.append(out)
         num_given.append(sum(map(bool, given)))
     assert torch.equal(*pixels)

@@ -50,7 +50,9 @@ class FakeSlurm:
         """An answer: queue, state or ranks."""
         (self.folder / "slurm" / name).write_text(text)
 
-    def call(self, script: str, *arguments: str, slurm: bool = True, code: int = 0) -> str:
+    def call(
+        self, script: str, *arguments: str, slurm: bool = True, code: int = 0
+    ) -> str:
         """Output of a script of launch/, called in the folder; its errors if it is to fail."""
         path = self.environment if slurm else {"PATH": str(self.folder)}
         with contextlib.chdir(self.folder), mock.patch.dict(os.environ, path):
@@ -65,7 +67,9 @@ class FakeSlurm:
         self.write("calls", "")
         script = (self.folder / "slurm/script").read_text()
         # Quoted where a folder for temporary files has a space.
-        (log,) = shlex.split(re.findall(r"#SBATCH --output=(.*)", script)[0].replace("%j", "12"))
+        (log,) = shlex.split(
+            re.findall(r"#SBATCH --output=(.*)", script)[0].replace("%j", "12")
+        )
         variables = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
         variables |= {
             "SLURM_JOB_ID": "12",

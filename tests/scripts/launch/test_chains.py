@@ -56,7 +56,11 @@ def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
     for number, code in {signal.SIGTERM: 75, signal.SIGINT: 130}.items():
         chain = start(tmp_path)
         assert chain.stdout is not None
-        next(line for line in iter(chain.stdout.readline, "") if line.startswith("running 2 proc"))
+        next(
+            line
+            for line in iter(chain.stdout.readline, "")
+            if line.startswith("running 2 proc")
+        )
         chain.send_signal(number)
         output, _ = chain.communicate(timeout=PATIENCE_S)
         assert chain.returncode == code, output

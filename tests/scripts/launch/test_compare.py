@@ -77,15 +77,22 @@ def test_text_and_report_show_differences(root: Path) -> None:
     assert "<h3>attention of a 7</h3>" in text and "data:image/png;base64" in text
 
 
-def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database: Path) -> None:
+def test_runs_are_found_in_mlflow_by_name_and_id(
+    tmp_path: Path, mlflow_database: Path
+) -> None:
     uri = f"sqlite:///{mlflow_database}"
     wrong = run_compare(tmp_path, "--filter", "params.seed = 7", "--uri", uri)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error:\n--filter: MLflow at ")
+    assert wrong.returncode == 2 and wrong.stderr.startswith(
+        "error:\n--filter: MLflow at "
+    )
     make_run(tmp_path, "stored", lr=0.125, gain=0.875)
     sent = run_compare(tmp_path, "sync", "stored", "--uri", uri)
     assert sent.returncode == 0, sent.stderr
     run_id = sent.stdout.partition("; run ")[2].split()[0]
-    here, there = run_compare(tmp_path, "stored"), run_compare(tmp_path, "stored", "--uri", uri)
+    here, there = (
+        run_compare(tmp_path, "stored"),
+        run_compare(tmp_path, "stored", "--uri", uri),
+    )
     origins = re.findall(r"stored +(\d{4}-\d\d-\d\d.*)", here.stdout + there.stdout)
     assert len(origins) == 2 and len(set(origins)) == 1
     assert "; digits, 9 images;" in origins[0]
@@ -95,7 +102,11 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database
     done = run_compare(tmp_path, "stored", run_id, "runs/stored", "--uri", uri)
     assert done.returncode == 0, done.stderr
     assert "0.875" in done.stdout and done.stdout.count(f"MLflow run {run_id}") == 1
-    assert "stored (2)" in done.stdout and "0.25" in done.stdout and "finished" in done.stdout
+    assert (
+        "stored (2)" in done.stdout
+        and "0.25" in done.stdout
+        and "finished" in done.stdout
+    )
     found = run_compare(tmp_path, "--filter", "params.optim.lr = '0.125'", "--uri", uri)
     assert found.returncode == 0, found.stderr
     assert f"MLflow run {run_id}" in found.stdout and "0.875" in found.stdout
@@ -121,27 +132,40 @@ def test_bad_input_is_reported_with_exit_code_2(
 
 
 @pytest.mark.slow
-def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(tmp_path: Path) -> None:
+def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(
+    tmp_path: Path,
+) -> None:
     chromium = shutil.which("chromium") or skip_or_fail("no chromium on this machine")
-    evil = (
-        "<img src=x onerror=document.title='evil'></script><script>document.title='evil'</script>"
-    )
+    evil = "<img src=x onerror=document.title='evil'>"
+    evil += "</script><script>document.title='evil'</script>"
     runs = []
     for number, label in enumerate(("slow", evil)):
         rows = [
             Row(
                 step=step,
                 time=60.0 * step,
-                metrics={"train/loss": 3 / (1 + number + step / 99), "val/top1": step / 1e4}
-                | ({f"val/{evil}": math.inf if step % 2 else 1.0} if step > 900 else {}),
+                metrics={
+                    "train/loss": 3 / (1 + number + step / 99),
+                    "val/top1": step / 1e4,
+                }
+                | (
+                    {f"val/{evil}": math.inf if step % 2 else 1.0} if step > 900 else {}
+                ),
             )
             for step in range(1, 1000)
         ]
         params = {"optim.lr": str(number), f"note.{evil}": evil}
-        runs.append(ComparedRun(label=label, source=evil, params=params, rows=tuple(rows)))
+        runs.append(
+            ComparedRun(label=label, source=evil, params=params, rows=tuple(rows))
+        )
     page = tmp_path / "compare.html"
     page.write_text(render(compare(runs)))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--proxy-server=127.0.0.1:9"]
+    options = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--proxy-server=127.0.0.1:9",
+    ]
     options += [f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=20000"]
     shown = subprocess.run(
         [chromium, *options, "--dump-dom", page.as_uri()],
@@ -150,5 +174,11 @@ def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(tmp_path: Pa
     assert shown.count('class="main-svg"') >= 2 * 3
     assert shown.count('class="js-line"') >= 2 * 2
     body = shown.partition("<body")[2].partition("<script")[0]
-    assert "<img" not in body and "evil" not in shown.partition("<title>")[2].partition("<")[0][:9]
-    assert 'class="legendtext"' in body and "&lt;img src=x" in body.partition("legendtext")[2]
+    assert (
+        "<img" not in body
+        and "evil" not in shown.partition("<title>")[2].partition("<")[0][:9]
+    )
+    assert (
+        'class="legendtext"' in body
+        and "&lt;img src=x" in body.partition("legendtext")[2]
+    )

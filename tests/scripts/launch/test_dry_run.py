@@ -47,7 +47,9 @@ def normal(text: str, slurm: FakeSlurm) -> str:
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)
-def test_a_dry_run_shows_the_batch_script(name: str, submitted: FakeSlurm, golden: Golden) -> None:
+def test_a_dry_run_shows_the_batch_script(
+    name: str, submitted: FakeSlurm, golden: Golden
+) -> None:
     (submitted.folder / "data.yaml").write_text(DATA)
     before = sorted(submitted.folder.rglob("*"))
     output = submitted.call("launch/slurm.py", "--dry-run", "--config", *DRY_RUNS[name])
@@ -56,15 +58,25 @@ def test_a_dry_run_shows_the_batch_script(name: str, submitted: FakeSlurm, golde
     golden.text(f"sbatch/{name}.sh", normal(script, submitted))
 
 
-def test_a_later_job_waits_for_the_earlier_one(slurm: FakeSlurm, golden: Golden) -> None:
+def test_a_later_job_waits_for_the_earlier_one(
+    slurm: FakeSlurm, golden: Golden
+) -> None:
     (link,) = (slurm.run_folder / "slurm").glob("*.sh")
-    slurm.write("queue", f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n")
+    slurm.write(
+        "queue", f"12|12|RUNNING|None|1764000000|n[1-2]|1763990000|/x/{link.name}\n"
+    )
     command = ("launch/slurm.py", "--config", "run.yaml")
-    assert "job 12 (RUNNING on n[1-2]) of this run has not ended" in slurm.call(*command, code=2)
+    assert "job 12 (RUNNING on n[1-2]) of this run has not ended" in slurm.call(
+        *command, code=2
+    )
     slurm.call(*command, "--after")
-    golden.text("sbatch/after.sh", normal((slurm.folder / "slurm/script").read_text(), slurm))
+    golden.text(
+        "sbatch/after.sh", normal((slurm.folder / "slurm/script").read_text(), slurm)
+    )
     (slurm.folder / "slurm/queue").unlink()
-    assert "cannot look up the earlier job for --after" in slurm.call(*command, "--after", code=2)
+    assert "cannot look up the earlier job for --after" in slurm.call(
+        *command, "--after", code=2
+    )
     assert "submitted job 12" in slurm.call(*command)
 
 
@@ -72,27 +84,43 @@ def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> Non
     before = sorted(submitted.folder.rglob("*"))
     sweep = ("optim.lr=[1e-3, 2e-3]", "name=grid", "launch.gpus_per_node=1")
     sweep += ("launch.gpu_request=none",)  # they come with the partition
-    output = submitted.call("launch/slurm.py", "--dry-run", "--config", "run.yaml", *sweep)
+    output = submitted.call(
+        "launch/slurm.py", "--dry-run", "--config", "run.yaml", *sweep
+    )
     assert sorted(submitted.folder.rglob("*")) == before
-    runs = [set(re.findall(rf"\S*lr\S*{rate}\S*", output)) for rate in ("0.001", "0.002")]
+    runs = [
+        set(re.findall(rf"\S*lr\S*{rate}\S*", output)) for rate in ("0.001", "0.002")
+    ]
     assert all(runs) and not runs[0] & runs[1], output
-    assert "#SBATCH --nodes=2" in output and "=gpu" not in output and "--gpu" not in output
+    assert (
+        "#SBATCH --nodes=2" in output and "=gpu" not in output and "--gpu" not in output
+    )
 
 
 def test_a_dry_run_shows_the_plan_without_slurm(submitted: FakeSlurm) -> None:
     output = submitted.call(
-        "launch/slurm.py", "--dry-run", "--config", "run.yaml", "optim.lr=0.002", slurm=False
+        "launch/slurm.py",
+        "--dry-run",
+        "--config",
+        "run.yaml",
+        "optim.lr=0.002",
+        slurm=False,
     )
     plan = output.partition("# Plan\n")[2].partition("\n\n")[0]
     rows = dict(re.split(r"  +", line, maxsplit=1) for line in plan.splitlines())
     assert "lr: 0.002" in output
     assert rows["batch"] == "global batch 2 = 2 ranks x 1 images x 1 accumulated"
     assert rows["steps"].startswith("100 steps, 200 images = ")
-    assert "0.002" in rows["learning rate"] and "GFLOPs per training image" in rows["compute"]
+    assert (
+        "0.002" in rows["learning rate"]
+        and "GFLOPs per training image" in rows["compute"]
+    )
     checks = output.partition("# Checks\n")[2].partition("\n\n")[0]
     assert "configuration  ok" in checks and "SLURM" not in checks
     more = ("launch.nodes=2-8", "launch.tasks_per_node=4", "data.global_batch=64")
-    output = submitted.call("launch/slurm.py", "--dry-run", "--config", "run.yaml", *more)
+    output = submitted.call(
+        "launch/slurm.py", "--dry-run", "--config", "run.yaml", *more
+    )
     used = "used: 8, 4, 2 (the global batch divides over these)"
     assert f"2 to 8, as many as are free at each start; {used}" in output
     assert "32 ranks x 2 images" in output and "(on 2 nodes, ZeRO " in output
@@ -131,7 +159,11 @@ def test_refusals_are_short_and_complete(slurm: FakeSlurm) -> None:
     errors = slurm.call(*command, *bad, code=2)
     assert "64 images are not divisible by 3 tasks" in errors and "63 or 66" in errors
     free = ("launch.tasks_per_node=2", "data.global_batch=6")
-    wrong = {"2-3": "6 images are not divisible by 4 tasks", "3-2": "turn it", "x": "2-8"}
+    wrong = {
+        "2-3": "6 images are not divisible by 4 tasks",
+        "3-2": "turn it",
+        "x": "2-8",
+    }
     for nodes, error in wrong.items():
         assert error in slurm.call(*command, *free, f"launch.nodes={nodes}", code=2)
     assert "launch.gpus_per_node" in errors and "Traceback" not in errors + without

@@ -83,7 +83,12 @@ WAITING = """
 
 
 def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "launch/local.py", "--config=digits/pretrain", "data.path=no"]
+    command = [
+        sys.executable,
+        ROOT / "launch/local.py",
+        "--config=digits/pretrain",
+        "data.path=no",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     error = "error:\nno: no such folder\n  next: correct the path"
     assert done.returncode == 2 and done.stderr.startswith(error)
@@ -91,9 +96,12 @@ def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "death", ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"]
+    "death",
+    ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"],
 )
-def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: str) -> None:
+def test_one_failing_rank_ends_the_others_and_is_named(
+    tmp_path: Path, death: str
+) -> None:
     process = start(
         tmp_path,
         f"""
@@ -111,14 +119,20 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: st
     assert ("out of ideas" in errors) == ("out of ideas" in death)
     (attempt,) = read_attempts(tmp_path)
     assert attempt.ending is Ending.FAILED
-    assert attempt.kind is (FailureKind.KILLED if "KILL" in death else FailureKind.OTHER)
+    assert attempt.kind is (
+        FailureKind.KILLED if "KILL" in death else FailureKind.OTHER
+    )
     assert attempt.reason.startswith("rank 1 ")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_with_a_checkpoint(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_with_a_checkpoint(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     early = start(
-        tmp_path, WAITING, before="import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+        tmp_path,
+        WAITING,
+        before="import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
     )
     early.communicate(timeout=PATIENCE_S)
     assert early.returncode == 75
@@ -130,13 +144,19 @@ def test_a_signal_stops_with_a_checkpoint(tmp_path: Path, number: signal.Signals
     assert "the same command resumes the run" in output
     await_end(tasks)
     assert (tmp_path / "saved").exists()
-    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.STOPPED] * 2
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [
+        Ending.STOPPED
+    ] * 2
 
 
 def test_ranks_do_not_obey_what_the_shell_says_of_another_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stale = {"MASTER_ADDR": "192.0.2.1", "WORLD_SIZE": "64", "GLOO_SOCKET_IFNAME": "ib7"}
+    stale = {
+        "MASTER_ADDR": "192.0.2.1",
+        "WORLD_SIZE": "64",
+        "GLOO_SOCKET_IFNAME": "ib7",
+    }
     stale |= {"NCCL_SOCKET_IFNAME": "ib7", "LOCAL_SIZE": "8", "LOCAL_RANK": "7"}
     for name, value in stale.items():
         monkeypatch.setenv(name, value)
@@ -196,8 +216,12 @@ def test_a_closed_output_pipe_leaves_no_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank_0", "code"),
     [
-        pytest.param("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 75, id="waits for rank 1"),
-        pytest.param("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 1, id="fails"),
+        pytest.param(
+            "signal.signal(signal.SIGTERM, signal.SIG_IGN)", 75, id="waits for rank 1"
+        ),
+        pytest.param(
+            "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 1, id="fails"
+        ),
     ],
 )
 def test_sigterm_before_tasks_handle_it_is_not_a_failure(
@@ -222,14 +246,18 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(
 
 
 def test_a_missing_interpreter_is_one_error(tmp_path: Path) -> None:
-    job = StageJob(script="stage.py", config=str(tmp_path / "c"), run_folder=str(tmp_path))
+    job = StageJob(
+        script="stage.py", config=str(tmp_path / "c"), run_folder=str(tmp_path)
+    )
     stop = SimpleNamespace(is_set=False)
     with pytest.raises(UserError, match="'/lost/python' cannot be started"):
         run_here(job, python="/lost/python", num_procs=2, stop=stop)  # type: ignore[arg-type]
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.FAILED]
 
 
-def test_a_log_is_shown_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_is_shown_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tail = LogTail(tmp_path / "log")
     for seen in ("é".encode()[:1], "é".encode()):
         tail.path.write_bytes(seen)
@@ -246,5 +274,10 @@ submission._enter_task = lambda: SimpleNamespace(global_rank=1)
 submission.run_in_process = lambda _: os.kill(os.getpid(), signal.SIGUSR2)
 submission.StageJob(script="stage.py", config="c")()
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (75, "stopped by SIGUSR2; finished work is kept\n")
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (
+        75,
+        "stopped by SIGUSR2; finished work is kept\n",
+    )

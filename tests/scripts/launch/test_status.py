@@ -26,7 +26,9 @@ mkdir -p $checkpoint
 : > $checkpoint/manifest.json
 """
 NAN = STEP.replace("1.5", '"NaN"')
-ENDED = "echo 'srun: error: n2: task 1: Exited with exit code {code}' >&2; exit {code}\n"
+ENDED = (
+    "echo 'srun: error: n2: task 1: Exited with exit code {code}' >&2; exit {code}\n"
+)
 # Asks for the state while the ranks run.
 ASK = f"""
 cd $RUN/../..
@@ -38,13 +40,26 @@ STATES: dict[str, tuple[str, tuple[str, str] | None]] = {
     "queued": ("", ("PENDING", "Resources")),
     "running": (STEP.format(step=20) + ASK + "exit 0\n", ("RUNNING", "None")),
     "paused": (STEP.format(step=20) + ENDED.format(code=75), ("PENDING", "BeginTime")),
-    "queued_again": (STEP.format(step=20) + ENDED.format(code=75), ("PENDING", "Resources")),
-    "failed": (NAN.format(step=20) + ENDED.format(code=2), ("FAILED", "NonZeroExitCode")),
+    "queued_again": (
+        STEP.format(step=20) + ENDED.format(code=75),
+        ("PENDING", "Resources"),
+    ),
+    "failed": (
+        NAN.format(step=20) + ENDED.format(code=2),
+        ("FAILED", "NonZeroExitCode"),
+    ),
     "finished": (STEP.format(step=100) + "exit 0\n", ("COMPLETED", "None")),
     "no_slurm": (STEP.format(step=20) + ENDED.format(code=75), None),
 }
 # The values of --json that other programs read, as paths.
-KEYS = ("name", "state", "logged/step", "logged/total_steps", "logged/images_per_s", "failure/what")
+KEYS = (
+    "name",
+    "state",
+    "logged/step",
+    "logged/total_steps",
+    "logged/images_per_s",
+    "failure/what",
+)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -54,7 +69,9 @@ def test_status_shows(name: str, slurm: FakeSlurm, golden: Golden) -> None:
         (link,) = (slurm.run_folder / "slurm").glob("*.sh")
         now = int(time.time())
         nodes = "n[1-2]" if job[0] == "RUNNING" else ""
-        number = "13" if name == "queued_again" else "12"  # another job than the attempt's
+        number = (
+            "13" if name == "queued_again" else "12"
+        )  # another job than the attempt's
         row = (number, number, *job, now, nodes, now - 600, f"/x/{link.name}")
         slurm.write("queue", "|".join(map(str, row)) + "\n")
     if ranks:
@@ -95,10 +112,20 @@ ENDINGS = {  # what the ranks do, exit code of the job (None: any failure), requ
     "failure": (FAILED.format(code=1), 1, True, "rank 1 on n2 ended with code 1"),
     "killed": (KILLED, None, True, "rank 1 on n2 was ended by SIGKILL"),
     "srun killed": ("kill -9 $$", None, True, "srun was ended by SIGKILL"),
-    "recorded": (RECORDED + KILLED.replace("n2", "n[1-2]"), None, True, "ended: no bus (device)"),
+    "recorded": (
+        RECORDED + KILLED.replace("n2", "n[1-2]"),
+        None,
+        True,
+        "ended: no bus (device)",
+    ),
     "stop": (FAILED.format(code=75), 75, True, "stopped by a signal"),
     "storage": (FAILED.format(code=74), 74, True, "rank 1 on n2 ended with code 74"),
-    "bad input": (FAILED.format(code=2), 2, False, "a restart would fail in the same way"),
+    "bad input": (
+        FAILED.format(code=2),
+        2,
+        False,
+        "a restart would fail in the same way",
+    ),
     "divergence": (FAILED.format(code=76), 76, False, "the training diverged"),
 }
 
@@ -115,11 +142,15 @@ def test_the_end_of_the_ranks_decides(name: str, slurm: FakeSlurm) -> None:
 def test_ranks_are_started_on_all_nodes(slurm: FakeSlurm) -> None:
     slurm.run_job('echo "port $MASTER_PORT, attempt $VITSCALE_ATTEMPT"; exit 0')
     (srun,) = [line for line in slurm.calls if line.startswith("srun")]
-    assert "--kill-on-bad-exit=1" in srun and f"_submit {slurm.run_folder}/slurm/" in srun
+    assert (
+        "--kill-on-bad-exit=1" in srun and f"_submit {slurm.run_folder}/slurm/" in srun
+    )
     assert "attempt 12/0" in slurm.log and "port ," not in slurm.log
 
 
-def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(slurm: FakeSlurm) -> None:
+def test_ranks_are_started_on_as_many_nodes_as_the_batch_divides_over(
+    slurm: FakeSlurm,
+) -> None:
     free = ("launch.nodes=1-3", "launch.tasks_per_node=2", "data.global_batch=6")
     slurm.call("launch/slurm.py", "--config", "run.yaml", *free)
     slurm.run_job('echo "$SLURM_NTASKS tasks on $SLURM_NNODES"; exit 0')
@@ -133,9 +164,14 @@ def test_a_job_that_slurm_ends_is_left_alone(slurm: FakeSlurm) -> None:
 
 def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm) -> None:
     script = (slurm.folder / "slurm/script").read_text()
-    slurm.write("script", script.replace("# setup\n", "# setup\nexport PYTHONHOME=/nowhere\n"))
+    slurm.write(
+        "script", script.replace("# setup\n", "# setup\nexport PYTHONHOME=/nowhere\n")
+    )
     for restart in range(4):
         assert slurm.run_job(KILLED, restart=restart) != 0
         assert slurm.is_requeued == (restart < 3), slurm.log
     shown = slurm.call("launch/status.py", "runs/small")
-    assert "small: failed: Python did not start on n1, or was killed; log runs/small/" in shown
+    assert (
+        "small: failed: Python did not start on n1, or was killed; log runs/small/"
+        in shown
+    )

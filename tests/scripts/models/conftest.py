@@ -42,7 +42,12 @@ class Scripts:
     images: Path
 
     def run(
-        self, script: str, *words: str | Path, num_ranks: int = 1, code: int = 0, place: str = ""
+        self,
+        script: str,
+        *words: str | Path,
+        num_ranks: int = 1,
+        code: int = 0,
+        place: str = "",
     ) -> str:
         """place: the current folder, to start there again."""
         start = self.folder / (place or f"start-{len(list(self.folder.iterdir()))}")
@@ -69,13 +74,17 @@ class Scripts:
 
 
 @pytest.fixture(scope="session")
-def scripts(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> Scripts:
+def scripts(
+    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
+) -> Scripts:
     folder = tmp_path_factory.mktemp("scripts")
     make_shard_folder(folder / "shards", lengths={"train": (20, 16), "test": (7, 5)})
     images = folder / "images"
     images.mkdir()
     for number, extension in enumerate(("png", "jpg", "webp")):
-        (images / f"{number}.{extension}").write_bytes(image_bytes(extension, seed=40 + number))
+        (images / f"{number}.{extension}").write_bytes(
+            image_bytes(extension, seed=40 + number)
+        )
     return Scripts(warm_starter, folder, folder / "shards", images)
 
 

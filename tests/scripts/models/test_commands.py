@@ -70,8 +70,12 @@ def results(folder: Path) -> dict[str, float]:
     stored = json.loads((folder / "results.json").read_text())["results"]
     table = (folder / "results.md").read_text().splitlines()
     with open(folder / "results.csv") as file:
-        for row, cells, line in zip(stored, csv.DictReader(file), table[2:], strict=False):
-            assert {key: str("" if row[key] is None else row[key]) for key in row} == cells
+        for row, cells, line in zip(
+            stored, csv.DictReader(file), table[2:], strict=False
+        ):
+            assert {
+                key: str("" if row[key] is None else row[key]) for key in row
+            } == cells
             assert f"| {row['metric']} " in line and f"| {row['value']:.4f} " in line
     return {row["metric"]: row["value"] for row in stored}
 
@@ -81,22 +85,31 @@ def test_finetuning_starts_from_weight_files(
 ) -> None:
     """Positions are resampled; the first keeps its head, the second gets a head of zeros."""
     words = (f"init={SAFETENSORS}", "position_embedding=timm")
-    like_deit3 = ("model.layer_scale=1e-4", "model.class_position=false", "model.gelu=erf")
+    like_deit3 = (
+        "model.layer_scale=1e-4",
+        "model.class_position=false",
+        "model.gelu=erf",
+    )
     _, headless = scripts.finetune("from-safetensors", *words, *like_deit3, num_ranks=2)
     found = {"npz": from_npz[1], "safetensors": headless}
     assert found["safetensors"]["train/loss"][0] == pytest.approx(np.log(3), rel=1e-6)
     golden.json("scripts/finetune.json", found, rel=REL)
 
 
-def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, from_npz: Run) -> None:
+def test_evaluations_of_files_and_of_a_run(
+    golden: Golden, scripts: Scripts, from_npz: Run
+) -> None:
     found = {}
     data = (f"data.path={scripts.shards}", "data.num_workers=0", "tracking.uri=null")
     printed = scripts.run("evaluate_model", f"init={NPZ}", *data, code=2)
     assert "the classes of the model's 3 outputs are unknown" in printed
     npz, safetensors = (
-        shutil.copy(file, scripts.folder / f"model{file.suffix}") for file in (NPZ, SAFETENSORS)
+        shutil.copy(file, scripts.folder / f"model{file.suffix}")
+        for file in (NPZ, SAFETENSORS)
     )
-    (scripts.folder / "classes.json").write_text(json.dumps(read_manifest(scripts.shards).classes))
+    (scripts.folder / "classes.json").write_text(
+        json.dumps(read_manifest(scripts.shards).classes)
+    )
     # The last one is the same evaluation again.
     for name, words in (
         ("npz", (f"init={npz}", SMOOTHED, *data)),
@@ -108,17 +121,33 @@ def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, fro
         more = (f"output={output}", "compute.device=cpu", f"evaluate={EVALUATIONS}")
         printed = scripts.run("evaluate_model", *words, *more)
         assert "| 95 % interval    | images |" in printed
-        assert "\nclass_mean_top1 has no interval: it is a mean over classes\n" in printed
+        assert (
+            "\nclass_mean_top1 has no interval: it is a mean over classes\n" in printed
+        )
         assert "\nfew_shotK_top1 has no interval: it is a mean over draws" in printed
         assert found.setdefault(name, results(output)) == results(output)
     golden.json("scripts/evaluate.json", found, rel=REL)
-    last = {name: values[-1] for name, values in from_npz[1].items() if name.startswith("val/")}
+    last = {
+        name: values[-1]
+        for name, values in from_npz[1].items()
+        if name.startswith("val/")
+    }
     assert found["run"]["top1"] == last["val/top1"]
-    printed = scripts.run("evaluate_model", f"init={NPZ}", *data, f"output={from_npz[0]}", code=2)
+    printed = scripts.run(
+        "evaluate_model", f"init={NPZ}", *data, f"output={from_npz[0]}", code=2
+    )
     assert "is the run folder of a training" in printed and "Traceback" not in printed
-    words = (f"init={npz}", SMOOTHED, *data, "compute.device=cpu", "evaluate=[{name: confusion}]")
+    words = (
+        f"init={npz}",
+        SMOOTHED,
+        *data,
+        "compute.device=cpu",
+        "evaluate=[{name: confusion}]",
+    )
     scripts.run("evaluate_model", *words, place="again")
-    printed = scripts.run("evaluate_model", *words, "image_size=16", code=2, place="again")
+    printed = scripts.run(
+        "evaluate_model", *words, "image_size=16", code=2, place="again"
+    )
     assert "model-evaluation: has the results of another evaluation\n" in printed
     assert "model.architecture.image_size: there 8, now 16\n" in printed
 
@@ -128,7 +157,11 @@ def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> Non
     for name, words, inputs in (
         ("npz.csv", (f"init={NPZ}", SMOOTHED), scripts.shards),
         ("npz.parquet", (f"init={NPZ}", SMOOTHED), scripts.images),
-        ("safetensors.csv", (f"init={SAFETENSORS}", NUM_HEADS, *RESAMPLED), scripts.images),
+        (
+            "safetensors.csv",
+            (f"init={SAFETENSORS}", NUM_HEADS, *RESAMPLED),
+            scripts.images,
+        ),
     ):
         output = scripts.folder / f"predicted-{name}"
         more = (f"output={output}", "compute.device=cpu", "num_workers=0", "top=3")
@@ -155,14 +188,19 @@ def test_unreadable_images_do_not_end_the_command(
     said = scripts.run("predict", *words, f"output={output}", "top=2", num_ranks=2)
     assert "8 images, 5 of them unreadable" in said and "left out 1 files" in said
     rows = pq.read_table(output).to_pylist()
-    names = ["a.jpg", *(f"below/{name}" for name in ("b.JPG", *(f"{x}.jpg" for x in "cdefg")))]
+    names = [
+        "a.jpg",
+        *(f"below/{name}" for name in ("b.JPG", *(f"{x}.jpg" for x in "cdefg"))),
+    ]
     assert [row["image"] for row in rows] == [
         str(tmp_path / "in" / n) for n in (*names, "below/h.GIF")
     ]
     odd = ("is not a file", "No such file", "GIF is not read; convert")
     reasons = (None, None, "", None, "", *odd)
     for row, reason in zip(rows, reasons, strict=True):
-        assert (row["error"] is None) == (row["class_1"] is not None) == (reason is None)
+        assert (
+            (row["error"] is None) == (row["class_1"] is not None) == (reason is None)
+        )
         assert reason is None or reason in row["error"] and " at 0x" not in row["error"]
     assert rows[0]["class_1"] == rows[1]["class_1"]
     assert [path.name for path in output.parent.iterdir()] == ["table.parquet"]
@@ -181,7 +219,12 @@ def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run) -
         assert "checked: the same logits" in printed
         assert {path.name for path in folder.iterdir()} == {"README.md", *files}
         card = (folder / "README.md").read_text()
-        for part in ("| val/top1 |", "step-00000002", "warmup_steps: 0", "## Licence\nNot stated"):
+        for part in (
+            "| val/top1 |",
+            "step-00000002",
+            "warmup_steps: 0",
+            "## Licence\nNot stated",
+        ):
             assert part in card
     for more, message in (
         ((folder,), "is not empty"),
@@ -192,7 +235,9 @@ def test_every_format_is_exported_with_a_card(scripts: Scripts, from_npz: Run) -
     assert not (scripts.folder / "new").exists()
 
 
-def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_path: Path) -> None:
+def test_own_code_predicts_as_the_command(
+    scripts: Scripts, from_npz: Run, tmp_path: Path
+) -> None:
     """Of a run and its export: files, one turned by its EXIF, and shards by a worker of torch."""
     turned, exif = tmp_path / "turned.jpg", Image.Exif()
     exif[274] = 6
@@ -201,8 +246,14 @@ def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_p
     paths, exported = [*sorted(scripts.images.iterdir()), turned], tmp_path / "exported"
     scripts.run("export", f"init={from_npz[0]}", "--to", "timm", exported)
     for wrong, message in (
-        ({"model": {"width": 3, "dept": 2}}, "model.dept: unknown .*\n.*\n.*model.depth"),
-        ({"weights": "best", "image_size": 0}, "auto, model, ema\n.*image_size: 0 is not allowed"),
+        (
+            {"model": {"width": 3, "dept": 2}},
+            "model.dept: unknown .*\n.*\n.*model.depth",
+        ),
+        (
+            {"weights": "best", "image_size": 0},
+            "auto, model, ema\n.*image_size: 0 is not allowed",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             load_model(from_npz[0], **wrong)
@@ -216,13 +267,23 @@ def test_own_code_predicts_as_the_command(scripts: Scripts, from_npz: Run, tmp_p
         model(torch.zeros(1, 3, 16, 16))
     files = torch.stack([same.preprocess(Image.open(path)) for path in paths])
     dataset = ShardDataset(scripts.shards, split="test", transform=model.preprocess)
-    loader = DataLoader(dataset, batch_size=5, num_workers=1, multiprocessing_context="spawn")
+    loader = DataLoader(
+        dataset, batch_size=5, num_workers=1, multiprocessing_context="spawn"
+    )
     stored, labels = map(torch.cat, zip(*loader, strict=True))
-    for used, inputs, pixels in ((same, paths, files), (model, [scripts.shards], stored)):
+    for used, inputs, pixels in (
+        (same, paths, files),
+        (model, [scripts.shards], stored),
+    ):
         table = tmp_path / f"{len(inputs)}.parquet"
-        scripts.run("predict", f"init={from_npz[0]}", *inputs, f"output={table}", "top=3")
+        scripts.run(
+            "predict", f"init={from_npz[0]}", *inputs, f"output={table}", "top=3"
+        )
         found = used(pixels).softmax(dim=1).detach().numpy()
-        assert used.classes == dataset.classes and np.abs(found - shares(table)).max() < 1e-5
+        assert (
+            used.classes == dataset.classes
+            and np.abs(found - shares(table)).max() < 1e-5
+        )
     names = [dataset.classes[label] for label in labels.tolist()]
     assert names == [row["label"] for row in predictions(table)]
     assert model(stored, output="features").shape == (len(dataset), 16)

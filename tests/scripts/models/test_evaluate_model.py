@@ -42,7 +42,9 @@ def train(runs: FaultRuns, folder: Path, evaluate: str, *words: str) -> Path:
     return folder / "run"
 
 
-def evaluate_run(runs: FaultRuns, folder: Path, init: Path, *, num_ranks: int = 1) -> str:
+def evaluate_run(
+    runs: FaultRuns, folder: Path, init: Path, *, num_ranks: int = 1
+) -> str:
     """What rank 0 printed."""
     folder.mkdir(parents=True)
     words = (f"init={init}", f"output={folder / 'out'}", "compute.device=cpu")
@@ -64,7 +66,9 @@ def supervised(fault_runs: FaultRuns, tmp_path_factory: pytest.TempPathFactory) 
 def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
     """The results outside are those that the training logged; returns them."""
     logged = [each for row in journal_rows(run) for each in row.items()]
-    of_weights = [(k.removeprefix(prefix), v) for k, v in logged if k.startswith(prefix)]
+    of_weights = [
+        (k.removeprefix(prefix), v) for k, v in logged if k.startswith(prefix)
+    ]
     stored = json.loads((folder / "out/results.json").read_text())
     assert stored["data"]["images"] == 360
     outside = [(row["metric"], row["value"]) for row in stored["results"]]
@@ -84,7 +88,12 @@ def check_outside(run: Path, folder: Path, *, prefix: str) -> dict[str, float]:
     ],
 )
 def test_features_in_training_equal_those_outside(
-    fault_runs: FaultRuns, supervised: Path, tmp_path: Path, name: str, stage: int, evaluate: str
+    fault_runs: FaultRuns,
+    supervised: Path,
+    tmp_path: Path,
+    name: str,
+    stage: int,
+    evaluate: str,
 ) -> None:
     words = (*OBJECTIVES[name], "optim.ema=null", f"engine.zero_stage={stage}")
     if name == "distillation":
@@ -105,7 +114,9 @@ def test_the_average_is_the_same_on_one_rank_and_two(
     """Files agree with the table, and count every image once; the training writes the same."""
     tables = []
     for ranks in (1, 2):
-        printed = evaluate_run(fault_runs, tmp_path / str(ranks), supervised, num_ranks=ranks)
+        printed = evaluate_run(
+            fault_runs, tmp_path / str(ranks), supervised, num_ranks=ranks
+        )
         metrics = check_outside(supervised, tmp_path / str(ranks), prefix="val/ema_")
         tables.append(printed.partition("\n\n")[2].replace("/1/", "/2/"))
     assert tables[0] == tables[1] and "95 % interval" in tables[0]
@@ -114,9 +125,14 @@ def test_the_average_is_the_same_on_one_rank_and_two(
         images, right = Counter[str](), Counter[str]()
         for row in rows_of(files / "confusion.csv"):
             images[row["class"]] += int(row["images"])
-            right[row["class"]] += int(row["images"]) * (row["class"] == row["predicted"])
+            right[row["class"]] += int(row["images"]) * (
+                row["class"] == row["predicted"]
+            )
         assert images.total() == 360
         assert right.total() / 360 == pytest.approx(metrics["top1"], abs=TOLERANCE)
         for row in rows_of(files / "per_class.csv"):
             name = row["class"]
-            assert (int(row["images"]), int(row["correct"])) == (images[name], right[name])
+            assert (int(row["images"]), int(row["correct"])) == (
+                images[name],
+                right[name],
+            )

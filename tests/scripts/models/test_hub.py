@@ -50,7 +50,9 @@ class Hub:
         return commit
 
     def downloads(self) -> list[str]:
-        found = [each for each in self.requests if each[:4] == "GET " and "/resolve/" in each]
+        found = [
+            each for each in self.requests if each[:4] == "GET " and "/resolve/" in each
+        ]
         return sorted(each.rpartition("/")[2] for each in found)
 
 
@@ -74,7 +76,9 @@ class Api(Answering):
         if kind == "revision":
             return self.say({"id": f"{owner}/{name}", "sha": commit, "siblings": []})
         if kind == "tree":
-            return self.say([{**one, "path": n, "size": len(d)} for n, d in files.items()])
+            return self.say(
+                [{**one, "path": n, "size": len(d)} for n, d in files.items()]
+            )
         data = files["/".join(rest)]
         tag = hashlib.sha1(data).hexdigest()
         self.answer(200, data, {"ETag": f'"{tag}"', "X-Repo-Commit": commit})
@@ -87,7 +91,10 @@ class Api(Answering):
     def do_POST(self) -> None:
         """Create a repository, say how files are sent, or commit them."""
         (path, body), url = self.asked(), self.hub.environment["HF_ENDPOINT"]
-        if self.headers["Authorization"] != f"Bearer {self.hub.environment['HF_TOKEN']}":
+        if (
+            self.headers["Authorization"]
+            != f"Bearer {self.hub.environment['HF_TOKEN']}"
+        ):
             return self.say({}, 401)
         name, kind = "/".join(path[2:4]), path[-2]
         if kind == "commit":
@@ -101,7 +108,9 @@ class Api(Answering):
                 elif line["key"] == "deletedFile":
                     del found[value["path"]]
             commit = self.hub.commit(name, found)
-            return self.say({"commitUrl": f"{url}/{name}/commit/{commit}", "commitOid": commit})
+            return self.say(
+                {"commitUrl": f"{url}/{name}/commit/{commit}", "commitOid": commit}
+            )
         asked = json.loads(body)
         if kind == "repos":
             assert asked.get("visibility") == "private" or asked["private"]
@@ -111,7 +120,10 @@ class Api(Answering):
             return self.say({"url": f"{url}/{name}"}, 200 if is_new else 409)
         for each in asked.get("files", ()):  # of preupload
             is_large = each["path"].endswith(".safetensors")
-            each |= {"uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
+            each |= {
+                "uploadMode": "lfs" if is_large else "regular",
+                "shouldIgnore": False,
+            }
         for each in asked.get("objects", ()):  # of LFS
             each["actions"] = {"upload": {"href": f"{url}/large"}}
         self.say(asked)
@@ -119,7 +131,9 @@ class Api(Answering):
     def asked(self) -> tuple[list[str], bytes]:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
-        return path.strip("/").split("/"), self.rfile.read(int(self.headers["Content-Length"] or 0))
+        return path.strip("/").split("/"), self.rfile.read(
+            int(self.headers["Content-Length"] or 0)
+        )
 
     def say(self, content: Any, status: int = 200, **headers: str) -> None:
         self.answer(status, json.dumps(content).encode(), headers)
@@ -129,7 +143,9 @@ class Api(Answering):
 def hub(scripts: Scripts, tmp_path: Path) -> Iterator[Hub]:
     """An empty one, which this process and the scripts use, with a token."""
     cache = str(tmp_path / "home")
-    found = Hub({"HF_HOME": cache, "HF_TOKEN": "hf_of_tests", "HF_HUB_DISABLE_XET": "1"})
+    found = Hub(
+        {"HF_HOME": cache, "HF_TOKEN": "hf_of_tests", "HF_HUB_DISABLE_XET": "1"}
+    )
     with listening(type("OfHub", (Api,), {"hub": found})) as url:
         found.environment["HF_ENDPOINT"] = url
         with (
@@ -145,7 +161,9 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     scripts: Scripts, from_npz: Run, hub: Hub, tmp_path: Path
 ) -> None:
     """A training fetches it once for two ranks, and when it resumes keeps what it started from."""
-    hub.commit("own/Tiny", {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""})
+    hub.commit(
+        "own/Tiny", {"preprocessor_config.json": b"of an earlier push", "mine.txt": b""}
+    )
     exported = tmp_path / "exported"
     words = (f"init={from_npz[0]}", "--to", "timm", "--push", "own/Tiny", exported)
     commit = scripts.run("export", *words).rpartition(f"pushed {HF}@")[2].strip()
@@ -153,7 +171,12 @@ def test_what_is_pushed_comes_back_in_equal_bits(
     assert {*files} == {"README.md", "config.json", "model.safetensors", "mine.txt"}
     assert [*hub.large.values()] == [files["model.safetensors"]]
     card = files["README.md"].decode()
-    for part in ("hf-hub:own/Tiny", f'load_model("{HF}")', str(scripts.shards), "| val/top1 |"):
+    for part in (
+        "hf-hub:own/Tiny",
+        f'load_model("{HF}")',
+        str(scripts.shards),
+        "| val/top1 |",
+    ):
         assert part in card
     assert "the average of the weights (val/ema" not in card
     own, pixels = load_model(from_npz[0]), torch.rand(2, 3, 12, 12)
@@ -163,13 +186,17 @@ def test_what_is_pushed_comes_back_in_equal_bits(
         assert torch.allclose(theirs(pixels), own(pixels), atol=1e-5)
     with mock.patch.dict(scripts.starter.environment, HF_HOME=str(tmp_path / "empty")):
         hub.requests.clear()
-        _, metrics = scripts.finetune("of-hub", f"init={HF}", "keep_head=true", num_ranks=2)
+        _, metrics = scripts.finetune(
+            "of-hub", f"init={HF}", "keep_head=true", num_ranks=2
+        )
         assert hub.downloads() == ["config.json", "model.safetensors"]
         words = (f"init={exported}", "keep_head=true")
         assert scripts.finetune("of-folder", *words, num_ranks=2)[1] == metrics
         hub.commit("own/Tiny", {"README.md": b"no weights any more"})
         hub.requests.clear()
-        run, _ = scripts.finetune("of-hub", f"init={HF}", "keep_head=true", "schedule.steps=3")
+        run, _ = scripts.finetune(
+            "of-hub", f"init={HF}", "keep_head=true", "schedule.steps=3"
+        )
     record = read_record(run)
     assert not hub.requests and record is not None
     assert record.tags["vitscale.init"] == f"{HF}@{commit}"
@@ -181,7 +208,9 @@ def test_ranks_fetch_once_and_nothing_that_runs(
     """Later, without a hub, what was fetched is used."""
     scripts.run("export", f"init={NPZ}", "--to", "safetensors", tmp_path / "out")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    commit = hub.commit("own/Tiny", files | {"pytorch_model.bin": b"pickle", "model.py": b""})
+    commit = hub.commit(
+        "own/Tiny", files | {"pytorch_model.bin": b"pickle", "model.py": b""}
+    )
     words = ("compute.device=cpu", "num_workers=0", scripts.images)
     expected = scripts.run("predict", f"init={tmp_path / 'out'}", *words)
     assert scripts.run("predict", f"init={HF}", *words, num_ranks=2).endswith(expected)
@@ -214,8 +243,12 @@ def test_bad_input_is_one_error(
             printed = scripts.run(
                 "export", *words, "--push", name, tmp_path / f"out{token}", code=2
             )
-        assert f"push={name}: {what}\n  next: " in printed and "Traceback" not in printed
-        assert (tmp_path / f"out{token}").exists() == (token == "wrong")  # else before any work
+        assert (
+            f"push={name}: {what}\n  next: " in printed and "Traceback" not in printed
+        )
+        assert (tmp_path / f"out{token}").exists() == (
+            token == "wrong"
+        )  # else before any work
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StorageError, match="127.0.0.1:9 cannot be used"):
         open_model("hf://own/another")

@@ -78,7 +78,9 @@ class SlurmCluster:
     daemons: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """munged, slurmctld, and each slurmd by its node."""
 
-    def run(self, command: Sequence[object], *, cwd: Path | None = None, **more: str) -> str:
+    def run(
+        self, command: Sequence[object], *, cwd: Path | None = None, **more: str
+    ) -> str:
         """Standard output of a command. Raises with its errors. more: variables."""
         done = subprocess.run(
             [str(word) for word in command],
@@ -120,7 +122,9 @@ class SlurmCluster:
                     parent.kill()
                 process.kill()
 
-    def processes(self, **variables: str) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+    def processes(
+        self, **variables: str
+    ) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
         """All that runs in this cluster with these variables, and its environment."""
         variables |= {"SLURM_CONF": self.environment["SLURM_CONF"]}
         for process in psutil.process_iter():
@@ -141,7 +145,9 @@ class SlurmCluster:
         """
         name = "slurmd" if daemon in NODES else daemon
         # A controller without saved state ends, but for -i.
-        options = {"slurmd": ("-D", "-N", daemon), "slurmctld": ("-D", "-i")}.get(name, options)
+        options = {"slurmd": ("-D", "-N", daemon), "slurmctld": ("-D", "-i")}.get(
+            name, options
+        )
         command = [str(_program(name)), *map(str, options)]
         if without is not None:
             hide = f"mount -t tmpfs none {shlex.quote(str(without))} && exec {shlex.join(command)}"
@@ -153,12 +159,16 @@ class SlurmCluster:
 
     def num_idle(self) -> int:
         words = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
-        answer = subprocess.run(words, env=self.environment, capture_output=True, text=True)
+        answer = subprocess.run(
+            words, env=self.environment, capture_output=True, text=True
+        )
         # A node is listed once for each partition.
         return sum(line.endswith(" idle") for line in set(answer.stdout.splitlines()))
 
     def await_idle(self) -> None:
-        wait_until(lambda: self.num_idle() == len(NODES), else_say=self.logs, every_s=0.2)
+        wait_until(
+            lambda: self.num_idle() == len(NODES), else_say=self.logs, every_s=0.2
+        )
 
     def logs(self) -> str:
         parts = []
@@ -204,7 +214,9 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
     """
     if missing := [name for name in DAEMONS if _program(name) is None]:
         names = ", ".join(missing)
-        skip_or_fail(f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)")
+        skip_or_fail(
+            f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)"
+        )
     # Short, since the munge socket's path must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
@@ -218,7 +230,12 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
     environment["SLURM_CONF"] = str(_write_configuration(folder, more=more))
     cluster = SlurmCluster(folder=folder, environment=environment)
     # The temporary folder's parents may be writable by others; the key itself is not.
-    names = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
+    names = {
+        "socket": "socket",
+        "key-file": "key",
+        "pid-file": "pid",
+        "seed-file": "seed",
+    }
     options = [f"--{name}={munge}/{value}" for name, value in names.items()]
     cluster.start("munged", "-F", "--force", f"--log-file={munge}/log", *options)
     try:

@@ -82,7 +82,9 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
         return dict(re.findall(r"submitted (\S+): job (\d+)", output)), output
 
     def logs(run: str) -> str:
-        return "\n".join(p.read_text() for p in tmp_path.glob(f"runs/small/{run}/**/*.out"))
+        return "\n".join(
+            p.read_text() for p in tmp_path.glob(f"runs/small/{run}/**/*.out")
+        )
 
     first, output = chain()
     assert list(first) == RUNS, output
@@ -100,7 +102,9 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
     for lr in ("0.01", "0.001"):
         ended = slurm.wait(second[f"evaluate/lr-{lr}"], states=ENDED)
         assert ended["JobState"] == "COMPLETED", [*map(logs, RUNS)]
-        results = json.loads((tmp_path / f"runs/small/evaluate/lr-{lr}/results.json").read_text())
+        results = json.loads(
+            (tmp_path / f"runs/small/evaluate/lr-{lr}/results.json").read_text()
+        )
         assert f"finetune/lr-{lr}" in results["model"]["source"]
     assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
     third, output = chain()

@@ -30,7 +30,9 @@ def write_corpus(folder: Path) -> None:
         (folder / label).mkdir(parents=True)
         for number in range(80):
             path = folder / label / f"{number}.jpg"
-            Image.fromarray(random.integers(0, 256, (800, 800, 3), dtype=np.uint8)).save(path)
+            Image.fromarray(
+                random.integers(0, 256, (800, 800, 3), dtype=np.uint8)
+            ).save(path)
             if number % 20 == 7:
                 path.write_bytes(path.read_bytes()[:1000])
 
@@ -62,12 +64,23 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     )  # fmt: skip
     states = ["COMPLETED", "FAILED", "CANCELLED"]
     ended = [slurm.wait(f"{array}_{task}", states=states) for task in range(NUM_TASKS)]
-    texts = [(logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)]
+    texts = [
+        (logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)
+    ]
     found = [task["JobState"] for task in ended]
-    assert found == ["COMPLETED", "COMPLETED", "CANCELLED", "COMPLETED"], "\n".join(texts)
+    assert found == ["COMPLETED", "COMPLETED", "CANCELLED", "COMPLETED"], "\n".join(
+        texts
+    )
     assert {task["NodeList"] for task in ended} == {"n1", "n2"}
-    assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"], "\n".join(texts)
-    assert ["stopped by a signal" in text for text in texts] == [True, True, True, False]
+    assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"], "\n".join(
+        texts
+    )
+    assert ["stopped by a signal" in text for text in texts] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert f"requeueing job {array}_0 (1 of" in texts[0]
     # SLURM requeues one and cancels the other.
     for task in (1, 2):

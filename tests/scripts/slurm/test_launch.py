@@ -32,10 +32,20 @@ def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path) -> Non
         dist.destroy_process_group()
     """)
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
-    assert ended["JobState"] == "COMPLETED", job.log(0).read_text() + job.log(1).read_text()
-    seen = [json.loads((tmp_path / f"slurm/seen-{rank}.json").read_text()) for rank in range(2)]
+    assert ended["JobState"] == "COMPLETED", (
+        job.log(0).read_text() + job.log(1).read_text()
+    )
+    seen = [
+        json.loads((tmp_path / f"slurm/seen-{rank}.json").read_text())
+        for rank in range(2)
+    ]
     # n1 is not a host name: the address comes from SLURM.
-    equal = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "total": 3.0}
+    equal = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "total": 3.0,
+    }
     equal |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": seen[0]["MASTER_PORT"]}
     assert [task | equal for task in seen] == seen
     assert [task["RANK"] for task in seen] == ["0", "1"]
@@ -51,10 +61,14 @@ def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit) -> None:
     """)
     # srun's own code is the highest of all tasks: that of the one that was ended.
     ended = slurm.wait(job.job_id, states=["FAILED"])
-    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0"), job.log(0).read_text()
+    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0"), job.log(
+        0
+    ).read_text()
 
 
-def test_only_the_settings_reach_slurm_and_unchanged(slurm, submit, tmp_path, monkeypatch) -> None:
+def test_only_the_settings_reach_slurm_and_unchanged(
+    slurm, submit, tmp_path, monkeypatch
+) -> None:
     # As if submitted inside another job.
     for name, value in {
         "SLURM_JOB_ID": "1",
@@ -79,7 +93,9 @@ def test_only_the_settings_reach_slurm_and_unchanged(slurm, submit, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards: Path, tmp_path: Path) -> None:
+def test_a_run_takes_the_nodes_that_are_free(
+    slurm, digits_shards: Path, tmp_path: Path
+) -> None:
     """Two, one and two again: each step has the samples that a single process takes."""
 
     def losses(name: str) -> dict[int, float]:
@@ -112,7 +128,9 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards: Path, tmp_pat
     try:
         for restarts, state in enumerate(("drain", "resume")):
             wait_for_steps(restarts=restarts)
-            slurm.run(["scontrol", "update", "nodename=n2", f"state={state}", "reason=test"])
+            slurm.run(
+                ["scontrol", "update", "nodename=n2", f"state={state}", "reason=test"]
+            )
             slurm.run(["scancel", "--signal=USR2", job_id])
         wait_for_steps(restarts=2)
     finally:
@@ -123,5 +141,11 @@ def test_a_run_takes_the_nodes_that_are_free(slurm, digits_shards: Path, tmp_pat
     assert "CPU threads per rank: 1\n" in log.read_text()
     attempts = read_attempts(tmp_path / "runs/free")
     assert [len(attempt.nodes) for attempt in attempts] == [2, 1, 2]
-    start("launch/local.py", "alone", f"schedule.steps={max(losses('free'))}", "--num-procs", 1)
+    start(
+        "launch/local.py",
+        "alone",
+        f"schedule.steps={max(losses('free'))}",
+        "--num-procs",
+        1,
+    )
     assert losses("free") == pytest.approx(losses("alone"), rel=1e-5)

@@ -70,7 +70,10 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     assert blamed == {(FailureKind.KILLED, "n2")}
     reason = "rank 1 on n2 was ended by SIGKILL (Killed)"
     assert "3 restarts in a row brought no newer checkpoint" in log
-    assert len(re.findall(rf"  attempt \d, ended .* at step 10: {re.escape(reason)}", log)) == 4
+    assert (
+        len(re.findall(rf"  attempt \d, ended .* at step 10: {re.escape(reason)}", log))
+        == 4
+    )
     assert "launch.sbatch.exclude='n2'" in log
     # The job needs both.
     assert "n2 is not excluded: too few other nodes are up" in log
@@ -92,7 +95,9 @@ def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
 
 
 @pytest.mark.exhaustive  # SLURM itself waits for more than a minute
-def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_path) -> None:
+def test_a_node_that_returns_does_not_end_the_next_attempt(
+    slurm, submit, tmp_path
+) -> None:
     job = submit(WAITING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     slurm.kill_node("n2")
@@ -108,7 +113,11 @@ def test_a_node_that_returns_does_not_end_the_next_attempt(slurm, submit, tmp_pa
         slurm.start("n2")
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
     log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "1", "2"), log
+    assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
+        "COMPLETED",
+        "1",
+        "2",
+    ), log
     first, second = read_attempts(tmp_path)
     assert second.ending is Ending.DONE, first
 
@@ -127,19 +136,29 @@ def test_a_node_that_cannot_start_a_task_is_left(
     def restart(without: Path | None) -> None:
         slurm.kill(node)
         # It is idle again once it has answered.
-        slurm.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=test"])
+        slurm.run(
+            ["scontrol", "update", f"nodename={node}", "state=down", "reason=test"]
+        )
         slurm.start(node, without=without)
         slurm.await_idle()
 
     restart(Path(sys.executable).parent if missing == "Python" else tmp_path)
     try:
-        job = submit(f"{BEGINNING}    time.sleep(1000 if attempt < 3 else 0)", nodes=nodes)
+        job = submit(
+            f"{BEGINNING}    time.sleep(1000 if attempt < 3 else 0)", nodes=nodes
+        )
         ended = slurm.wait(job.job_id, states=FINAL_STATES)
     finally:
         restart(None)
     log = job.log(0).read_text()
-    assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == ("COMPLETED", "2", "1"), log
-    assert ended["ExcNodeList"] == node and not [*slurm.processes(SLURM_JOB_ID=job.job_id)]
+    assert (ended["JobState"], ended["Restarts"], ended["NumNodes"]) == (
+        "COMPLETED",
+        "2",
+        "1",
+    ), log
+    assert ended["ExcNodeList"] == node and not [
+        *slurm.processes(SLURM_JOB_ID=job.job_id)
+    ]
     *without, last = read_attempts(tmp_path)
     assert last.ending is Ending.DONE and node not in last.nodes
     no_python = f"{sys.executable}: No such file or directory"
@@ -150,8 +169,13 @@ def test_a_node_that_cannot_start_a_task_is_left(
         reason = "rank 1 on n2: launch failed: Slurmd could not connect IO"
         if missing == "Python":
             reason = f"rank 1 on n2 could not start: {no_python}"
-        assert [(each.reason, each.failed_node) for each in without] == [(reason, node)] * 2
-        assert f"n2 is excluded from job {job.job_id}: its last two attempts failed there" in log
+        assert [(each.reason, each.failed_node) for each in without] == [
+            (reason, node)
+        ] * 2
+        assert (
+            f"n2 is excluded from job {job.job_id}: its last two attempts failed there"
+            in log
+        )
 
 
 # A training that has its last checkpoint when its ranks end.
@@ -174,13 +198,19 @@ TRAINING = (
 )
 
 
-def test_an_end_that_srun_never_hears_of_is_found(slurm, submit, tmp_path, monkeypatch) -> None:
+def test_an_end_that_srun_never_hears_of_is_found(
+    slurm, submit, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr("launch.jobs.submission.LOOK_S", 1)
     job = submit(TRAINING)
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     for process, own in slurm.processes(SLURM_JOB_ID=job.job_id, SLURM_PROCID="1"):
         parent = process.parent()
-        if parent is not None and parent.name() == "slurmstepd" and own["SLURMD_NODENAME"] == "n2":
+        if (
+            parent is not None
+            and parent.name() == "slurmstepd"
+            and own["SLURMD_NODENAME"] == "n2"
+        ):
             parent.kill()
     (tmp_path / "end").touch()
     ended = slurm.wait(job.job_id, states=FINAL_STATES)
@@ -191,7 +221,9 @@ def test_an_end_that_srun_never_hears_of_is_found(slurm, submit, tmp_path, monke
     assert attempt.ending is Ending.DONE
 
 
-def test_a_run_folder_that_was_moved_does_not_come_back(slurm, submit, tmp_path) -> None:
+def test_a_run_folder_that_was_moved_does_not_come_back(
+    slurm, submit, tmp_path
+) -> None:
     job = submit(f"{BEGINNING}    time.sleep(1000)")
     wait_for_files(tmp_path, "ready-0-1", "ready-1-1")
     moved = tmp_path.rename(tmp_path.with_name("moved"))

@@ -47,7 +47,9 @@ STAGE = """
 
 
 @contextmanager
-def following(run: Path) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
+def following(
+    run: Path,
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str], None]]]:
     """`status.py RUN --follow`, and a function that waits until it has shown a text."""
     log = run / "follow.log"
     with open(log, "wb") as output:
@@ -81,7 +83,9 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
         wait_until(is_there, else_say=slurm.logs, every_s=0.3)
         return read_state(tmp_path, user_jobs())
 
-    [shown] = json.loads(slurm.script("launch/status.py", "--json", tmp_path, cwd=tmp_path))
+    [shown] = json.loads(
+        slurm.script("launch/status.py", "--json", tmp_path, cwd=tmp_path)
+    )
     assert (shown["state"], shown["job"]["reason"]) == ("queued", "JobHeldUser")
     with following(tmp_path) as (process, await_text):
         await_text("held by its user")

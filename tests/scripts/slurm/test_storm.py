@@ -33,14 +33,29 @@ from tests.support.waiting import PATIENCE_S, ROOT, wait_until
 
 CHECKPOINT_STEPS, GRACE_S, STEPS_OF_A_FAULT, OUTAGE_S = 25, 20, 120, 120
 SETTINGS = (
-    *("name=storm", "schedule.epochs=null", "schedule.warmup_steps=5", "data.global_batch=32"),
-    *("engine.device=cpu", "engine.num_threads=1", "engine.timeout_min=1", "model.dropout=0.1"),
+    *(
+        "name=storm",
+        "schedule.epochs=null",
+        "schedule.warmup_steps=5",
+        "data.global_batch=32",
+    ),
+    *(
+        "engine.device=cpu",
+        "engine.num_threads=1",
+        "engine.timeout_min=1",
+        "model.dropout=0.1",
+    ),
     *("optim.ema.decay=0.98", f"checkpoint.every_steps={CHECKPOINT_STEPS}"),
     "tracking.log_every_steps=1",
     "evaluate=[{name: classification, every_steps: 500}]",
 )
 LAUNCH = (
-    *("launch.partition=low", "launch.nodes=2", "launch.tasks_per_node=1", "launch.timeout_min=50"),
+    *(
+        "launch.partition=low",
+        "launch.nodes=2",
+        "launch.tasks_per_node=1",
+        "launch.timeout_min=50",
+    ),
     *("launch.signal_delay_s=55", "launch.max_requeues=1000"),
 )
 PARTITIONS = f"""
@@ -82,10 +97,15 @@ class Storm:
     def usr2_twice_within_seconds(self) -> None:
         restarts = self.restarts()
         self.scontrol_requeue()
-        self.wait(lambda: self.restarts() > restarts and self.is_running(), "its next start")
+        self.wait(
+            lambda: self.restarts() > restarts and self.is_running(), "its next start"
+        )
         # Before the batch script runs, SLURM itself drops the signal.
         again = f"scancel --signal=USR2 {self.job_id} || true"
-        self.wait(lambda: self.run("bash", "-c", again) or self.restarts() > restarts + 1, "end")
+        self.wait(
+            lambda: self.run("bash", "-c", again) or self.restarts() > restarts + 1,
+            "end",
+        )
 
     def time_limit(self) -> None:
         minutes = 1 + int(time.time() - self.started()) // 60
@@ -222,10 +242,15 @@ class Storm:
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         def happens() -> bool:
             state = self.cluster.job(self.job_id)["JobState"]
-            assert state not in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"), (state, what)
+            assert state not in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"), (
+                state,
+                what,
+            )
             return condition()
 
-        wait_until(happens, else_say=lambda: f"no {what}\n{self.cluster.logs()}", every_s=0.2)
+        wait_until(
+            happens, else_say=lambda: f"no {what}\n{self.cluster.logs()}", every_s=0.2
+        )
 
     def ranks(self) -> list[int]:
         def is_rank(process: psutil.Process, own: dict[str, str]) -> bool:
@@ -233,11 +258,15 @@ class Storm:
             step = int(own.get("SLURM_STEP_ID", 1 << 32))
             return process.parent().name() == "slurmstepd" and step < 1 << 31
 
-        return [process.pid for process, own in self.processes() if is_rank(process, own)]
+        return [
+            process.pid for process, own in self.processes() if is_rank(process, own)
+        ]
 
     def workers(self) -> list[int]:
         """Children of the server of each rank."""
-        servers = [each for pid in self.ranks() for each in psutil.Process(pid).children()]
+        servers = [
+            each for pid in self.ranks() for each in psutil.Process(pid).children()
+        ]
         return [worker.pid for server in servers for worker in server.children()]
 
     def processes(self) -> list[tuple[psutil.Process, dict[str, str]]]:
@@ -282,7 +311,9 @@ def test_interruptions_change_no_bit(
     steps = STEPS_OF_A_FAULT * (number + 1)
     training = ["--config", ROOT / "configs/digits/pretrain.yaml", *SETTINGS]
     training += [f"schedule.steps={steps}", f"data.path={digits_shards}"]
-    calm, run, database = (tmp_path / name for name in ("calm", "disturbed", "mlflow.db"))
+    calm, run, database = (
+        tmp_path / name for name in ("calm", "disturbed", "mlflow.db")
+    )
     here = [ROOT / "launch/local.py", "--num-procs", 2, *training, f"output={calm}"]
     here += ["tracking.uri=null"]
     undisturbed = subprocess.Popen([sys.executable, *map(str, here)], cwd=tmp_path)
@@ -302,7 +333,9 @@ def test_interruptions_change_no_bit(
         assert differences(read_state(run), read_state(calm)) == []
         cluster.script("launch/compare.py", "sync", run, "--uri", uri, cwd=tmp_path)
     with sqlite3.connect(database) as connection:
-        assert connection.execute("select status from runs").fetchall() == [("FINISHED",)]
+        assert connection.execute("select status from runs").fetchall() == [
+            ("FINISHED",)
+        ]
     print("fault, times, seconds to the next new step (least and most)")
     for fault, seconds in sorted(storm.seconds.items()):
         name = fault.replace("_", " ")

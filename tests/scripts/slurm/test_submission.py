@@ -39,7 +39,11 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     # As in the usual case, the runs are inside the checkout.
     (folder / ".gitignore").write_text("*.so\n__pycache__/\n/runs/\n")
-    for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "all"]):
+    for arguments in (
+        ["init", "--quiet"],
+        ["add", "."],
+        ["commit", "--quiet", "--message", "all"],
+    ):
         identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
         subprocess.run(["git", "-C", folder, *identity, *arguments], check=True)
     make_shard_folder(folder / "shards")
@@ -47,7 +51,9 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: Path) -> None:
+def test_a_job_runs_the_code_as_it_was_submitted(
+    slurm: SlurmCluster, checkout: Path
+) -> None:
     jobs = checkout / "runs/tiny/slurm"
 
     def submit(*arguments: str) -> tuple[str, str]:
@@ -80,7 +86,10 @@ def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: 
     # The job imports it, the submission does not.
     edit("vitscale/training/session.py", "raise SystemExit('edited while queued')")
     refused, output = submit()
-    assert not refused and f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
+    assert (
+        not refused
+        and f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
+    )
     second, output = submit("--after")
     assert second, output
     assert slurm.job(second)["Dependency"].startswith(f"afterany:{first}")

@@ -45,7 +45,10 @@ def settings(changes: dict[str, Any]) -> DataSettings:
 def rows(batch: Batch) -> list[str]:
     """Each image as its label and the hash of its pixels."""
     images = zip(batch.images, batch.labels.tolist(), strict=True)
-    return [f"{label} {hashlib.sha256(image.numpy()).hexdigest()[:32]}" for image, label in images]
+    return [
+        f"{label} {hashlib.sha256(image.numpy()).hexdigest()[:32]}"
+        for image, label in images
+    ]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,11 +66,15 @@ def stored_shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> N
 def test_training(golden: Golden, name: str) -> None:
     data = settings(TRAINING[name])
     found: list[dict[str, Any]] = []
-    for step, batch in enumerate(rank_batches_of(data, stop=BATCHES * BATCH, image_size=SIZE)):
+    for step, batch in enumerate(
+        rank_batches_of(data, stop=BATCHES * BATCH, image_size=SIZE)
+    ):
         found.append({"images": rows(batch)})
         if data.mixing is not None:
             first = step * BATCH
-            mixed = mix_batch(batch, data.mixing, seed=SEED, step=step, first_position=first)
+            mixed = mix_batch(
+                batch, data.mixing, seed=SEED, step=step, first_position=first
+            )
             assert mixed.mixed_labels is not None and mixed.mix_lambda is not None
             found[-1]["mixed_labels"] = mixed.mixed_labels.tolist()
             found[-1]["mix_lambda"] = mixed.mix_lambda.tolist()
@@ -90,5 +97,7 @@ def test_evaluation(golden: Golden, name: str) -> None:
         micro_batch=BATCH,
         pin_memory=False,
     )
-    found = [{"images": rows(batch), "weights": batch.weights.tolist()} for batch in batches]
+    found = [
+        {"images": rows(batch), "weights": batch.weights.tolist()} for batch in batches
+    ]
     golden.json(f"training/batches/{name}.json", found)

@@ -16,7 +16,11 @@ pytestmark = pytest.mark.distributed
 
 OBJECTIVES = {
     "mae": (
-        *("objective.name=mae", "objective.decoder_width=8", "objective.decoder_depth=1"),
+        *(
+            "objective.name=mae",
+            "objective.decoder_width=8",
+            "objective.decoder_depth=1",
+        ),
         *("objective.decoder_heads=2", "model.positions=sincos2d_mae"),
     ),
     "masked_patch_prediction": ("objective.name=masked_patch_prediction",),
@@ -24,7 +28,9 @@ OBJECTIVES = {
 
 
 @pytest.fixture(scope="module")
-def supervised(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def supervised(
+    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A finished run, two ranks at ZeRO 1."""
     folder = tmp_path_factory.mktemp("supervised")
     run(warm_starter, "pretrain/main.py", folder, *MIXED, num_ranks=2)
@@ -32,7 +38,9 @@ def supervised(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_supervised(supervised: Path, golden: Golden) -> None:
-    golden.json("training/curves/supervised.json", journal(supervised, *CURVES), rel=REL)
+    golden.json(
+        "training/curves/supervised.json", journal(supervised, *CURVES), rel=REL
+    )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -40,7 +48,9 @@ def test_objectives_without_labels(
     warm_starter: WarmStarter, tmp_path: Path, golden: Golden, name: str
 ) -> None:
     run(warm_starter, "pretrain/main.py", tmp_path, *OBJECTIVES[name])
-    golden.json(f"training/curves/{name}.json", journal(tmp_path / "run", *CURVES), rel=REL)
+    golden.json(
+        f"training/curves/{name}.json", journal(tmp_path / "run", *CURVES), rel=REL
+    )
     assert (tmp_path / "run/pictures/reconstructions.png").stat().st_size > 1000
 
 
@@ -49,8 +59,17 @@ def test_distillation(
 ) -> None:
     teacher = f"objective.teacher.weights={supervised}"
     token = "model.distillation_token=true"
-    run(warm_starter, "pretrain/main.py", tmp_path, "objective.name=distillation", teacher, token)
-    golden.json("training/curves/distillation.json", journal(tmp_path / "run", *CURVES), rel=REL)
+    run(
+        warm_starter,
+        "pretrain/main.py",
+        tmp_path,
+        "objective.name=distillation",
+        teacher,
+        token,
+    )
+    golden.json(
+        "training/curves/distillation.json", journal(tmp_path / "run", *CURVES), rel=REL
+    )
 
 
 def test_finetuning_at_a_higher_resolution(
@@ -63,14 +82,20 @@ def test_finetuning_at_a_higher_resolution(
         f"init={supervised}",
         "model.image_size=16",
     )
-    golden.json("training/curves/finetune.json", journal(tmp_path / "run", *CURVES), rel=REL)
+    golden.json(
+        "training/curves/finetune.json", journal(tmp_path / "run", *CURVES), rel=REL
+    )
 
 
 @pytest.fixture(scope="module")
-def printed(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def printed(
+    warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory
+) -> list[str]:
     """The output of two ranks that ran all checks."""
     worker = [ROOT / "tests/support/engine/engine_checks.py"]
-    ranks = warm_starter.start(worker, num_ranks=2, folder=tmp_path_factory.mktemp("zero"))
+    ranks = warm_starter.start(
+        worker, num_ranks=2, folder=tmp_path_factory.mktemp("zero")
+    )
     wait_all(ranks)
     return [rank.output() for rank in ranks]
 

@@ -61,7 +61,9 @@ def stored(
         shutil.copytree(place / "run/checkpoints", path / "checkpoints")
         (path / "events").mkdir()
         events = next((place / "run/events").iterdir()).read_text()
-        (path / "events/node1.jsonl").write_text(events.replace(socket.gethostname(), "node1"))
+        (path / "events/node1.jsonl").write_text(
+            events.replace(socket.gethostname(), "node1")
+        )
         values: Any = TINY | {"stage": "pretrain", "name": "golden"}
         values["data"] = values["data"] | {"path": "shards"}
         (path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
@@ -122,7 +124,9 @@ def test_it_resumes_with_the_golden_losses(
         shutil.rmtree(tmp_path / "run/checkpoints/step-00000016")
     printed = train(warm_starter, tmp_path, layout, num_ranks=num_ranks)
     assert f"resuming {tmp_path / 'run'} at step {step}\n" in printed
-    golden.json("training/curves/supervised.json", journal(tmp_path / "run", *CURVES), rel=REL)
+    golden.json(
+        "training/curves/supervised.json", journal(tmp_path / "run", *CURVES), rel=REL
+    )
 
 
 @pytest.mark.parametrize("step", [10, 16])
@@ -130,7 +134,12 @@ def test_it_predicts(
     stored: Path, golden: Golden, warm_starter: WarmStarter, tmp_path: Path, step: int
 ) -> None:
     init = f"init={stored}/checkpoints/step-{step:08d}"
-    arguments: Sequence[str] = (init, str(SHARDS), "output=predicted.parquet", "num_workers=0")
+    arguments: Sequence[str] = (
+        init,
+        str(SHARDS),
+        "output=predicted.parquet",
+        "num_workers=0",
+    )
     run(warm_starter, "finetune/predict.py", tmp_path, *arguments, "compute.device=cpu")
     rows = pq.read_table(tmp_path / "predicted.parquet").to_pylist()
     golden.json(f"training/predictions/step_{step}.json", rows, rel=REL)
@@ -152,7 +161,9 @@ def test_ranks_that_open_it_share_its_verification(
         return whole(path, **how)
 
     monkeypatch.setattr(folders, "blake3_of_file", counted)
-    monkeypatch.setattr(trained_model, "gather_objects", lambda value: of_thread.gather(value))
+    monkeypatch.setattr(
+        trained_model, "gather_objects", lambda value: of_thread.gather(value)
+    )
 
     def work(rank: int, gather: Any, *, blind: int | None = None) -> TrainedModel | str:
         of_thread.gather = gather
@@ -185,10 +196,13 @@ def test_replaced_samples_are_counted_since_step_0(
             file.write(b"\xff" * 60)
     settings = (f"data.path={shards}", "data.max_unreadable_fraction=1")
     train(warm_starter, tmp_path / "whole", *settings)
-    train(warm_starter, tmp_path / "parts", *settings, num_ranks=2, faults={1: [KILLED]})
+    train(
+        warm_starter, tmp_path / "parts", *settings, num_ranks=2, faults={1: [KILLED]}
+    )
     train(warm_starter, tmp_path / "parts", *settings)
     whole, parts = (
-        journal(tmp_path / name / "run", "step", "vitals/unreadable") for name in ("whole", "parts")
+        journal(tmp_path / name / "run", "step", "vitals/unreadable")
+        for name in ("whole", "parts")
     )
     assert whole == parts and (counts := whole["vitals/unreadable"])[-1] > 4
     assert counts == sorted(counts)
@@ -196,5 +210,7 @@ def test_replaced_samples_are_counted_since_step_0(
     last = 20 - len(counts) + counts.index(counts[-1])
     train(warm_starter, tmp_path / "few", *settings, f"schedule.steps={last}")
     limit = f"data.max_unreadable_fraction={(counts[-1] - 0.5) / (8 * (last + 1))}"
-    with pytest.raises(AssertionError, match=f"{counts[-1]:.0f} samples could not be read, more"):
+    with pytest.raises(
+        AssertionError, match=f"{counts[-1]:.0f} samples could not be read, more"
+    ):
         train(warm_starter, tmp_path / "few", *settings, limit)

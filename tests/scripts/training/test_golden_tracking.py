@@ -23,7 +23,10 @@ pytestmark = pytest.mark.distributed
 
 SETTINGS = (
     *("schedule.steps=8", "tracking.log_every_steps=2", "checkpoint.every_steps=3"),
-    *("tracking.system_metrics=false", "evaluate=[{name: classification, every_steps: 4}]"),
+    *(
+        "tracking.system_metrics=false",
+        "evaluate=[{name: classification, every_steps: 4}]",
+    ),
 )
 POINTS = "training/mlflow_points.json"
 
@@ -46,7 +49,11 @@ def sync(folder: Path, to: str = "mlflow") -> None:
 
 def tensorboard_points(folder: Path) -> list[tuple[str, int, float]]:
     events = EventAccumulator(str(folder / "run/tensorboard")).Reload()
-    return [(key, p.step, p.value) for key in events.Tags()["scalars"] for p in events.Scalars(key)]
+    return [
+        (key, p.step, p.value)
+        for key in events.Tags()["scalars"]
+        for p in events.Scalars(key)
+    ]
 
 
 def wandb_points(file: Path) -> list[tuple[str, int, float]]:
@@ -58,7 +65,11 @@ def wandb_points(file: Path) -> list[tuple[str, int, float]]:
         if kind in (1, 4):  # whole, or the last part
             history, record = Record.FromString(record).history, b""
             points += [
-                (each.nested_key[0], history.step.num, float(json.loads(each.value_json)))
+                (
+                    each.nested_key[0],
+                    history.step.num,
+                    float(json.loads(each.value_json)),
+                )
                 for each in history.item
                 if each.nested_key[0][0] != "_"
             ]
@@ -93,18 +104,24 @@ def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
 ) -> None:
     """Killed in step 6, resumed at step 3; the points of step 4 are in MLflow already."""
     also = "tracking.also=[tensorboard,wandb]"
-    train(warm_starter, folder, also, faults={1: [fault("backward", 12, "lag and kill")]})
+    train(
+        warm_starter, folder, also, faults={1: [fault("backward", 12, "lag and kill")]}
+    )
     train(warm_starter, folder, also)
     sync(folder)
     assert query(folder, "select name, status from runs") == [("tiny", "FINISHED")]
     found, written = points(folder), journal_points(folder)
     assert len({(key, step) for key, step, _ in found}) == len(found)
     # Counts of events are sent from the first event on.
-    assert not set(found) - written and not {point for point in written - set(found) if point[2]}
+    assert not set(found) - written and not {
+        point for point in written - set(found) if point[2]
+    }
     golden.json(POINTS, found, rel=1e-5)
     # The last start wrote the whole run, as W&B's resume would append it.
     *_, last = sorted((folder / "run/wandb").glob("offline-run-*/*.wandb"))
-    in_wandb = [each for each in wandb_points(last) if not each[0].startswith("vitals/")]
+    in_wandb = [
+        each for each in wandb_points(last) if not each[0].startswith("vitals/")
+    ]
     assert sorted(in_wandb) == sorted(written)
     before = tensorboard_points(folder)
     sync(folder, to="tensorboard")

@@ -44,7 +44,10 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(
 ) -> None:
     seed, kills, trainings = pytestconfig.getoption("--storm-seed"), 0, 0
     while kills < pytestconfig.getoption("--storm-kills"):
-        place, zero = tmp_path / str(trainings), f"engine.zero_stage={STAGES[trainings % 4]}"
+        place, zero = (
+            tmp_path / str(trainings),
+            f"engine.zero_stage={STAGES[trainings % 4]}",
+        )
         rng = random.Random(f"{seed} {trainings}")
         # A save after a signal ends a log interval: every step is one.
         settings = (zero, "engine.timeout_min=0.5", "tracking.log_every_steps=1")
@@ -57,13 +60,20 @@ def test_runs_killed_at_random_moments_end_with_the_same_bits(
             idle = idle + 1 if now == committed else 0
             committed = now
         expected = fault_runs.uninterrupted(*settings)
-        assert differences(read_state(place / "run"), expected) == [], f"training {trainings}"
+        assert differences(read_state(place / "run"), expected) == [], (
+            f"training {trainings}"
+        )
         trainings += 1
         print(f"training {trainings} ({zero}): equal; {kills} kills", flush=True)
 
 
 def strike(
-    ranks: list[WarmRank], place: Path, moment: str, rng: random.Random, *, committed: int
+    ranks: list[WarmRank],
+    place: Path,
+    moment: str,
+    rng: random.Random,
+    *,
+    committed: int,
 ) -> tuple[int, int, bool]:
     """Inject a fault into one start.
 
@@ -76,12 +86,16 @@ def strike(
     # Before the rendezvous, only a launcher can know that a rank is gone.
     has_launcher = killed and (moment == "start" or rng.random() < 0.7)
     patience_s = rng.uniform(0, 3) if has_launcher else None
-    await_end(ranks, ranks, within_s=EXIT_S if hit else PATIENCE_S, patience_s=patience_s)
+    await_end(
+        ranks, ranks, within_s=EXIT_S if hit else PATIENCE_S, patience_s=patience_s
+    )
     codes = [rank.poll() for rank in ranks]
     said = f"{victim} at {moment}: exit codes {codes}\n{ranks[0].output()[-3000:]}"
     if not hit:
         assert codes == [0, 0], said
-    elif not killed and moment != "start":  # before it has handlers, SIGTERM ends the process
+    elif (
+        not killed and moment != "start"
+    ):  # before it has handlers, SIGTERM ends the process
         assert set(codes) <= {0, EXIT_STOPPED_RESUMABLE}, said
     wait_until(
         lambda: not any(session_of(rank.pid) for rank in ranks),
@@ -89,7 +103,9 @@ def strike(
     )
     checkpoint, complaints = newest_checkpoint(place / "run/checkpoints")
     now = 0 if checkpoint is None else checkpoint.step
-    assert not complaints and now >= committed, f"{committed}, now {now}: {complaints}\n{said}"
+    assert not complaints and now >= committed, (
+        f"{committed}, now {now}: {complaints}\n{said}"
+    )
     return killed, now, codes == [0, 0]
 
 
@@ -97,9 +113,15 @@ def draw(rng: random.Random, shares: dict[str, int]) -> str:
     return rng.choices(list(shares), weights=list(shares.values()))[0]
 
 
-def await_moment(ranks: list[WarmRank], place: Path, moment: str, rng: random.Random) -> bool:
+def await_moment(
+    ranks: list[WarmRank], place: Path, moment: str, rng: random.Random
+) -> bool:
     """Wait for a random moment of a start; False when the run was over first."""
-    rows, seen, left = num_rows(place) + rng.randrange(15), saves_begun(place), rng.randrange(3)
+    rows, seen, left = (
+        num_rows(place) + rng.randrange(15),
+        saves_begun(place),
+        rng.randrange(3),
+    )
     longest = {"start": 3.0, "training": 0.05, "save": 0.03}.get(moment, 0.0)
     while not any(rank.poll() is not None for rank in ranks):
         now = saves_begun(place)
@@ -129,7 +151,9 @@ def inject(victim: str, ranks: list[WarmRank], rng: random.Random) -> int:
     pids = [rank.pid]
     if victim == "signals":
         for _ in range(rng.randrange(2, 7)):
-            rng.choice([rank, *ranks]).send_signal(rng.choice([signal.SIGTERM, signal.SIGUSR2]))
+            rng.choice([rank, *ranks]).send_signal(
+                rng.choice([signal.SIGTERM, signal.SIGUSR2])
+            )
             time.sleep(rng.uniform(0, 0.01))
         pids = [rank.pid] if kill_too else []
     elif victim == "all ranks":
@@ -143,7 +167,11 @@ def inject(victim: str, ranks: list[WarmRank], rng: random.Random) -> int:
 
 
 def await_end(
-    waiting: list[WarmRank], ranks: list[WarmRank], *, within_s: float, patience_s: float | None
+    waiting: list[WarmRank],
+    ranks: list[WarmRank],
+    *,
+    within_s: float,
+    patience_s: float | None,
 ) -> None:
     """Raise AssertionError with stacks unless the ranks of `waiting` end in time.
 
@@ -192,14 +220,23 @@ def test_one_rank_at_fault_is_named_and_ends_the_others(
 ) -> None:
     seed, failed = pytestconfig.getoption("--storm-seed"), []
     for number in range(pytestconfig.getoption("--storm-kills")):
-        case, folder = draw_case(random.Random(f"{seed} {number}")), tmp_path / str(number)
+        case, folder = (
+            draw_case(random.Random(f"{seed} {number}")),
+            tmp_path / str(number),
+        )
         planted = {case.rank: [fault(case.place, case.nth_call, case.do)]}
         ranks = fault_runs.start(
-            folder, SETTINGS, "engine.timeout_min=0.2", faults=planted, num_ranks=case.num_ranks
+            folder,
+            SETTINGS,
+            "engine.timeout_min=0.2",
+            faults=planted,
+            num_ranks=case.num_ranks,
         )
         try:
             check_end(case, ranks, folder)
-            fault_runs.assert_resumes_exactly(folder, SETTINGS, num_ranks=case.num_ranks)
+            fault_runs.assert_resumes_exactly(
+                folder, SETTINGS, num_ranks=case.num_ranks
+            )
             print(f"{number}: {case}", flush=True)
         except (AssertionError, TimeoutError) as error:
             failed.append(f"{number}: {case}: {error}\n{output(folder)[-9000:]}")
@@ -215,7 +252,11 @@ def draw_case(rng: random.Random) -> Case:
     place = rng.choice([*PHASES[phase]])
     num_ranks, nth = rng.randint(2, 4), rng.choice(PHASES[phase][place])
     rank = 0 if place in ("rename", "prune") else rng.randrange(num_ranks)
-    if place in ("write", "rename", "prune"):  # which are tried again, and may take an hour
+    if place in (
+        "write",
+        "rename",
+        "prune",
+    ):  # which are tried again, and may take an hour
         do = {"EIO": "raise", "hang": "stop"}.get(do, do)
     return Case(phase, place, nth, do, rank, num_ranks, has_launcher=rng.random() < 0.5)
 
@@ -224,7 +265,9 @@ def check_end(case: Case, ranks: list[WarmRank], folder: Path) -> None:
     """Raise AssertionError unless all end in time with their workers, and the culprit is named."""
     others = [rank for rank in ranks if rank.rank != case.rank]
     waiting = others if case.do == "stop" and not case.has_launcher else ranks
-    wait_until(lambda: (folder / "fault").exists() or all(rank.poll() == 0 for rank in ranks))
+    wait_until(
+        lambda: (folder / "fault").exists() or all(rank.poll() == 0 for rank in ranks)
+    )
     patience_s = GRACE_S if case.has_launcher else None
     await_end(waiting, ranks, within_s=GONE_S, patience_s=patience_s)
     ranks[case.rank].send_signal(signal.SIGKILL)

@@ -53,7 +53,9 @@ SHORT = """
 @cache
 def recipes() -> dict[str, PretrainRun | FinetuneRun]:
     """Every run of configs/ that trains, by its path without the suffix."""
-    paths = {path.relative_to(CONFIGS): path for path in sorted(CONFIGS.rglob("*.yaml"))}
+    paths = {
+        path.relative_to(CONFIGS): path for path in sorted(CONFIGS.rglob("*.yaml"))
+    }
     return {
         str(name.with_suffix("")): load_run_file(RUN_TYPES, path)
         for name, path in paths.items()
@@ -67,7 +69,12 @@ def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
         return [f"model.model={SMALL_IN_TIMM[run.model.model]}", "model.image_size=32"]
     arch: Any = run.model.resolved(num_classes=10)
     side = 2 if run.stage == "pretrain" else 3
-    sizes = ["model.width=32", "model.depth=2", "model.num_heads=2", "model.mlp_width=32"]
+    sizes = [
+        "model.width=32",
+        "model.depth=2",
+        "model.num_heads=2",
+        "model.mlp_width=32",
+    ]
     return [*sizes, f"model.image_size={side * arch.patch_size}"]
 
 
@@ -77,7 +84,11 @@ def in_bf16() -> set[str]:
     first: dict[tuple[object, ...], str] = {}
     for name, run in recipes().items():
         model, optim = run.model, run.optim
-        shape = (model.name, getattr(model, "positions", None), getattr(model, "pool", None))
+        shape = (
+            model.name,
+            getattr(model, "positions", None),
+            getattr(model, "pool", None),
+        )
         own = (run.stage, run.objective.name, run.engine.zero_stage)
         first.setdefault((*shape, *own, optim.name, optim.momentum_dtype), name)
     return set(first.values())
@@ -100,14 +111,18 @@ def start_of(name: str) -> str | None:
 
 
 def test_every_recipe_plans_at_full_size() -> None:
-    planned = {name for name, run in recipes().items() if "steps" in dict(plan_rows(run))}
+    planned = {
+        name for name, run in recipes().items() if "steps" in dict(plan_rows(run))
+    }
     assert planned == set(recipes()) - {UNPLANNED}
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path: Path) -> None:
+def test_every_recipe_takes_two_steps(
+    warm_starter: WarmStarter, tmp_path: Path
+) -> None:
     shards = tmp_path / "shards"
     make_shard_folder(shards, lengths={"train": (16,), "test": (8,)})
 
@@ -115,11 +130,22 @@ def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path: Path)
         run, start = recipes()[name], start_of(name)
         settings = [*SHORT, *shrunk(run), f"data.path={shards}"]
         settings.append(f"engine.precision={'bf16' if name in in_bf16() else 'fp32'}")
-        settings += [f"output={tmp_path / name}", *([f"init={tmp_path / start}"] if start else [])]
+        settings += [
+            f"output={tmp_path / name}",
+            *([f"init={tmp_path / start}"] if start else []),
+        ]
         if run.objective.name == "distillation":
-            settings += ["objective.teacher.model=null", "objective.teacher.image_size=null"]
+            settings += [
+                "objective.teacher.model=null",
+                "objective.teacher.image_size=null",
+            ]
             settings.append(f"objective.teacher.weights={tmp_path / TEACHER}")
-        return [ROOT / run.stage / "main.py", "--config", CONFIGS / f"{name}.yaml", *settings]
+        return [
+            ROOT / run.stage / "main.py",
+            "--config",
+            CONFIGS / f"{name}.yaml",
+            *settings,
+        ]
 
     failed = {}
     for turn in TURNS:
@@ -128,7 +154,9 @@ def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path: Path)
             ranks = []
             for name in group:
                 (tmp_path / name).mkdir(parents=True)
-                ranks += warm_starter.start(command(name), num_ranks=1, folder=tmp_path / name)
+                ranks += warm_starter.start(
+                    command(name), num_ranks=1, folder=tmp_path / name
+                )
             for name, rank, code in zip(group, ranks, wait_all(ranks), strict=True):
                 losses = [
                     row["train/loss"]

@@ -75,7 +75,14 @@ KILLS = {
     "before an update": ("mae", 0, 1, "step", micro_step(9, number=1), 9),
     "waiting for data": ("distillation", 3, 1, "batch", micro_step(12, number=1), 12),
     "at a log line": ("masked_patch_prediction", 2, 0, "log", 3, 8),
-    "in an evaluation": ("timm", 1, 1, "evaluated batch", micro_step(12, number=1) + 4, 12),
+    "in an evaluation": (
+        "timm",
+        1,
+        1,
+        "evaluated batch",
+        micro_step(12, number=1) + 4,
+        12,
+    ),
     "at start": ("supervised", 1, 0, "start", 1, 1),
     "before a save": ("fine-tuning", 1, 0, "export", 2, 10),
     "before its tensor file": ("supervised", 1, 1, "write", 2, 10),
@@ -119,7 +126,12 @@ STILL = ("model.dropout=0", "model.drop_path=0")
 AUGMENTED = ("data.augment.erasing.probability=0.25", "data.mixing.cutmix_alpha=1")
 AUGMENTED += ("data.mixing.mode=pair",)
 # What two ranks at ZeRO 1 began, and who goes on: ranks, ZeRO stage.
-LAYOUTS = [("supervised", 1, 0), ("supervised", 4, 3), ("supervised", 4, 2), ("timm", 1, 3)]
+LAYOUTS = [
+    ("supervised", 1, 0),
+    ("supervised", 4, 3),
+    ("supervised", 4, 2),
+    ("timm", 1, 3),
+]
 LAYOUTS += [(name, 1, 0) for name in REGISTERED if name != "supervised"]
 
 
@@ -139,9 +151,14 @@ def test_another_layout_goes_on_with_the_same_losses(
     expected = fault_runs.uninterrupted(*settings, **how).journal
     for own, other in zip(ours, expected, strict=True):
         # Rounding may move one of 360 images across a border of classes.
-        close = {key for key in own if key.endswith(("loss", "lr", "step", "grad_norm"))}
-        assert own.keys() == other.keys() and {key: own[key] for key in close} == pytest.approx(
-            {key: other[key] for key in close}, rel=1e-5 if own["step"] < STEPS else 1e-4
+        close = {
+            key for key in own if key.endswith(("loss", "lr", "step", "grad_norm"))
+        }
+        assert own.keys() == other.keys() and {
+            key: own[key] for key in close
+        } == pytest.approx(
+            {key: other[key] for key in close},
+            rel=1e-5 if own["step"] < STEPS else 1e-4,
         )
 
 
@@ -155,26 +172,43 @@ def test_finetuning_starts_from_the_trunk_of_each_objective(
     if name == "distillation":
         logged = {key for row in journal_rows(source) for key in row}
         heads = {f"val/{head}_top1" for head in ("cls", "dist", "softmax", "ema_cls")}
-        parts = {f"train/{part}" for part in ("label_loss", "teacher_loss", "teacher_agreement")}
+        parts = {
+            f"train/{part}"
+            for part in ("label_loss", "teacher_loss", "teacher_agreement")
+        }
         assert heads | parts <= logged
     token = [each for each in settings if each.startswith("model.")]
     short = ("schedule.steps=2", "schedule.warmup_steps=1", f"init={source}", *token)
     assert fault_runs.run(tmp_path, *short, **{**how, "stage": "finetune"}) == [0, 0]
-    assert f"starting from {source}/checkpoints/step-{STEPS:08d}, step {STEPS}" in output(tmp_path)
+    assert (
+        f"starting from {source}/checkpoints/step-{STEPS:08d}, step {STEPS}"
+        in output(tmp_path)
+    )
     extends = REGISTERED.get(name, Objective).extend_model is not Objective.extend_model
-    assert ("left out" in output(tmp_path)) == (" objective." in output(tmp_path)) == extends
+    assert (
+        ("left out" in output(tmp_path))
+        == (" objective." in output(tmp_path))
+        == extends
+    )
 
 
 @slow
-def test_finetuning_resumes_without_its_start(fault_runs: FaultRuns, killed_copy: Path) -> None:
+def test_finetuning_resumes_without_its_start(
+    fault_runs: FaultRuns, killed_copy: Path
+) -> None:
     source, folder = killed_copy / "run", killed_copy / "tuned"
-    with open(source / "checkpoints/step-00000015/rank-00000.safetensors", "ab") as file:
+    with open(
+        source / "checkpoints/step-00000015/rank-00000.safetensors", "ab"
+    ) as file:
         file.write(b"x")
     settings, how = (f"init={source}", "schedule.steps=7"), {"stage": "finetune"}
     planted = {1: [fault("backward", micro_step(7), "lag and kill")]}
     wait_and_end_others(fault_runs.start(folder, *settings, faults=planted, **how))
     assert "skipping damaged checkpoint" in output(folder)
-    assert f"starting from {source / 'checkpoints/step-00000010'}, step 10 of " in output(folder)
+    assert (
+        f"starting from {source / 'checkpoints/step-00000010'}, step 10 of "
+        in output(folder)
+    )
     source.rename(killed_copy / "moved")
     fault_runs.finish(folder, *settings, **how)
     assert f"resuming {folder / 'run'} at step 5\n" in output(folder)
@@ -187,9 +221,13 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path: Path) -> None:
     """They train where no label is needed, and are refused elsewhere."""
     (tmp_path / "images").mkdir()
     for number in range(40):
-        (tmp_path / f"images/{number}.png").write_bytes(encoded("PNG", seed=number, side=8))
+        (tmp_path / f"images/{number}.png").write_bytes(
+            encoded("PNG", seed=number, side=8)
+        )
     source, labels = {"holdout_fraction": 0.1}, {"values": "none"}
-    prepare_here(run_of(tmp_path / "images", tmp_path / "shards", source=source, labels=labels))
+    prepare_here(
+        run_of(tmp_path / "images", tmp_path / "shards", source=source, labels=labels)
+    )
     short: dict[str, Any] = {"shards": tmp_path / "shards", "num_ranks": 1}
     for name, code in (("masked_patch_prediction", 0), ("supervised", 2), ("mae", 2)):
         settings = [*OBJECTIVES[name], "schedule.steps=5"]
@@ -197,7 +235,9 @@ def test_shards_without_labels(fault_runs: FaultRuns, tmp_path: Path) -> None:
         assert fault_runs.run(tmp_path / name, *settings, **short) == [code]
         said = output(tmp_path / name)
         needs = f"{'knn' if name == 'mae' else name} needs labels, but the shards of"
-        assert ("36 images, no classes" if code == 0 else needs) in said and "Traceback" not in said
+        assert (
+            "36 images, no classes" if code == 0 else needs
+        ) in said and "Traceback" not in said
 
 
 # A save after a signal ends a log interval, which an uninterrupted training may not end there.
@@ -210,9 +250,17 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
         [75, 75],
         8,
     ),
-    "on one rank only": ({1: [fault("backward", micro_step(8), "SIGTERM")]}, [75, 75], 9),
+    "on one rank only": (
+        {1: [fault("backward", micro_step(8), "SIGTERM")]},
+        [75, 75],
+        9,
+    ),
     "in a save": ({0: [fault("write", 3, "SIGUSR2")]}, [75, 75], 11),
-    "in the last step": ({1: [fault("backward", micro_step(STEPS), "burst")]}, [0, 0], STEPS),
+    "in the last step": (
+        {1: [fault("backward", micro_step(STEPS), "burst")]},
+        [0, 0],
+        STEPS,
+    ),
     # Before a handler is installed, SIGTERM ends the process.
     "before training": ({1: [fault("start", 1, "SIGTERM")]}, [-9, -15], 0),
 }
@@ -221,7 +269,9 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
 @pytest.mark.parametrize(
     "case",
     by_level(
-        SIGNALS, fast=["bursts on both ranks"], slow=SIGNALS.keys() - {"bursts on both ranks"}
+        SIGNALS,
+        fast=["bursts on both ranks"],
+        slow=SIGNALS.keys() - {"bursts on both ranks"},
     ),
 )
 def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
@@ -242,7 +292,9 @@ def test_loader_workers(fault_runs: FaultRuns, tmp_path: Path) -> None:
     world = fault_runs.start(tmp_path, faults=planted)
     assert wait_and_end_others(world, grace_s=10)[1] > 0
     assert "a loader worker died" in world[1].output()
-    planted = {rank: [fault("batch", micro_step(7), "SIGTERM worker")] for rank in (0, 1)}
+    planted = {
+        rank: [fault("batch", micro_step(7), "SIGTERM worker")] for rank in (0, 1)
+    }
     fault_runs.assert_resumes_exactly(tmp_path)
     assert fault_runs.run(tmp_path / "signals", faults=planted) == [0, 0]
 
@@ -260,7 +312,8 @@ LOST: Mapping[str, tuple[int, str, int | None]] = {
 
 
 @pytest.mark.parametrize(
-    "case", by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"})
+    "case",
+    by_level(LOST, fast=["rank 1 stopped"], slow=LOST.keys() - {"rank 1 stopped"}),
 )
 def test_surviving_rank_ends_and_names_the_other(
     fault_runs: FaultRuns, tmp_path: Path, case: str
@@ -277,12 +330,18 @@ def test_surviving_rank_ends_and_names_the_other(
 
 
 @slow
-def test_updates_with_nan_are_skipped_and_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_updates_with_nan_are_skipped_and_named(
+    fault_runs: FaultRuns, tmp_path: Path
+) -> None:
     planted = {1: [fault("forward", micro_step(8, number=1), "NaN")]}
     assert fault_runs.run(tmp_path, faults=planted) == [0, 0], output(tmp_path)
-    assert "1 updates skipped" in output(tmp_path) and "on rank 1; samples '" in output(tmp_path)
+    assert "1 updates skipped" in output(tmp_path) and "on rank 1; samples '" in output(
+        tmp_path
+    )
     state = read_state(tmp_path / "run")
-    skipped = [row["train/skipped_steps"] for row in state.journal if "train/loss" in row]
+    skipped = [
+        row["train/skipped_steps"] for row in state.journal if "train/loss" in row
+    ]
     # At steps 4, 5, 8, 10, 12, 15, 16, 20 and 24.
     assert skipped == [0] * 2 + [1] * 7
     assert all(bool(tensor.isfinite().all()) for tensor in state.tensors.values())
@@ -304,7 +363,10 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | place, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=os.environ | place,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "not all of 2 ranks started within 0.02 min; missing: 1" in done.stderr
@@ -324,7 +386,9 @@ DROPPED = {
 
 @slow
 @pytest.mark.parametrize("mutant", DROPPED)
-def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy: Path, mutant: str) -> None:
+def test_dropped_state_is_noticed(
+    fault_runs: FaultRuns, killed_copy: Path, mutant: str
+) -> None:
     ranks = fault_runs.start(killed_copy, mutant=mutant)
     assert wait_all(ranks) == [0, 0], ranks[0].output()
     found = differences(read_state(killed_copy / "run"), fault_runs.uninterrupted())

@@ -59,7 +59,10 @@ def test_unavailable_storage_at_a_restart_loses_nothing(
     rows = journal_rows(killed_copy / "run")
     assert fault_runs.run(killed_copy) == [2, 2]
     said = output(killed_copy)
-    assert "holds checkpoints, but none that can be read" in said and "Traceback" not in said
+    assert (
+        "holds checkpoints, but none that can be read" in said
+        and "Traceback" not in said
+    )
     assert all(step in said for step in (NEWEST, OLDER))
     assert journal_rows(killed_copy / "run") == rows
     for name in names:
@@ -72,17 +75,23 @@ def remount(folder: Path, mode: str) -> None:
 
 
 @slow
-def test_failed_checkpoint_storage_ends_the_run(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_failed_checkpoint_storage_ends_the_run(
+    fault_runs: FaultRuns, tmp_path: Path
+) -> None:
     checkpoints = tmp_path / "run/checkpoints"
     with mounted(checkpoints, "tmpfs", "-t", "tmpfs", "-o", "size=8m"):
-        ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
+        ranks = fault_runs.start(
+            tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]}
+        )
         wait_for_hold(tmp_path, ranks)
         # Its commit goes on in the background while the rank is held.
         wait_until(lambda: newest_step(tmp_path) == 5, else_say=ranks[0].output)
         remount(checkpoints, "ro")
         release_hold(tmp_path)
         assert wait_all(ranks) == [74, 74]
-        assert ranks[0].output().count("warning: ") == 3, "the last of four saves ends it"
+        assert ranks[0].output().count("warning: ") == 3, (
+            "the last of four saves ends it"
+        )
         assert "checkpoint cannot be written" in ranks[0].output()
         assert "Traceback" not in ranks[0].output()
         assert newest_step(tmp_path) == 5
@@ -108,17 +117,23 @@ def test_training_goes_on_after_a_save_that_fails_on_one_rank(
 
 
 @slow
-def test_the_journal_is_flushed_for_every_checkpoint(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_the_journal_is_flushed_for_every_checkpoint(
+    fault_runs: FaultRuns, tmp_path: Path
+) -> None:
     """Where that fails the step is saved all the same, with a warning."""
     faults = {0: [fault("flush", "every", "EIO")]}
-    assert fault_runs.run(tmp_path, "checkpoint.keep=9", faults=faults, num_ranks=1) == [0]
+    assert fault_runs.run(
+        tmp_path, "checkpoint.keep=9", faults=faults, num_ranks=1
+    ) == [0]
     said = "not flushed before a commit (Input/output error)"
     assert output(tmp_path).count(said) == len([5, 10, 15, 20, 24])
     assert newest_step(tmp_path) == 24
 
 
 @slow
-def test_unavailable_tracking_server_changes_nothing(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_unavailable_tracking_server_changes_nothing(
+    fault_runs: FaultRuns, tmp_path: Path
+) -> None:
     gone = "tracking.uri=http://127.0.0.1:9"
     planted = {1: [fault("backward", micro_step(13), "kill")]}
     wait_and_end_others(fault_runs.start(tmp_path, gone, faults=planted))

@@ -35,7 +35,10 @@ def finished(fault_runs: FaultRuns) -> Path:
 
 
 def test_run_folder_holds_the_documented_files(finished: Path) -> None:
-    rows = [json.loads(line) for line in (finished / "journal.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (finished / "journal.jsonl").read_text().splitlines()
+    ]
     trained = [row for row in rows if "train/loss" in row]
     # Every fourth step, and every fifth with its checkpoint.
     assert [row["step"] for row in trained] == [4, 5, 8, 10, 12, 15, 16, 20, 24]
@@ -43,7 +46,11 @@ def test_run_folder_holds_the_documented_files(finished: Path) -> None:
     assert trained[-1]["train/loss"] != trained[0]["train/loss"]
     evaluated = [row for row in rows if "val/top1" in row]
     averages = [row for row in rows if "val/ema_top1" in row]
-    assert [row["step"] for row in evaluated] == [row["step"] for row in averages] == [12, STEPS]
+    assert (
+        [row["step"] for row in evaluated]
+        == [row["step"] for row in averages]
+        == [12, STEPS]
+    )
     assert averages[-1]["val/ema_loss"] != evaluated[-1]["val/loss"]
     assert f"step {STEPS}/{STEPS} loss" in (finished / "logs/rank0.log").read_text()
     assert "width: 24" in (finished / "config.yaml").read_text()
@@ -53,9 +60,13 @@ def test_run_folder_holds_the_documented_files(finished: Path) -> None:
     assert kept == ["step-00000020", "step-00000024"]
 
 
-def test_a_finished_run_repeated_changes_nothing(fault_runs: FaultRuns, finished: Path) -> None:
+def test_a_finished_run_repeated_changes_nothing(
+    fault_runs: FaultRuns, finished: Path
+) -> None:
     def contents() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
+        return {
+            path: path.read_bytes() for path in finished.rglob("*") if path.is_file()
+        }
 
     before = contents()
     assert fault_runs.run(finished.parent) == [0, 0]
@@ -88,14 +99,25 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     command += ["--config", ROOT / "configs/digits/finetune.yaml", f"init={finished}"]
     command += [f"data.path={fault_runs.shards}", f"output={tmp_path / 'run'}"]
     command += ["schedule.steps=10", "schedule.warmup_steps=2", "engine.zero_stage=3"]
-    command += ["model.width=24", "model.depth=2", "model.mlp_width=48", "tracking.uri=null"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
+    command += [
+        "model.width=24",
+        "model.depth=2",
+        "model.mlp_width=48",
+        "tracking.uri=null",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on 360 images of 'test'" in done.stdout
     assert f": from {finished}; 0." in done.stdout
     checkpoint, _ = newest_checkpoint(tmp_path / "run/checkpoints")
     assert checkpoint is not None
-    assert read_tensors(checkpoint.files, prefix="model.")["pos_embed"].shape == (1, 1 + 6 * 6, 24)
+    assert read_tensors(checkpoint.files, prefix="model.")["pos_embed"].shape == (
+        1,
+        1 + 6 * 6,
+        24,
+    )
     assert (tmp_path / "run/pictures/test_predictions.png").stat().st_size > 1000
 
 
@@ -126,7 +148,9 @@ def start_lacking(
     return codes, [rank.output() for rank in started]
 
 
-@pytest.mark.parametrize("place, rank", by_level(LACKING, fast=LACKING[:1], slow=LACKING[1:]))
+@pytest.mark.parametrize(
+    "place, rank", by_level(LACKING, fast=LACKING[:1], slow=LACKING[1:])
+)
 def test_what_one_node_lacks_is_its_fault_and_every_rank_names_it(
     fault_runs: FaultRuns, tmp_path: Path, place: str, rank: int
 ) -> None:

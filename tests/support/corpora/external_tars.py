@@ -49,7 +49,9 @@ def write_tar(path: Path, samples: Sequence[dict[str, Any]]) -> None:
             tar.write(sample)
 
 
-def img2dataset_layout(folder: Path, *, tars: int, samples: int) -> dict[str, tuple[bytes, str]]:
+def img2dataset_layout(
+    folder: Path, *, tars: int, samples: int
+) -> dict[str, tuple[bytes, str]]:
     """00000.tar with 000000000.{jpg,txt,json} beside 00000.parquet and 00000_stats.json.
 
     One sample in five failed to download: it is in the table and not in the tar. Returns what is in
@@ -61,13 +63,20 @@ def img2dataset_layout(folder: Path, *, tars: int, samples: int) -> dict[str, tu
         for i in range(samples):
             key, class_name = f"{number * 10_000 + i:09d}", f"n0000000{i % NUM_CLASSES}"
             failed = i % 5 == 4
-            caption, status = f"a <b>{class_name}</b>", "failed" if failed else "success"
-            rows.append({"key": key, "caption": caption, "status": status, "synset": class_name})
+            caption, status = (
+                f"a <b>{class_name}</b>",
+                "failed" if failed else "success",
+            )
+            rows.append(
+                {"key": key, "caption": caption, "status": status, "synset": class_name}
+            )
             if not failed:
                 image = photo(number * samples + i)
                 stored[key] = (image, class_name)
                 text = json.dumps(rows[-1], indent=4).encode()
-                in_tar.append({"__key__": key, "jpg": image, "txt": caption, "json": text})
+                in_tar.append(
+                    {"__key__": key, "jpg": image, "txt": caption, "json": text}
+                )
         write_tar(folder / f"{number:05d}.tar", in_tar)
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{number:05d}.parquet")
         (folder / f"{number:05d}_stats.json").write_text(json.dumps({"count": samples}))
@@ -95,13 +104,18 @@ def imagenet_22k_layout(
     (folder / "_info.json").write_text(json.dumps(info))
 
 
-def hugging_face_layout(folder: Path, *, tars: int, samples: int) -> dict[str, tuple[bytes, str]]:
+def hugging_face_layout(
+    folder: Path, *, tars: int, samples: int
+) -> dict[str, tuple[bytes, str]]:
     """data/train/0000.tar with members in a folder of the tar and labels by name."""
     stored = {}
     for number in range(tars):
         rows = []
         for i in range(samples):
-            key, name = f"images/{number}_{i}", ("ant", "bee", "cat fish")[i % NUM_CLASSES]
+            key, name = (
+                f"images/{number}_{i}",
+                ("ant", "bee", "cat fish")[i % NUM_CLASSES],
+            )
             image = photo(i + 50 * number)
             stored[key] = (image, name)
             rows.append({"__key__": key, "jpg": image, "cls": name.encode()})

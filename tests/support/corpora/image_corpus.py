@@ -22,7 +22,9 @@ CONFIG = "configs/data/image_folder.yaml"
 
 
 def encoded(format: str, *, seed: int, side: int = 16) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 255, (side, side, 3), dtype=np.uint8
+    )
     return image_samples.encoded(pixels, format)
 
 
@@ -46,7 +48,14 @@ def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) ->
 
 def command(source: Path, output: Path, *options: str) -> list[str]:
     paths = [f"source.path={source}", f"output={output}"]
-    return [sys.executable, "data_prep/make_shards.py", "--config", CONFIG, *paths, *options]
+    return [
+        sys.executable,
+        "data_prep/make_shards.py",
+        "--config",
+        CONFIG,
+        *paths,
+        *options,
+    ]
 
 
 def make_shards(source: Path, output: Path, *options: str, rc: int = 0) -> str:
@@ -67,7 +76,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def ledger(folder: Path) -> dict[str, dict[str, object]]:
-    return {row["path"]: row for row in pq.read_table(folder / "ledger.parquet").to_pylist()}
+    return {
+        row["path"]: row for row in pq.read_table(folder / "ledger.parquet").to_pylist()
+    }
 
 
 def run_of(path: Path, output: Path, **sections: Any) -> DataPrepRun:

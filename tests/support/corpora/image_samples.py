@@ -45,8 +45,12 @@ def photograph(width: int, height: int) -> Image.Image:
     pixels += np.random.default_rng(0).normal(0, 8, pixels.shape)
     image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
     draw = ImageDraw.Draw(image)
-    draw.ellipse((width * 0.2, height * 0.3, width * 0.5, height * 0.8), fill=(230, 40, 30))
-    draw.rectangle((width * 0.6, height * 0.1, width * 0.9, height * 0.5), fill=(20, 60, 200))
+    draw.ellipse(
+        (width * 0.2, height * 0.3, width * 0.5, height * 0.8), fill=(230, 40, 30)
+    )
+    draw.rectangle(
+        (width * 0.6, height * 0.1, width * 0.9, height * 0.5), fill=(20, 60, 200)
+    )
     return image.filter(ImageFilter.GaussianBlur(2))
 
 
@@ -96,12 +100,21 @@ def deep_png(samples: np.ndarray, **options: Any) -> bytes:
     """16-bit grey, grey with alpha, RGB or RGBA, by the number of channels."""
     height, width, channels = samples.shape
     colour = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
-    return png(width, height, depth=16, colour=colour, rows=unfiltered(samples), **options)
+    return png(
+        width, height, depth=16, colour=colour, rows=unfiltered(samples), **options
+    )
 
 
 def adam7(samples: np.ndarray) -> bytes:
     """Rows of the seven passes of an interlaced PNG (PNG specification, 8.2)."""
-    starts = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2)]
+    starts = [
+        (0, 0, 8, 8),
+        (0, 4, 8, 8),
+        (4, 0, 8, 4),
+        (0, 2, 4, 4),
+        (2, 0, 4, 2),
+        (0, 1, 2, 2),
+    ]
     passes = [samples[y::dy, x::dx] for y, x, dy, dx in [*starts, (1, 0, 2, 1)]]
     return b"".join(unfiltered(part) for part in passes if part.size)
 
@@ -111,7 +124,10 @@ def small_samples() -> dict[str, bytes]:
     noise = pixels(3)
     rgb, rgba = Image.fromarray(noise), Image.fromarray(pixels(4))
     palette = rgb.quantize(16)
-    frames: dict[str, Any] = {"save_all": True, "append_images": [Image.fromarray(255 - noise)]}
+    frames: dict[str, Any] = {
+        "save_all": True,
+        "append_images": [Image.fromarray(255 - noise)],
+    }
     return {
         "jpeg": encoded(rgb, "JPEG"),
         "jpeg smooth": encoded(smooth(), "JPEG"),

@@ -25,7 +25,11 @@ def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
     out, err = io.StringIO(), io.StringIO()
     code: object = 0
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(out),
+        redirect_stderr(err),
+    ):
         patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
         try:
             runpy.run_path(str(script), run_name="__main__")

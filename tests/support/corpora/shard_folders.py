@@ -46,13 +46,19 @@ class Sample(NamedTuple):
     height: int
 
 
-def image_bytes(extension: str, *, seed: int, side: tuple[int, int] | None = None) -> bytes:
+def image_bytes(
+    extension: str, *, seed: int, side: tuple[int, int] | None = None
+) -> bytes:
     width, height = side or SIDES[extension]
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(seed).integers(
+        0, 255, (height, width, 3), dtype=np.uint8
+    )
     return encoded(pixels, FORMATS[extension])
 
 
-def photo(seed: int, *, width: int = 40, height: int = 30, format: str = "JPEG") -> bytes:
+def photo(
+    seed: int, *, width: int = 40, height: int = 30, format: str = "JPEG"
+) -> bytes:
     """A smooth random picture, different for every seed."""
     small = np.random.default_rng(seed).integers(0, 255, (5, 6, 3), dtype=np.uint8)
     image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
@@ -64,7 +70,9 @@ def make_shard_folder(
     *,
     lengths: dict[str, tuple[int, ...]] | None = None,
     classes: Sequence[str] = ("cat", "dog", "eel"),
-    rejected: Sequence[tuple[str, str, str]] = (("cat/broken.jpg", "cat", "bad_pixels"),),
+    rejected: Sequence[tuple[str, str, str]] = (
+        ("cat/broken.jpg", "cat", "bad_pixels"),
+    ),
 ) -> Manifest:
     """Write a whole folder; `rejected`: path, class, reason of inputs that are in the ledger only.
 
@@ -81,7 +89,9 @@ def make_shard_folder(
             image = image_bytes(extension, seed=i)
             samples.append(Sample(key, extension, image, label, *SIDES[extension]))
         ends = np.cumsum(of_tar).tolist()
-        splits[split] = [samples[end - num : end] for end, num in zip(ends, of_tar, strict=True)]
+        splits[split] = [
+            samples[end - num : end] for end, num in zip(ends, of_tar, strict=True)
+        ]
     return write_folder(folder, splits, classes=classes, rejected=rejected)
 
 
@@ -134,11 +144,22 @@ def write_folder(
                     number_of_class = NO_LABEL if label is None else label
                     digest = blake3(image).digest()
                     rows.append((*place, number_of_class, width, height, digest))
-                    source = {"path": f"{key}.jpg", "split": split, "key": key, "blake3": digest}
-                    inputs.append(source | {"class": None if label is None else classes[label]})
+                    source = {
+                        "path": f"{key}.jpg",
+                        "split": split,
+                        "key": key,
+                        "blake3": digest,
+                    }
+                    inputs.append(
+                        source | {"class": None if label is None else classes[label]}
+                    )
                 hexdigest = tar.finish()
             num = len(samples)
-            shards.append(ShardEntry(name=name, samples=num, bytes=tar.num_bytes, blake3=hexdigest))
+            shards.append(
+                ShardEntry(
+                    name=name, samples=num, bytes=tar.num_bytes, blake3=hexdigest
+                )
+            )
         names = INDEX_SCHEMA.names
         dicts = [dict(zip(names, row, strict=True)) for row in rows]
         tables.append(pa.Table.from_pylist(dicts, schema=INDEX_SCHEMA))

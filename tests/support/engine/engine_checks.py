@@ -48,11 +48,15 @@ IMAGES, _ = samples(np.arange(16))
 
 
 def machine_of(world: World, stage: int, precision: str = "fp32") -> Machine:
-    return Machine(ranks=world.world_size, accumulation=2, stage=stage, precision=precision)
+    return Machine(
+        ranks=world.world_size, accumulation=2, stage=stage, precision=precision
+    )
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[k], theirs[k]) for k in theirs
+    )
 
 
 def moved(first: Engine, second: Engine) -> None:
@@ -69,14 +73,18 @@ def moved(first: Engine, second: Engine) -> None:
     assert equal(whole_state(second), tensors)
 
     # The average of what is not trained is the same, and is read as that.
-    trained = {name.partition(".")[2] for name in tensors if name.startswith("exp_avg.")}
+    trained = {
+        name.partition(".")[2] for name in tensors if name.startswith("exp_avg.")
+    }
     read_once = [
         tensor
         for name, tensor in tensors.items()
         if not name.startswith("ema.") or name.removeprefix("ema.") in trained
     ]
     num_elements = sum(tensor.numel() for tensor in read_once)
-    assert sum(gather_objects(sum(counts))) == num_elements, "read once by all ranks together"
+    assert sum(gather_objects(sum(counts))) == num_elements, (
+        "read once by all ranks together"
+    )
 
 
 def continued(first: Training, machine: Machine) -> Training:
@@ -85,7 +93,9 @@ def continued(first: Training, machine: Machine) -> Training:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.3)
-    second = Training(first.task, machine, first.world, before=first.result, model=model)
+    second = Training(
+        first.task, machine, first.world, before=first.result, model=model
+    )
     moved(first.engine, second.engine)
     return second
 
@@ -99,7 +109,12 @@ def health(training: Training) -> tuple[int, int, int | None, int | None]:
 
 
 def state_moves_in_the_middle(
-    world: World, *, source: int, target: int, task: str = "skipped", precision: str = "fp32"
+    world: World,
+    *,
+    source: int,
+    target: int,
+    task: str = "skipped",
+    precision: str = "fp32",
 ) -> None:
     """Half of the steps at one stage, the others at another: the training is the reference's."""
     machine = machine_of(world, source, precision)
@@ -160,7 +175,9 @@ def far_model() -> nn.Module:
 def keeps_the_head_in_fp32(world: World, *, stage: int) -> None:
     """In bf16 training starts from the unrounded weights, and logits are those of fp32 heads."""
     given = {f"model.{name}": value for name, value in far_model().named_parameters()}
-    training = Training("average", machine_of(world, stage, "bf16"), world, model=far_model())
+    training = Training(
+        "average", machine_of(world, stage, "bf16"), world, model=far_model()
+    )
     engine = training.engine
     started = whole_state(engine)
     assert all(torch.equal(started[name], value) for name, value in given.items())
@@ -204,7 +221,9 @@ def compiles_without_graph_breaks(world: World, *, stage: int) -> None:
     assert 1 <= counters["stats"]["unique_graphs"] <= 4
 
 
-def sends_gradients_in_the_backward_pass(world: World, *, stage: int, precision: str) -> None:
+def sends_gradients_in_the_backward_pass(
+    world: World, *, stage: int, precision: str
+) -> None:
     """In buckets, once an update."""
     training = Training("adamw", machine_of(world, stage, precision), world)
     sizes: list[int] = []
@@ -217,7 +236,9 @@ def sends_gradients_in_the_backward_pass(world: World, *, stage: int, precision:
 
     with patch.object(dist, "all_reduce", recorded):
         training.train(3)
-    num_parameters = sum(parameter.numel() for parameter in new_model("adamw").parameters())
+    num_parameters = sum(
+        parameter.numel() for parameter in new_model("adamw").parameters()
+    )
     assert len(sizes) >= 3 * 4
     assert max(sizes) < num_parameters / 3
     assert sum(sizes) == pytest.approx(3 * num_parameters, rel=0.01)  # with padding
@@ -230,7 +251,9 @@ def resumes_the_loss_scale(world: World) -> None:
     """
     get_accelerator().is_fp16_supported = lambda: True
     machine = machine_of(world, 1, "fp16")
-    with patch("vitscale.training.session.resolve_precision", lambda *given: torch.float16):
+    with patch(
+        "vitscale.training.session.resolve_precision", lambda *given: torch.float16
+    ):
         first = Training("skipped", machine, world)
         first.train(4)
         second = continued(first, machine)
@@ -245,11 +268,15 @@ def takes_the_gpu_that_a_task_sees(world: World) -> None:
     """DeepSpeed took the local rank for its number: 1 on the second rank, which has GPU 0 alone."""
     chosen: list[str] = []
     alone = replace(world, device=torch.device("cpu", 0))
-    with patch.object(get_accelerator(), "set_device", lambda device: chosen.append(str(device))):
+    with patch.object(
+        get_accelerator(), "set_device", lambda device: chosen.append(str(device))
+    ):
         for stage in (0, 1, 3):
             new_engine("adamw", machine_of(world, stage), alone).close()
     assert torch.nn.functional.linear is torch._C._nn.linear  # ZeRO 3 had replaced it
-    assert chosen == ["0", "0", "0", "cpu"] and os.environ["LOCAL_RANK"] == str(world.rank)
+    assert chosen == ["0", "0", "0", "cpu"] and os.environ["LOCAL_RANK"] == str(
+        world.rank
+    )
 
 
 def refuses_other_graphs(world: World, *, stage: int) -> None:
@@ -274,8 +301,19 @@ def refuses_other_graphs(world: World, *, stage: int) -> None:
 
 STAGES = (0, 1, 2, 3)
 # Each stage comes first and second.
-MOVES = [("skipped", 0, 3), ("skipped", 3, 1), ("skipped", 1, 2), ("skipped", 2, 0), ("sgd", 1, 3)]
-MOVES += [("lamb", 0, 0), ("bf16 momentum", 1, 3), ("layer decay", 1, 3), ("layer decay", 3, 0)]
+MOVES = [
+    ("skipped", 0, 3),
+    ("skipped", 3, 1),
+    ("skipped", 1, 2),
+    ("skipped", 2, 0),
+    ("sgd", 1, 3),
+]
+MOVES += [
+    ("lamb", 0, 0),
+    ("bf16 momentum", 1, 3),
+    ("layer decay", 1, 3),
+    ("layer decay", 3, 0),
+]
 MOVES += [("frozen", 0, 3), ("frozen", 3, 1), ("frozen", 1, 2), ("frozen", 2, 0)]
 CHECKS: dict[str, Callable[[World], None]] = {
     **{
@@ -297,7 +335,10 @@ CHECKS: dict[str, Callable[[World], None]] = {
         )
         for stage in STAGES
     },
-    **{f"head at ZeRO {stage}": partial(keeps_the_head_in_fp32, stage=stage) for stage in STAGES},
+    **{
+        f"head at ZeRO {stage}": partial(keeps_the_head_in_fp32, stage=stage)
+        for stage in STAGES
+    },
     **{
         f"compiled at ZeRO {stage}": partial(compiles_without_graph_breaks, stage=stage)
         for stage in (0, 2)

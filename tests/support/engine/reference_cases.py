@@ -35,7 +35,12 @@ from vitscale.data.loader import Batch, draw_blend
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.processes import run_rank_script
 from vitscale.distributed.random_numbers import stream_key, uniform_rows
-from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
+from vitscale.distributed.world import (
+    World,
+    gather_objects,
+    process_group,
+    sum_over_ranks,
+)
 from vitscale.engine.engine import Engine
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import build_model
@@ -82,7 +87,9 @@ class Task:
 
 
 def teacher() -> nn.Module:
-    return randomized(build_model(ViTSettings(**MODEL).resolved(num_classes=CLASSES), seed=5), 9)
+    return randomized(
+        build_model(ViTSettings(**MODEL).resolved(num_classes=CLASSES), seed=5), 9
+    )
 
 
 class FixedTeacher:
@@ -107,7 +114,9 @@ class Skippable(nn.Module):
         self.block = block
 
     def forward(self, tokens_BLD: torch.Tensor) -> torch.Tensor:
-        through: torch.Tensor = tokens_BLD if Skippable.is_skipped else self.block(tokens_BLD)
+        through: torch.Tensor = (
+            tokens_BLD if Skippable.is_skipped else self.block(tokens_BLD)
+        )
         return through
 
     @staticmethod
@@ -202,7 +211,8 @@ TASKS = {
     "mae": Task(
         recipe=adamw(),
         loss=lambda: losses.masked_autoencoder(order_of, kept=2),
-        sections=objective("mae", **MAE) | {"model": {"positions": "sincos2d_mae", "width": 32}},
+        sections=objective("mae", **MAE)
+        | {"model": {"positions": "sincos2d_mae", "width": 32}},
     ),
     "masked patches": Task(
         recipe=adamw(),
@@ -219,12 +229,18 @@ TASKS = {
             "schedule": {"decay": "constant"},
         },
     ),
-    "clip": Task(recipe=adamw(clip=1.0), sections={"optim": ADAMW | {"clip_norm": 1.0}}),
+    "clip": Task(
+        recipe=adamw(clip=1.0), sections={"optim": ADAMW | {"clip_norm": 1.0}}
+    ),
     "layer decay": Task(
         recipe=adamw(layer_decay=0.6, is_independent=True, weight_decay=0.05),
         sections={
             "optim": ADAMW
-            | {"layer_decay": 0.6, "weight_decay_mode": "independent", "weight_decay": 0.05}
+            | {
+                "layer_decay": 0.6,
+                "weight_decay_mode": "independent",
+                "weight_decay": 0.05,
+            }
         },
     ),
     "mixing": Task(
@@ -241,8 +257,12 @@ TASKS = {
         sections={"optim": ADAMW | {"ema": {"decay": 0.6}}},
         frozen="blocks.0.",
     ),
-    "skipped block": Task(recipe=adamw(), loss=supervised_with_skips, skips=True, stages=(0, 1)),
-    "drop path": Task(recipe=adamw(), sections={"model": {"drop_path": 0.3, "dropout": 0.1}}),
+    "skipped block": Task(
+        recipe=adamw(), loss=supervised_with_skips, skips=True, stages=(0, 1)
+    ),
+    "drop path": Task(
+        recipe=adamw(), sections={"model": {"drop_path": 0.3, "dropout": 0.1}}
+    ),
     "skipped": Task(
         recipe=adamw(average=0.6, clip=1.0, curve="constant"),
         sections={
@@ -260,7 +280,13 @@ MACHINES = [
 ]
 # As on more than 64 ranks: gradients are sent in fp32.
 MACHINES += [
-    Machine(stage=stage, precision="bf16", sent_in_bf16=False, accumulation=accumulation, ranks=2)
+    Machine(
+        stage=stage,
+        precision="bf16",
+        sent_in_bf16=False,
+        accumulation=accumulation,
+        ranks=2,
+    )
     for stage, accumulation in product((1, 2, 3), (1, 2, 3, 8))
 ]
 
@@ -294,7 +320,11 @@ def fast_cases() -> tuple[str, ...]:
         task, machine = ALL[name]
         precision = (machine.precision, machine.sent_in_bf16)
         facts = [("stage", machine.stage), ("precision", precision)]
-        of_task = [*facts, ("several", machine.accumulation > 1), ("ranks", machine.ranks > 1)]
+        of_task = [
+            *facts,
+            ("several", machine.accumulation > 1),
+            ("ranks", machine.ranks > 1),
+        ]
         facts += [("accumulation", machine.accumulation), ("all ranks", machine.ranks)]
         return {*combinations(facts, 2), *((task, fact) for fact in of_task)}
 
@@ -314,13 +344,17 @@ def slow_cases() -> tuple[str, ...]:
     return _covering(facts, done=fast_cases())
 
 
-def _covering(facts_of: Callable[[str], set[Any]], *, done: Iterable[str] = ()) -> tuple[str, ...]:
+def _covering(
+    facts_of: Callable[[str], set[Any]], *, done: Iterable[str] = ()
+) -> tuple[str, ...]:
     """Few cheap cases that have each fact of any case which those of `done` lack. Greedy."""
     facts = {name: facts_of(name) for name in ALL}
     missing = set().union(*facts.values()).difference(*(facts[name] for name in done))
     chosen = []
     while missing:
-        best = max(ALL, key=lambda name: len(facts[name] & missing) / cost(ALL[name][1]))
+        best = max(
+            ALL, key=lambda name: len(facts[name] & missing) / cost(ALL[name][1])
+        )
         chosen.append(best)
         missing -= facts[best]
     return tuple(chosen)
@@ -360,8 +394,12 @@ def make_run(
         "deepspeed": raw,
     }
     for section, changed in TASKS[task].sections.items():
-        values[section] = changed if section == "optim" else values.get(section, {}) | changed
-    return PretrainRun.model_validate({"stage": "pretrain", "name": "x", "seed": SEED, **values})
+        values[section] = (
+            changed if section == "optim" else values.get(section, {}) | changed
+        )
+    return PretrainRun.model_validate(
+        {"stage": "pretrain", "name": "x", "seed": SEED, **values}
+    )
 
 
 def samples(positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -426,7 +464,9 @@ def train_reference(task: str, machine: Machine) -> Result:
     by_micro_batch = TASKS[task].spoiled or TASKS[task].skips or task == "drop path"
     if machine.precision == "fp16":
         machine = replace(machine, precision="fp32")
-    return _train_reference(task, machine if by_micro_batch or machine.in_bf16 else Machine())
+    return _train_reference(
+        task, machine if by_micro_batch or machine.in_bf16 else Machine()
+    )
 
 
 @cache
@@ -515,7 +555,9 @@ class Training:
         session.log = SimpleNamespace(
             add_batch=lambda batch: None,
             waiting=nullcontext,
-            means=SimpleNamespace(add=lambda values: self._sum.add_(values["train/loss"].item())),
+            means=SimpleNamespace(
+                add=lambda values: self._sum.add_(values["train/loss"].item())
+            ),
         )
         self._session = session
         self._steps = session.steps()
@@ -534,14 +576,18 @@ class Training:
                     loss = spoil(loss, step, micro, self.world.rank)
                 session.update(loss)
             total = float(sum_over_ranks(self._sum))
-            self.result.losses.append(total / session.plan.accumulation / self.world.world_size)
+            self.result.losses.append(
+                total / session.plan.accumulation / self.world.world_size
+            )
             self.result.norms.append(self.engine.gradient_norm())
 
     def finish(self) -> Result:
         """Close the engine."""
         state = whole_state(self.engine)
         self.engine.close()
-        trained = [n for n, p in new_model(self.task).named_parameters() if p.requires_grad]
+        trained = [
+            n for n, p in new_model(self.task).named_parameters() if p.requires_grad
+        ]
         self.result.weights = {n: state[f"model.{n}"] for n in trained}
         if TASKS[self.task].recipe.average is not None:
             self.result.average = {n: state[f"ema.{n}"] for n in trained}
@@ -555,7 +601,9 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
         for key, part in share.items():
             if piece := SLICE.fullmatch(key):
                 shape = [int(size) for size in piece["shape"].split("x") if size]
-                whole = state.setdefault(piece["name"], torch.empty(shape, dtype=part.dtype))
+                whole = state.setdefault(
+                    piece["name"], torch.empty(shape, dtype=part.dtype)
+                )
                 whole.view(-1)[int(piece["start"]) :][: part.numel()] = part
             else:
                 state[key] = part.to("cpu", copy=True)
@@ -566,15 +614,21 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def distances(
-    ours: dict[str, torch.Tensor], right: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]
+    ours: dict[str, torch.Tensor],
+    right: dict[str, torch.Tensor],
+    initial: dict[str, torch.Tensor],
 ) -> tuple[float, float]:
     """How far tensors are from where they should be, of the way that they moved.
 
     Returns this of all tensors together, and the largest of one.
     """
     assert ours.keys() == right.keys()
-    gaps = torch.stack([(ours[name].double() - right[name].double()).norm() for name in right])
-    ways = torch.stack([(right[name].double() - initial[name].double()).norm() for name in right])
+    gaps = torch.stack(
+        [(ours[name].double() - right[name].double()).norm() for name in right]
+    )
+    ways = torch.stack(
+        [(right[name].double() - initial[name].double()).norm() for name in right]
+    )
     assert ways.min() > 0, "a tensor has not moved"
     return (gaps.norm() / ways.norm()).item(), (gaps / ways).max().item()
 

@@ -47,7 +47,9 @@ def small_model(
     return TrainedModel(
         network=network,
         arch=arch,
-        preprocessing=Preprocessing(image_size=arch.image_size, **(preprocessing or {})),
+        preprocessing=Preprocessing(
+            image_size=arch.image_size, **(preprocessing or {})
+        ),
         classes=classes,
         source=f"a small {family}",
     )
@@ -64,8 +66,12 @@ def images_of(model: TrainedModel, count: int = 2) -> torch.Tensor:
 
 
 @torch.no_grad()
-def off_by(network: Callable[[torch.Tensor], torch.Tensor], model: TrainedModel) -> float:
+def off_by(
+    network: Callable[[torch.Tensor], torch.Tensor], model: TrainedModel
+) -> float:
     """Largest difference between the logits of `network` and the model's (see `test_vit`)."""
     if isinstance(network, torch.nn.Module):
         network.eval()
-    return float((network(images_of(model)) - model.network(images_of(model))).abs().max())
+    return float(
+        (network(images_of(model)) - model.network(images_of(model))).abs().max()
+    )

@@ -16,7 +16,9 @@ from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.evaluation.evaluation import Outputs, Subject
 
-WORLD = World(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
+WORLD = World(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu")
+)
 
 
 def index_of(
@@ -78,7 +80,13 @@ def _subject(*outputs: str, **values: Any) -> GivenOutputs:
     """outputs: that the model knows. values: fields of the subject."""
     model: Any = SimpleNamespace(world=WORLD, known_outputs=outputs)
     data = DataSettings(path="shards", global_batch=3)
-    common = {"model": model, "data": data, "train": (), "image_size": 8, "micro_batch": 3}
+    common = {
+        "model": model,
+        "data": data,
+        "train": (),
+        "image_size": 8,
+        "micro_batch": 3,
+    }
     return GivenOutputs(**{**common, **values})
 
 
@@ -101,7 +109,8 @@ def given_outputs(
     return _subject(
         "logits",
         values=values,
-        val=val or index_of(labels, classes or [str(i) for i in range(values.shape[1])]),
+        val=val
+        or index_of(labels, classes or [str(i) for i in range(values.shape[1])]),
         num_outputs=values.shape[1],
         classes=None if model_classes is None else tuple(model_classes),
         folder=folder,

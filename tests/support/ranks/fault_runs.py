@@ -76,7 +76,12 @@ class FaultRuns:
         """
         folder.mkdir(parents=True, exist_ok=True)
         command: list[str | Path] = [ROOT / f"{stage}/main.py"]
-        command += ["--config", ROOT / f"configs/digits/{stage}.yaml", *SETTINGS, *model]
+        command += [
+            "--config",
+            ROOT / f"configs/digits/{stage}.yaml",
+            *SETTINGS,
+            *model,
+        ]
         command += [f"data.path={shards or self.shards}", f"output={folder / 'run'}"]
         environment = {"VITSCALE_HOLD": str(folder)}
         if faults or mutant:
@@ -134,9 +139,13 @@ def wait_all(ranks: Sequence[WarmRank]) -> list[int]:
                 end_session(rank.pid)
 
 
-def wait_and_end_others(ranks: Sequence[WarmRank], *, grace_s: float = 0.3) -> list[int]:
+def wait_and_end_others(
+    ranks: Sequence[WarmRank], *, grace_s: float = 0.3
+) -> list[int]:
     """Exit codes, as under a launcher: the other ranks are killed after the first one's end."""
-    wait_until(lambda: any(rank.poll() is not None for rank in ranks), else_say=ranks[0].output)
+    wait_until(
+        lambda: any(rank.poll() is not None for rank in ranks), else_say=ranks[0].output
+    )
     deadline = time.monotonic() + grace_s
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.01)

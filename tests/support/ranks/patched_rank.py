@@ -176,7 +176,11 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
                 found, _, rest = name.partition(".")
                 if found != kind:
                     return read(name, start, count)
-                return torch.zeros(count) if by is None else read(f"{by}.{rest}", start, count)
+                return (
+                    torch.zeros(count)
+                    if by is None
+                    else read(f"{by}.{rest}", start, count)
+                )
 
             own(self, changed, optimizer_steps=optimizer_steps)
 

@@ -49,13 +49,21 @@ def journal_rows(folder: Path) -> list[dict[str, Any]]:
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):
             values = json.loads(line)
-            rows.append({key: value for key, value in values.items() if not key.startswith(TIMES)})
+            rows.append(
+                {
+                    key: value
+                    for key, value in values.items()
+                    if not key.startswith(TIMES)
+                }
+            )
     return rows
 
 
 def differences(ours: RunState, theirs: RunState) -> list[str]:
     """One line for each thing that is not equal bit by bit; empty for equal runs."""
-    found = [] if ours.step == theirs.step else [f"step: {ours.step}, not {theirs.step}"]
+    found = (
+        [] if ours.step == theirs.step else [f"step: {ours.step}, not {theirs.step}"]
+    )
     found += _different_tensors(ours.tensors, theirs.tensors)
     for name in ("progress", "description"):
         one, other = getattr(ours, name), getattr(theirs, name)
@@ -64,14 +72,19 @@ def differences(ours: RunState, theirs: RunState) -> list[str]:
     if ours.journal != theirs.journal:
         pairs = zip(ours.journal, theirs.journal, strict=False)
         first = next((f"{a} not {b}" for a, b in pairs if a != b), "lengths")
-        found.append(f"journal ({len(ours.journal)} and {len(theirs.journal)} rows): {first}")
+        found.append(
+            f"journal ({len(ours.journal)} and {len(theirs.journal)} rows): {first}"
+        )
     return found
 
 
 def _different_tensors(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    found = [f"tensor {name}: only one has it" for name in sorted(ours.keys() ^ theirs.keys())]
+    found = [
+        f"tensor {name}: only one has it"
+        for name in sorted(ours.keys() ^ theirs.keys())
+    ]
     unequal = [
         name
         for name in sorted(ours.keys() & theirs.keys())

@@ -11,7 +11,9 @@ T = TypeVar("T")
 WAIT_S = 120.0
 
 
-def run_ranks(num_ranks: int, work: Callable[[int, Callable[[Any], list[Any]]], T]) -> list[T]:
+def run_ranks(
+    num_ranks: int, work: Callable[[int, Callable[[Any], list[Any]]], T]
+) -> list[T]:
     """The results of `work(rank, gather)` of all ranks; `gather` exchanges one value per rank."""
     barrier = threading.Barrier(num_ranks)
     values: list[Any] = [None] * num_ranks
@@ -31,4 +33,7 @@ def run_ranks(num_ranks: int, work: Callable[[int, Callable[[Any], list[Any]]], 
             raise
 
     with ThreadPoolExecutor(num_ranks) as pool:
-        return [each.result() for each in [pool.submit(one, rank) for rank in range(num_ranks)]]
+        return [
+            each.result()
+            for each in [pool.submit(one, rank) for rank in range(num_ranks)]
+        ]

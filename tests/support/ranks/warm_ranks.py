@@ -66,7 +66,9 @@ class Script:
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         """Run the script as Python does; returns the exit code. The server calls this."""
-        assert has_one_thread(os.getppid()), "a fork never releases the locks of other threads"
+        assert has_one_thread(os.getppid()), (
+            "a fork never releases the locks of other threads"
+        )
         end_with_server()
         os.setsid()
         log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -74,7 +76,9 @@ class Script:
             os.dup2(fd, target)
         os.environ.clear()
         os.environ.update(self.environment)
-        importlib.reload(sys.modules["huggingface_hub.constants"])  # it reads the environment once
+        importlib.reload(
+            sys.modules["huggingface_hub.constants"]
+        )  # it reads the environment once
         os.chdir(self.folder)
         sys.argv = [self.path, *self.arguments]
         sys.path[0] = str(Path(self.path).parent)
@@ -139,7 +143,9 @@ class WarmRank:
         with suppress(psutil.NoSuchProcess):
             servers = psutil.Process(self.pid).children()
             workers = [worker for server in servers for worker in server.children()]
-            return [each.pid for each in workers if each.status() != psutil.STATUS_ZOMBIE]
+            return [
+                each.pid for each in workers if each.status() != psutil.STATUS_ZOMBIE
+            ]
         return []
 
 
@@ -198,7 +204,12 @@ class WarmStarter:
             script = Script(
                 path=str(Path(path).resolve()),
                 arguments=arguments,
-                environment={**self.environment, **variables, **(environment or {}), **own},
+                environment={
+                    **self.environment,
+                    **variables,
+                    **(environment or {}),
+                    **own,
+                },
                 folder=str(folder),
                 log=str(log),
             )

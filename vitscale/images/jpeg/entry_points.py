@@ -38,7 +38,11 @@ def find_entry_points(image: bytes | memoryview, *, every: int = EVERY) -> bytes
         from vitscale.images.jpeg import _region
 
         return _region.entries(image, every, MAX_PIXELS)
-    except (ImportError, AttributeError, ValueError):  # ValueError: not a JPEG, or damaged
+    except (
+        ImportError,
+        AttributeError,
+        ValueError,
+    ):  # ValueError: not a JPEG, or damaged
         return b""
 
 
@@ -67,7 +71,11 @@ def write_entry_points(path: Path, found: Mapping[int, bytes]) -> None:
     starts = np.cumsum([0, *(len(found[key]) for key in keys)], dtype="<u8")
     sums = np.array([crc32(found[key]) for key in keys], dtype="<u4")
     tables = (np.array(keys, "<u8"), starts, sums)
-    pieces = [MAGIC, len(keys).to_bytes(8, "little"), *(table.tobytes() for table in tables)]
+    pieces = [
+        MAGIC,
+        len(keys).to_bytes(8, "little"),
+        *(table.tobytes() for table in tables),
+    ]
     make_folders(path.parent)
     write_bytes(path, b"".join([*pieces, *(found[key] for key in keys)]))
 

@@ -29,7 +29,11 @@ SUFFIXES = (".npz", ".safetensors", ".pth", ".pt", ".bin", ".tar")
 CONFIG = "config.json"
 # Names of the classes by label, a JSON list, in a run folder or beside a file of weights.
 CLASSES_NAME = "classes.json"
-FOLDER_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+FOLDER_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+)
 NOT_STATED = (0, 0)
 # Where training scripts put the weights. MAE, DeiT: `model`; timm: `state_dict`; DINO: `teacher`.
 WEIGHT_KEYS = ("model", "state_dict", "teacher")
@@ -44,12 +48,20 @@ BFLOAT16 = np.dtype("V2")
 # What loaders raise for files that are cut, changed or no such file.
 DAMAGE = (
     *(ValueError, TypeError, LookupError, AttributeError, AssertionError, EOFError),
-    *(RuntimeError, MemoryError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+    *(
+        RuntimeError,
+        MemoryError,
+        pickle.UnpicklingError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ),
     SafetensorError,
 )
 # Names that stand for none: of transformers, of our exports, and of numbers as texts.
 PLACEHOLDERS = ("LABEL_{}", "class {}", "{}")
-REFUSED = re.compile(r"[Uu]nsupported (?:global|GLOBAL|class|operand).*?(?= was not| whose|$)")
+REFUSED = re.compile(
+    r"[Uu]nsupported (?:global|GLOBAL|class|operand).*?(?= was not| whose|$)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +144,9 @@ def read_tensors(
             with np.load(path, allow_pickle=False) as arrays:
                 prefix = prefix_of(arrays.files)
                 names = [name for name in arrays.files if name.startswith(prefix)]
-                return {name.removeprefix(prefix): _in_fp32(arrays[name]) for name in names}
+                return {
+                    name.removeprefix(prefix): _in_fp32(arrays[name]) for name in names
+                }
     except DAMAGE as error:
         raise _refused(error, path) from None
     return read_torch_file(path).tensors
@@ -189,10 +203,13 @@ def _taken(content: Any, path: Path, *, weights: str) -> TorchFile:
     num_bytes = sum(value.numel() * value.element_size() for value in found.values())
     check_expansion(num_bytes, file_bytes=path.stat().st_size, where=str(path))
     tensors = {
-        str(name).replace(COMPILED, ""): value.detach().float() for name, value in found.items()
+        str(name).replace(COMPILED, ""): value.detach().float()
+        for name, value in found.items()
     }
     # A namespace holds values only: its type was made by the reader, not by the file.
-    arguments = vars(outer["args"]) if isinstance(outer.get("args"), argparse.Namespace) else {}
+    arguments = (
+        vars(outer["args"]) if isinstance(outer.get("args"), argparse.Namespace) else {}
+    )
     return TorchFile(tensors, arguments, average)
 
 
@@ -223,17 +240,23 @@ def file_beside(described: Path, names: Collection[str]) -> Path:
             return path
     what, allowed = f"has {described.name}, but no weights", ", ".join(names)
     next_step = "copy the whole folder, or export it with --to safetensors"
-    raise UserError(what, where=str(described.parent), allowed=allowed, next_step=next_step)
+    raise UserError(
+        what, where=str(described.parent), allowed=allowed, next_step=next_step
+    )
 
 
 def labels_in_order(names: Any) -> tuple[str, ...] | None:
     """Names by label, of a list or an object; None for placeholders and for gaps."""
     if isinstance(names, list):
         names = {str(label): name for label, name in enumerate(names)}
-    if not isinstance(names, dict) or set(names) != {str(label) for label in range(len(names))}:
+    if not isinstance(names, dict) or set(names) != {
+        str(label) for label in range(len(names))
+    }:
         return None
     found = tuple(str(names[str(label)]) for label in range(len(names)))
-    is_named = all(found != tuple(map(form.format, range(len(found)))) for form in PLACEHOLDERS)
+    is_named = all(
+        found != tuple(map(form.format, range(len(found)))) for form in PLACEHOLDERS
+    )
     return found if is_named else None
 
 

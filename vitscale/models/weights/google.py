@@ -31,9 +31,13 @@ VECTOR = Layout(1, lambda x: x, lambda x, heads: x)
 # [in, out]
 DENSE = Layout(2, lambda x: x.T, lambda x, heads: x.T)
 # [height, width, in, out]
-CONV = Layout(4, lambda x: x.permute(3, 2, 0, 1), lambda x, heads: x.permute(2, 3, 1, 0))
+CONV = Layout(
+    4, lambda x: x.permute(3, 2, 0, 1), lambda x, heads: x.permute(2, 3, 1, 0)
+)
 # [width, heads, head width], with biases [heads, head width]
-INTO_HEADS = Layout(3, lambda x: x.flatten(1).T, lambda x, heads: x.T.unflatten(1, (heads, -1)))
+INTO_HEADS = Layout(
+    3, lambda x: x.flatten(1).T, lambda x, heads: x.T.unflatten(1, (heads, -1))
+)
 BIASES = Layout(2, torch.flatten, lambda x, heads: x.unflatten(0, (heads, -1)))
 # [heads, head width, width]
 OUT_OF_HEADS = Layout(
@@ -43,8 +47,14 @@ Row = tuple[str, str, Layout]
 """(theirs, ours, layout)"""
 
 
-def _layer(theirs: str, ours: str, kernel: Layout = DENSE, bias: Layout = VECTOR) -> Iterator[Row]:
-    yield f"{theirs}/{'scale' if kernel is VECTOR else 'kernel'}", f"{ours}.weight", kernel
+def _layer(
+    theirs: str, ours: str, kernel: Layout = DENSE, bias: Layout = VECTOR
+) -> Iterator[Row]:
+    yield (
+        f"{theirs}/{'scale' if kernel is VECTOR else 'kernel'}",
+        f"{ours}.weight",
+        kernel,
+    )
     yield f"{theirs}/bias", f"{ours}.bias", bias
 
 
@@ -57,7 +67,9 @@ def _attention(theirs: str, ours: str, *, query: str = "query") -> Iterator[Row]
 
 def _mlp(theirs: str, ours: str) -> Iterator[Row]:
     for number in (0, 1):
-        yield from _layer(f"{theirs}/MlpBlock_0/Dense_{number}", f"{ours}.mlp.fc{number + 1}")
+        yield from _layer(
+            f"{theirs}/MlpBlock_0/Dense_{number}", f"{ours}.mlp.fc{number + 1}"
+        )
 
 
 def _rows() -> Iterator[Row]:
@@ -114,7 +126,9 @@ def from_google(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, int | Non
     return joined(found), num_heads
 
 
-def _unstacked(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _unstacked(
+    tensors: Mapping[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Name each block: big_vision stacks those that it scans along the first axis."""
     for name, tensor in tensors.items():
         match = re.fullmatch(r"Transformer/encoderblock/(.*)", name)

@@ -18,7 +18,11 @@ import torch
 from vitscale.config.errors import UserError
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
 from vitscale.models.weights.names import Tensors, joined, numbered, split
-from vitscale.models.weights.pixels import PREPROCESSOR, assumed_pixels, huggingface_pixels
+from vitscale.models.weights.pixels import (
+    PREPROCESSOR,
+    assumed_pixels,
+    huggingface_pixels,
+)
 
 # (theirs, ours); {} is the number of a block. Names of tensors, or of modules with weight and bias.
 _SHARED = (
@@ -54,7 +58,9 @@ _DINOV2 = (
 )
 _HEAD = (("classifier", "head"),)
 # model_type of config.json: (prefix of the trunk, names below it, names without the prefix).
-FAMILIES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]] = {
+FAMILIES: dict[
+    str, tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]
+] = {
     "vit": ("vit.", _VIT, _HEAD),
     "vit_mae": ("vit.", _VIT, ()),
     "deit": (
@@ -76,7 +82,12 @@ UNUSED = ("pooler.", "embeddings.mask_token", "decoder.")
 EPSILONS = {"dinov2": 1e-6, "dinov2_with_registers": 1e-6}
 EPSILONS |= {"vit": 1e-12, "vit_mae": 1e-12, "deit": 1e-12}
 # transformers' names of activations; it computes `gelu_new` and `gelu_fast` with tanh.
-GELUS = {"gelu": "erf", "gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh"}
+GELUS = {
+    "gelu": "erf",
+    "gelu_new": "tanh",
+    "gelu_fast": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+}
 
 
 def from_huggingface(tensors: Tensors, model_type: str) -> tuple[Tensors, list[str]]:
@@ -87,8 +98,12 @@ def from_huggingface(tensors: Tensors, model_type: str) -> tuple[Tensors, list[s
     """
     prefix, below, beside = FAMILIES[model_type]
     bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    used = {name: tensor for name, tensor in bare.items() if not name.startswith(UNUSED)}
-    left_out = [name for name in tensors if name.removeprefix(prefix).startswith(UNUSED)]
+    used = {
+        name: tensor for name, tensor in bare.items() if not name.startswith(UNUSED)
+    }
+    left_out = [
+        name for name in tensors if name.removeprefix(prefix).startswith(UNUSED)
+    ]
     return joined(_renamed(used, dict((*below, *beside)))), left_out
 
 
@@ -102,7 +117,9 @@ def to_huggingface(
     """
     prefix, below, beside = FAMILIES[model_type]
     # The last name counts where two have the same meaning.
-    names = {ours: prefix + theirs for theirs, ours in (*below, *(_GATED if gated else ()))}
+    names = {
+        ours: prefix + theirs for theirs, ours in (*below, *(_GATED if gated else ()))
+    }
     return _renamed(split(weights), names | {ours: theirs for theirs, ours in beside})
 
 
@@ -111,7 +128,9 @@ def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
     for name, tensor in tensors.items():
         stem, part = re.fullmatch(r"(.*?)(\.weight|\.bias|)", name).groups()  # type: ignore[union-attr]  # always
         template, number = numbered(stem)
-        found[names[template].format(number) + part if template in names else name] = tensor
+        found[names[template].format(number) + part if template in names else name] = (
+            tensor
+        )
     return found
 
 
@@ -119,7 +138,11 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
     """Read a folder. Raises UserError for another family of models, and for damaged files."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        what = f"describes a model of type {model_type!r}" if model_type else "names no model_type"
+        what = (
+            f"describes a model of type {model_type!r}"
+            if model_type
+            else "names no model_type"
+        )
         raise UserError(
             what,
             where=str(folder / CONFIG),
@@ -129,13 +152,19 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
     known, processor = _known(config, folder), folder / PREPROCESSOR
     is_stated = processor.is_file()
     preprocessing = (
-        huggingface_pixels(processor, model_type) if is_stated else assumed_pixels(model_type)
+        huggingface_pixels(processor, model_type)
+        if is_stated
+        else assumed_pixels(model_type)
     )
     rows, columns = _pair(config.get("image_size", 224))
     patch = _pair(config.get("patch_size", 16))
     grid = (rows // patch[0], columns // patch[1])
     tensors, left_out = from_huggingface(read_folder(folder), model_type)
-    if "dist_token" in tensors and "head.weight" in tensors and "head_dist.weight" not in tensors:
+    if (
+        "dist_token" in tensors
+        and "head.weight" in tensors
+        and "head_dist.weight" not in tensors
+    ):
         # A distillation token that no head reads (DeiTForImageClassification) is a register.
         # Registers have no positions: those of both tokens are added to them.
         pos_1LD = tensors["pos_embed"]
@@ -143,7 +172,11 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
         tensors["cls_token"] = tensors["cls_token"] + pos_1LD[:, :1]
         tensors["pos_embed"] = pos_1LD[:, 2:]
     size = preprocessing.get("image_size", max(rows, columns))
-    other_size = f", at {size} px as its {PREPROCESSOR} says" if size != max(rows, columns) else ""
+    other_size = (
+        f", at {size} px as its {PREPROCESSOR} says"
+        if size != max(rows, columns)
+        else ""
+    )
     return Weights(
         tensors=tensors,
         format=f"Hugging Face's {model_type}{other_size}",
@@ -168,7 +201,9 @@ def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     known: dict[str, Any] = {
         "num_heads": int(config["num_attention_heads"]),
         # transformers' own defaults.
-        "layer_norm_eps": float(config.get("layer_norm_eps", EPSILONS[str(config["model_type"])])),
+        "layer_norm_eps": float(
+            config.get("layer_norm_eps", EPSILONS[str(config["model_type"])])
+        ),
     }
     if config.get("use_swiglu_ffn"):
         return known

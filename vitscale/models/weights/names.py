@@ -40,13 +40,17 @@ def from_pytorch(tensors: Tensors) -> tuple[Tensors, list[str]]:
     found, left_out = dict(tensors), []
     while FIRST_NAME not in found:
         inside = [
-            p for p in PREFIXES if any(n.startswith(p) and n.endswith(FIRST_NAME) for n in found)
+            p
+            for p in PREFIXES
+            if any(n.startswith(p) and n.endswith(FIRST_NAME) for n in found)
         ]
         if not inside:
             break
         prefix = inside[0]
         left_out += [name for name in found if not name.startswith(prefix)]
-        found = {n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)}
+        found = {
+            n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)
+        }
     left_out += [name for name in found if name.startswith(TRAINING_HEADS)]
     kept = {}
     for name, tensor in found.items():
@@ -60,7 +64,9 @@ def from_pytorch(tensors: Tensors) -> tuple[Tensors, list[str]]:
 def without_wrappers(tensors: Tensors) -> Tensors:
     """The tensors without the prefixes that all names have, such as DistributedDataParallel's."""
     found = dict(tensors)
-    while prefix := next((p for p in PREFIXES if all(n.startswith(p) for n in found)), None):
+    while prefix := next(
+        (p for p in PREFIXES if all(n.startswith(p) for n in found)), None
+    ):
         if not found:
             break
         found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
@@ -100,7 +106,12 @@ def joined(weights: Mapping[str, torch.Tensor]) -> Tensors:
         pattern = re.compile(rf"({where})\.{parts[0]}\.(weight|bias)")
         for match in filter(None, map(pattern.fullmatch, weights)):
             names = [f"{match[1]}.{part}.{match[2]}" for part in parts]
-            if len({weights[name].shape if name in weights else None for name in names}) == 1:
+            if (
+                len(
+                    {weights[name].shape if name in weights else None for name in names}
+                )
+                == 1
+            ):
                 tensors = [found.pop(name) for name in names]
                 found[f"{match[1]}.{whole}.{match[2]}"] = torch.cat(tensors)
     return found

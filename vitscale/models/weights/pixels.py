@@ -21,7 +21,11 @@ HALF = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "eval_resize": "squash"
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 CENTRE = {"eval_resize": "center_crop", "eval_crop_fraction": 224 / 256}
 # vision_transformer's input_pipeline.py; tf.image.resize does not smooth what it makes smaller.
-GOOGLE: dict[str, Any] = {**HALF, "eval_interpolation": "bilinear", "eval_antialias": False}
+GOOGLE: dict[str, Any] = {
+    **HALF,
+    "eval_interpolation": "bilinear",
+    "eval_antialias": False,
+}
 # MAE, DeiT and DINOv2 evaluate on the centre of bicubically resized images.
 PYTORCH: dict[str, Any] = {**IMAGENET, **CENTRE, "eval_interpolation": "bicubic"}
 FILTERS = ("bilinear", "bicubic")
@@ -31,7 +35,11 @@ WHOLE, CENTRED, SQUASHED_CENTRE = "squash", "center_crop", "squash_crop"
 def crop_fraction(crop: int, resized: int) -> float:
     """The share from which `crop` pixels a side and rounding down give `resized` pixels again."""
     fraction = crop / resized
-    return fraction if math.floor(crop / fraction) == resized else math.nextafter(fraction, 0)
+    return (
+        fraction
+        if math.floor(crop / fraction) == resized
+        else math.nextafter(fraction, 0)
+    )
 
 
 def _three(values: Any) -> tuple[float, float, float]:
@@ -112,7 +120,11 @@ _OF_MODELS = {"vit": "ViT", "vit_mae": "ViT", "deit": "DeiT", "dinov2": "Bit"}
 
 def assumed_pixels(model_type: str) -> dict[str, Any]:
     """The pixels of a folder without a file: of ViTImageProcessor, or of the published folders."""
-    return {**HALF, "eval_interpolation": "bilinear"} if model_type.startswith("vit") else PYTORCH
+    return (
+        {**HALF, "eval_interpolation": "bilinear"}
+        if model_type.startswith("vit")
+        else PYTORCH
+    )
 
 
 def huggingface_pixels(path: Path, model_type: str) -> dict[str, Any]:
@@ -131,13 +143,23 @@ def huggingface_pixels(path: Path, model_type: str) -> dict[str, Any]:
         raise _unsupported(path, f"image_processor_type {name!r}", allowed)
 
     how = _DEFAULTS | _PROCESSORS[kind] | stated
-    others = [key for key in how if key.startswith("do_") and how[key] and key not in _DEFAULTS]
+    others = [
+        key
+        for key in how
+        if key.startswith("do_") and how[key] and key not in _DEFAULTS
+    ]
     if others:
-        raise _unsupported(path, f"{others[0]}: true", "resize, centre crop, rescale, normalize")
+        raise _unsupported(
+            path, f"{others[0]}: true", "resize, centre crop, rescale, normalize"
+        )
     if not how["do_resize"]:
-        raise _unsupported(path, "do_resize: false", "true, since a model takes one image size")
+        raise _unsupported(
+            path, "do_resize: false", "true, since a model takes one image size"
+        )
     if how["resample"] not in RESAMPLES:
-        raise _unsupported(path, f"resample {how['resample']!r}", "2 (bilinear), 3 (bicubic)")
+        raise _unsupported(
+            path, f"resample {how['resample']!r}", "2 (bilinear), 3 (bicubic)"
+        )
 
     # Theirs: (pixel * factor - mean) / std. Ours: (pixel / 255 - mean) / std.
     factor = 255 * float(how["rescale_factor"]) if how["do_rescale"] else 255.0
@@ -156,17 +178,23 @@ def huggingface_pixels(path: Path, model_type: str) -> dict[str, Any]:
     return found
 
 
-def _resize(how: Mapping[str, Any], path: Path, *, keeps_aspect: bool) -> dict[str, Any]:
+def _resize(
+    how: Mapping[str, Any], path: Path, *, keeps_aspect: bool
+) -> dict[str, Any]:
     """How the image gets its size, and the size. keeps_aspect: where `size` is one number."""
     resized, is_short = _side(how["size"], path, is_short=keeps_aspect)
     if not how["do_center_crop"]:
         if is_short:
-            raise _unsupported(path, "size: shortest_edge without a crop", "height and width")
+            raise _unsupported(
+                path, "size: shortest_edge without a crop", "height and width"
+            )
         return {"eval_resize": WHOLE, "image_size": resized}
 
     crop, _ = _side(how["crop_size"], path, is_short=False)
     if crop > resized:
-        raise _unsupported(path, f"crops {crop} px of {resized} px", "a crop within the image")
+        raise _unsupported(
+            path, f"crops {crop} px of {resized} px", "a crop within the image"
+        )
     rule = f"{CENTRED if is_short else SQUASHED_CENTRE}_down"
     fraction = crop_fraction(crop, resized)
     return {"eval_resize": rule, "eval_crop_fraction": fraction, "image_size": crop}

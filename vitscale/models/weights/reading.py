@@ -42,7 +42,12 @@ FORMAT_VERSION = 1
 EXPORTED = ("model.safetensors", "model.npz")
 # Types of files that hold tensors alone.
 WITHOUT_AVERAGE = (".npz", ".safetensors")
-PREPROCESSING = ("eval_resize", "eval_crop_fraction", "eval_interpolation", "eval_antialias")
+PREPROCESSING = (
+    "eval_resize",
+    "eval_crop_fraction",
+    "eval_interpolation",
+    "eval_antialias",
+)
 # What a file does not say, by format. Google: vision_transformer, models_vit.py. PyTorch: the
 # defaults of timm's models and of MAE, DeiT and DINOv2.
 GOOGLE: dict[str, Any] = {
@@ -90,9 +95,17 @@ def read_weights(
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror or error})", where=str(path)) from None
+        raise UserError(
+            f"cannot be read ({error.strerror or error})", where=str(path)
+        ) from None
     # A JSON file beside the weights lacks a key, or has a value of another type.
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         what = f"the model's description is incomplete or invalid ({type(error).__name__}: {error})"
         raise UserError(what, where=str(path)) from None
     if not found.tensors:
@@ -101,7 +114,9 @@ def read_weights(
         return replace(found, grid=(1, 1))
     tensors = names.with_representation(found.tensors)
     grid = _square_grid(tensors, path) if found.grid == NOT_STATED else found.grid
-    return replace(found, tensors=tensors, grid=grid, left_out=tuple(sorted(found.left_out)))
+    return replace(
+        found, tensors=tensors, grid=grid, left_out=tuple(sorted(found.left_out))
+    )
 
 
 def _read_file(path: Path, timm_name: str | None, *, weights: str) -> Weights:
@@ -120,32 +135,48 @@ def _named(file: TorchFile, path: Path, timm_name: str | None) -> Weights:
     """Find out whose tensors these are, and rename them."""
     tensors, arguments = file.tensors, file.arguments
     trained = arguments.get("model")
-    if isinstance(trained, str) and timm.is_model(trained) and timm_name in (None, trained):
+    if (
+        isinstance(trained, str)
+        and timm.is_model(trained)
+        and timm_name in (None, trained)
+    ):
         as_timm = timm_name is not None
-        return read_timm_checkpoint(tensors, arguments, as_timm=as_timm, where=f"{path}: args")
+        return read_timm_checkpoint(
+            tensors, arguments, as_timm=as_timm, where=f"{path}: args"
+        )
     if timm_name is not None:
         config = timm_model.pretrained_config(timm_name)
         return Weights(
             tensors=names.without_wrappers(tensors),
             format=f"timm's {timm_name}",
-            known={"name": "timm", "model": timm_name, "image_size": config.input_size[-1]},
+            known={
+                "name": "timm",
+                "model": timm_name,
+                "image_size": config.input_size[-1],
+            },
             # The pixels that timm's own weights expect.
             preprocessing=pixels.timm_preprocessing(asdict(config), where=timm_name),
             positions="timm",
         )
-    if path.suffix == ".npz" and not any(name.endswith(names.FIRST_NAME) for name in tensors):
+    if path.suffix == ".npz" and not any(
+        name.endswith(names.FIRST_NAME) for name in tensors
+    ):
         tensors, num_heads = google.from_google(tensors)
         found = Weights(tensors=tensors, **GOOGLE)
         heads = {} if num_heads is None else {"num_heads": num_heads}
         return replace(found, known={**found.known, **heads})
-    theirs = [name for name in tensors if "embeddings.patch_embeddings.projection" in name]
+    theirs = [
+        name for name in tensors if "embeddings.patch_embeddings.projection" in name
+    ]
     if theirs:
         has_config = (path.parent / CONFIG).is_file()
         raise UserError(
             f"has Hugging Face's names, such as {theirs[0]!r}; they need {CONFIG}",
             where=str(path),
             allowed="a folder with config.json and the weights",
-            next_step=f"set init={path.parent}" if has_config else f"put its {CONFIG} beside it",
+            next_step=f"set init={path.parent}"
+            if has_config
+            else f"put its {CONFIG} beside it",
         )
     tensors, left_out = names.from_pytorch(tensors)
     found = Weights(tensors=tensors, left_out=tuple(left_out), **PYTORCH)
@@ -164,7 +195,9 @@ def _classes_beside(path: Path) -> tuple[str, ...] | None:
     names = labels_in_order(content)
     # Such as {"cat": 0}. A list without names, such as ["0", "1"], is one all the same.
     if names is None and not isinstance(content, list):
-        raise UserError("is no list", where=str(listed), allowed="a JSON list of names by label")
+        raise UserError(
+            "is no list", where=str(listed), allowed="a JSON list of names by label"
+        )
     return names
 
 
@@ -174,11 +207,20 @@ def _prefix(stored: Collection[str], path: Path) -> str:
     """
     if any(name.endswith(names.FIRST_NAME) for name in stored):
         return ""
-    for prefix in ("", "params/", "params/img/", "img/", "opt/target/", "optimizer/target/"):
+    for prefix in (
+        "",
+        "params/",
+        "params/img/",
+        "img/",
+        "opt/target/",
+        "optimizer/target/",
+    ):
         if f"{prefix}{google.FIRST_NAME}" in stored:
             return prefix
     what = f"contains no {google.FIRST_NAME!r}; its first names: {', '.join(sorted(stored)[:3])}"
-    raise UserError(what, where=str(path), allowed="weights of vision_transformer or big_vision")
+    raise UserError(
+        what, where=str(path), allowed="weights of vision_transformer or big_vision"
+    )
 
 
 def _read_exported(folder: Path) -> Weights:

@@ -33,7 +33,9 @@ SYNSET = re.compile(r"n\d{8}")
 PIXEL_ARGUMENTS = ("mean", "std", "interpolation", "crop_pct", "crop_mode", "img_size")
 
 
-def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) -> Weights:
+def read_timm_folder(
+    folder: Path, config: Mapping[str, Any], *, as_timm: bool
+) -> Weights:
     """Read a folder, as `timm_weights`.
 
     Raises UserError where timm does not know the model.
@@ -41,10 +43,17 @@ def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) 
     # Before timm 0.8 the keys of pretrained_cfg stood beside the architecture.
     described: Any = config.get("pretrained_cfg", config) or {}
     where, name = str(folder / CONFIG), str(config["architecture"])
-    names = config.get("label_names") or described.get("label_names") or described.get("labels")
+    names = (
+        config.get("label_names")
+        or described.get("label_names")
+        or described.get("labels")
+    )
     words = config.get("label_descriptions") or described.get("label_descriptions")
     if isinstance(names, list) and isinstance(words, dict):
-        names = [words.get(each, each) if SYNSET.fullmatch(str(each)) else each for each in names]
+        names = [
+            words.get(each, each) if SYNSET.fullmatch(str(each)) else each
+            for each in names
+        ]
     pixels = timm_preprocessing(described, where=where)
     found = timm_weights(
         read_folder(folder),
@@ -121,10 +130,14 @@ def timm_weights(
     arguments.pop("num_classes", None)  # counted in the weights
     size = size if isinstance(size, int) else size[-1]
     known = {"name": "timm", "model": name, "image_size": size, "arguments": arguments}
-    return Weights(tensors=without_wrappers(tensors), format=origin, known=known, positions="timm")
+    return Weights(
+        tensors=without_wrappers(tensors), format=origin, known=known, positions="timm"
+    )
 
 
-def _plain_transformer(name: str, arguments: Mapping[str, Any]) -> VisionTransformer | None:
+def _plain_transformer(
+    name: str, arguments: Mapping[str, Any]
+) -> VisionTransformer | None:
     """The model that timm would build, without memory; None if it is not in the family vit."""
     # Of the model alone: timm's factory also takes paths of files to load.
     if not set(arguments) <= set(inspect.signature(VisionTransformer).parameters):

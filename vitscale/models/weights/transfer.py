@@ -33,7 +33,9 @@ ATTENTION_HEADS |= {1536: 24, 1664: 16}
 HEAD_WIDTH = 64
 
 
-def inferred_model(found: Weights, *, chosen: ModelSettings | None) -> tuple[ModelSettings, int]:
+def inferred_model(
+    found: Weights, *, chosen: ModelSettings | None
+) -> tuple[ModelSettings, int]:
     """Settings of the model that the weights are of, and its number of classes (0: no head).
 
     chosen: settings whose keys win over what is inferred, one by one.
@@ -45,10 +47,16 @@ def inferred_model(found: Weights, *, chosen: ModelSettings | None) -> tuple[Mod
         _refuse_other_families(tensors, found.where)
         values = {**_transformer(found), **values}
         values |= _pool(tensors, stated=values.get("pool"))
-    mine = {} if chosen is None else {key: getattr(chosen, key) for key in chosen.model_fields_set}
+    mine = (
+        {}
+        if chosen is None
+        else {key: getattr(chosen, key) for key in chosen.model_fields_set}
+    )
     if mine.get("name", values["name"]) != values["name"]:
         what = f"these weights are of the family {values['name']}, not {mine['name']}"
-        raise UserError(what, where="model.name", next_step=f"set model.name={values['name']}")
+        raise UserError(
+            what, where="model.name", next_step=f"set model.name={values['name']}"
+        )
     if mine.get("preset") is not None:  # its numbers win too
         values = {key: value for key, value in values.items() if key not in NUMBERS}
     values |= mine
@@ -65,7 +73,9 @@ def inferred_model(found: Weights, *, chosen: ModelSettings | None) -> tuple[Mod
     return _validated(values, found.where), num_classes
 
 
-def head_layers(tensors: Mapping[str, torch.Tensor], *, timm_name: str | None) -> list[str]:
+def head_layers(
+    tensors: Mapping[str, torch.Tensor], *, timm_name: str | None
+) -> list[str]:
     """The last layers that the weights have; the second is the distillation token's.
 
     timm_name: of the model, for weights of the family timm.
@@ -78,7 +88,12 @@ def head_layers(tensors: Mapping[str, torch.Tensor], *, timm_name: str | None) -
 
 
 def _refuse_other_families(weights: Mapping[str, torch.Tensor], where: str) -> None:
-    needed = (PATCH, "blocks.0.norm1.weight", "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
+    needed = (
+        PATCH,
+        "blocks.0.norm1.weight",
+        "blocks.0.mlp.fc1.weight",
+        "blocks.0.mlp.fc2.weight",
+    )
     missing = [name for name in needed if name not in weights]
     if missing or weights[PATCH].ndim != 4:
         first = ", ".join(sorted(weights)[:3])
@@ -93,14 +108,20 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], where: str) -> N
 
 def _transformer(found: Weights) -> dict[str, Any]:
     tensors, grid = found.tensors, found.grid
-    patch, hidden = tensors[PATCH].shape[-1], tensors["blocks.0.mlp.fc2.weight"].shape[1]
+    patch, hidden = (
+        tensors[PATCH].shape[-1],
+        tensors["blocks.0.mlp.fc2.weight"].shape[1],
+    )
     is_gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
     values: dict[str, Any] = {
         "width": tensors[PATCH].shape[0],
         "patch_size": patch,
         # Images here are square, and positions of another grid are resized.
-        "image_size": max(grid) * patch if grid != (1, 1) else 224 // patch * patch or patch,
-        "depth": 1 + max(int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)),
+        "image_size": max(grid) * patch
+        if grid != (1, 1)
+        else 224 // patch * patch or patch,
+        "depth": 1
+        + max(int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)),
         "mlp_width": hidden,
         "mlp": "swiglu" if is_gated else "gelu",
         "representation_layer": "head.0.weight" in tensors,
@@ -133,7 +154,9 @@ def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[st
 
 def _validated(values: Mapping[str, Any], where: str) -> ModelSettings:
     try:
-        settings: ModelSettings = MODELS[values["name"]].Settings.model_validate(dict(values))
+        settings: ModelSettings = MODELS[values["name"]].Settings.model_validate(
+            dict(values)
+        )
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, ("model", *first["loc"])))
@@ -168,11 +191,17 @@ def transfer_weights(
     """
     weights, where = found.tensors, found.where
     if isinstance(model, TimmModel):
-        model.load_weights(weights, where=where, keep_head=keep_head, resize_patches=resize_patches)
+        model.load_weights(
+            weights, where=where, keep_head=keep_head, resize_patches=resize_patches
+        )
         return []
     left_out = OBJECTIVE if keep_head else (*OBJECTIVE, *HEADS)
     own, given = (
-        {name: value for name, value in tensors.items() if not name.startswith(left_out)}
+        {
+            name: value
+            for name, value in tensors.items()
+            if not name.startswith(left_out)
+        }
         for tensors in (model.state_dict(), weights)
     )
     replaced = _replaced_norm(own, given)
@@ -200,11 +229,15 @@ def transfer_weights(
                 given[CLASS] = given[CLASS].float() + pos_1LD[:, :1]
                 given[POSITIONS] = pos_1LD[:, 1:]
             elif (num_prefix_rows, num_wanted) == (0, 1):
-                given[POSITIONS] = torch.cat([torch.zeros_like(pos_1LD[:, :1]), pos_1LD], dim=1)
+                given[POSITIONS] = torch.cat(
+                    [torch.zeros_like(pos_1LD[:, :1]), pos_1LD], dim=1
+                )
     next_step = "set the keys of `model` to those of the checkpoint's run"
     next_step += ", or keep_head=false" if keep_head else ""
     next_step += ", or model.name=timm for weights of another family"
-    ours, theirs = (tuple(each[PATCH].shape) if PATCH in each else () for each in (own, given))
+    ours, theirs = (
+        tuple(each[PATCH].shape) if PATCH in each else () for each in (own, given)
+    )
     if ours != theirs and ours[:2] == theirs[:2] and len(theirs) == 4:
         # Alike but for the rows and columns of a patch.
         next_step += "; or set init_patch=resize"
@@ -212,14 +245,21 @@ def transfer_weights(
             # (B^T)^+ w, where B resizes a patch bilinearly: upwards, tokens of resized patches are
             # those of the patches themselves. PI-resize of FlexiViT, Beyer et al. 2023.
             given[PATCH] = resample_patch_embed(
-                given[PATCH].float(), list(ours[2:]), interpolation="bilinear", antialias=False
+                given[PATCH].float(),
+                list(ours[2:]),
+                interpolation="bilinear",
+                antialias=False,
             )
     refuse_misfits(own, given, where=where, next_step=next_step)
     model.load_state_dict(given, strict=False)
-    return sorted([*(name for name in weights if name.startswith(OBJECTIVE)), *replaced])
+    return sorted(
+        [*(name for name in weights if name.startswith(OBJECTIVE)), *replaced]
+    )
 
 
-def _replaced_norm(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> list[str]:
+def _replaced_norm(
+    own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]
+) -> list[str]:
     """Take the norm before the mean out of `given`, and the one after it out of `own`.
 
     As MAE's fine-tuning does: the former normalised single tokens.
