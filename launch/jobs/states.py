@@ -70,7 +70,7 @@ REASONS = {
     "BadConstraints": "asks for nodes or features that its partition does not have, or excludes "
     "all of them: it will never start",
     # cred_expire in slurm.conf: until the old credential has expired.
-    "BeginTime": "waits for its start time; SLURM holds a requeued job back for two minutes",
+    "BeginTime": "waits for its start time; SLURM holds a requeued job back for up to two minutes",
     "DependencyNeverSatisfied": "waits for a job that has failed: it will never start",
     "Dependency": "waits for another job",
     "JobArrayTaskLimit": "as many of its tasks run as its array allows at a time",
