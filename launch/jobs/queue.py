@@ -30,6 +30,8 @@ REQUEUE_SECONDS = 300.0
 # Less than KillWait (30 s by default), after which SLURM kills what is left of a requeued job.
 EXCLUDE_SECONDS = 20.0
 PAUSE_SECONDS = 2.0
+# From a requeue to the next start: nodes that need longer to end the job cost the full delay.
+RESTART_SECONDS = 5
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 # Of refusals that no repetition changes.
@@ -264,9 +266,16 @@ def requeue(job_id: str) -> str | None:
         # A job stopped by a preemption or by `scontrol requeue` is already in the queue.
         return ALREADY_QUEUED in message or is_ended_by_slurm(job_fields(job_id))
 
-    return _insist(
+    refusal = _insist(
         "scontrol", "requeue", job_id, seconds=REQUEUE_SECONDS, unless=is_queued
     )
+    if refusal is None:
+        # Unless a start is ahead when the job has ended on all nodes, SLURM delays it until the
+        # old credential has expired, for two minutes by default (batch_requeue_fini of slurmctld).
+        start = f"StartTime=now+{RESTART_SECONDS}"
+        with suppress(NoAnswerError):
+            ask_slurm("scontrol", "update", f"JobId={job_id}", start)
+    return refusal
 
 
 def exclude(
