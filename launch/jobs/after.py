@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--code", type=int, required=True, help="of srun")
     parser.add_argument("--signal-delay", type=int, required=True, help="seconds")
     parser.add_argument("--max-requeues", type=int, required=True)
+    parser.add_argument("--script", type=Path, required=True, help="of the job")
     parser.add_argument("--fewest-nodes", type=int, help="default: as many as it has")
     options = parser.parse_args()
     print(after(options, sys.stdin.read().splitlines()))
@@ -146,7 +147,12 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
             why = "it lacks what the run needs"
         say(
             exclude(
-                job_id, node, why=why, job=fields, fewest_nodes=options.fewest_nodes
+                job_id,
+                node,
+                why=why,
+                job=fields,
+                script=options.script,
+                fewest_nodes=options.fewest_nodes,
             )
         )
     return outcome.exit_code

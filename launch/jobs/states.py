@@ -289,6 +289,11 @@ def _ended_state(
     if last is None and start is None:
         if (folder / RESULTS_NAME).is_file():
             return RunState.FINISHED, None
+        if not logged.step and newest_log(folder) is not None:
+            what = (
+                "its job ended before the ranks started; see its log, and launch.setup"
+            )
+            return RunState.FAILED, Failure(kind=FailureKind.OTHER, what=what)
         return (RunState.STOPPED if logged.step else RunState.NOT_STARTED), None
     if last is None and start is not None:
         # Started without a launcher of ours; its ranks have recorded why it failed, if they could.
