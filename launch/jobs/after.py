@@ -215,11 +215,12 @@ def with_node(not_launched: re.Match[str]) -> str:
         int(os.environ[name]) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")
     )
     try:
-        node = ask_slurm("scontrol", "show", "hostnames").split()[
-            int(rank) * nodes // tasks
-        ]
+        names = ask_slurm("scontrol", "show", "hostnames").split()
     except NoAnswerError:
         return not_launched[0]
+    # Of launch.sbatch.distribution; SLURM's default fills one node after another.
+    is_cyclic = os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic")
+    node = names[int(rank) % nodes if is_cyclic else int(rank) * nodes // tasks]
     return f"srun: error: {node}: task {rank}: {why}"
 
 
