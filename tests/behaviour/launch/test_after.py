@@ -163,6 +163,8 @@ def test_a_task_that_was_not_launched_is_blamed(
     # The end of the others follows from it.
     found = outcome(tmp_path, f"srun: error: task 2 {why}\n{EXITED}")
     assert (found.reason, found.failed_node) == (f"rank 2 on n2: {why}", "n2")
+    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic:block")
+    assert outcome(tmp_path, f"srun: error: task 2 {why}").failed_node == "n1"
 
 
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:

@@ -189,6 +189,10 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
         f"stage: data_prep\noutput: {shards}\n"
     )
     assert read_state(run.folder, []).state is RunState.NOT_STARTED
+    # Of a line of `launch.setup` that ends the job.
+    log = run.folder / f"slurm/{JOB}/{JOB}_0_0_log.out"
+    log.touch()
+    assert read_state(run.folder, []).state is RunState.FAILED
     for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
         RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
     assert read_state(run.folder, []).state is RunState.FAILED
