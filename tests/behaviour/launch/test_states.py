@@ -189,7 +189,7 @@ def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder) -> None:
     for reason, words in {
         "Dependency": "waits for another job",
         "DependencyNeverSatisfied": "never start",
-        "PartitionNodeLimit": "nodes",
+        "PartitionNodeLimit": "few nodes",
         "PartitionTimeLimit": "more time",
     }.items():
         assert words in run.line(job("PENDING", reason=reason))
