@@ -155,6 +155,9 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     Path(job.config).mkdir()
     with pytest.raises(UserError, match="output=.*: cannot be written"):
         prepare_job(run, cluster="slurm")
+    monkeypatch.setattr(os, "getuid", lambda: 1234)
+    with pytest.raises(UserError, match="another user, who could change the job"):
+        prepare_job(run, cluster="slurm")
 
 
 @pytest.mark.parametrize("mark", ["%", ":", "\\"])
