@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from launch.comparison.runs import load_runs
-from launch.jobs import queue
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
+from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, user_jobs
 from launch.jobs.states import (
     RunState,
     as_text,
@@ -264,7 +263,7 @@ def test_a_name_that_is_no_run_is_an_error(
         find_runs(names)
 
 
-# ---- jobs of a run folder, read from squeue's answer, and requeueing ----------------------------
+# ---- jobs of a run folder, read from squeue's answer --------------------------------------------
 
 # As squeue of SLURM 22.05 prints them with SLURM_TIME_FORMAT=%s.
 ANSWER = """\
@@ -315,32 +314,6 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(NoAnswerError, match="squeue is not on PATH"):
         user_jobs()
-
-
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        ([""], None),
-        (["Unable to contact controller", "Unable to contact controller", ""], None),
-        (["Job is pending execution for job 17"], None),  # by a preemption
-        (["Invalid user id for job 17"] * 999, "Invalid user id for job 17"),
-    ],
-)
-def test_requeueing_is_tried_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], message: str | None
-) -> None:
-    left = iter(answers)
-
-    def ask(program: str, *arguments: str) -> str:
-        if arguments == ("requeue", "17") and (text := next(left)):
-            raise NoAnswerError(text)
-        return "JobId=17 JobState=RUNNING"
-
-    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(queue, "REQUEUE_SECONDS", 0.2)
-    monkeypatch.setattr(queue, "ask_slurm", ask)
-    assert requeue("17") == message
-    assert (next(left, None) is None) == (message is None)
 
 
 # ---- who may look, and whom to ask ---------------------------------------------------------------
