@@ -47,10 +47,8 @@ def reader_of(name: str, *, where: str) -> Opener:
         ).Reader
         return reader
     except ImportError as error:
-        what, allowed = (
-            f"{name} cannot be imported: {error}",
-            "packages that are installed",
-        )
+        what = f"{name} cannot be imported: {error}"
+        allowed = "packages that are installed"
         step = (
             f"pip install 'vitscale[{name}]'; in a checkout: pip install -e '.[{name}]'"
         )
@@ -92,10 +90,8 @@ class Tracker:
         uri = None if settings.uri is None else absolute_uri(settings.uri)
         self._uri = None if uri is None else redact(uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
-        version, config = (
-            source_version(),
-            (self.folder / mlflow_sync.CONFIG_NAME).read_bytes(),
-        )
+        version = source_version()
+        config = (self.folder / mlflow_sync.CONFIG_NAME).read_bytes()
         made_with = sha256(
             config + (version.short if version else "").encode()
         ).hexdigest()

@@ -335,12 +335,10 @@ class TrainingSession:
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
-        mixing, plan, world, seed = (
-            self.run.data.mixing,
-            self.plan,
-            self.world,
-            self.run.seed,
-        )
+        mixing = self.run.data.mixing
+        plan = self.plan
+        world = self.world
+        seed = self.run.seed
         for micro_step in range(plan.accumulation):
             with self._waiting_for_data():
                 batch = next(self.batches)
