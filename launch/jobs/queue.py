@@ -40,10 +40,12 @@ FINAL_REFUSAL = re.compile(
 )
 # squeue's names of the fields of `QueuedJob`. The script's path may contain the separator.
 FORMAT = "%i|%F|%T|%r|%S|%N|%V|%o"
+# In the output of `squeue --verbose`, between its options and the jobs.
+SLURM_CLOCK = re.compile(r"^last_update_time=(\d+).*\n", re.MULTILINE)
 # JOB STATE CODES of `man squeue`: states that a job does not leave.
 ENDED_STATES = frozenset(
-    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED "
-    "TIMEOUT".split()
+    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
+    "PREEMPTED RECONFIG_FAIL REVOKED TIMEOUT".split()
 )
 
 
@@ -70,6 +72,13 @@ class QueuedJob:
     submitted: float | None
     """When it was submitted or, later, requeued."""
     script: str
+    seen: float | None = None
+    """When SLURM answered, by its own clock; None if it does not say."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is in a state that it does not leave. SLURM forgets it minutes later."""
+        return self.state in ENDED_STATES
 
     def __str__(self) -> str:
         """Format the job: 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
@@ -125,14 +134,22 @@ def user_jobs() -> list[QueuedJob]:
     """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
     command = [
         "squeue",
+        "--verbose",
         "--noheader",
         "--array",
         "--states=all",
         f"--user={os.getuid()}",
     ]
     text = ask_slurm(*command, f"--format={FORMAT}")
+
+    # The options that come first are left out: the format is among them.
+    clock = SLURM_CLOCK.search(text)
+    rows = text[clock.end() :] if clock else text
+    seen = float(clock[1]) if clock else None
     jobs = [
-        _job(line) for line in text.splitlines() if line.count("|") >= FORMAT.count("|")
+        _job(line, seen=seen)
+        for line in rows.splitlines()
+        if line.count("|") >= FORMAT.count("|")
     ]
     # 9 comes before 10, and 4711_2 before 4711_10.
     return sorted(
@@ -148,8 +165,8 @@ def known_jobs() -> list[QueuedJob] | None:
         return None
 
 
-def _job(line: str) -> QueuedJob:
-    names = [field.name for field in fields(QueuedJob)]
+def _job(line: str, *, seen: float | None) -> QueuedJob:
+    names = [field.name for field in fields(QueuedJob) if field.name != "seen"]
     values: dict[str, Any] = dict(
         zip(names, line.split("|", len(names) - 1), strict=True)
     )
@@ -157,7 +174,8 @@ def _job(line: str) -> QueuedJob:
         values[name] = _seconds(values[name])
     reason = values["reason"] if values["reason"] != "None" else None
     return QueuedJob(
-        **values | {"reason": reason or None, "nodes": values["nodes"] or None}
+        **values | {"reason": reason or None, "nodes": values["nodes"] or None},
+        seen=seen,
     )
 
 
@@ -174,14 +192,15 @@ def jobs_of(
     jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
     Raises NoAnswerError.
     """
+    known = user_jobs() if jobs is None else jobs
+    return [job for job in jobs_with_script(run_folder, known) if not job.has_ended]
+
+
+def jobs_with_script(run_folder: Path, jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
+    """Those of `jobs` that belong to a run, also if they have ended."""
     folder = run_folder / "slurm"
-    return [
-        job
-        for job in (user_jobs() if jobs is None else jobs)
-        # submitit leaves a link where the script was submitted from.
-        if os.path.lexists(folder / Path(job.script).name)
-        and job.state not in ENDED_STATES
-    ]
+    # submitit leaves a link where the script was submitted from.
+    return [job for job in jobs if os.path.lexists(folder / Path(job.script).name)]
 
 
 def submitted_ids(jobs: Iterable[QueuedJob]) -> list[str]:
