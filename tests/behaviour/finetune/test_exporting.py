@@ -6,8 +6,11 @@ import io
 import json
 import math
 import os
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -25,8 +28,9 @@ from tests.support.engine.small_models import export, images_of, off_by, small_m
 from vitscale.config.errors import UserError
 from vitscale.data.samples import EvaluationResize
 from vitscale.data.settings import DataSettings
-from vitscale.evaluation.trained_model import open_model
+from vitscale.evaluation.trained_model import SourceRun, open_model
 from vitscale.models.weights.reading import read_weights
+from vitscale.tracking.journal import Journal
 
 # What timm's folders hold beside the plain model.
 KINDS: dict[str, dict[str, Any]] = yaml.safe_load("""
@@ -118,6 +122,13 @@ def test_exported_folders_are_read_back_as_they_are(
     found = open_model(str(folder))
     assert (found.arch, found.preprocessing) == (loaded.arch, loaded.preprocessing)
     assert found.classes == classes
+    # Positions of other image sizes are resampled as in our runs, corners to corners.
+    smaller, positions = (
+        open_model(str(folder), image_size=8),
+        own["pos_embed"][0, -16:],
+    )
+    found_4D = smaller.network.state_dict()["pos_embed"][0, -4:]
+    torch.testing.assert_close(found_4D, positions[[0, 3, 12, 15]])
     with torch.no_grad():
         assert torch.equal(
             found.network(images_of(loaded)), loaded.network(images_of(loaded))
@@ -125,6 +136,27 @@ def test_exported_folders_are_read_back_as_they_are(
     path.unlink()
     with pytest.raises(UserError, match="but no weights"):
         open_model(str(folder))
+
+
+def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path: Path) -> None:
+    """The last ones up to the checkpoint's step."""
+    loaded, checkpoint = small_model(), SimpleNamespace(step=20, description={})
+    journal = Journal(tmp_path / "run/journal.jsonl", resume_step=0)
+    for step, top1 in ((10, 0.25), (20, 0.5), (21, 0.75)):
+        journal.append({"val/top1": top1, "train/loss": top1}, step=step)
+    journal.close()
+    run = SourceRun(
+        folder=journal.path.parent,
+        checkpoint=checkpoint,  # type: ignore[arg-type]  # a stand-in
+        averaged=False,
+        config={"name": "base", "data": {"path": "http://me:hunter2@host/x"}},
+        arch=loaded.arch,
+        warnings=[],
+    )
+    folder = export(replace(loaded, run=run), "safetensors", tmp_path / "out")
+    card = (folder / "README.md").read_text()
+    assert re.findall(r"^\| (\S+/.*) \|$", card, re.M) == ["val/top1 | 0.5000"]
+    assert "\n# base\n" in card and "- steps: 20\n" in card and "hunter2" not in card
 
 
 NOT_EXPRESSED = """
@@ -326,7 +358,6 @@ def test_timm_makes_the_same_pixels(
         assert (found - own_pixels(how, data)).abs().max() <= 1, (width, height)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("to", ["timm", "huggingface"])
 @pytest.mark.parametrize("resize", ["squash", "center_crop", "squash_crop"])
 def test_transformers_sees_the_pixels_of_timm(

@@ -86,6 +86,10 @@ def test_equal_samples_are_fewer_steps_of_larger_batches() -> None:
     assert (at_end.budget.total, at_end.budget.steps) == (320, (40, 20))
     assert compare(runs, axis="samples", total=240).metrics[0].equal == (0.6, 0.3)
     assert compare(runs, axis="samples", total=100).metrics[0].equal == (0.2, None)
+    # A total that went through division counts as the step, and a smaller one does not.
+    for missing, top1 in ((1e-8, 0.3), (1e-5, None)):
+        (line, _) = compare(runs, axis="samples", total=160 - missing).metrics
+        assert line.equal[1] == top1
     with pytest.raises(UserError, match="flops of run small are not known"):
         compare(runs, axis="flops")
     with pytest.raises(UserError, match="not all runs have reached 30 steps"):
@@ -115,6 +119,9 @@ def test_best_and_changes_follow_the_direction_and_ignore_what_is_not_finite() -
         "val/top1": (nan, 0.5, 0.75, inf, 0.25),
     }
     series |= {"val/ema_top1": (nan,) * 5, "train/lr": (0.1, 0.2, 0.1, 0.2, 0.1)}
+    directions = {"data_wait": 1.0, "mfu": 5.0, "images_per_s": 5.0, "top5": 5.0}
+    directions |= {"real_accuracy": 5.0, "error": 1.0}
+    series |= {f"x/{name}": (3.0, 1.0, 4.0, 1.0, 5.0) for name in directions}
     rows = [
         dict(zip(series, values, strict=True))
         for values in zip(*series.values(), strict=True)
@@ -122,7 +129,7 @@ def test_best_and_changes_follow_the_direction_and_ignore_what_is_not_finite() -
     best = {line.key: line.best for line in compare([logged(*rows)]).metrics}
     assert best == {
         "train/loss": (2.0,), "val/top1": (0.75,), "val/ema_top1": (None,), "train/lr": (None,)
-    }  # fmt: skip
+    } | {f"x/{name}": (value,) for name, value in directions.items()}  # fmt: skip
     first, loss = (
         logged({"train/loss": 2.0, "val/top1": 0.5}),
         logged({"train/loss": 1.5}),
@@ -378,6 +385,10 @@ def test_a_run_without_a_second_seed_is_ranked_beside_groups() -> None:
         text = verdict(*groups, run("C0", [top1], seed="5", lr="C"))
         assert first in text and "differ in lr.\n" in text
         assert ("Of C0 there is one seed" in text) == (top1 > 0.6)
+    # The largest spread of all groups counts, here the one of the third.
+    third = [run(f"C{i}", [v], seed=str(i), lr="C") for i, v in enumerate((0.1, 0.5))]
+    assert "within the spread of the seeds (0.28)" in verdict(*groups, *third)
+    assert "within the spread" not in verdict(*groups)
     # One group and a single run; two seeds of one setting have no order.
     assert verdict(*groups[:2], run("C0", [0.9], seed="0", lr="C")).startswith(
         "C0 is best"

@@ -167,6 +167,20 @@ def test_a_model_sees_upsized_patches_as_their_originals() -> None:
     assert torch.allclose(target(upsized), source(IMAGES), atol=1e-4)
 
 
+def test_patches_are_resized_as_flexivit_does() -> None:
+    """The least-squares solution for all patches, which are resized without smoothing."""
+    for old, new in ((4, 8), (8, 4), (4, 6)):
+        source = shaken(patch_size=old, image_size=48)
+        target = shaken(patch_size=new, image_size=48)
+        transfer(target, source, resize_patches=True)
+        units = torch.eye(old**2).view(-1, 1, old, old)
+        resize = F.interpolate(units, size=(new, new), mode="bilinear").flatten(1)
+        kernels = source.patch_embed.proj.weight.flatten(2).permute(2, 0, 1).flatten(1)
+        wanted = torch.linalg.lstsq(resize, kernels, driver="gelsd").solution
+        found = target.patch_embed.proj.weight.flatten(2).permute(2, 0, 1).flatten(1)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
 OTHER_MODELS = r"""
 - [{num_registers: 2}, {class_position: false}, 'reg_token: model lacks it']
 - [{positions: sincos2d}, {}, 'pos_embed: model']

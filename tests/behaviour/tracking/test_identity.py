@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from mlflow.tracking import MlflowClient
 
 from launch.comparison.runs import load_runs
 from vitscale.tracking import mlflow_sync
@@ -218,6 +219,7 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     uri: str,
     capsys: pytest.CaptureFixture[str],
     store: sqlite3.Connection,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "run"
     train(folder, last=130, value=9.0)
@@ -238,6 +240,13 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     before = points(store, run_id)
     send(folder, uri)
     assert points(store, run_id) == before
+    # Lost again: the last value that MLflow has counts, in whatever order a server lists them.
+    listed = MlflowClient.get_metric_history
+    monkeypatch.setattr(MlflowClient, "get_metric_history", lambda *a: listed(*a)[::-1])
+    for value, values in ((1.0, [9.0, 1.0]), (9.0, [9.0, 1.0, 9.0])):
+        train(folder, first=100, last=130, value=value)
+        send(folder, uri)
+        assert points(store, run_id)[110] == values
     # Equal values, as of a resume with the same settings, NaN and infinity too, are not sent twice.
     for value in (0.5, float("nan"), float("inf"), 0.0):
         equal = tmp_path / str(value)
@@ -295,8 +304,13 @@ def test_a_run_is_found_among_thousands_of_experiments(
     assert send(child, uri) == second.run_id != first and num_runs(store) == 2
     found = stored_runs(uri, "metrics.`train/loss` > 0", limit=9)
     assert [run.info.run_id for run, _ in found] == [second.run_id, first]
-    found = stored_runs(uri, "metrics.`train/loss` > 0", limit=1)
-    assert [run.info.run_id for run, _ in found] == [second.run_id]
+    # The newest one of the experiment that was used before the other.
+    train(tmp_path / "last", last=30)
+    third = send(tmp_path / "last", uri)
+    newest = [third, second.run_id, first]
+    for limit in (1, 2, 9):
+        found = stored_runs(uri, "metrics.`train/loss` > 0", limit=limit)
+        assert [run.info.run_id for run, _ in found] == newest[:limit]
 
 
 def test_a_server_that_repeats_its_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 import wandb
 import yaml
 
+from launch.comparison.sync import sync
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
 from vitscale.config.packaged import SourceVersion
@@ -326,18 +327,24 @@ def test_a_copy_is_completed_and_made_once(
 def test_runs_name_the_run_that_their_weights_come_from(
     folder: Path, store: sqlite3.Connection, mlflow_database: Path, open_tracker: Open
 ) -> None:
-    origin = send(folder, mlflow_database).run_id
-    for stage, tag in (
-        ("finetune", "vitscale.init_run_id"),
-        ("evaluate", "mlflow.parentRunId"),
-    ):
-        child, path = folder.parent / stage, str(folder / "checkpoints/step-00000010")
+    """Also where all are sent by one command, which names them in any order."""
+    (folder / "results.json").unlink()  # a link
+    origin = {"origin": str(folder / "checkpoints/step-00000010")}
+    children = []
+    for stage in ("evaluate", "finetune"):
+        children.append(str(folder.parent / stage))
         with open_tracker(
-            folder=child, stage=stage, origin=path, settings={"uri": None}
+            folder=Path(children[-1]), stage=stage, settings={"uri": None}, **origin
         ) as run:
             run.log({"loss": 1.0}, step=1)
-        send(child, mlflow_database)
-        assert tags(store)[tag] == origin
+    sync([*children, str(folder), "--uri", f"sqlite:///{mlflow_database}"])
+    sql = "key, value from tags where key in ('mlflow.parentRunId', 'vitscale.init_run_id')"
+    (run_id,) = select(
+        store, "run_uuid from runs where name = 'digits' order by start_time"
+    )[:1]
+    assert dict(select(store, sql)) == dict.fromkeys(
+        ("mlflow.parentRunId", "vitscale.init_run_id"), run_id
+    )
 
 
 def test_files_are_uploaded_to_the_run_of_a_folder(
