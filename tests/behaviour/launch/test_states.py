@@ -26,6 +26,7 @@ from launch.jobs.states import (
     read_state,
 )
 from tests.support.run_folders import logged_run
+from tests.support.tables import refused, rows
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import (
     FAILED,
@@ -123,28 +124,26 @@ def test_a_complete_run_is_finished(run: RunFolder) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("ending", "state"),
-    [
-        (Ending.DONE, RunState.FINISHED),
-        (Ending.STOPPED, RunState.STOPPED),
-        (Ending.ENDED_BY_SLURM, RunState.STOPPED),
-        (Ending.FAILED, RunState.FAILED),
-        (None, RunState.FAILED),  # its node died, and no attempt followed
-    ],
-)
+@rows("""
+- [ending, state]
+- [done, finished]
+- [stopped, stopped]
+- [ended by SLURM, stopped]
+- [failed, failed]
+- [null, failed]  # its node died, and no attempt followed
+""")
 def test_the_last_attempt_says_how_a_run_ended(
-    run: RunFolder, ending: Ending | None, state: RunState
+    run: RunFolder, ending: Ending | None, state: str
 ) -> None:
     run.log(10)
     run.attempt(ending)
     run.attempt(Ending.DONE, number=2)
     run.attempt(ending, number=3)
     found = read_state(run.folder, [])
-    restarts = {} if ending in (None, Ending.DONE) else {str(ending): 1}
+    is_explained = ending not in (None, "done")
+    restarts = {ending: 1} if is_explained else {}
     since = NOW if ending else NOW - 10  # the last line of its journal
     assert (found.state, found.restarts, found.since) == (state, restarts, since)
-    is_explained = ending not in (None, Ending.DONE)
     assert (": why" in run.line()) == is_explained
 
 
@@ -211,7 +210,7 @@ def test_a_run_is_followed_to_its_end(
     asked = answers()
     monkeypatch.setattr(states, "known_jobs", lambda: next(asked))
     monkeypatch.setattr(states, "FOLLOW_SECONDS", 0.0)
-    with pytest.raises(UserError, match="several tasks, each with its own log"):
+    with refused("several tasks, each with its own log"):
         follow_run(run.folder)
     assert follow_run(run.folder) == 1
     assert capsys.readouterr().out.count("line\n") == 30
@@ -289,28 +288,20 @@ def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
     assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]
     monkeypatch.chdir(here / "images")
-    with pytest.raises(UserError, match="no such run: runs\n"):
+    with refused("no such run: runs\n"):
         find_runs([])
 
 
-@pytest.mark.parametrize(
-    ("names", "report"),
-    [
-        (
-            ["images"],
-            "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit",
-        ),
-        (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
-        (
-            ["x", "runs/vit/config.yaml"],
-            "(?s)no such run: x.*no such run: runs/vit/config.yaml",
-        ),
-    ],
-)
+@rows(r"""
+- [names, report]
+- [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
+- [[vitt], 'no such run: vitt\n.*\n.*did you mean vit\?']
+- [[x, runs/vit/config.yaml], "(?s)no such run: x.*no such run: runs/vit/config.yaml"]
+""")
 def test_a_name_that_is_no_run_is_an_error(
     here: Path, names: list[str], report: str
 ) -> None:
-    with pytest.raises(UserError, match=report):
+    with refused(report):
         find_runs(names)
 
 
@@ -369,16 +360,14 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
         user_jobs()
 
 
-@pytest.mark.parametrize(
-    ("up", "before", "fewest", "excluded"),
-    [
-        ("n1 n2 n3", "(null)", None, "n2"),
-        ("n1 n2", "(null)", None, None),
-        ("n1 n2", "(null)", 1, "n2"),
-        ("n1 n2 n3 n4", "n4", None, "n2,n4"),
-        ("n1 n2 n3", "n3", None, None),
-    ],
-)
+@rows("""
+- [up, before, fewest, excluded]
+- [n1 n2 n3, (null), null, n2]
+- [n1 n2, (null), null, null]
+- [n1 n2, (null), 1, n2]
+- [n1 n2 n3 n4, n4, null, "n2,n4"]
+- [n1 n2 n3, n3, null, null]
+""")
 def test_a_node_is_excluded_if_enough_others_are_up(
     monkeypatch: pytest.MonkeyPatch,
     up: str,
@@ -464,20 +453,18 @@ def attempts_of(folder: Path, *endings: Ending | None) -> None:
             end_attempt(attempt, folder, Outcome(ending=ending, reason="", exit_code=0))
 
 
-@pytest.mark.parametrize(
-    ("script", "endings", "asks"),
-    [
-        (None, [], False),
-        (None, [Ending.DONE], False),
-        ("before", [Ending.DONE], False),
-        ("before", [], True),
-        ("before", [None], True),
-        ("before", [Ending.STOPPED], True),
-        ("before", [Ending.FAILED], True),
-        ("before", [Ending.DONE, None], True),
-        ("after", [Ending.DONE], True),
-    ],
-)
+@rows("""
+- [script, endings, asks]
+- [null, [], false]
+- [null, [done], false]
+- [before, [done], false]
+- [before, [], true]
+- [before, [null], true]
+- [before, [stopped], true]
+- [before, [failed], true]
+- [before, [done, null], true]
+- [after, [done], true]
+""")
 def test_slurm_is_asked_only_for_runs_without_an_end(
     script: str | None,
     endings: list[Ending | None],
