@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
+from tests.support.tables import rows
 from tests.support.waiting import wait_until
 from vitscale.distributed.fork_server import (
     ENVIRONMENT,
@@ -34,7 +34,8 @@ from vitscale.distributed.processes import (
 )
 
 # Ranks of the node, variables, and the threads of each.
-THREADS = yaml.safe_load("""
+THREADS = """
+- [local_ranks, environment, threads]
 - [1, {}, 8]
 - [2, {}, 4]
 - [16, {}, 1]
@@ -49,10 +50,10 @@ THREADS = yaml.safe_load("""
 - [1, {OMP_NUM_THREADS: "-1"}, 8]
 - [1, {OMP_NUM_THREADS: "²"}, 8]
 - [1, {OMP_NUM_THREADS: "0"}, 1]
-""")
+"""
 
 
-@pytest.mark.parametrize("local_ranks, environment, threads", THREADS)
+@rows(THREADS)
 def test_ranks_share_the_cores_of_a_node(
     monkeypatch: pytest.MonkeyPatch,
     local_ranks: int,
@@ -85,7 +86,8 @@ def test_a_free_port_is_none_that_other_sockets_get() -> None:
 
 
 # What a rank does, its exit code, and the end of what it says.
-ENDINGS = yaml.safe_load(r"""
+ENDINGS = r"""
+- [ending, exit_code, text]
 - [pass, 0, ""]
 - [raise SystemExit, 0, ""]
 - [raise SystemExit(75), 75, ""]
@@ -114,10 +116,10 @@ ENDINGS = yaml.safe_load(r"""
 - [raise StorageError('disk full'), 74, "error:\ndisk full\n"]
 - [raise DivergedError('loss is NaN'), 76, "error:\nloss is NaN\n"]
 - [raise KeyError('lost'), 1, "KeyError: 'lost'\n"]
-""")
+"""
 
 
-@pytest.mark.parametrize("ending, exit_code, text", ENDINGS)
+@rows(ENDINGS)
 def test_rank_script_exits_with_its_code_and_output(
     ending: str, exit_code: int, text: str
 ) -> None:
