@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs import after, queue
+from launch.jobs import after
 from launch.jobs.after import (
     blamed_node,
     classify,
@@ -228,34 +227,6 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
         assert outcome(tmp_path, "", code=137).ending is ending
 
 
-@pytest.mark.parametrize(
-    ("message", "calls"),
-    [
-        ("Requested operation is presently disabled", 1),
-        ("Invalid job id specified", 1),
-        ("Access/permission denied", 1),
-        ("Unable to contact slurm controller (connect failure)", 3),
-        ("Socket timed out on send/recv operation", 3),
-    ],
-)
-def test_only_a_refusal_that_may_pass_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, message: str, calls: int
-) -> None:
-    asked = []
-
-    def refuse(*command: str) -> str:
-        asked.append(command)
-        if len(asked) == 3:
-            return ""
-        raise queue.NoAnswerError(message)
-
-    monkeypatch.setattr(queue, "ask_slurm", refuse)
-    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(queue, "job_fields", lambda job_id: {})
-    assert queue.requeue("17") == (message if calls == 1 else None)
-    assert len(asked) == calls
-
-
 # ---- again or not -----------------------------------------------------------------------------
 
 
@@ -353,52 +324,6 @@ def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
         file.truncate(2 * shutil.disk_usage(tmp_path).free)  # takes no space itself
         assert "bytes free, not" in str(storage_refusal(tmp_path))
     assert len(list(step.parent.iterdir())) == 2
-
-
-def test_the_log_says_what_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = f"JobState=RUNNING Partition=p NumNodes=1 EndTime={time.time() + 50:.0f}"
-
-    def ask(program: str, *arguments: str) -> str:
-        if program == "sinfo":
-            return "n1 n2"
-        return arguments[-1] if "hostnames" in arguments else fields
-
-    def follows(folder: str, line: str, *, restart: int = 0, job: str = "17") -> str:
-        """What is said, and the code of the job; without a line srun ended with 0 or SIGKILL."""
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
-        options = argparse.Namespace(
-            run_folder=tmp_path / folder, job=job, code=137 if folder == "run" else 0,
-            signal_delay=30, max_requeues=9, fewest_nodes=None,
-        )  # fmt: skip
-        code = after.after(options, line.splitlines())
-        return f"{capsys.readouterr().err}code {code}"
-
-    monkeypatch.setattr(queue, "ask_slurm", ask)
-    monkeypatch.setattr(after.time, "sleep", lambda _: pytest.fail("no time is left"))
-    moved = follows("moved", "")
-    assert "was moved or removed" in moved and moved.endswith("code 74")
-    run = tmp_path / "run"
-    # The folder of an array's task is made at its start.
-    assert "requeueing job 17_3 (1 of 9)" in follows("run", KILLED, job="17_3")
-    first = follows("run", KILLED)
-    assert "requeueing job 17 (1 of 9)" in first and "excluded" not in first
-    second = follows("run", KILLED, restart=1)
-    assert "requeueing job 17 (2 of 9)" in second
-    assert "n2 is excluded from job 17: its last two attempts failed there" in second
-    record_failure(run, replace(ERROR, kind=FailureKind.NODE, attempt="17/2"))
-    assert "n2 is excluded from job 17: it lacks" in follows("run", KILLED, restart=2)
-    # The time limit comes before storage may be back.
-    full = run / "checkpoints/step-00000010/rank-00000.safetensors"
-    full.parent.mkdir(parents=True)
-    with open(full, "wb") as file:
-        file.truncate(2 * shutil.disk_usage(tmp_path).free)
-    record_failure(run, replace(STORAGE, attempt="17/3"))
-    assert "requeueing job 17 (4 of 9)" in follows("run", EXITED, restart=3)
-    record_start(run, first_step=0, total_steps=10)
-    (full.parent / "manifest.json").touch()
-    assert follows("run", "", restart=4) == "code 0"
 
 
 # ---- the record --------------------------------------------------------------------------------
