@@ -190,17 +190,17 @@ def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
 # ---- what the environment says -------------------------------------------------------------------
 
 
-STALE = {
-    "MASTER_ADDR": "192.0.2.1",
-    "MASTER_PORT": "29511",
-    "WORLD_SIZE": "64",
-    "LOCAL_RANK": "7",
-    "LOCAL_WORLD_SIZE": "8",
-    "LOCAL_SIZE": "8",
-    "GLOO_SOCKET_IFNAME": "ib7",
-    "NCCL_SOCKET_IFNAME": "ib7",
-    "NCCL_COMM_ID": "192.0.2.1:29511",
-}
+STALE: dict[str, str] = yaml.safe_load("""
+MASTER_ADDR: 192.0.2.1
+MASTER_PORT: "29511"
+WORLD_SIZE: "64"
+LOCAL_RANK: "7"
+LOCAL_WORLD_SIZE: "8"
+LOCAL_SIZE: "8"
+GLOO_SOCKET_IFNAME: ib7
+NCCL_SOCKET_IFNAME: ib7
+NCCL_COMM_ID: "192.0.2.1:29511"
+""")
 
 
 @pytest.mark.parametrize(

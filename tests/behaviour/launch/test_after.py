@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launch.jobs import after
 from launch.jobs.after import (
@@ -56,7 +57,6 @@ GONE = Failure(
 )
 EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
-NO_FILE = "/env/python: No such file or directory"
 BY = "rank 1 on n2 was ended by"
 KILL = f"{BY} SIGKILL (Killed)"
 FIRST = f"srun: got SIGCONT\nsrun: error: n2: task 1: {{what}}\n{EXITED}"
@@ -124,26 +124,23 @@ def test_the_cause_is_what_the_best_report_says(
     assert found.ending is Ending.FAILED
 
 
-@pytest.mark.parametrize(
-    ("log", "code", "last", "why"),
-    [
-        (
-            "run/slurm/17/17_1_log.out",
-            2,
-            f"slurmstepd-n2: error: execve(): {NO_FILE}",
-            NO_FILE,
-        ),
-        # Of an array, and of a shell.
-        (
-            "17_1_log.out",
-            126,
-            "sh: 1: exec: x: Permission denied",
-            "sh: 1: exec: x: Permission denied",
-        ),
-        ("17_1_log.out", 127, f"sh: 1: exec: {NO_FILE}", f"sh: 1: exec: {NO_FILE}"),
-        ("17_1_log.out", 2, f"error: {NO_FILE}", None),
-    ],
-)
+# The log of the task, its exit code, what it ends with, and why it could not start.
+NOT_STARTED = yaml.safe_load("""
+- - run/slurm/17/17_1_log.out
+  - 2
+  - "slurmstepd-n2: error: execve(): /env/python: No such file or directory"
+  - "/env/python: No such file or directory"
+# Of an array, and of a shell.
+- - 17_1_log.out
+  - 127
+  - "sh: 1: exec: /env/python: No such file or directory"
+  - "sh: 1: exec: /env/python: No such file or directory"
+- [17_1_log.out, 126, "sh: 1: x: Permission denied", "sh: 1: x: Permission denied"]
+- [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
+""")
+
+
+@pytest.mark.parametrize(("log", "code", "last", "why"), NOT_STARTED)
 def test_a_node_without_python_is_blamed(
     tmp_path: Path, log: str, code: int, last: str, why: str | None
 ) -> None:
@@ -252,23 +249,27 @@ def refusal(found: Sequence[Attempt], *, requeues: int = 9) -> str | None:
 FAIL_0, STOP_0, FAIL_5 = (Ending.FAILED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
 
 
-@pytest.mark.parametrize(
-    ("row", "restarted"),
-    [
-        ([FAIL_0] * 3, True),
-        ([FAIL_0] * 4, False),
-        ([FAIL_0, FAIL_0, FAIL_0, FAIL_5], True),
-        ([FAIL_0, FAIL_5, FAIL_0, FAIL_0, FAIL_0], False),
-        # A preemption neither counts nor ends the row.
-        ([FAIL_0, FAIL_0, STOP_0, FAIL_0, FAIL_0], False),
-        ([*[FAIL_0] * 4, STOP_0], True),
-        ([STOP_0] * 9, True),
-        ([STOP_0] * 10, False),
-        ([FAIL_5] * 10, False),
-    ],
-)
-def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) -> None:
-    assert (refusal(attempts(*row)) is None) is restarted
+# How attempts ended, with the steps that each gained, and whether another one follows.
+ROWS = yaml.safe_load("""
+- [failed 0, failed 0, failed 0, again]
+- [failed 0, failed 0, failed 0, failed 0, end]
+- [failed 0, failed 0, failed 0, failed 5, again]
+- [failed 0, failed 5, failed 0, failed 0, failed 0, end]
+# A preemption neither counts nor ends the row.
+- [failed 0, failed 0, stopped 0, failed 0, failed 0, end]
+- [failed 0, failed 0, failed 0, failed 0, stopped 0, again]
+- [&s stopped 0, *s , *s , *s , *s , *s , *s , *s , *s , again]
+- [*s , *s , *s , *s , *s , *s , *s , *s , *s , *s , end]
+- [&f failed 5, *f , *f , *f , *f , *f , *f , *f , *f , *f , end]
+""")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_restarts_have_limits(row: list[str]) -> None:
+    *endings, follows = row
+    pairs = [each.split() for each in endings]
+    found = attempts(*((Ending(ending), int(gained)) for ending, gained in pairs))
+    assert (refusal(found) is None) == (follows == "again")
 
 
 def test_another_job_and_storage_do_not_count() -> None:

@@ -264,20 +264,15 @@ def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
         find_runs([])
 
 
-@pytest.mark.parametrize(
-    ("names", "report"),
-    [
-        (
-            ["images"],
-            "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit",
-        ),
-        (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
-        (
-            ["x", "runs/vit/config.yaml"],
-            "(?s)no such run: x.*no such run: runs/vit/config.yaml",
-        ),
-    ],
-)
+NO_RUNS = yaml.safe_load(r"""
+- [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
+- [[vitt], 'no such run: vitt\n.*\n.*did you mean vit\?']
+- - [x, runs/vit/config.yaml]
+  - "(?s)no such run: x.*no such run: runs/vit/config.yaml"
+""")
+
+
+@pytest.mark.parametrize(("names", "report"), NO_RUNS)
 def test_a_name_that_is_no_run_is_an_error(
     here: Path, names: list[str], report: str
 ) -> None:
