@@ -218,6 +218,23 @@ def test_the_rank_that_is_behind_is_named() -> None:
     )
 
 
+def test_every_node_records_that_the_store_of_rank_0_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(watchdog, "end_now", codes.append)
+    for rank, recorded in {1: [1], 2: [1], 8: [1, 8]}.items():
+        dog, periods = Ranks(16).dogs[rank], iter([False] * 16 + [True])
+        dog._end.wait = lambda _, periods=periods: next(periods)  # type: ignore[method-assign]
+        dog.folder = tmp_path
+        dog._watch_store()
+        text = f"error: rank {rank}: rank 0 on n0 has sent no heartbeat for 45 s"
+        assert text in capsys.readouterr().err
+        found = [each.reported_by for each in read_failures(tmp_path)]
+        assert found == recorded
+    assert codes == [1, 1, 1]
+
+
 def test_storage_that_hangs_is_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

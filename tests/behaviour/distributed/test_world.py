@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import NodeError, UserError
 from vitscale.distributed import world as world_module
 from vitscale.distributed.processes import LAUNCHER_VARIABLES, free_port, node_name
@@ -28,6 +30,7 @@ from vitscale.distributed.world import (
     _complete_environment,
     _join,
     _pick_device,
+    process_group,
 )
 
 
@@ -278,6 +281,22 @@ def test_gloo_takes_the_network_of_the_route_to_the_first_rank(
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": host})
         _choose_interface(world)
         assert os.environ.get("GLOO_SOCKET_IFNAME") == found
+
+
+def test_a_stop_that_hangs_keeps_its_exit_code(monkeypatch) -> None:
+    """With 0, the job would count as done."""
+    ended, codes = threading.Event(), list[int]()
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(world_module, "LEAVE_S", 0.1)
+    end = "end_now", lambda code: (codes.append(code), ended.set())
+    monkeypatch.setattr(world_module, *end)
+    leave = dist.destroy_process_group
+    hangs = "destroy_process_group", lambda: (ended.wait(PATIENCE_S), leave())
+    monkeypatch.setattr(dist, *hangs)
+    with pytest.raises(SystemExit):
+        with process_group(device="cpu", timeout_min=1, num_threads=1):
+            raise SystemExit(75)
+    assert codes == [75]
 
 
 @pytest.fixture
