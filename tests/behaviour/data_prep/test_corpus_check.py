@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.duplicates.reading import source_paths
+from data_prep.duplicates.reading import check_keys, list_samples
 from data_prep.make_shards import STEPS
 from data_prep.steps.work import WorkFolder, find_existing, run_steps
 from data_prep.verification import check_folder
@@ -384,7 +384,7 @@ def test_keys_that_tars_share_get_the_name_of_their_tar(
     keys = sample_keys(split, range(split.num_samples))
     assert len(set(keys)) == 120 and keys[25] == "1/005"
     rows = pq.read_table(indexed / "ledger.parquet").to_pylist()
-    paths = source_paths(indexed, pa.chunked_array([keys])).to_pylist()
+    paths = list_samples(indexed)["path"].to_pylist()
     assert paths == [f"{key.replace('/', '.tar/')}.png" for key in keys]
     assert {row["key"] for row in rows} == set(keys)
     # A list takes the samples that it names, by the bytes in the tars.
@@ -415,7 +415,7 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(
     for split in ("train", "val"):
         assert sample_keys(read_split(tmp_path / "index", split=split), [0]) == ["0"]
     with pytest.raises(UserError, match="samples of several splits have the same keys"):
-        source_paths(tmp_path / "index", pa.chunked_array([["0"]]))
+        check_keys(tmp_path / "index", list_samples(tmp_path / "index"))
 
 
 def test_a_list_refuses_an_index_whose_keys_repeat(
