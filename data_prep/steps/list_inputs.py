@@ -91,7 +91,7 @@ def _check_names(containers: Sequence[Container]) -> None:
         other = escaped.get(box.class_name or "", name)
         if name != other:
             raise UserError(
-                f"{os.fsencode(name)!r} and {os.fsencode(other)!r} would be one class, "
+                f"{os.fsencode(box.path)!r} and {os.fsencode(other)!r} would be one class, "
                 f"{box.class_name!r}",
                 where="source.path",
                 next_step="rename one of the two",

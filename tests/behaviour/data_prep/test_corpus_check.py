@@ -110,6 +110,22 @@ def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path: Path) 
     assert "val/" in text and ".png" in text, "an image of the class is named"
 
 
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        (b"train/caf\xe9", b"train/caf\\xe9"),
+        (b"train/caf\xe9", b"val/caf\\xe9"),
+        (b"train/a\x01", b"train/a\\x01"),
+    ],
+)
+def test_names_that_become_one_class_are_refused(
+    name: bytes, other: bytes, tmp_path: Path
+) -> None:
+    images = {os.fsdecode(folder): 1 for folder in (b"train/ant", name, other)}
+    text = refused(tmp_path, write_folder(tmp_path / "in", images))
+    assert f"{other!r} and {name.partition(b'/')[2]!r} would be one class" in text
+
+
 def test_a_space_may_have_classes_without_training_images(tmp_path: Path) -> None:
     source = write_folder(
         tmp_path / "in", {"train/ant": 2, "val/ant": 1, "val/walrus": 2}
