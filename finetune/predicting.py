@@ -283,14 +283,13 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     counts = Counter[str]()
     errors: list[str] = []
 
-    # Batch by batch: the table of a whole corpus does not fit into memory.
+    # Part by part: the table of a whole corpus does not fit into memory.
     with atomic_file(output) as file, kind(file, files[0].schema_arrow) as writer:
-        for batch in (batch for part in files for batch in part.iter_batches()):
-            writer.write_batch(batch if is_parquet else _csv_cells(batch))
-            columns = [
-                batch[name].to_pylist()
-                for name in ("image", "label", "class_1", "error")
-            ]
+        for table in _row_groups(files):
+            writer.write_table(table if is_parquet else _csv_cells(table))
+
+            reported = table.select(("image", "label", "class_1", "error"))
+            columns = [column.to_pylist() for column in reported.columns]
             for image, label, guess, error in zip(*columns, strict=True):
                 counts["images"] += 1
                 if error is not None:
@@ -304,13 +303,20 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     return counts, errors
 
 
-def _csv_cells(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _row_groups(files: Sequence[pq.ParquetFile]) -> Iterator[pa.Table]:
+    """One at a time; `iter_batches` keeps those it has read in memory."""
+    for file in files:
+        for number in range(file.num_row_groups):
+            yield file.read_row_group(number)
+
+
+def _csv_cells(table: pa.Table) -> pa.Table:
     # A spreadsheet would run the name of a class or file that looks like a formula.
     columns = [
         pa.array(map(csv_cell, column.to_pylist()), column.type)
-        for column in batch.columns
+        for column in table.columns
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+    return pa.Table.from_arrays(columns, schema=table.schema)
 
 
 def _report(

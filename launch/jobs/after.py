@@ -38,6 +38,7 @@ from launch.jobs.attempts import (
     is_complete,
     last_lines,
     read_attempts,
+    record_requeue,
 )
 from launch.jobs.queue import (
     NoAnswerError,
@@ -92,6 +93,7 @@ def main() -> None:
     parser.add_argument("--code", type=int, required=True, help="of srun")
     parser.add_argument("--signal-delay", type=int, required=True, help="seconds")
     parser.add_argument("--max-requeues", type=int, required=True)
+    parser.add_argument("--script", type=Path, required=True, help="of the job")
     parser.add_argument("--fewest-nodes", type=int, help="default: as many as it has")
     options = parser.parse_args()
     print(after(options, sys.stdin.read().splitlines()))
@@ -138,6 +140,8 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
         say(f"requeueing job {job_id} ({restart + 1} of {options.max_requeues})")
         if message := requeue(job_id):
             why = f"job {job_id}: {message}. Submit the same command again to resume."
+        else:
+            record_requeue(ended, folder)
     if why is not None:
         say(f"not requeued: {why}")
     elif fields and (node := blamed_node(attempts)):
@@ -146,7 +150,12 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
             why = "it lacks what the run needs"
         say(
             exclude(
-                job_id, node, why=why, job=fields, fewest_nodes=options.fewest_nodes
+                job_id,
+                node,
+                why=why,
+                job=fields,
+                script=options.script,
+                fewest_nodes=options.fewest_nodes,
             )
         )
     return outcome.exit_code
@@ -209,11 +218,12 @@ def with_node(not_launched: re.Match[str]) -> str:
         int(os.environ[name]) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")
     )
     try:
-        node = ask_slurm("scontrol", "show", "hostnames").split()[
-            int(rank) * nodes // tasks
-        ]
+        names = ask_slurm("scontrol", "show", "hostnames").split()
     except NoAnswerError:
         return not_launched[0]
+    # Of launch.sbatch.distribution; SLURM's default fills one node after another.
+    is_cyclic = os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic")
+    node = names[int(rank) % nodes if is_cyclic else int(rank) * nodes // tasks]
     return f"srun: error: {node}: task {rank}: {why}"
 
 

@@ -19,10 +19,13 @@ from timm.layers import GluMlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
+from vitscale.config.errors import UserError
+from vitscale.models.registry import MODELS
 from vitscale.models.timm_model import pretrained_config
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
 from vitscale.models.weights.names import Tensors, from_pytorch, without_wrappers
 from vitscale.models.weights.pixels import timm_preprocessing
+from vitscale.models.weights.transfer import POSITIONS, inferred_model
 
 # SiLU is of SwiGLU, which shapes show.
 ACTIVATIONS = {"none": "erf", "tanh": "tanh", "GELUTanh": "tanh", "SiLU": None}
@@ -173,12 +176,38 @@ def _plain_transformer(
         return None
     if not isinstance(model, VisionTransformer) or not _is_plain(model):
         return None
+    if not _has_tensors_of_vit(model):
+        return None
     return model
 
 
+def _has_tensors_of_vit(model: VisionTransformer) -> bool:
+    """Whether the family vit has these tensors and no others: CLIP has a norm before the blocks."""
+    grid = model.patch_embed.grid_size
+    source = Weights(tensors=model.state_dict(), known=_known(model), grid=grid)
+    try:
+        settings, _ = inferred_model(source, chosen=None)
+    except UserError:
+        return False
+
+    # Built without memory: only the shapes are compared.
+    with torch.device("meta"):
+        arch = settings.resolved(num_classes=0)
+        ours = MODELS[arch.name].load().build_model(arch, seed=0)
+    return _shapes(ours) == _shapes(model)
+
+
+def _shapes(model: VisionTransformer) -> dict[str, tuple[int, ...]]:
+    """By the name of each tensor. Another grid has other positions, but as many of tokens."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if POSITIONS in shapes:
+        _, num_rows, width = shapes[POSITIONS]
+        shapes[POSITIONS] = (num_rows - model.patch_embed.num_patches, width)
+    return shapes
+
+
 def _is_plain(model: VisionTransformer) -> bool:
-    """Whether the family vit computes the same: of what the names and shapes of tensors, which are
-    compared later, do not show."""
+    """Whether the family vit computes the same: of what names and shapes of tensors do not show."""
     block: Any = model.blocks[0]
     if type(block) is not Block or not isinstance(block.norm1, nn.LayerNorm):
         return False
