@@ -177,7 +177,7 @@ def opened(data: Any, world: World) -> IntervalLog:
     health = Health(skipped=0, longest=0, last_step=None, bad_micro_step=None)
     engine: Any = SimpleNamespace(world=world, health=lambda: health)
     run: Any = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
-    unused: Any = None
+    tracker: Any = None
     return IntervalLog(
         run,
         PLAN,
@@ -186,9 +186,9 @@ def opened(data: Any, world: World) -> IntervalLog:
         start_step=0,
         num_unreadable=0,
         flops_per_image=1.0,
-        tracker=unused,
+        tracker=tracker,
         say=print,
-        profile=unused,
+        profile=lambda: None,
     )
 
 
