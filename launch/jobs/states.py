@@ -297,17 +297,20 @@ def _unrecorded_end(
     It may have ended before its first start or, after a requeue, before the next one. SLURM
     says how, for minutes. None if the records say all, or SLURM does not answer.
     """
-    scripts = folder.glob("slurm/*/*_submission.sh")
-    newest = max(scripts, key=lambda path: path.stat().st_mtime, default=None)
+    # submitit's links to JOB/JOB_submission.sh stay also where a job's folder is removed.
+    links = [
+        path for path in folder.glob("slurm/.submission_file_*") if path.is_symlink()
+    ]
+    newest = max(links, key=lambda path: path.lstat().st_mtime, default=None)
     if newest is None or jobs is None:
         return None
-    job_id = newest.name.partition("_")[0]
+    job_id = newest.readlink().name.partition("_")[0]
     of_job = last is not None and last.job_id.partition("_")[0] == job_id
     begun = start.time if start is not None else 0.0
     if last is not None:
         begun = last.started
     # Started by hand, or by an earlier job, since the submission.
-    if not of_job and begun > newest.stat().st_mtime:
+    if not of_job and begun > newest.lstat().st_mtime:
         return None
 
     before = " before the run started"
@@ -571,6 +574,16 @@ def shown_folder(folder: Path) -> str:
     return str(
         absolute.relative_to(here) if absolute.is_relative_to(here) else absolute
     )
+
+
+def format_size(num_bytes: float) -> str:
+    """Three digits in units of a thousand, such as 293 kB or 1.5 GB."""
+    size = num_bytes
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:,.0f} TB"
 
 
 def clock(seconds: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import timm
@@ -174,7 +175,7 @@ def _named(file: TorchFile, path: Path, timm_name: str | None) -> Weights:
             f"has Hugging Face's names, such as {theirs[0]!r}; they need {CONFIG}",
             where=str(path),
             allowed="a folder with config.json and the weights",
-            next_step=f"set init={path.parent}"
+            next_step=f"set init={quote(str(path.parent))}"
             if has_config
             else f"put its {CONFIG} beside it",
         )
