@@ -217,19 +217,22 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
         assert outcome(tmp_path, "", code=137).ending is ending
 
 
-@pytest.mark.parametrize(
-    ("message", "calls"),
-    [
-        ("Requested operation is presently disabled", 1),
-        ("Invalid job id specified", 1),
-        ("Access/permission denied", 1),
-        ("Unable to contact slurm controller (connect failure)", 3),
-        ("Socket timed out on send/recv operation", 3),
-    ],
-)
+# How often it is asked, and what SLURM answers to the first two times.
+ANSWERS = """\
+1 Requested operation is presently disabled
+1 Invalid job id specified
+1 Access/permission denied
+3 Unable to contact slurm controller (connect failure)
+3 Socket timed out on send/recv operation
+1 Job is pending execution for job 17
+"""
+
+
+@pytest.mark.parametrize("case", ANSWERS.splitlines())
 def test_only_a_refusal_that_may_pass_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, message: str, calls: int
+    monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
+    calls, message = case.split(" ", 1)
     asked = []
 
     def refuse(*command: str) -> str:
@@ -241,8 +244,13 @@ def test_only_a_refusal_that_may_pass_is_repeated(
     monkeypatch.setattr(queue, "ask_slurm", refuse)
     monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(queue, "job_fields", lambda job_id: {})
-    assert queue.requeue("17") == (message if calls == 1 else None)
-    assert len(asked) == calls
+    # A preemption has put the job into the queue.
+    is_refused = calls == "1" and "pending" not in message
+    assert queue.requeue("17") == (message if is_refused else None)
+    assert len(asked) == int(calls)
+    monkeypatch.setattr(queue, "REQUEUE_SECONDS", -1.0)
+    asked.clear()
+    assert (queue.requeue("17") is None) == ("pending" in message)
 
 
 # ---- again or not -----------------------------------------------------------------------------

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from launch.comparison.runs import load_runs
-from launch.jobs import queue
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
+from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, user_jobs
 from launch.jobs.reasons import how_it_ended, why_it_waits
 from launch.jobs.states import (
     RunState,
@@ -133,25 +132,18 @@ def test_a_complete_run_is_finished(run: RunFolder) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("ending", "state"),
-    [
-        (Ending.DONE, RunState.FINISHED),
-        (Ending.STOPPED, RunState.STOPPED),
-        (Ending.ENDED_BY_SLURM, RunState.STOPPED),
-        (Ending.FAILED, RunState.FAILED),
-        (None, RunState.FAILED),  # its node died, and no attempt followed
-    ],
-)
-def test_the_last_attempt_says_how_a_run_ended(
-    run: RunFolder, ending: Ending | None, state: RunState
-) -> None:
+# The end of the last attempt, and the state; the last one's node died, and no attempt followed.
+LAST = "done/finished|stopped/stopped|ended by SLURM/stopped|failed/failed|/failed"
+
+
+@pytest.mark.parametrize("case", LAST.split("|"))
+def test_the_last_attempt_says_how_a_run_ended(run: RunFolder, case: str) -> None:
+    ending, state = case.split("/")
     run.log(10)
-    run.attempt(ending)
-    run.attempt(Ending.DONE, number=2)
-    run.attempt(ending, number=3)
+    for number, each in enumerate((ending, "done", ending), start=1):
+        run.attempt(each or None, number=number)
     found = read_state(run.folder, [])
-    restarts = {} if ending in (None, Ending.DONE) else {str(ending): 1}
+    restarts = {ending: 1} if ending not in ("", "done") else {}
     assert (found.state, found.restarts) == (state, restarts)
 
 
@@ -416,7 +408,7 @@ def test_a_name_that_is_no_run_is_an_error(
         find_runs(names)
 
 
-# ---- jobs of a run folder, read from squeue's answer, and requeueing ----------------------------
+# ---- jobs of a run folder, read from squeue's answer --------------------------------------------
 
 # As squeue of SLURM 22.05 prints them with SLURM_TIME_FORMAT=%s and --verbose.
 ANSWER = """\
@@ -479,32 +471,6 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
         user_jobs()
 
 
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        ([""], None),
-        (["Unable to contact controller", "Unable to contact controller", ""], None),
-        (["Job is pending execution for job 17"], None),  # by a preemption
-        (["Invalid user id for job 17"] * 999, "Invalid user id for job 17"),
-    ],
-)
-def test_requeueing_is_tried_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], message: str | None
-) -> None:
-    left = iter(answers)
-
-    def ask(program: str, *arguments: str) -> str:
-        if arguments == ("requeue", "17") and (text := next(left)):
-            raise NoAnswerError(text)
-        return "JobId=17 JobState=RUNNING"
-
-    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(queue, "REQUEUE_SECONDS", 0.2)
-    monkeypatch.setattr(queue, "ask_slurm", ask)
-    assert requeue("17") == message
-    assert (next(left, None) is None) == (message is None)
-
-
 # ---- who may look, and whom to ask ---------------------------------------------------------------
 
 
@@ -558,40 +524,35 @@ def test_a_shared_run_is_shown_without_its_private_job_folder(shared: Path) -> N
         assert [run.status for run in load_runs([str(folder)], uri=None)] == ["stopped"]
 
 
-def attempts_of(folder: Path, *endings: Ending | None) -> None:
-    for ending in endings:
-        attempt = begin_attempt(folder, cluster="slurm", job_id="1")
-        if ending is not None:
-            end_attempt(attempt, folder, Outcome(ending=ending, reason="", exit_code=0))
+# When a script was submitted, how attempts have ended since, and whether SLURM is asked.
+ASKED = """\
+||no
+|done|no
+before|done|no
+before||yes
+before|open|yes
+before|stopped|yes
+before|failed|yes
+before|done open|yes
+after|done|yes
+"""
 
 
-@pytest.mark.parametrize(
-    ("script", "endings", "asks"),
-    [
-        (None, [], False),
-        (None, [Ending.DONE], False),
-        ("before", [Ending.DONE], False),
-        ("before", [], True),
-        ("before", [None], True),
-        ("before", [Ending.STOPPED], True),
-        ("before", [Ending.FAILED], True),
-        ("before", [Ending.DONE, None], True),
-        ("after", [Ending.DONE], True),
-    ],
-)
+@pytest.mark.parametrize("case", ASKED.splitlines())
 def test_slurm_is_asked_only_for_runs_without_an_end(
-    script: str | None,
-    endings: list[Ending | None],
-    asks: bool,
-    squeue: Path,
-    tmp_path: Path,
+    case: str, squeue: Path, tmp_path: Path
 ) -> None:
+    submitted, endings, asks = case.split("|")
     folder = logged_run(tmp_path / "run")
-    attempts_of(folder, *endings)
-    if script is not None:
+    for ending in endings.split():
+        attempt = begin_attempt(folder, cluster="slurm", job_id="1")
+        if ending != "open":
+            end_attempt(attempt, folder, Outcome(ending=Ending(ending)))
+    if submitted:
         (folder / "slurm").mkdir()
-        (folder / "slurm/.submission_file_1.sh").touch()
-        moment = 1.0 if script == "before" else time.time() + 99
-        os.utime(folder / "slurm/.submission_file_1.sh", (moment, moment))
+        script = folder / "slurm/.submission_file_1.sh"
+        script.touch()
+        moment = 1.0 if submitted == "before" else time.time() + 99
+        os.utime(script, (moment, moment))
     load_runs([str(folder), str(logged_run(tmp_path / "local"))], uri=None)
-    assert Path(f"{squeue}.env").exists() == asks
+    assert Path(f"{squeue}.env").exists() == (asks == "yes")
