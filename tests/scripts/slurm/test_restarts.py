@@ -77,6 +77,19 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     assert "launch.sbatch.exclude='n2'" in log
     # The job needs both.
     assert "n2 is not excluded: too few other nodes are up" in log
+    # Each asks for an early start, instead of waiting for the old credential's end.
+    decided = (slurm.folder / "slurmctld.log").read_text()
+    begin = rf"setting begin to \S+ for JobId={job.job_id}\n"
+    assert len(re.findall(begin, decided)) == 3
+
+
+def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit) -> None:
+    """n1 is up, but without n2 the job would wait for ever."""
+    text = f"{BEGINNING}    attempt > 2 or os.kill(os.getpid(), signal.SIGKILL)"
+    job = submit(text, nodes=1, sbatch={"nodelist": "n2"})
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", "(null)")
+    assert "n2 is not excluded: the job could not start" in job.log(0).read_text()
 
 
 def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
