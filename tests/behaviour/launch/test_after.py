@@ -174,7 +174,9 @@ def test_a_task_that_was_not_launched_is_blamed(
     found = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
     assert (found.reason, found.failed_node) == (f"rank 3 on n2: {why}", "n2")
     monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic:block")
-    assert outcome(tmp_path, f"srun: error: task 2 {why}").failed_node == "n1"
+    (tmp_path / "cyclic").mkdir()
+    found = outcome(tmp_path / "cyclic", f"srun: error: task 2 {why}")
+    assert found.failed_node == "n1"
 
 
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
@@ -231,32 +233,39 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
 
 
 @pytest.mark.parametrize(
-    ("message", "calls"),
+    ("message", "calls", "is_requeued"),
     [
-        ("Requested operation is presently disabled", 1),
-        ("Invalid job id specified", 1),
-        ("Access/permission denied", 1),
-        ("Unable to contact slurm controller (connect failure)", 3),
-        ("Socket timed out on send/recv operation", 3),
+        ("", 1, True),
+        ("Unable to contact slurm controller (connect failure)", 3, True),
+        ("Socket timed out on send/recv operation", 3, True),
+        ("Job is pending execution for job 17", 1, True),  # by a preemption
+        ("Requested operation is presently disabled", 1, False),
+        ("Invalid job id specified", 1, False),
+        ("Access/permission denied", 1, False),
+        ("Invalid user id for job 17", None, False),  # until the deadline
     ],
 )
 def test_only_a_refusal_that_may_pass_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, message: str, calls: int
+    monkeypatch: pytest.MonkeyPatch, message: str, calls: int | None, is_requeued: bool
 ) -> None:
     asked = []
 
-    def refuse(*command: str) -> str:
-        asked.append(command)
-        if len(asked) == 3:
-            return ""
-        raise queue.NoAnswerError(message)
+    def ask(*command: str) -> str:
+        asked.append(command[1:])
+        tries = asked.count(("requeue", "17"))
+        passes = not message or (is_requeued and tries == 3)
+        if command[1] == "requeue" and not passes:
+            raise queue.NoAnswerError(message)
+        return "JobId=17 JobState=RUNNING"
 
-    monkeypatch.setattr(queue, "ask_slurm", refuse)
-    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(queue, "job_fields", lambda job_id: {})
-    assert queue.requeue("17") == (message if calls == 1 else None)
-    requeues = [each for each in asked if "requeue" in each]
-    assert len(requeues) == calls and (len(asked) > calls) == (calls > 1)
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(queue, "REQUEUE_SECONDS", 0.2)
+    assert queue.requeue("17") == (None if is_requeued else message)
+    assert calls in (asked.count(("requeue", "17")), None)
+    # Without an answer about the site's epilog, the longer wait.
+    is_early = asked[-1] == ("update", "JobId=17", "StartTime=now+20")
+    assert is_early == is_requeued
 
 
 # ---- again or not -----------------------------------------------------------------------------
@@ -373,7 +382,7 @@ def test_the_log_says_what_follows(
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
         options = argparse.Namespace(
             run_folder=tmp_path / folder, job=job, code=137 if folder == "run" else 0,
-            signal_delay=30, max_requeues=9, fewest_nodes=None,
+            signal_delay=30, max_requeues=9, fewest_nodes=None, script=Path("17.sh"),
         )  # fmt: skip
         code = after.after(options, line.splitlines())
         return f"{capsys.readouterr().err}code {code}"

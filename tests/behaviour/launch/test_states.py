@@ -18,7 +18,7 @@ import pytest
 from launch.comparison.runs import load_runs
 from launch.jobs import queue, states
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
+from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, user_jobs
 from launch.jobs.reasons import how_it_ended, why_it_waits
 from launch.jobs.states import (
     RunState,
@@ -193,7 +193,7 @@ def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder) -> None:
     for reason, words in {
         "Dependency": "waits for another job",
         "DependencyNeverSatisfied": "never start",
-        "PartitionNodeLimit": "few nodes",
+        "PartitionNodeLimit": "fewer nodes",
         "PartitionTimeLimit": "more time",
     }.items():
         assert words in run.line(job("PENDING", reason=reason))
@@ -217,7 +217,7 @@ def test_a_run_is_followed_to_its_end(
     monkeypatch.setattr(states, "FOLLOW_SECONDS", 0.0)
     with pytest.raises(UserError, match="several tasks, each with its own log"):
         follow_run(run.folder)
-    assert follow_run(run.folder) == 75
+    assert follow_run(run.folder) == 1
     assert capsys.readouterr().out.count("line\n") == 30
     assert follow_run(run.folder) == 130
     shown = capsys.readouterr().out
@@ -525,33 +525,6 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        ([""], None),
-        (["Unable to contact controller"] * 149 + [""], None),  # five minutes
-        (["Job is pending execution for job 17"], None),  # by a preemption
-        (["Invalid user id for job 17"] * 999, "Invalid user id for job 17"),
-    ],
-)
-def test_requeueing_is_tried_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], message: str | None
-) -> None:
-    left = iter(answers)
-
-    def ask(program: str, *arguments: str) -> str:
-        if arguments == ("requeue", "17") and (text := next(left)):
-            raise NoAnswerError(text)
-        return "JobId=17 JobState=RUNNING"
-
-    pauses: list[float] = []
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
-    monkeypatch.setattr(queue, "ask_slurm", ask)
-    assert requeue("17") == message
-    assert (next(left, None) is None) == (message is None)
-
-
-@pytest.mark.parametrize(
     ("up", "before", "fewest", "excluded"),
     [
         ("n1 n2 n3", "(null)", None, "n2"),
@@ -577,7 +550,9 @@ def test_a_node_is_excluded_if_enough_others_are_up(
 
     monkeypatch.setattr(queue, "ask_slurm", ask)
     fields = {"ExcNodeList": before, "Partition": "gpu", "NumNodes": "2-2"}
-    said = queue.exclude("17", "n2", why="why", job=fields, fewest_nodes=fewest)
+    said = queue.exclude(
+        *("17", "n2"), why="why", job=fields, script=Path("17.sh"), fewest_nodes=fewest
+    )
     change = ("scontrol", "update", "JobId=17", f"ExcNodeList={excluded}")
     assert (change in asked) == (excluded is not None) == said.endswith("17: why")
     # Those that other jobs use are up, too.
