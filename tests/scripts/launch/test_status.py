@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from launch.jobs.attempts import read_attempts
 from tests.scripts.launch.conftest import FakeSlurm
 from tests.support.golden import Golden
 from tests.support.waiting import ROOT
@@ -138,6 +139,7 @@ def test_the_end_of_the_ranks_decides(case: str, slurm: FakeSlurm) -> None:
     )
     assert str(found) == code or (code == "?" and found), slurm.log
     assert slurm.is_requeued == (requeued == "yes"), slurm.log
+    assert read_attempts(slurm.run_folder)[-1].is_requeued == slurm.is_requeued
     assert text in slurm.log
 
 
