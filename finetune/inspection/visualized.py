@@ -31,7 +31,9 @@ class Visualized:
         self.run = run
         self.loaded = loaded
         self.device = world.device
-        self.model = loaded.for_inference()
+        self.model = loaded.for_inference(
+            world, precision=run.compute.precision, num_images=0
+        )
         self.skipped: list[str] = []
         """Unreadable images, each with its path and error."""
         if run.images:

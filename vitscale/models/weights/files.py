@@ -196,7 +196,7 @@ def _refuse_bomb(path: Path) -> None:
 def _torch_file(content: Any, path: Path, *, weights: str) -> TorchFile:
     # A training script saves the weights beside its own state, an export the weights alone.
     outer = content if isinstance(content, Mapping) else {}
-    keys = WEIGHT_KEYS
+    keys: tuple[str, ...] = WEIGHT_KEYS
     if weights != "model":
         keys = (*AVERAGE_KEYS, *WEIGHT_KEYS)
     average = None

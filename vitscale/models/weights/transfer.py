@@ -240,7 +240,7 @@ def transfer_weights(
         )
         return []
 
-    left_out = OBJECTIVE
+    left_out: tuple[str, ...] = OBJECTIVE
     next_step = "set the keys of `model` to those of the checkpoint's run"
     if keep_head:
         next_step += ", or keep_head=false"
