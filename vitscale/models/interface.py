@@ -37,7 +37,7 @@ class InFp32:
     took from it. The layer adds it, so it uses the weights that the optimiser updates.
     """
 
-    weight: torch.Tensor
+    weight: Any
     bias: Any
     remainders: Mapping[str, torch.Tensor] = {}
 
