@@ -307,7 +307,7 @@ def test_a_run_is_found_among_thousands_of_experiments(
     found = stored_runs(uri, "metrics.`train/loss` > 0", limit=9)
     assert [run.info.run_id for run, _ in found] == [second.run_id, first]
     # The newest one, in an experiment of a later page than the other's.
-    store.execute("update experiments set last_update_time = 1e16 where name = 'mine'")
+    store.execute("update experiments set creation_time = 1e16 where name = 'mine'")
     train(tmp_path / "last", last=30)
     third = send(tmp_path / "last", uri)
     newest = [third, second.run_id, first]
