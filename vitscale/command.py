@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -99,6 +98,8 @@ def start(words: Sequence[str]) -> None:
     if name in HELP:
         show("vitscale", COMMANDS)
     elif name == "--version":
+        from importlib.metadata import version
+
         print(f"vitscale {version('vitscale')}")
     elif name in ("configs", "completion") and {*HELP} & {*rest}:
         print(f"usage: vitscale {name} [WORD ...]\n\n{COMMANDS[name][1]}")
@@ -195,10 +196,8 @@ def list_configs(words: Sequence[str]) -> None:
         if not words or any(word in each for word in words)
     ]
     if not names:
-        what, step = (
-            f"no name contains {' or '.join(words)}",
-            packaged.similar_configs(words[0]),
-        )
+        what = f"no name contains {' or '.join(words)}"
+        step = packaged.similar_configs(words[0])
         raise UserError(what, where="configs", next_step=step)
     for name in names:
         first = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
@@ -213,10 +212,8 @@ def copy_config(words: Sequence[str]) -> None:
     name = words[0] if len(words) == 1 else ""
     found = CONFIGS.parent / packaged.find_config(name)
     if not (found.is_relative_to(CONFIGS) and found.exists()):
-        what, step = (
-            f"{name!r} is no packaged configuration",
-            packaged.similar_configs(name),
-        )
+        what = f"{name!r} is no packaged configuration"
+        step = packaged.similar_configs(name)
         raise UserError(what, where="copy", allowed="one name", next_step=step)
     path: Path | None = found
     while path is not None:

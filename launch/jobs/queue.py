@@ -31,7 +31,7 @@ REQUEUE_SECONDS = 300.0
 EXCLUDE_SECONDS = 20.0
 PAUSE_SECONDS = 2.0
 # From a requeue to the next start: nodes that need longer to end the job cost the full delay.
-RESTART_SECONDS = 5
+RESTART_SECONDS, EPILOG_SECONDS = 5, 20
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 # Of refusals that no repetition changes.
@@ -274,8 +274,11 @@ def requeue(job_id: str) -> str | None:
     if refusal is None:
         # Unless a start is ahead when the job has ended on all nodes, SLURM delays it until the
         # old credential has expired, for two minutes by default (batch_requeue_fini of slurmctld).
-        start = f"StartTime=now+{RESTART_SECONDS}"
         with suppress(NoAnswerError):
+            settings = ask_slurm("scontrol", "show", "config")
+            has_epilog = not re.search(r"^Epilog +=.*null", settings, re.MULTILINE)
+            seconds = EPILOG_SECONDS if has_epilog else RESTART_SECONDS
+            start = f"StartTime=now+{seconds}"
             ask_slurm("scontrol", "update", f"JobId={job_id}", start)
     return refusal
 

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from enum import StrEnum
 from typing import ClassVar
 
@@ -168,10 +167,8 @@ class UserErrors(UserError):
 
 def not_written(error: OSError, where: str) -> UserError:
     """The error for a path that cannot be written."""
-    what, step = (
-        f"cannot be written ({error.strerror or error})",
-        "choose a writable folder",
-    )
+    what = f"cannot be written ({error.strerror or error})"
+    step = "choose a writable folder"
     kind = StorageError if error.errno in PASSING else UserError
     return kind(what, where=where, next_step=f"{step} with free space")
 
@@ -212,6 +209,8 @@ def not_read(error: OSError, where: str, *, next_step: str) -> UserError:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
+    from difflib import get_close_matches  # for errors alone
+
     return next(iter(get_close_matches(name, known, n=1)), None)
 
 
