@@ -135,6 +135,8 @@ def user_jobs() -> list[QueuedJob]:
     command = [
         "squeue",
         "--verbose",
+        # Otherwise without jobs of hidden partitions, except for root.
+        "--all",
         "--noheader",
         "--array",
         "--states=all",
@@ -287,15 +289,17 @@ def exclude(
     *,
     why: str,
     job: Mapping[str, str],
+    script: Path,
     fewest_nodes: int | None = None,
 ) -> str:
     """Exclude a node from a job that was just requeued. Returns a sentence for the log.
 
     why: the reason in that sentence.
     job: its fields before: while it ends, SLURM counts only the nodes that have not ended yet.
+    script: its batch script, with the nodes and features that it asks for.
     fewest_nodes: on which it can start; None: as many as it had.
-    Not if too few others are up: the job would wait for ever. SLURM changes this of waiting jobs
-    alone, and a job that is requeued still ends for a moment.
+    Not if too few others are up, or none of those that the job asks for: it would wait for ever.
+    SLURM changes this of waiting jobs alone, and a job that is requeued still ends for a moment.
     """
     before = job.get("ExcNodeList", "(null)").replace("(null)", node)
     usable = "--states=idle,mixed,allocated,completing"
@@ -308,7 +312,16 @@ def exclude(
     needed = fewest_nodes or int(job["NumNodes"].partition("-")[0])
     if len(set(up) - excluded) < needed:
         return f"{node} is not excluded: too few other nodes are up"
-    change = [f"JobId={job_id}", f"ExcNodeList={','.join(sorted(excluded))}"]
+    names = ",".join(sorted(excluded))
+    try:
+        # An earlier job that it waited for may be forgotten.
+        ask_slurm(
+            *("sbatch", "--test-only", "--dependency=", f"--exclude={names}"),
+            str(script),
+        )
+    except NoAnswerError as error:
+        return f"{node} is not excluded: the job could not start without it ({error})"
+    change = [f"JobId={job_id}", f"ExcNodeList={names}"]
     refused = _insist("scontrol", "update", *change, seconds=EXCLUDE_SECONDS)
     if refused is not None:
         return f"{node} is not excluded: {refused}"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 
 from vitscale.config.errors import (
     FailureKind,
@@ -42,7 +43,7 @@ from vitscale.distributed.watchdog import (
     kind_and_text,
     record_start_failure,
 )
-from vitscale.distributed.world import HERE, SAVES, World
+from vitscale.distributed.world import HERE, SAVES, World, control_group
 
 
 def test_failures_are_read_as_written_by_attempt(
@@ -56,10 +57,13 @@ def test_failures_are_read_as_written_by_attempt(
         step=7,
         reported_by=3,
     )
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
     for attempt in ("17/0", "17/1"):
         monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
         record_failure(tmp_path, failure)
     record_start(tmp_path, first_step=0, total_steps=9)
+    assert len(flushed) == 3
     assert [found.attempt for found in read_failures(tmp_path)] == ["17/0", "17/1"]
     (found,) = read_failures(tmp_path, attempt="17/1")
     assert (
@@ -92,16 +96,16 @@ def test_the_last_start_counts(tmp_path: Path) -> None:
     assert start.time > 1.7e9
 
 
-@pytest.mark.parametrize(
-    ("kinds", "expected"),
-    [
-        (["peer lost", "other", "worker", "storage"], "worker"),
-        (["peer lost", "hang", "other"], "other"),
-        (["peer lost", "hang"], "hang"),
-        (["hang", "killed from outside"], "killed from outside"),
-        (["peer lost"], "peer lost"),
-    ],
-)
+CAUSES = yaml.safe_load("""
+- [[peer lost, other, worker, storage], worker]
+- [[peer lost, hang, other], other]
+- [[peer lost, hang], hang]
+- [[hang, killed from outside], killed from outside]
+- [[peer lost], peer lost]
+""")
+
+
+@pytest.mark.parametrize(("kinds", "expected"), CAUSES)
 def test_the_cause_is_the_report_that_knows_most(
     kinds: list[str], expected: str
 ) -> None:
@@ -214,11 +218,31 @@ def test_the_rank_that_is_behind_is_named() -> None:
     )
 
 
+def test_every_node_records_that_the_store_of_rank_0_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(watchdog, "end_now", codes.append)
+    for rank, recorded in {1: [1], 2: [1], 8: [1, 8]}.items():
+        dog, periods = Ranks(16).dogs[rank], iter([False] * 16 + [True])
+        dog._end.wait = lambda _, periods=periods: next(periods)  # type: ignore[method-assign]
+        dog.folder = tmp_path
+        dog._watch_store()
+        text = f"error: rank {rank}: rank 0 on n0 has sent no heartbeat for 45 s"
+        assert text in capsys.readouterr().err
+        found = [each.reported_by for each in read_failures(tmp_path)]
+        assert found == recorded
+    assert codes == [1, 1, 1]
+
+
 def test_storage_that_hangs_is_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered = threading.Event()
-    monkeypatch.setattr("vitscale.distributed.watchdog.SEND_S", 0.05)
+    answered, written = threading.Event(), list[bool]()
+    monkeypatch.setattr(watchdog, "SEND_S", 0.05)
+    monkeypatch.setattr(
+        watchdog, "record_failure", lambda *_: written.append(answered.wait(5))
+    )
     monkeypatch.setattr(
         os.path, "exists", lambda path: path != tmp_path or answered.wait()
     )
@@ -227,6 +251,7 @@ def test_storage_that_hangs_is_the_cause(
         dog.folder = tmp_path
     ranks.dogs[0].mark("saving")
     found = ranks.turns(200, range(2))
+    assert not written
     answered.set()
     assert found is not None and found.kind is FailureKind.STORAGE
     assert found.what.endswith(f"; the storage of {tmp_path} does not answer")
@@ -321,12 +346,12 @@ def test_kinds_of_errors() -> None:
 
 
 def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(
-    world: World,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads that save go on while the loop of their rank hangs."""
-    saves, stops = (
-        dist.new_group(backend="gloo", group_desc=each) for each in (SAVES, "stop")
-    )
+    sizes = iter((2, 1) * 2)  # a group of one is made for several
+    monkeypatch.setattr(dist, "get_world_size", lambda: next(sizes))
+    saves, stops = control_group(SAVES), control_group("stop")
     begun = [collectives_begun()]
     for group in (None, saves, stops, saves):
         dist.all_reduce(torch.zeros(1), group=group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import NodeError, UserError
 from vitscale.distributed import world as world_module
 from vitscale.distributed.processes import LAUNCHER_VARIABLES, free_port, node_name
@@ -28,6 +30,7 @@ from vitscale.distributed.world import (
     _complete_environment,
     _join,
     _pick_device,
+    process_group,
 )
 
 
@@ -116,7 +119,7 @@ def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list
             world_module._leave_store(store, world)
             return device.type
         except UserError as error:
-            return error
+            return error.with_traceback(None)  # which would keep the store
 
     monkeypatch.setattr(world_module, "_pick_device", pick)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -190,17 +193,17 @@ def test_a_rank_without_its_gpu_says_so_though_no_other_starts(
 # ---- what the environment says -------------------------------------------------------------------
 
 
-STALE = {
-    "MASTER_ADDR": "192.0.2.1",
-    "MASTER_PORT": "29511",
-    "WORLD_SIZE": "64",
-    "LOCAL_RANK": "7",
-    "LOCAL_WORLD_SIZE": "8",
-    "LOCAL_SIZE": "8",
-    "GLOO_SOCKET_IFNAME": "ib7",
-    "NCCL_SOCKET_IFNAME": "ib7",
-    "NCCL_COMM_ID": "192.0.2.1:29511",
-}
+STALE: dict[str, str] = yaml.safe_load("""
+MASTER_ADDR: 192.0.2.1
+MASTER_PORT: "29511"
+WORLD_SIZE: "64"
+LOCAL_RANK: "7"
+LOCAL_WORLD_SIZE: "8"
+LOCAL_SIZE: "8"
+GLOO_SOCKET_IFNAME: ib7
+NCCL_SOCKET_IFNAME: ib7
+NCCL_COMM_ID: "192.0.2.1:29511"
+""")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +281,22 @@ def test_gloo_takes_the_network_of_the_route_to_the_first_rank(
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": host})
         _choose_interface(world)
         assert os.environ.get("GLOO_SOCKET_IFNAME") == found
+
+
+def test_a_stop_that_hangs_keeps_its_exit_code(monkeypatch) -> None:
+    """With 0, the job would count as done."""
+    ended, codes = threading.Event(), list[int]()
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(world_module, "LEAVE_S", 0.1)
+    end = "end_now", lambda code: (codes.append(code), ended.set())
+    monkeypatch.setattr(world_module, *end)
+    leave = dist.destroy_process_group
+    hangs = "destroy_process_group", lambda: (ended.wait(PATIENCE_S), leave())
+    monkeypatch.setattr(dist, *hangs)
+    with pytest.raises(SystemExit):
+        with process_group(device="cpu", timeout_min=1, num_threads=1):
+            raise SystemExit(75)
+    assert codes == [75]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from launch.jobs import after, queue
+from launch.jobs import after
 from launch.jobs.after import (
     blamed_node,
     classify,
@@ -55,12 +57,12 @@ GONE = Failure(
 )
 EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
-NO_FILE = "/env/python: No such file or directory"
 BY = "rank 1 on n2 was ended by"
 KILL = f"{BY} SIGKILL (Killed)"
 FIRST = f"srun: got SIGCONT\nsrun: error: n2: task 1: {{what}}\n{EXITED}"
 SEGFAULT = "Segmentation fault (core dumped)"
 MEMORY = "rank 1 on n2 ran out of memory and was killed"
+APART = "rank 1 on n2,x1 was ended by SIGKILL (Killed)"
 BOTH = "ranks 0-1 on n[1-2] were ended by SIGKILL (Killed)"
 
 
@@ -105,6 +107,7 @@ def outcome(
             None,
         ),
         ("", [], FailureKind.OTHER, "srun was ended by SIGKILL", None),
+        (KILLED.replace("n2", "n2,x1"), [], FailureKind.KILLED, APART, None),
     ],
 )
 def test_the_cause_is_what_the_best_report_says(
@@ -121,20 +124,23 @@ def test_the_cause_is_what_the_best_report_says(
     assert found.ending is Ending.FAILED
 
 
-@pytest.mark.parametrize(
-    ("log", "code", "last", "why"),
-    [
-        (
-            "run/slurm/17/17_1_log.out",
-            2,
-            f"slurmstepd-n2: error: execve(): {NO_FILE}",
-            NO_FILE,
-        ),
-        # Of an array, and of a shell.
-        ("17_1_log.out", 127, f"sh: 1: exec: {NO_FILE}", f"sh: 1: exec: {NO_FILE}"),
-        ("17_1_log.out", 2, f"error: {NO_FILE}", None),
-    ],
-)
+# The log of the task, its exit code, what it ends with, and why it could not start.
+NOT_STARTED = yaml.safe_load("""
+- - run/slurm/17/17_1_log.out
+  - 2
+  - "slurmstepd-n2: error: execve(): /env/python: No such file or directory"
+  - "/env/python: No such file or directory"
+# Of an array, and of a shell.
+- - 17_1_log.out
+  - 127
+  - "sh: 1: exec: /env/python: No such file or directory"
+  - "sh: 1: exec: /env/python: No such file or directory"
+- [17_1_log.out, 126, "sh: 1: x: Permission denied", "sh: 1: x: Permission denied"]
+- [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
+""")
+
+
+@pytest.mark.parametrize(("log", "code", "last", "why"), NOT_STARTED)
 def test_a_node_without_python_is_blamed(
     tmp_path: Path, log: str, code: int, last: str, why: str | None
 ) -> None:
@@ -161,8 +167,12 @@ def test_a_task_that_was_not_launched_is_blamed(
         monkeypatch.setenv(name, value)
     why = "launch failed: Slurmd could not connect IO"
     # The end of the others follows from it.
-    found = outcome(tmp_path, f"srun: error: task 2 {why}\n{EXITED}")
-    assert (found.reason, found.failed_node) == (f"rank 2 on n2: {why}", "n2")
+    found = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
+    assert (found.reason, found.failed_node) == (f"rank 3 on n2: {why}", "n2")
+    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic:block")
+    (tmp_path / "cyclic").mkdir()
+    found = outcome(tmp_path / "cyclic", f"srun: error: task 2 {why}")
+    assert found.failed_node == "n1"
 
 
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
@@ -196,6 +206,8 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     assert limit.reason == "stopped by a signal: the time limit is near"
     preempted = of(JobState="RUNNING", PreemptTime="1795371188", EndTime=near)
     assert preempted.reason == "stopped by a signal: preempted"
+    far = of(JobState="RUNNING", EndTime=str(int(near) + 600))
+    assert far.reason == "stopped by a signal"
     # SLURM does not answer.
     assert of().reason == "stopped by a signal"
     signalled = outcome(tmp_path, FIRST.format(what="User defined signal 2"))
@@ -214,42 +226,6 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
         folder.mkdir(parents=True)
         (folder / "manifest.json").touch()
         assert outcome(tmp_path, "", code=137).ending is ending
-
-
-@pytest.mark.parametrize(
-    ("message", "calls", "is_requeued"),
-    [
-        ("", 1, True),
-        ("Unable to contact slurm controller (connect failure)", 3, True),
-        ("Socket timed out on send/recv operation", 3, True),
-        ("Job is pending execution for job 17", 1, True),  # by a preemption
-        ("Requested operation is presently disabled", 1, False),
-        ("Invalid job id specified", 1, False),
-        ("Access/permission denied", 1, False),
-        ("Invalid user id for job 17", None, False),  # until the deadline
-    ],
-)
-def test_only_a_refusal_that_may_pass_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, message: str, calls: int | None, is_requeued: bool
-) -> None:
-    asked = []
-
-    def ask(*command: str) -> str:
-        asked.append(command[1:])
-        tries = asked.count(("requeue", "17"))
-        passes = not message or (is_requeued and tries == 3)
-        if command[1] == "requeue" and not passes:
-            raise queue.NoAnswerError(message)
-        return "JobId=17 JobState=RUNNING"
-
-    monkeypatch.setattr(queue, "ask_slurm", ask)
-    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(queue, "REQUEUE_SECONDS", 0.2)
-    assert queue.requeue("17") == (None if is_requeued else message)
-    assert calls in (asked.count(("requeue", "17")), None)
-    # Without an answer about the site's epilog, the longer wait.
-    is_early = asked[-1] == ("update", "JobId=17", "StartTime=now+20")
-    assert is_early == is_requeued
 
 
 # ---- again or not -----------------------------------------------------------------------------
@@ -277,23 +253,27 @@ def refusal(found: Sequence[Attempt], *, requeues: int = 9) -> str | None:
 FAIL_0, STOP_0, FAIL_5 = (Ending.FAILED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
 
 
-@pytest.mark.parametrize(
-    ("row", "restarted"),
-    [
-        ([FAIL_0] * 3, True),
-        ([FAIL_0] * 4, False),
-        ([FAIL_0, FAIL_0, FAIL_0, FAIL_5], True),
-        ([FAIL_0, FAIL_5, FAIL_0, FAIL_0, FAIL_0], False),
-        # A preemption neither counts nor ends the row.
-        ([FAIL_0, FAIL_0, STOP_0, FAIL_0, FAIL_0], False),
-        ([*[FAIL_0] * 4, STOP_0], True),
-        ([STOP_0] * 9, True),
-        ([STOP_0] * 10, False),
-        ([FAIL_5] * 10, False),
-    ],
-)
-def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) -> None:
-    assert (refusal(attempts(*row)) is None) is restarted
+# How attempts ended, with the steps that each gained, and whether another one follows.
+ROWS = yaml.safe_load("""
+- [failed 0, failed 0, failed 0, again]
+- [failed 0, failed 0, failed 0, failed 0, end]
+- [failed 0, failed 0, failed 0, failed 5, again]
+- [failed 0, failed 5, failed 0, failed 0, failed 0, end]
+# A preemption neither counts nor ends the row.
+- [failed 0, failed 0, stopped 0, failed 0, failed 0, end]
+- [failed 0, failed 0, failed 0, failed 0, stopped 0, again]
+- [&s stopped 0, *s , *s , *s , *s , *s , *s , *s , *s , again]
+- [*s , *s , *s , *s , *s , *s , *s , *s , *s , *s , end]
+- [&f failed 5, *f , *f , *f , *f , *f , *f , *f , *f , *f , end]
+""")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_restarts_have_limits(row: list[str]) -> None:
+    *endings, follows = row
+    pairs = [each.split() for each in endings]
+    found = attempts(*((Ending(ending), int(gained)) for ending, gained in pairs))
+    assert (refusal(found) is None) == (follows == "again")
 
 
 def test_another_job_and_storage_do_not_count() -> None:
@@ -321,7 +301,7 @@ def test_two_failures_in_a_row_blame_a_node() -> None:
 def test_storage_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, pauses = tmp_path / "run", []
+    folder, pauses = tmp_path / "run", list[float]()
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -329,11 +309,14 @@ def test_storage_is_waited_for(
             folder.mkdir()
 
     monkeypatch.setattr(after.time, "sleep", sleep)
+    monkeypatch.setattr(after.time, "time", lambda: sum(pauses))
     wait_for_storage(folder, until=time.time() + 60)
     assert len(pauses) == 3 and not list(folder.iterdir())
     assert capsys.readouterr().err.count("waiting before the next start") == 1
     wait_for_storage(tmp_path / "gone", until=time.time() - 1)
     assert len(pauses) == 3
+    wait_for_storage(tmp_path / "gone", until=math.inf)
+    assert sum(pauses[3:]) == 1800
 
 
 def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
@@ -375,7 +358,8 @@ def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == [running] and running.ended is None
     checkpoint = tmp_path / "checkpoints/step-00000030"
     checkpoint.mkdir(parents=True)
-    log(tmp_path, 37)
+    for step in (31, 37):
+        log(tmp_path, step)
     (events,) = (tmp_path / EVENTS_NAME).iterdir()
     before = events.read_bytes()
     ended = end_attempt(running, tmp_path, FAILED)

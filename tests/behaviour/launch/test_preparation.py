@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from launch.jobs.preparation import job_folder, prepare_job, submitting
+from launch.jobs.preparation import check_job, job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
 from vitscale.config.errors import UserError
@@ -155,6 +156,18 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     Path(job.config).mkdir()
     with pytest.raises(UserError, match="output=.*: cannot be written"):
         prepare_job(run, cluster="slurm")
+    monkeypatch.setattr(os, "getuid", lambda: 1234)
+    with pytest.raises(UserError, match="another user, who could change the job"):
+        prepare_job(run, cluster="slurm")
+
+
+@pytest.mark.parametrize("mark", ["%", ":", "\\"])
+def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch) -> None:
+    (tmp_path / f"a{mark}b").mkdir()
+    monkeypatch.chdir(tmp_path / f"a{mark}b")
+    run = DataPrepRun.model_validate({"output": "x", "source": {"path": "images"}})
+    with pytest.raises(UserError, match="the job folder's path .* contains"):
+        check_job(run, cluster="slurm")
 
 
 def test_preparations_of_different_outputs_have_different_job_folders(
@@ -167,15 +180,7 @@ def test_preparations_of_different_outputs_have_different_job_folders(
         values = {"output": output, "source": {"path": "images"}}
         return job_folder(DataPrepRun.model_validate(values), cluster="slurm")
 
-    outputs = [
-        "shards",
-        "a/shards",
-        "b/shards",
-        "a/b/shards",
-        "/a/shards",
-        "~/shards",
-        "../shards",
-    ]
+    outputs = "shards a/shards b/shards a/b/shards /a/shards ~/shards ../shards".split()
     assert len({folder_of(output) for output in outputs}) == len(outputs)
     same = ["a/shards", "./a/shards/", "b/../a/shards", str(tmp_path / "a/shards")]
     assert len({folder_of(output) for output in same}) == 1
@@ -201,14 +206,14 @@ OVERRIDES = dict(
     WORLD_SIZE=8 LOCAL_RANK=3
     """.split()
 )
-OF_SITE = {
-    "SBATCH_ACCOUNT": ("other", {"account": "mine"}),
-    "SBATCH_PARTITION": ("login", {"partition": "gpu"}),
-    "SBATCH_MEM_PER_NODE": ("100M", {"mem_gb": 8}),
-    "SBATCH_MEM_PER_CPU": ("1M", {"mem_gb": 8}),
-    "SBATCH_QOS": ("low", {"sbatch": {"qos": "high"}}),
-    "SBATCH_RESERVATION": ("x", {"sbatch": {"reservation": "y"}}),
-}
+OF_SITE: dict[str, Any] = yaml.safe_load("""
+SBATCH_ACCOUNT: [other, {account: mine}]
+SBATCH_PARTITION: [login, {partition: gpu}]
+SBATCH_MEM_PER_NODE: [100M, {mem_gb: 8}]
+SBATCH_MEM_PER_CPU: [1M, {mem_gb: 8}]
+SBATCH_QOS: [low, {sbatch: {qos: high}}]
+SBATCH_RESERVATION: [x, {sbatch: {reservation: y}}]
+""")
 Submit = Callable[[LaunchSettings], dict[str, str]]
 CLUSTER = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTERS": "c1"}
 

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch.comparison.runs import load_runs
+from launch.jobs import queue
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, user_jobs
+from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
 from launch.jobs.states import (
     RunState,
     as_text,
@@ -35,7 +37,7 @@ from vitscale.distributed.events import (
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import Row, encode
 
-NOW = time.time()
+NOW = round(time.time(), 3)
 JOB = "4711"
 SCRIPT = "submission_file_1a2b.sh"
 
@@ -60,7 +62,7 @@ class RunFolder:
     def attempt(self, ending: Ending | None, *, number: int = 1) -> None:
         """One that has started a minute ago, and ended now unless `ending` is None."""
         values = {"number": number, "cluster": "slurm", "job_id": JOB, "restart": 0}
-        ended = {"ended": NOW, "ending": ending} if ending else {}
+        ended = {"ended": NOW, "ending": ending, "reason": "why"} if ending else {}
         where = {"nodes": ["n1", "n2"], "started": NOW - 60}
         append_event(self.folder, ATTEMPT, values | where | ended)
 
@@ -140,7 +142,10 @@ def test_the_last_attempt_says_how_a_run_ended(
     run.attempt(ending, number=3)
     found = read_state(run.folder, [])
     restarts = {} if ending in (None, Ending.DONE) else {str(ending): 1}
-    assert (found.state, found.restarts) == (state, restarts)
+    since = NOW if ending else NOW - 10  # the last line of its journal
+    assert (found.state, found.restarts, found.since) == (state, restarts, since)
+    is_explained = ending not in (None, Ending.DONE)
+    assert (": why" in run.line()) == is_explained
 
 
 def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder) -> None:
@@ -176,6 +181,20 @@ def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
     assert ": the disk is full (storage, step 4)" in run.line()
 
 
+def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder) -> None:
+    """JOB STATE CODES and JOB REASON CODES of `man squeue`."""
+    run.attempt(Ending.STOPPED)
+    for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
+        assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
+    for reason, words in {
+        "Dependency": "waits for another job",
+        "DependencyNeverSatisfied": "never start",
+        "PartitionNodeLimit": "fewer nodes",
+        "PartitionTimeLimit": "more time",
+    }.items():
+        assert words in run.line(job("PENDING", reason=reason))
+
+
 def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     live = [
         job("PENDING", job_id=f"{JOB}_2"),
@@ -187,7 +206,14 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     (run.folder / "slurm/config-1.yaml").write_text(
         f"stage: data_prep\noutput: {shards}\n"
     )
+    earlier = run.folder / "slurm/config-2.yaml"
+    earlier.write_text("output: elsewhere")
+    os.utime(earlier, (1, 1))
     assert read_state(run.folder, []).state is RunState.NOT_STARTED
+    # Of a line of `launch.setup` that ends the job.
+    log = run.folder / f"slurm/{JOB}/{JOB}_0_0_log.out"
+    log.touch()
+    assert read_state(run.folder, []).state is RunState.FAILED
     for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
         RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
     assert read_state(run.folder, []).state is RunState.FAILED
@@ -242,20 +268,15 @@ def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
         find_runs([])
 
 
-@pytest.mark.parametrize(
-    ("names", "report"),
-    [
-        (
-            ["images"],
-            "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit",
-        ),
-        (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
-        (
-            ["x", "runs/vit/config.yaml"],
-            "(?s)no such run: x.*no such run: runs/vit/config.yaml",
-        ),
-    ],
-)
+NO_RUNS = yaml.safe_load(r"""
+- [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
+- [[vitt], 'no such run: vitt\n.*\n.*did you mean vit\?']
+- - [x, runs/vit/config.yaml]
+  - "(?s)no such run: x.*no such run: runs/vit/config.yaml"
+""")
+
+
+@pytest.mark.parametrize(("names", "report"), NO_RUNS)
 def test_a_name_that_is_no_run_is_an_error(
     here: Path, names: list[str], report: str
 ) -> None:
@@ -282,7 +303,9 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "bin/squeue"
     program.parent.mkdir()
     (program.parent / "answer").write_text(ANSWER)
-    program.write_text('#!/bin/sh\nenv > "$0.env"\ncat "${0%squeue}answer"\n')
+    program.write_text(
+        '#!/bin/sh\n{ env; echo "$*"; } > "$0.env"\ncat "${0%squeue}answer"\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     return program
@@ -299,12 +322,12 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(
 
 
 def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch) -> None:
-    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    for name in ("SQUEUE_PARTITION", "SINFO_FORMAT"):
+        monkeypatch.setenv(name, "other")
     assert len(user_jobs()) == 5
-    environment = Path(f"{squeue}.env").read_text()
-    assert (
-        "SQUEUE_PARTITION" not in environment and "SLURM_TIME_FORMAT=%s" in environment
-    )
+    seen = Path(f"{squeue}.env").read_text()
+    assert "=other" not in seen and "SLURM_TIME_FORMAT=%s" in seen
+    assert f"--array --states=all --user={os.getuid()} " in seen
 
 
 def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
@@ -314,6 +337,77 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(NoAnswerError, match="squeue is not on PATH"):
         user_jobs()
+
+
+# How often SLURM refuses, every two seconds, and why; whether the job is queued in the end.
+REFUSALS = yaml.safe_load("""
+- [0, '', true]
+- [149, Unable to contact slurm controller (connect failure), true]
+- [152, Unable to contact slurm controller (connect failure), false]
+- [1, Socket timed out on send/recv operation, true]
+- [999, Invalid user id for job 17, false]
+# By a preemption.
+- [1, Job is pending execution for job 17, true]
+# No repetition changes it.
+- [1, Requested operation is presently disabled, false]
+- [1, Invalid job id specified, false]
+- [1, Access/permission denied, false]
+""")
+
+
+@pytest.mark.parametrize(("times", "text", "is_queued"), REFUSALS)
+def test_requeueing_is_tried_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, times: int, text: str, is_queued: bool
+) -> None:
+    left = iter([text] * times)
+
+    asked = []
+
+    def ask(program: str, *arguments: str) -> str:
+        asked.append(arguments)
+        if arguments == ("requeue", "17") and (refusal := next(left, "")):
+            raise NoAnswerError(refusal)
+        return "JobId=17 JobState=RUNNING"
+
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    assert requeue("17") == (None if is_queued else text)
+    # Without an answer about the site's epilog, the longer wait.
+    assert (("update", "JobId=17", "StartTime=now+20") in asked) == is_queued
+
+
+# The nodes that are up, those excluded before, on how few the job can start, and then excluded.
+EXCLUSIONS = yaml.safe_load("""
+- [n1 n2 n3, (null), null, n2]
+- [n1 n2, (null), null, null]
+- [n1 n2, (null), 1, n2]
+- [n1 n2 n3 n4, n4, null, 'n2,n4']
+- [n1 n2 n3, n3, null, null]
+""")
+
+
+@pytest.mark.parametrize(("up", "before", "fewest", "excluded"), EXCLUSIONS)
+def test_a_node_is_excluded_if_enough_others_are_up(
+    monkeypatch, up: str, before: str, fewest: int | None, excluded: str | None
+) -> None:
+    """Else the job, which had two nodes, would wait for ever."""
+    asked: list[tuple[str, ...]] = []
+
+    def ask(*command: str) -> str:
+        asked.append(command)
+        return up if command[0] == "sinfo" else command[-1]
+
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    fields = {"ExcNodeList": before, "Partition": "gpu", "NumNodes": "2-2"}
+    said = queue.exclude(
+        *("17", "n2"), why="why", job=fields, script=Path("17.sh"), fewest_nodes=fewest
+    )
+    change = ("scontrol", "update", "JobId=17", f"ExcNodeList={excluded}")
+    assert (change in asked) == (excluded is not None) == said.endswith("17: why")
+    # Those that other jobs use are up, too.
+    assert "--states=idle,mixed,allocated,completing" in asked[0]
 
 
 # ---- who may look, and whom to ask ---------------------------------------------------------------
@@ -376,29 +470,30 @@ def attempts_of(folder: Path, *endings: Ending | None) -> None:
             end_attempt(attempt, folder, Outcome(ending=ending, reason="", exit_code=0))
 
 
-@pytest.mark.parametrize(
-    ("script", "endings", "asks"),
-    [
-        (None, [], False),
-        (None, [Ending.DONE], False),
-        ("before", [Ending.DONE], False),
-        ("before", [], True),
-        ("before", [None], True),
-        ("before", [Ending.STOPPED], True),
-        ("before", [Ending.FAILED], True),
-        ("before", [Ending.DONE, None], True),
-        ("after", [Ending.DONE], True),
-    ],
-)
+# When its script was submitted, how its attempts ended, and whether SLURM is asked.
+ASKED = yaml.safe_load("""
+- [null, [], false]
+- [null, [done], false]
+- [before, [done], false]
+- [before, [], true]
+- [before, [null], true]
+- [before, [stopped], true]
+- [before, [failed], true]
+- [before, [done, null], true]
+- [after, [done], true]
+""")
+
+
+@pytest.mark.parametrize(("script", "endings", "asks"), ASKED)
 def test_slurm_is_asked_only_for_runs_without_an_end(
     script: str | None,
-    endings: list[Ending | None],
+    endings: list[str | None],
     asks: bool,
     squeue: Path,
     tmp_path: Path,
 ) -> None:
     folder = logged_run(tmp_path / "run")
-    attempts_of(folder, *endings)
+    attempts_of(folder, *(ending and Ending(ending) for ending in endings))
     if script is not None:
         (folder / "slurm").mkdir()
         (folder / "slurm/.submission_file_1.sh").touch()
