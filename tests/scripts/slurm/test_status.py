@@ -139,7 +139,7 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
         assert wait_for(RunState.FINISHED, step=4).restarts == {"stopped": 1}
         assert process.wait(timeout=PATIENCE_S) == 0
     told = [
-        r": queued .*: job \d+ held by its user",
+        r": queued .*: job \d+ is held by its user",
         r"attempt 1 of the run",
         r"step 2/4",
         r": paused .*: job \d+ ",
