@@ -62,7 +62,7 @@ scontrol suspend @ | job @ is suspended and goes on by itself; an administrator:
 scontrol resume @; scancel --signal=STOP @ | is stopped by a signal .*: `?scancel --signal=CONT @
 scancel --signal=CONT @; scontrol requeuehold @ | paused .*: job @ is held .*: `scontrol release @`
 scontrol release @ | running for
-scontrol requeuehold state=specialexit @ | paused .*: job @ is held .*; next: `scontrol release @`
+scontrol requeuehold state=specialexit @ | paused .*: job @ is held.*; next: `scontrol release @`
 scontrol release @ | running for
 scancel --signal=USR2 @ | paused .*\\(BeginTime\\); it starts by itself
 scancel @ | stopped, .* signal; requeued, but job @ was cancelled \\(.* before the run started again
