@@ -387,13 +387,14 @@ def storage_refusal(folder: Path) -> str | None:
             sum(f.stat().st_size for f in step.iterdir())
             for step in place.glob("step-*")
         ]
-        free, needed = shutil.disk_usage(place).free, max(sizes, default=0)
+        free = shutil.disk_usage(place).free
+        needed = max(sizes, default=0)
         if free >= needed:
             return None
-        sizes = (
-            f"{format_size(free)} free, and a checkpoint needs {format_size(needed)}"
+        return (
+            f"{place} has {format_size(free)} free, "
+            f"and a checkpoint needs {format_size(needed)}"
         )
-        return f"{place} has {sizes}"
     except OSError as error:
         return f"{place} cannot be written ({error.strerror})"
     finally:
