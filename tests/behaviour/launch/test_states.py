@@ -120,6 +120,9 @@ def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
     run.log(4, ago=40)
     found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
     assert "last step 0:03:00 ago" in line_of(found, now=NOW + 140)
+    run.log(99, ago=35)  # a second before its end
+    found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
+    assert "left" not in line_of(found, now=NOW)
 
 
 def test_a_complete_run_is_finished(run: RunFolder) -> None:
