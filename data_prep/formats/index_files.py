@@ -86,13 +86,12 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
 
 def info_of(manifest: Manifest) -> dict[str, Any]:
     """`_info.json` in the form timm's WebDataset reader takes."""
+    root = location_of(manifest.shards_root)
     info = {
         name: {
             "name": name,
             "num_samples": entry.num_samples,
-            "filenames": [
-                str(Path(manifest.shards_root, shard.name)) for shard in entry.shards
-            ],
+            "filenames": [str(root / shard.name) for shard in entry.shards],
             "shard_lengths": list(entry.shard_lengths),
         }
         for name, entry in manifest.splits.items()
@@ -218,7 +217,7 @@ def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     places = [
         f"data.path={quote(str(folder))}",
         *settings,
-        f"data.val_split={val_split}",
+        f"data.val_split={quote(val_split)}",
     ]
     if is_url(manifest.shards_root):
         places.append("data.remote.cache_path=FOLDER")

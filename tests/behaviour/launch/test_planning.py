@@ -146,15 +146,16 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
         check_data(run, data_facts(run))
 
 
-@pytest.mark.parametrize(
-    ("tasks", "nodes", "workers", "refused"),
-    [
-        (1, 1, 4, None),
-        (4, 1, 0, None),
-        (2, 1, 3, "fewer tars (4) than loader processes (6 = "),
-        (1, "1-8", 2, "fewer tars (4) than loader processes (16 = "),
-    ],
-)
+TARS = """
+- [tasks, nodes, workers, refused]
+- [1, 1, 4, null]
+- [4, 1, 0, null]
+- [2, 1, 3, "fewer tars (4) than loader processes (6 = "]
+- [1, 1-8, 2, "fewer tars (4) than loader processes (16 = "]
+"""
+
+
+@rows(TARS)
 def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks: int, nodes: Any, workers: int, refused: str | None
 ) -> None:
@@ -222,7 +223,7 @@ def test_a_run_that_fits_has_no_finding() -> None:
         "2.0 shards and 8 samples for each of 1 rank(s) x 2"
     )
     # 5.5 million parameters, each with two moments of AdamW.
-    assert found["disk"].detail.startswith("a checkpoint has 0.0617 GiB; ")
+    assert found["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
 
 
 def test_damaged_shards_are_named(folder: Path) -> None:
@@ -247,7 +248,7 @@ UNFIT = """
   - warning
   - t.pth does not exist here
 - [{output: file/run}, disk, error, cannot write to]
-- [{model: {preset: H/14, depth: 147456}}, disk, error, GiB needed]
+- [{model: {preset: H/14, depth: 147456}}, disk, error, TB needed]
 """
 
 

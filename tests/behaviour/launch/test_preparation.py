@@ -205,8 +205,7 @@ OVERRIDES = dict(
     WORLD_SIZE=8 LOCAL_RANK=3
     """.split()
 )
-# A variable, its value, and a setting that it must not override.
-OF_SITE = yaml.safe_load("""
+OF_SITE: dict[str, Any] = yaml.safe_load("""
 SBATCH_ACCOUNT: [other, {account: mine}]
 SBATCH_PARTITION: [login, {partition: gpu}]
 SBATCH_MEM_PER_NODE: [100M, {mem_gb: 8}]
