@@ -91,17 +91,20 @@ class Journal:
 
     refused: OSError | None = None
     """Why the last line is not on the disk yet."""
+    last_step = 0
+    """Of the line before those of this start."""
 
     def __init__(self, path: Path | str, *, resume_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         if self.path.exists():
             lines = self.path.read_bytes().splitlines(keepends=True)
-            kept = [
-                line
-                for line in lines
-                if (row := decode(line)) and row.step <= resume_step
-            ]
+            kept = []
+            for line in lines:
+                row = decode(line)
+                if row is not None and row.step <= resume_step:
+                    kept.append(line)
+                    self.last_step = row.step
             if len(kept) < len(lines):
                 write_bytes(
                     self.path, b"".join(kept)

@@ -92,6 +92,11 @@ class Tracker:
         uri = None if settings.uri is None else absolute_uri(settings.uri)
         self._uri = None if uri is None else redact(uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
+        last_step = self._journal.last_step
+        if resume_step - last_step >= settings.log_every_steps:
+            say(
+                f"{JOURNAL_NAME} has no lines of steps {last_step + 1} to {resume_step}"
+            )
         version, config = (
             source_version(),
             (self.folder / mlflow_sync.CONFIG_NAME).read_bytes(),

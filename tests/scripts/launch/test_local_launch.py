@@ -271,7 +271,7 @@ import os, signal
 from types import SimpleNamespace
 from launch.jobs import submission
 submission._enter_task = lambda: SimpleNamespace(global_rank=1)
-submission.run_in_process = lambda _: os.kill(os.getpid(), signal.SIGUSR2)
+submission.run_in_process = lambda *_: os.kill(os.getpid(), signal.SIGUSR2)
 submission.StageJob(script="stage.py", config="c")()
 """
     done = subprocess.run(

@@ -261,6 +261,38 @@ def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+# The interpreter of ranks: what is wrong with one node is a file of shell lines, named after it.
+PYTHON = """\
+#!/bin/sh
+fault={folder}/nodes/$SLURMD_NODENAME
+[ ! -f "$fault" ] || . "$fault"
+exec {python} "$@"
+"""
+
+
+def breakable_python(folder: Path) -> Path:
+    """An interpreter for `launch.python` that begins with the lines of `folder/nodes/NODE`."""
+    (folder / "nodes").mkdir()
+    path = folder / "python"
+    path.write_text(PYTHON.format(folder=folder, python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+def with_module(folder: Path, module: str, text: str) -> str:
+    """The shell line of a node whose Python finds this module first."""
+    package = folder / f"broken-{module}"
+    package.mkdir(exist_ok=True)
+    (package / f"{module}.py").write_text(text)
+    return f"export PYTHONPATH={package}:$PYTHONPATH"
+
+
+def without_folder(folder: Path) -> str:
+    """The shell line of a node where a folder is empty."""
+    start = f'mount -t tmpfs none {folder} && exec {sys.executable} "$@"'
+    return f"exec unshare --mount sh -c '{start}' sh \"$@\""
+
+
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
     with slurm_cluster() as cluster:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +13,14 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
-from tests.scripts.slurm.conftest import wait_for_files
+from tests.scripts.slurm.conftest import (
+    breakable_python,
+    wait_for_files,
+    with_module,
+    without_folder,
+)
 from tests.support.levels import skip_or_fail
+from tests.support.runs import SHARDS, TINY
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings
 
@@ -234,3 +242,66 @@ def test_a_run_folder_that_was_moved_does_not_come_back(
     assert f"not requeued: {tmp_path} was moved or removed" in log.read_text()
     assert not tmp_path.exists()
     moved.rename(tmp_path)
+
+
+# What is wrong with a node -> (its shell lines, settings, the reason), and whether it is left at
+# once: what the others have as well is not known of errors before they meet.
+OLD_DRIVER = """
+import warnings
+import torch
+torch.cuda.is_available = lambda: warnings.warn("the NVIDIA driver is too old")
+"""
+BROKEN_NODES = {
+    "gpu": ("export CUDA_VISIBLE_DEVICES=0", "torch finds none", 1),
+    "driver": (OLD_DRIVER, "driver is too old", 1),
+    "temporary": (
+        "export TMPDIR={folder}/taken",
+        "is not a folder that only you can use",
+        1,
+    ),
+    "data": (SHARDS, "manifest.json cannot be read", 1),
+    "package": ("raise ImportError('half of it')", "ImportError: half of it", 2),
+    "memory": ("ulimit -v 1500000", "", 2),
+}
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+@pytest.mark.parametrize("what", BROKEN_NODES)
+def test_a_node_that_lacks_something_is_named_and_left(
+    slurm, tmp_path, what, node
+) -> None:
+    python = breakable_python(tmp_path)
+    lines, reason, restarts = BROKEN_NODES[what]
+    if what == "driver":
+        lines = with_module(tmp_path, "sitecustomize", lines)
+    elif what == "package":
+        lines = with_module(tmp_path, "deepspeed", lines)
+    elif what == "data":
+        lines = without_folder(SHARDS)
+    elif what == "temporary":
+        taken = tmp_path / "taken" / f"vitscale-{os.getuid()}"
+        taken.mkdir(parents=True)
+        os.chown(taken, 12345, 12345)
+    (tmp_path / "nodes" / node).write_text(lines.format(folder=tmp_path))
+    run = TINY | {"stage": "pretrain", "name": "tiny", "output": str(tmp_path / "run")}
+    run["schedule"] = {"steps": 2}
+    run["engine"] = TINY["engine"] | {"device": "auto", "compile": what == "temporary"}
+    run["launch"] = {"nodes": "1-2", "timeout_min": 10, "python": str(python)}
+    (tmp_path / "tiny.yaml").write_text(json.dumps(run))
+    output = slurm.script("launch/slurm.py", "--config", "tiny.yaml", cwd=tmp_path)
+    job_id = re.search(r"submitted job (\d+)", output)[1]
+    ended = slurm.wait(job_id, states=FINAL_STATES)
+    *failed, last = read_attempts(tmp_path / "run")
+    rank = int(node == "n2")
+    logs = [
+        (tmp_path / f"run/slurm/{job_id}/{job_id}_{each}_log.out").read_text()
+        for each in range(2)
+    ]
+    assert (ended["JobState"], ended["NumNodes"]) == ("COMPLETED", "1"), logs
+    assert (last.ending, ended["ExcNodeList"]) == (Ending.DONE, node)
+    assert len(failed) == restarts, logs
+    for attempt in failed:
+        assert (attempt.failed_node, attempt.failed_rank) == (node, rank), attempt
+        assert f"rank {rank} on {node}" in attempt.reason, attempt
+        assert reason in attempt.reason, attempt
+    assert reason in logs[rank]
