@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -20,7 +19,8 @@ from tests.scripts.slurm.conftest import (
     without_folder,
 )
 from tests.support.levels import skip_or_fail
-from tests.support.runs import SHARDS, TINY
+from tests.support.runs import SHARDS
+from tests.support.waiting import ROOT
 from vitscale.config.errors import FailureKind
 from vitscale.runs.launching import LaunchSettings
 
@@ -244,64 +244,64 @@ def test_a_run_folder_that_was_moved_does_not_come_back(
     moved.rename(tmp_path)
 
 
-# What is wrong with a node -> (its shell lines, settings, the reason), and whether it is left at
-# once: what the others have as well is not known of errors before they meet.
 OLD_DRIVER = """
 import warnings
 import torch
 torch.cuda.is_available = lambda: warnings.warn("the NVIDIA driver is too old")
 """
+# The shell lines of a node that lacks something, the reason, and in how many attempts: a node is
+# left at once where its rank knows that the others have what it lacks.
 BROKEN_NODES = {
-    "gpu": ("export CUDA_VISIBLE_DEVICES=0", "torch finds none", 1),
-    "driver": (OLD_DRIVER, "driver is too old", 1),
-    "temporary": (
-        "export TMPDIR={folder}/taken",
-        "is not a folder that only you can use",
-        1,
-    ),
-    "data": (SHARDS, "manifest.json cannot be read", 1),
-    "package": ("raise ImportError('half of it')", "ImportError: half of it", 2),
+    "GPU": ("export CUDA_VISIBLE_DEVICES=0", "torch finds none", 1),
+    "driver": ("{driver}", "driver is too old", 1),
+    "TMPDIR": ("export TMPDIR={folder}", "is not a folder that only you can use", 1),
+    "data": ("{data}", "manifest.json cannot be read", 1),
+    "package": ("{package}", "ImportError: half of it", 2),
     "memory": ("ulimit -v 1500000", "", 2),
 }
+SETTINGS = """
+schedule.epochs=null schedule.steps=2 schedule.warmup_steps=1 data.val_split=null evaluate=[]
+tracking.uri=null launch.nodes=1-2 launch.timeout_min=10 output={folder} data.path={shards}
+launch.python={python} engine.compile={compile}
+"""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("node", ["n1", "n2"])
-@pytest.mark.parametrize("what", BROKEN_NODES)
+@pytest.mark.parametrize("lacking", BROKEN_NODES)
 def test_a_node_that_lacks_something_is_named_and_left(
-    slurm, tmp_path, what, node
+    slurm, tmp_path, lacking, node
 ) -> None:
-    python = breakable_python(tmp_path)
-    lines, reason, restarts = BROKEN_NODES[what]
-    if what == "driver":
-        lines = with_module(tmp_path, "sitecustomize", lines)
-    elif what == "package":
-        lines = with_module(tmp_path, "deepspeed", lines)
-    elif what == "data":
-        lines = without_folder(SHARDS)
-    elif what == "temporary":
-        taken = tmp_path / "taken" / f"vitscale-{os.getuid()}"
-        taken.mkdir(parents=True)
-        os.chown(taken, 12345, 12345)
-    (tmp_path / "nodes" / node).write_text(lines.format(folder=tmp_path))
-    run = TINY | {"stage": "pretrain", "name": "tiny", "output": str(tmp_path / "run")}
-    run["schedule"] = {"steps": 2}
-    run["engine"] = TINY["engine"] | {"device": "auto", "compile": what == "temporary"}
-    run["launch"] = {"nodes": "1-2", "timeout_min": 10, "python": str(python)}
-    (tmp_path / "tiny.yaml").write_text(json.dumps(run))
-    output = slurm.script("launch/slurm.py", "--config", "tiny.yaml", cwd=tmp_path)
-    job_id = re.search(r"submitted job (\d+)", output)[1]
+    lines, reason, num_failed = BROKEN_NODES[lacking]
+    words = {
+        "folder": tmp_path,
+        "shards": SHARDS,
+        "python": breakable_python(tmp_path),
+        "compile": lacking == "TMPDIR",
+        "driver": with_module(tmp_path, "sitecustomize", OLD_DRIVER),
+        "package": with_module(
+            tmp_path, "deepspeed", "raise ImportError('half of it')"
+        ),
+        "data": without_folder(SHARDS),
+    }
+    taken = tmp_path / f"vitscale-{os.getuid()}"
+    taken.mkdir()
+    os.chown(taken, 12345, 12345)
+    (tmp_path / "nodes" / node).write_text(lines.format_map(words))
+    config = ROOT / "configs/digits/pretrain.yaml"
+    settings = SETTINGS.format_map(words).split()
+    output = slurm.script(
+        "launch/slurm.py", "--config", config, *settings, cwd=tmp_path
+    )
+    job_id = output.split("submitted job ")[1].split(":")[0]
     ended = slurm.wait(job_id, states=FINAL_STATES)
-    *failed, last = read_attempts(tmp_path / "run")
     rank = int(node == "n2")
-    logs = [
-        (tmp_path / f"run/slurm/{job_id}/{job_id}_{each}_log.out").read_text()
-        for each in range(2)
-    ]
-    assert (ended["JobState"], ended["NumNodes"]) == ("COMPLETED", "1"), logs
-    assert (last.ending, ended["ExcNodeList"]) == (Ending.DONE, node)
-    assert len(failed) == restarts, logs
+    log = (tmp_path / f"slurm/{job_id}/{job_id}_{rank}_log.out").read_text()
+    *failed, last = read_attempts(tmp_path)
+    assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", node), log
+    assert (last.ending, len(failed)) == (Ending.DONE, num_failed), log
     for attempt in failed:
         assert (attempt.failed_node, attempt.failed_rank) == (node, rank), attempt
         assert f"rank {rank} on {node}" in attempt.reason, attempt
         assert reason in attempt.reason, attempt
-    assert reason in logs[rank]
+    assert reason in log
