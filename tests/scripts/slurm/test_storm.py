@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -474,14 +474,14 @@ class Storm:
         self.command("scontrol release {job}; sleep 2")
 
     def ranks(self) -> list[int]:
-        def is_rank(process: psutil.Process, own: Mapping[str, str]) -> bool:
+        pids = []
+        for process, own in self.processes():
             # The batch script has no step, or one above all others.
             step = int(own.get("SLURM_STEP_ID", 1 << 32))
-            return process.parent().name() == "slurmstepd" and step < 1 << 31
-
-        return [
-            process.pid for process, own in self.processes() if is_rank(process, own)
-        ]
+            with suppress(psutil.Error):
+                if process.parent().name() == "slurmstepd" and step < 1 << 31:
+                    pids.append(process.pid)
+        return pids
 
     def processes(self) -> list[tuple[psutil.Process, dict[str, str]]]:
         """Everything in the job, with its environment."""
