@@ -238,18 +238,17 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     Returns the numbers of images, and a sentence on each of the first unreadable ones.
     """
     files = [pq.ParquetFile(part) for part in sorted(parts.iterdir())]
-    kind = pq.ParquetWriter if output.suffix == ".parquet" else pa_csv.CSVWriter
+    is_parquet = output.suffix == ".parquet"
+    kind = pq.ParquetWriter if is_parquet else pa_csv.CSVWriter
     counts, errors = Counter[str](), list[str]()
     with atomic_file(output) as file, kind(file, files[0].schema_arrow) as writer:
-        for batch in (batch for each in files for batch in each.iter_batches()):
-            writer.write_batch(
-                batch if output.suffix == ".parquet" else _csv_cells(batch)
-            )
-            columns = (
-                batch[name].to_pylist()
-                for name in ("image", "label", "class_1", "error")
-            )
-            for image, label, guess, error in zip(*columns, strict=True):
+        for table in _row_groups(files):
+            writer.write_table(table if is_parquet else _csv_cells(table))
+
+            seen = table.select(("image", "label", "class_1", "error"))
+            for image, label, guess, error in zip(
+                *(column.to_pylist() for column in seen.columns), strict=True
+            ):
                 labelled = error is None and label is not None
                 counts.update(images=1, unread=error is not None, labelled=labelled)
                 counts.update(right=labelled and guess == label)
@@ -258,12 +257,19 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
     return counts, errors
 
 
-def _csv_cells(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _row_groups(files: Sequence[pq.ParquetFile]) -> Iterator[pa.Table]:
+    """One at a time; `iter_batches` keeps those it has read in memory."""
+    for file in files:
+        for number in range(file.num_row_groups):
+            yield file.read_row_group(number)
+
+
+def _csv_cells(table: pa.Table) -> pa.Table:
     columns = [
         pa.array(map(csv_cell, column.to_pylist()), column.type)
-        for column in batch.columns
+        for column in table.columns
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+    return pa.Table.from_arrays(columns, schema=table.schema)
 
 
 def _report(

@@ -24,6 +24,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "distillation": Distillation,
 }
 
+# mypy cannot follow a type that is built from a dict.
 if TYPE_CHECKING:
     ObjectiveSettings = NamedSection
 else:

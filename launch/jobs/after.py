@@ -38,6 +38,7 @@ from launch.jobs.attempts import (
     is_complete,
     last_lines,
     read_attempts,
+    record_requeue,
 )
 from launch.jobs.queue import (
     NoAnswerError,
@@ -138,6 +139,8 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
         say(f"requeueing job {job_id} ({restart + 1} of {options.max_requeues})")
         if message := requeue(job_id):
             why = f"job {job_id}: {message}. Submit the same command again to resume."
+        else:
+            record_requeue(ended, folder)
     if why is not None:
         say(f"not requeued: {why}")
     elif fields and (node := blamed_node(attempts)):

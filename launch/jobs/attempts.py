@@ -92,6 +92,8 @@ class Attempt(Outcome):
     """Step of the newest checkpoint at the end."""
     last_step: int = 0
     """Last step in the journal at the end."""
+    is_requeued: bool = False
+    """Whether its batch script has put the job back into the queue."""
 
 
 READ_ATTEMPT = TypeAdapter(Attempt)
@@ -141,6 +143,11 @@ def begin_attempt(
 def end_attempt(attempt: Attempt, run_folder: Path | str, outcome: Outcome) -> Attempt:
     """Record the end of an attempt, now."""
     return _close(attempt, Path(run_folder), ended=time.time(), **asdict(outcome))
+
+
+def record_requeue(attempt: Attempt, run_folder: Path | str) -> None:
+    """Record that the job of an attempt, which has ended, is in the queue again."""
+    _append(Path(run_folder), replace(attempt, is_requeued=True))
 
 
 def _close(attempt: Attempt, folder: Path, **changes: Any) -> Attempt:

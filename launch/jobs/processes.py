@@ -45,7 +45,7 @@ from vitscale.distributed.processes import (
 )
 
 POLL_SECONDS = 0.1
-# After one rank failed or was killed, the others have this long to end by themselves.
+# After one rank failed, the others have this long to end by themselves, and to say why.
 GRACE_SECONDS = 5.0
 LAST_LINES = 40
 EXIT_INTERRUPTED = 130
@@ -255,6 +255,9 @@ def _follow(ranks: Sequence[Rank], log: Path, stop: StopFlag) -> int | None:
         # Others may still save when one has stopped as asked.
         if any(code not in (None, 0, EXIT_STOPPED_RESUMABLE) for code in codes):
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        # It came from outside, so no other rank could name a better cause.
+        if -signal.SIGKILL in codes:
+            deadline = 0.0
         if time.monotonic() > deadline:
             _kill(ranks)
             break

@@ -30,6 +30,8 @@ REQUEUE_SECONDS = 300.0
 # Less than KillWait (30 s by default), after which SLURM kills what is left of a requeued job.
 EXCLUDE_SECONDS = 20.0
 PAUSE_SECONDS = 2.0
+# From a requeue to the next start: nodes that need longer to end the job cost the full delay.
+RESTART_SECONDS = 5
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 # Of refusals that no repetition changes.
@@ -38,10 +40,12 @@ FINAL_REFUSAL = re.compile(
 )
 # squeue's names of the fields of `QueuedJob`. The script's path may contain the separator.
 FORMAT = "%i|%F|%T|%r|%S|%N|%V|%o"
+# In the output of `squeue --verbose`, between its options and the jobs.
+SLURM_CLOCK = re.compile(r"^last_update_time=(\d+).*\n", re.MULTILINE)
 # JOB STATE CODES of `man squeue`: states that a job does not leave.
 ENDED_STATES = frozenset(
-    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED REVOKED "
-    "TIMEOUT".split()
+    "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED LAUNCH_FAILED NODE_FAIL OUT_OF_MEMORY "
+    "PREEMPTED RECONFIG_FAIL REVOKED TIMEOUT".split()
 )
 
 
@@ -68,6 +72,13 @@ class QueuedJob:
     submitted: float | None
     """When it was submitted or, later, requeued."""
     script: str
+    seen: float | None = None
+    """When SLURM answered, by its own clock; None if it does not say."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is in a state that it does not leave. SLURM forgets it minutes later."""
+        return self.state in ENDED_STATES
 
     def __str__(self) -> str:
         """Format the job: 12 (RUNNING on n[1-2]), or 12 (PENDING: Resources)."""
@@ -123,14 +134,22 @@ def user_jobs() -> list[QueuedJob]:
     """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
     command = [
         "squeue",
+        "--verbose",
         "--noheader",
         "--array",
         "--states=all",
         f"--user={os.getuid()}",
     ]
     text = ask_slurm(*command, f"--format={FORMAT}")
+
+    # The options that come first are left out: the format is among them.
+    clock = SLURM_CLOCK.search(text)
+    rows = text[clock.end() :] if clock else text
+    seen = float(clock[1]) if clock else None
     jobs = [
-        _job(line) for line in text.splitlines() if line.count("|") >= FORMAT.count("|")
+        _job(line, seen=seen)
+        for line in rows.splitlines()
+        if line.count("|") >= FORMAT.count("|")
     ]
     # 9 comes before 10, and 4711_2 before 4711_10.
     return sorted(
@@ -146,8 +165,8 @@ def known_jobs() -> list[QueuedJob] | None:
         return None
 
 
-def _job(line: str) -> QueuedJob:
-    names = [field.name for field in fields(QueuedJob)]
+def _job(line: str, *, seen: float | None) -> QueuedJob:
+    names = [field.name for field in fields(QueuedJob) if field.name != "seen"]
     values: dict[str, Any] = dict(
         zip(names, line.split("|", len(names) - 1), strict=True)
     )
@@ -155,7 +174,8 @@ def _job(line: str) -> QueuedJob:
         values[name] = _seconds(values[name])
     reason = values["reason"] if values["reason"] != "None" else None
     return QueuedJob(
-        **values | {"reason": reason or None, "nodes": values["nodes"] or None}
+        **values | {"reason": reason or None, "nodes": values["nodes"] or None},
+        seen=seen,
     )
 
 
@@ -172,14 +192,15 @@ def jobs_of(
     jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
     Raises NoAnswerError.
     """
+    known = user_jobs() if jobs is None else jobs
+    return [job for job in jobs_with_script(run_folder, known) if not job.has_ended]
+
+
+def jobs_with_script(run_folder: Path, jobs: Iterable[QueuedJob]) -> list[QueuedJob]:
+    """Those of `jobs` that belong to a run, also if they have ended."""
     folder = run_folder / "slurm"
-    return [
-        job
-        for job in (user_jobs() if jobs is None else jobs)
-        # submitit leaves a link where the script was submitted from.
-        if os.path.lexists(folder / Path(job.script).name)
-        and job.state not in ENDED_STATES
-    ]
+    # submitit leaves a link where the script was submitted from.
+    return [job for job in jobs if os.path.lexists(folder / Path(job.script).name)]
 
 
 def submitted_ids(jobs: Iterable[QueuedJob]) -> list[str]:
@@ -245,9 +266,16 @@ def requeue(job_id: str) -> str | None:
         # A job stopped by a preemption or by `scontrol requeue` is already in the queue.
         return ALREADY_QUEUED in message or is_ended_by_slurm(job_fields(job_id))
 
-    return _insist(
+    refusal = _insist(
         "scontrol", "requeue", job_id, seconds=REQUEUE_SECONDS, unless=is_queued
     )
+    if refusal is None:
+        # Unless a start is ahead when the job has ended on all nodes, SLURM delays it until the
+        # old credential has expired, for two minutes by default (batch_requeue_fini of slurmctld).
+        start = f"StartTime=now+{RESTART_SECONDS}"
+        with suppress(NoAnswerError):
+            ask_slurm("scontrol", "update", f"JobId={job_id}", start)
+    return refusal
 
 
 def exclude(

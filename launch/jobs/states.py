@@ -20,7 +20,8 @@ import yaml
 
 from launch.jobs.attempts import Attempt, Ending, last_lines, read_attempts
 from launch.jobs.processes import EXIT_INTERRUPTED, LogTail
-from launch.jobs.queue import QueuedJob, jobs_of, known_jobs
+from launch.jobs.queue import QueuedJob, jobs_of, jobs_with_script, known_jobs
+from launch.jobs.reasons import BY_ITSELF, WAITING_STATES, how_it_ended, why_it_waits
 from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.config.errors import (
     EXIT_STOPPED_RESUMABLE,
@@ -48,15 +49,7 @@ RUN_FILES = ("config.yaml", JOURNAL_NAME)
 JOB_FOLDERS = ("slurm", "local")
 # Of an evaluation, whose journal has image sizes as steps.
 RESULTS_NAME = "results.json"
-# JOB STATE CODES of `man squeue`, of jobs that have no nodes.
-WAITING_STATES = (
-    "PENDING",
-    "REQUEUED",
-    "REQUEUE_HOLD",
-    "REQUEUE_FED",
-    "SPECIAL_EXIT",
-    "SUSPENDED",
-)
+SUBMIT_AGAIN = "the same command resumes it"
 MAX_RESULTS = 4
 # A run that has logged nothing for this long may hang.
 QUIET_S = 60.0
@@ -64,29 +57,6 @@ QUIET_S = 60.0
 FOLLOW_SECONDS = 4.0
 # Of a log that exists when following begins.
 LAST_LINES = 20
-# JOB REASON CODES of `man squeue`, SLURM 22.05 to 24.11, by how they begin; the first one counts.
-REASONS = {
-    "Assoc": "your account has reached a limit",
-    "BadConstraints": "asks for nodes or features that its partition does not have, or excludes "
-    "all of them: it will never start",
-    # cred_expire in slurm.conf: until the old credential has expired.
-    "BeginTime": "waits for its start time; SLURM holds a requeued job back for two minutes",
-    "DependencyNeverSatisfied": "waits for a job that has failed: it will never start",
-    "Dependency": "waits for another job",
-    "JobArrayTaskLimit": "as many of its tasks run as its array allows at a time",
-    "JobHeldAdmin": "held by an administrator",
-    "JobHeldUser": "held by its user: `scontrol release` lets it start",
-    "Max": "your account has reached a limit",
-    "PartitionConfig": "asks for more than the nodes of its partition have: it will never start",
-    "PartitionNodeLimit": "asks for too many or too few nodes: it will never start",
-    "PartitionTimeLimit": "asks for more time than its partition allows: it will never start",
-    "Priority": "jobs of higher priority are before it",
-    "QOS": "its quality of service has reached a limit",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
-    "Resources": "waits for free nodes",
-    "launch_failed_requeued_held": "a node could not start it, so it is held: `scontrol release` "
-    "tries again; if SLURM has drained the node (`sinfo -R`), its administrator resumes it",
-}
 
 
 class RunState(StrEnum):
@@ -147,6 +117,10 @@ class RunStatus:
     failure: Failure | None
     log: Path | None
     """The newest log of rank 0."""
+    why: str = ""
+    """Why it stopped or has not started; empty if nothing says so."""
+    seen: float | None = None
+    """When SLURM answered, by its own clock; None: this machine's clock counts."""
 
 
 def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
@@ -162,9 +136,13 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         jobs_of(folder, jobs=jobs or ()), key=lambda job: job.state in WAITING_STATES
     )
     job, failure, place = next(iter(queued), None), None, ""
+    why = ""
     if job is not None:
         place = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
-        since = opened.started if opened is not None else job.start
+        # SLURM's clock is the one that counts below; those of nodes may differ.
+        since = job.start
+        if since is None and opened is not None:
+            since = opened.started
         state = RunState.RUNNING
         if job.state in WAITING_STATES:
             has_started = last is not None and last.job_id == job.job_id
@@ -178,7 +156,7 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         place = f"job {opened.job_id} on {', '.join(opened.nodes)}, as its records say: SLURM does "
         place += "not answer"
     else:
-        state, failure = _ended_state(folder, last, start, logged)
+        state, failure, why = _ended_state(folder, last, start, logged, jobs)
         since = (
             last.ended if last is not None and last.ended is not None else logged.time
         )
@@ -197,6 +175,11 @@ def read_state(folder: Path, jobs: Sequence[QueuedJob] | None) -> RunStatus:
         restarts=dict(Counter(str(each) for each in broken if each)),
         failure=failure,
         log=newest_log(folder),
+        why=why,
+        seen=max(
+            (each.seen for each in jobs_with_script(folder, jobs or ()) if each.seen),
+            default=None,
+        ),
     )
 
 
@@ -261,43 +244,97 @@ def _ended_state(
     last: Attempt | None,
     start: TrainingStart | None,
     logged: LoggedProgress,
-) -> tuple[RunState, Failure | None]:
-    """The state of a run without a job or process."""
+    jobs: Sequence[QueuedJob] | None,
+) -> tuple[RunState, Failure | None, str]:
+    """The state of a run without a job or process, and why it has not finished."""
+
+    def failed(what: str) -> tuple[RunState, Failure, str]:
+        kind = last.kind if last is not None and last.kind else FailureKind.OTHER
+        return RunState.FAILED, Failure(kind=kind, what=what), ""
+
     is_saved = (
         logged.total_steps is not None and logged.checkpoint_step >= logged.total_steps
     )
-    if (
-        is_saved
-        or (last is not None and last.ending is Ending.DONE)
-        or _has_made_shards(folder)
-    ):
-        return RunState.FINISHED, None
+    has_begun = last is not None or start is not None
+    is_evaluated = not has_begun and (folder / RESULTS_NAME).is_file()
+    is_done = last is not None and last.ending is Ending.DONE
+    if is_saved or is_done or is_evaluated or _has_made_shards(folder):
+        return RunState.FINISHED, None, ""
     for path in folder.glob(
         "slurm/*/*.failed_starts"
     ):  # of the batch script, without Python
         if path.stat().st_mtime > (0 if last is None else last.ended or last.started):
-            what = (
-                f"Python did not start on {path.read_text().split()[-1]}, or was killed"
-            )
-            return RunState.FAILED, Failure(kind=FailureKind.OTHER, what=what)
+            node = path.read_text().split()[-1]
+            return failed(f"Python did not start on {node}, or was killed")
+
+    idle = RunState.STOPPED if has_begun or logged.step else RunState.NOT_STARTED
+    if (end := _unrecorded_end(folder, last, start, jobs)) is not None:
+        what, is_failed = end
+        if is_failed:
+            return failed(f"{what}; {SUBMIT_AGAIN}")
+        return idle, None, what
     if last is not None and last.ending in (None, Ending.FAILED):
-        what = last.reason or (
-            "no record of its end: its node died, or SLURM ended the job; the same command resumes "
-            "it"
-        )
-        return RunState.FAILED, Failure(kind=last.kind or FailureKind.OTHER, what=what)
-    if last is None and start is None:
-        if (folder / RESULTS_NAME).is_file():
-            return RunState.FINISHED, None
-        return (RunState.STOPPED if logged.step else RunState.NOT_STARTED), None
+        lost = "no record of its end: it was cancelled, or its node died"
+        return failed(last.reason or f"{lost}; {SUBMIT_AGAIN}")
     if last is None and start is not None:
         # Started without a launcher of ours; its ranks have recorded why it failed, if they could.
         found = cause(
             [each for each in read_failures(folder) if each.time >= start.time]
         )
         if found is not None:
-            return RunState.FAILED, replace(found, what=found.text)
-    return RunState.STOPPED, None
+            return RunState.FAILED, replace(found, what=found.text), ""
+    return idle, None, last.reason if last is not None else ""
+
+
+def _unrecorded_end(
+    folder: Path,
+    last: Attempt | None,
+    start: TrainingStart | None,
+    jobs: Sequence[QueuedJob] | None,
+) -> tuple[str, bool] | None:
+    """How the newest job ended where no attempt says so, and whether it failed.
+
+    It may have ended before its first start or, after a requeue, before the next one. SLURM
+    says how, for minutes. None if the records say all, or SLURM does not answer.
+    """
+    scripts = folder.glob("slurm/*/*_submission.sh")
+    newest = max(scripts, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None or jobs is None:
+        return None
+    job_id = newest.name.partition("_")[0]
+    of_job = last is not None and last.job_id.partition("_")[0] == job_id
+    begun = start.time if start is not None else 0.0
+    if last is not None:
+        begun = last.started
+    # Started by hand, or by an earlier job, since the submission.
+    if not of_job and begun > newest.stat().st_mtime:
+        return None
+
+    before = " before the run started"
+    reason = ""
+    if of_job and last is not None:
+        before = " before the run started again"
+        reason = f"{last.reason}; requeued, but "
+        is_open = last.ended is None or last.ending is Ending.ENDED_BY_SLURM
+        if is_open:
+            before = reason = ""
+        elif not last.is_requeued:
+            return None
+
+    known = [
+        job
+        for job in jobs_with_script(folder, jobs)
+        if job.has_ended and job.submitted_id == job_id
+    ]
+    if known:
+        how, advice = how_it_ended(known[-1])
+        what = f"{reason}job {job_id} {how}{before}"
+        if advice:
+            what += f"; {advice}"
+        return what, known[-1].state != "CANCELLED"
+    if not before:
+        return None
+    return f"{reason}job {job_id} ended{before}, and SLURM no longer says why", False
 
 
 def _has_made_shards(folder: Path) -> bool:
@@ -437,13 +474,19 @@ def as_text(runs: Sequence[RunStatus], *, now: float) -> str:
 
 
 def line_of(run: RunStatus, *, now: float) -> str:
-    """Format one run: state, times, progress, speed, and the reason that it waits or failed."""
-    logged, attempt = run.logged, run.attempt
+    """Format one run: state, times, progress, speed, and the reason that it waits or failed.
+
+    now: this machine's clock, for a run of which SLURM's is not known.
+    """
+    logged = run.logged
+    now = run.seen or now
     length = "" if run.since is None else format_duration(now - run.since)
     at = f" at {_steps(run)}" if logged.step else ""
     ago = f", {length} ago" if length else ""
     if run.state is RunState.RUNNING:
         parts = [", ".join(_running(run, length, now=now)), run.place]
+        if run.job is not None and run.job.state != "RUNNING":
+            parts.append(waiting(run.job, now=now))
     elif run.job is not None:
         since = "" if run.since is None else f" since {clock(run.since)} ({length})"
         parts = [f"{run.state}{since}{at}: {waiting(run.job, now=now)}"]
@@ -461,10 +504,10 @@ def line_of(run: RunStatus, *, now: float) -> str:
         log = f"log {shown_folder(run.log)}" if run.log else ""
         parts = [f"{run.state}{at}{ago}: {run.failure.what}", log]
     elif run.state is RunState.STOPPED:
-        why = f": {attempt.reason}" if attempt is not None and attempt.reason else ""
-        parts = [f"{run.state}{at}{ago}{why}", "the same command resumes it"]
+        why = f": {run.why}" if run.why else ""
+        parts = [f"{run.state}{at}{ago}{why}", SUBMIT_AGAIN]
     else:
-        parts = [f"{run.state}"]
+        parts = [f"{run.state}: {run.why}; submit it again" if run.why else run.state]
     if run.restarts:
         endings = ", ".join(
             f"{number} {ending}" for ending, number in run.restarts.items()
@@ -476,8 +519,11 @@ def line_of(run: RunStatus, *, now: float) -> str:
 def _running(run: RunStatus, length: str, *, now: float) -> Iterator[str]:
     logged = run.logged
     yield "running" + (f" for {length}" if length else "")
-    # Without a line in the journal since this attempt began.
-    if run.since is not None and (logged.time is None or logged.time < run.since):
+    # Both are of rank 0's clock; `run.since` may be of SLURM's.
+    begun = run.since
+    if run.attempt is not None and run.attempt.ended is None:
+        begun = run.attempt.started
+    if begun is not None and (logged.time is None or logged.time < begun):
         yield "starting" + (
             f" from step {logged.checkpoint_step:,}" * bool(logged.checkpoint_step)
         )
@@ -488,10 +534,17 @@ def _running(run: RunStatus, length: str, *, now: float) -> Iterator[str]:
         yield f"{logged.images_per_s:,.0f} img/s"
     if logged.mfu is not None:
         yield f"MFU {logged.mfu:.1%}"
-    if logged.time is not None and now - logged.time > QUIET_S:
-        yield f"last step {format_duration(now - logged.time)} ago"
-    if logged.eta_s is not None and logged.time is not None:
-        yield f"{format_duration(logged.eta_s - (now - logged.time))} left"
+    if logged.time is None:
+        return
+    age = now - logged.time
+    # No longer than the time from the start that has no steps: rank 0's clock may be slow.
+    if run.since is not None and begun is not None:
+        age = min(age, now - run.since - (logged.time - begun))
+    if age > QUIET_S:
+        yield f"last step {format_duration(age)} ago"
+    # Its clock may be fast. A run that is late has no time left to show.
+    if logged.eta_s is not None and logged.eta_s > max(0.0, age):
+        yield f"{format_duration(logged.eta_s - max(0.0, age))} left"
 
 
 def _steps(run: RunStatus) -> str:
@@ -504,17 +557,11 @@ def _steps(run: RunStatus) -> str:
 
 
 def waiting(job: QueuedJob, *, now: float) -> str:
-    """Explain why a job waits, with SLURM's own reason and its estimate of the start."""
-    if job.state == "SUSPENDED":
-        return f"job {job.job_id} is suspended and goes on by itself; `scontrol resume` resumes it"
-    text = f"job {job.job_id} has not been looked at by the scheduler yet"
-    if job.reason is not None:
-        word = job.reason.replace(" ", "_")
-        known = (plain for start, plain in REASONS.items() if word.startswith(start))
-        text = f"job {job.job_id} {next(known, 'waits')} ({job.reason})"
-    if job.start is not None and job.start > now:
-        text += f"; expected to start at {clock(job.start)}"
-    return text
+    """Explain why a job waits, with SLURM's own reason, and what to do or when it starts."""
+    what, advice = why_it_waits(job)
+    if job.start is not None and job.start > now and advice == BY_ITSELF:
+        advice = f"expected to start at {clock(job.start)}"
+    return f"job {job.job_id} {what}; {advice}"
 
 
 def shown_folder(folder: Path) -> str:

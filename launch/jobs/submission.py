@@ -35,7 +35,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor
 
 from launch.jobs.attempts import begin_attempt
-from launch.jobs.queue import reachable_address, restart_count
+from launch.jobs.queue import RESTART_SECONDS, reachable_address, restart_count
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind, UserError
 from vitscale.config.loader import SITE_VARIABLE
 from vitscale.config.packaged import INSIDE, IS_WHEEL
@@ -150,7 +150,7 @@ if [ "$restart" -ge {max_requeues} ] || [ "$(wc -l < "$failed")" -gt {max_fruitl
     echo "not requeued: submit again when the cause is removed"
 elif fields=$(scontrol --oneliner show job "$job") && [[ "$fields" = *JobState=RUNNING* ]]; then
     echo "requeueing job $job"
-    scontrol requeue "$job"
+    scontrol requeue "$job" && scontrol update "JobId=$job" StartTime=now+{restart_s}
     node=$(tail -n 2 "$failed" | uniq -d)
     before=$(grep -o 'ExcNodeList=[^ (]*' <<< "$fields") before=${{before#*=}}
     up=$(sinfo -hN -o %N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" | sort -u | wc -l)
@@ -229,6 +229,7 @@ def _executor(
         "silent_looks": SILENT_LOOKS,
         "lock": f"{where}/.lock",
         "fewest_nodes": launch.node_counts[0],
+        "restart_s": RESTART_SECONDS,
         "after": f"{shlex.join(after)} {where} {shlex.join(map(str, options))}",
     }
     imports = (

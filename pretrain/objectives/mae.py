@@ -44,15 +44,20 @@ class MaeSettings(NamedSection):
         return int(num_patches * (1 - self.mask_ratio))
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        width, heads = self.decoder_width, self.decoder_heads
-        if width % heads:
-            what = (
-                f"{heads} heads do not divide width {width} (remainder {width % heads})"
+        width = self.decoder_width
+        remainder = width % self.decoder_heads
+        if remainder:
+            yield (
+                "objective.decoder_heads",
+                f"{self.decoder_heads} heads do not divide width {width} (remainder {remainder}); "
+                "change one of them",
             )
-            yield ("objective.decoder_heads", f"{what}; change one of them")
+        # Each of x and y has a sine and a cosine for every frequency.
         if width % 4:
-            what = f"{width}: sin-cos positions need a width that 4 divides"
-            yield ("objective.decoder_width", f"{what}; change it")
+            yield (
+                "objective.decoder_width",
+                f"{width}: sin-cos positions need a width that 4 divides; change it",
+            )
 
 
 class Mae(Objective):
@@ -67,44 +72,54 @@ class Mae(Objective):
         yield from super().problems(run)
         model: Any = run.model
         if model.name != "vit":
-            what = f"mae removes patches of pixels, which {model.name} has none of"
-            yield ("model.name", f"{what}; set it to vit")
+            yield (
+                "model.name",
+                f"mae removes patches of pixels, which {model.name} has none of; set it to vit",
+            )
             return
+
+        # The decoder was published for one encoder: class token, patches, last norm.
         if not model.has_class_token:
-            what = "mae's encoder has a class token"
             yield (
                 "model.pool",
-                f"{what}; set pool=cls, or class_token=true beside pool=gap",
+                "mae's encoder has a class token; set pool=cls, or class_token=true beside "
+                "pool=gap",
             )
         if model.num_registers:
             yield ("model.num_registers", "mae's encoder has no registers; set it to 0")
         if model.pool_norm:
-            what = "is for fine-tuning; mae's decoder reads normalised tokens"
-            yield ("model.pool_norm", f"{what}; set it to false")
+            yield (
+                "model.pool_norm",
+                "is for fine-tuning; mae's decoder reads normalised tokens; set it to false",
+            )
         if run.data.mixing is not None:
             yield ("data.mixing", "mae reconstructs single images; set it to null")
-        if not any(model.problems()):
-            num_patches = model.resolved(num_classes=0).num_patches
-            kept = self.settings.num_kept(num_patches)
-            if not 0 < kept < num_patches:
-                what = f"{self.settings.mask_ratio:g} keeps {kept} of {num_patches} patches"
-                yield (
-                    "objective.mask_ratio",
-                    f"{what}; keep at least 1 and remove at least 1",
-                )
+
+        # The model's own report comes first: with its problems the number of patches is unknown.
+        if any(model.problems()):
+            return
+        num_patches = model.resolved(num_classes=0).num_patches
+        num_kept = self.settings.num_kept(num_patches)
+        if not 0 < num_kept < num_patches:
+            yield (
+                "objective.mask_ratio",
+                f"{self.settings.mask_ratio:g} keeps {num_kept} of {num_patches} patches; keep at "
+                "least 1 and remove at least 1",
+            )
 
     def extend_model(self, model: Any, arch: Any) -> None:
-        from vitscale.models.mae import MaskedAutoencoder
+        from pretrain.objectives.masked_autoencoder import MaskedAutoencoder
 
-        settings, self.patch_size = self.settings, arch.patch_size
+        # The loss cuts images into patches, and sees the architecture nowhere else.
+        self.patch_size = arch.patch_size
         model.objective = MaskedAutoencoder(
             arch,
-            width=settings.decoder_width,
-            depth=settings.decoder_depth,
-            num_heads=settings.decoder_heads,
+            width=self.settings.decoder_width,
+            depth=self.settings.decoder_depth,
+            num_heads=self.settings.decoder_heads,
         )
 
-    # ---- costs: d width of the encoder, w of the decoder, T tokens that the encoder sees
+    # ---- costs: D width of the encoder, W of the decoder, T tokens that the encoder sees
 
     def _decoder(self, arch: Any) -> Any:
         """The decoder as a model, whose blocks see all tokens."""
@@ -114,8 +129,6 @@ class Mae(Objective):
             "mlp_width": 4 * width,
             "head_width": None,
             "layer_scale": None,
-        }
-        sizes |= {
             "depth": self.settings.decoder_depth,
             "num_heads": self.settings.decoder_heads,
         }
@@ -126,35 +139,41 @@ class Mae(Objective):
 
     def num_parameters(self, arch: Any) -> int:
         """Exact count of trained values of encoder and decoder; both positions are fixed."""
-        d, w, pixels = arch.width, self.settings.decoder_width, arch.patch_values
-        blocks = self.settings.decoder_depth * costs.block_parameters(
-            self._decoder(arch)
-        )
-        added = (d * w + w) + w + blocks + 2 * w + (w * pixels + pixels)
+        # In the order of `MaskedAutoencoder`: each dense layer has a bias, and a norm two vectors.
+        decoder = self._decoder(arch)
+        embed = arch.width * decoder.width + decoder.width
+        mask_token = decoder.width
+        blocks = decoder.depth * costs.block_parameters(decoder)
+        norm = 2 * decoder.width
+        predict = decoder.width * arch.patch_values + arch.patch_values
+        added = embed + mask_token + blocks + norm + predict
         return super().num_parameters(arch) + int(added)
 
     def train_flops_per_image(self, arch: Any) -> int:
-        """All N patches are embedded and the encoder sees T tokens. The decoder adds T d w, its
-        blocks over all N + 1 tokens, and (N + 1) w P multiply-adds for the P values of a patch."""
-        decoder, visible = self._decoder(arch), self._num_visible(arch)
-        embed = visible * arch.width * decoder.width
-        predict = arch.num_tokens * decoder.width * arch.patch_values
+        """All N patches are embedded and the encoder sees T tokens. The decoder adds T D W, its
+        blocks over all N + 1 tokens, and (N + 1) W P multiply-adds for the P values of a patch."""
+        decoder = self._decoder(arch)
+        num_visible = self._num_visible(arch)
+        embed = num_visible * arch.width * decoder.width
         blocks = decoder.depth * costs.block_multiply_adds(decoder)
-        encoder = costs.train_flops_per_image(arch, num_tokens=visible)
+        predict = arch.num_tokens * decoder.width * arch.patch_values
+
+        # A multiply-add is two operations, and the backward pass costs twice the forward pass.
+        encoder = costs.train_flops_per_image(arch, num_tokens=num_visible)
         return encoder + 3 * 2 * int(embed + blocks + predict)
 
     def activation_bytes_per_image(self, arch: Any, **options: Any) -> int:
+        # Both are kept until the backward pass, which begins at the decoder's end.
         encoder = costs.activation_bytes_per_image(
             arch, num_tokens=self._num_visible(arch), **options
         )
-        return encoder + costs.activation_bytes_per_image(
-            self._decoder(arch), **options
-        )
+        decoder = costs.activation_bytes_per_image(self._decoder(arch), **options)
+        return encoder + decoder
 
     # ---- training
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        from vitscale.models.mae import reconstruction_loss
+        from pretrain.objectives.masked_autoencoder import reconstruction_loss
 
         assert batch.positions is not None
         predicted_BLP, patches_BLP, removed_BR = self.reconstruct(
@@ -182,28 +201,34 @@ class Mae(Objective):
         patches_BLP = to_patches(
             engine.normalized(images_B3SS), patch_size=self.patch_size
         )
+        # A fixed number, so that every image of a batch has tokens of the same shape.
         num_patches = patches_BLP.shape[1]
-        kept = self.settings.num_kept(num_patches)
+        num_kept = self.settings.num_kept(num_patches)
+
         # On the CPU, in fp64: the same patches on every device and in every precision.
         noise_BL = uniform_rows(
             positions, num=num_patches, key=stream_key("mae", self.seed)
         )
-        order = random_orders(noise_BL)  # those with the least noise are kept
-        order_BL, places_BL = (
-            on_device(each, images_B3SS.device)
-            for each in (order, np.argsort(order, axis=1))
-        )
+
+        # The patches with the least noise are kept; the inverse order puts them back in place.
+        order = random_orders(noise_BL)
+        order_BL = on_device(order, images_B3SS.device)
+        restore_BL = on_device(np.argsort(order, axis=1), images_B3SS.device)
         predicted_BLP = engine.forward(
-            images_B3SS, "objective", kept_BK=order_BL[:, :kept], places_BL=places_BL
+            images_B3SS,
+            "objective",
+            kept_BK=order_BL[:, :num_kept],
+            restore_BL=restore_BL,
         )
-        return predicted_BLP, patches_BLP, order_BL[:, kept:]
+        return predicted_BLP, patches_BLP, order_BL[:, num_kept:]
 
     def draw(self, session: TrainingSession) -> None:
         import numpy as np
 
+        from pretrain.objectives.masked_autoencoder import picture_rows
         from pretrain.objectives.pictures import draw_predictions
-        from vitscale.models.mae import picture_rows
 
+        # The positions are the same in every run, so that two pictures show the same patches.
         def rows(images_B3SS: torch.Tensor) -> dict[str, torch.Tensor]:
             predicted_BLP, patches_BLP, removed_BR = self.reconstruct(
                 session.engine, images_B3SS, positions=np.arange(len(images_B3SS))

@@ -43,10 +43,11 @@ class MaskedPatchPredictionSettings(NamedSection):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.mask_share + self.swap_share > 1 + 1e-9:
-            what = (
-                f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
+            yield (
+                "objective.mask_share",
+                f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together; lower one "
+                "of them",
             )
-            yield ("objective.mask_share", f"{what}; lower one of them")
 
     def num_corrupted(self, num_patches: int) -> int:
         """Corrupted patches of each image: a fixed number, so that shapes never change."""
@@ -56,35 +57,39 @@ class MaskedPatchPredictionSettings(NamedSection):
 class MaskedPatchPrediction(Objective):
     Settings = MaskedPatchPredictionSettings
     settings: MaskedPatchPredictionSettings
-    _arch: Any
+    _arch: Any  # known once the model is
     needs_labels = False
     trains_classifier = False
 
     def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield from super().problems(run)
         if run.model.name != "vit":
-            what = f"{run.model.name} has no patches of pixels to predict"
             yield (
                 "model.name",
-                f"{what}; set model.name=vit, or choose another objective",
+                f"{run.model.name} has no patches of pixels to predict; set model.name=vit, or "
+                "choose another objective",
             )
             return
         if run.data.mixing is not None:
-            what = "mixed images have no colours of their own to predict"
-            yield ("data.mixing", f"{what}; set data.mixing=null")
+            yield (
+                "data.mixing",
+                "mixed images have no colours of their own to predict; set data.mixing=null",
+            )
+
+        # The model's own report comes first: with its problems the number of patches is unknown.
         if any(run.model.problems()):
             return
         arch: Any = run.model.resolved(num_classes=0)
         if not self.settings.num_corrupted(arch.num_patches):
-            what = (
-                f"{self.settings.corrupted_share} of {arch.num_patches} patches is none"
+            yield (
+                "objective.corrupted_share",
+                f"{self.settings.corrupted_share} of {arch.num_patches} patches is none; raise it",
             )
-            yield ("objective.corrupted_share", f"{what}; raise it")
+        # A swapped patch gets the embedding of a different one.
         if self.settings.swap_share and arch.num_patches == 1:
-            what = "an image of one patch has no other patch"
             yield (
                 "objective.swap_share",
-                f"{what}; set it to 0, or use smaller patches",
+                "an image of one patch has no other patch; set it to 0, or use smaller patches",
             )
 
     def extend_model(self, model: Any, arch: Any) -> None:
@@ -108,9 +113,10 @@ class MaskedPatchPrediction(Objective):
     ) -> int:
         """The head's input, and its output in the model's precision and twice in fp32."""
         model = super().activation_bytes_per_image(arch, precision=precision, **options)
-        bytes_each = 2 * ACTIVATION_SCALE[precision]
-        per_patch = bytes_each * (arch.width + NUM_COLORS) + 2 * 4 * NUM_COLORS
-        return model + int(self.settings.num_corrupted(arch.num_patches) * per_patch)
+        # Cross-entropy works in fp32: its input and its gradient have 4 bytes a value.
+        value_bytes = 2 * ACTIVATION_SCALE[precision]
+        patch_bytes = value_bytes * (arch.width + NUM_COLORS) + 2 * 4 * NUM_COLORS
+        return model + int(self.settings.num_corrupted(arch.num_patches) * patch_bytes)
 
     def corruption(
         self, positions_B: np.ndarray, device: torch.device
@@ -119,13 +125,14 @@ class MaskedPatchPrediction(Objective):
         from pretrain.objectives.masked_patches import draw_corruption
         from vitscale.data.loader import on_device
 
-        drawn = draw_corruption(
+        # The key is its own, so that the draws do not repeat those of augmentation.
+        inputs = draw_corruption(
             positions_B,
             settings=self.settings,
             num_patches=self._arch.num_patches,
             key=stream_key("corruption", self.seed),
         )
-        return {name: on_device(values, device) for name, values in drawn.items()}
+        return {name: on_device(values, device) for name, values in inputs.items()}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         from pretrain.objectives.masked_patches import color_loss, colors
@@ -134,9 +141,11 @@ class MaskedPatchPrediction(Objective):
         assert batch.positions is not None
         inputs = self.corruption(batch.positions, batch.images.device)
         logits_BKC = engine.forward(batch.images, "objective", **inputs)
+
+        # The colours are those of the uint8 pixels: normalised ones would depend on the precision.
         patches_BNX = to_patches(batch.images, patch_size=self._arch.patch_size)
-        right_BK = colors(take_patches(patches_BNX, inputs["predicted_BK"]))
-        loss, accuracy = color_loss(logits_BKC, right_BK)
+        colors_BK = colors(take_patches(patches_BNX, inputs["predicted_BK"]))
+        loss, accuracy = color_loss(logits_BKC, colors_BK)
         self.record(COLOR_ACCURACY, accuracy)
         return loss
 
@@ -146,6 +155,7 @@ class MaskedPatchPrediction(Objective):
         from pretrain.objectives.masked_patches import picture_rows
         from pretrain.objectives.pictures import draw_predictions
 
+        # The positions are the same in every run, so that two pictures show the same patches.
         def rows(images_B3SS: torch.Tensor) -> dict[str, torch.Tensor]:
             inputs = self.corruption(np.arange(len(images_B3SS)), images_B3SS.device)
             logits_BKC = session.engine.forward(images_B3SS, "objective", **inputs)

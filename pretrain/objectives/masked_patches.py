@@ -48,27 +48,33 @@ def draw_corruption(
     sources_BN, int64: the patch whose embedding each patch gets, its own number if it keeps its
     own; masked_BN, bool: the mask embedding replaces it.
     """
-    draws_BN, kinds_BN, circle_BN = (
-        uniform_rows(positions_B, num=3 * num_patches, key=key)
-        .reshape(len(positions_B), 3, num_patches)
-        .swapaxes(0, 1)
+    # One row of draws for each image, so that its corruption depends on no other image.
+    num_images = len(positions_B)
+    draws_B3N = uniform_rows(positions_B, num=3 * num_patches, key=key).reshape(
+        num_images, 3, num_patches
     )
-    predicted_BK = np.sort(
-        random_orders(draws_BN)[:, : settings.num_corrupted(num_patches)], axis=1
-    )
-    kinds_BK = np.take_along_axis(kinds_BN, predicted_BK, axis=1)
-    circle_BN = random_orders(circle_BN)
-    donors_BN = np.empty_like(circle_BN)
-    np.put_along_axis(donors_BN, circle_BN, np.roll(circle_BN, -1, axis=1), axis=1)
+    orders_BN = random_orders(draws_B3N[:, 0])
+    circle_BN = random_orders(draws_B3N[:, 2])
+
+    # The patches with the least first draw are corrupted; increasing numbers make gathers cheap.
+    num_corrupted = settings.num_corrupted(num_patches)
+    predicted_BK = np.sort(orders_BN[:, :num_corrupted], axis=1)
+
+    # One draw decides between the three kinds: [0, mask), [mask, mask + swap), and the rest.
+    kinds_BK = np.take_along_axis(draws_B3N[:, 1], predicted_BK, axis=1)
     is_masked_BK = kinds_BK < settings.mask_share
-    is_swapped_BK = ~is_masked_BK & (
-        kinds_BK < settings.mask_share + settings.swap_share
-    )
+    is_corrupted_BK = kinds_BK < settings.mask_share + settings.swap_share
+    is_swapped_BK = is_corrupted_BK & ~is_masked_BK
+
     masked_BN = np.zeros(circle_BN.shape, dtype=bool)
     np.put_along_axis(masked_BN, predicted_BK, is_masked_BK, axis=1)
-    sources_BN = np.tile(np.arange(num_patches), (len(positions_B), 1))
+
+    # The donor of a patch is the next one in the circle, whether that one is corrupted or not.
+    donors_BN = np.empty_like(circle_BN)
+    np.put_along_axis(donors_BN, circle_BN, np.roll(circle_BN, -1, axis=1), axis=1)
     donors_BK = np.take_along_axis(donors_BN, predicted_BK, axis=1)
     sources_BK = np.where(is_swapped_BK, donors_BK, predicted_BK)
+    sources_BN = np.tile(np.arange(num_patches), (num_images, 1))
     np.put_along_axis(sources_BN, predicted_BK, sources_BK, axis=1)
     return {
         "predicted_BK": predicted_BK,
@@ -105,6 +111,8 @@ class MaskedPatches(nn.Module):
         patches_BND = take_patches(model.patch_embed(images_B3SS), sources_BN)
         patches_BND = torch.where(masked_BN[..., None], self.mask_token, patches_BND)
         tokens_BLD = model.run_blocks(model.norm_pre(model._pos_embed(patches_BND)))
+
+        # Only corrupted patches have a loss, so the head sees no others.
         patches_BND = tokens_BLD[:, model.num_prefix_tokens :]
         logits_BKC: torch.Tensor = self.head(take_patches(patches_BND, predicted_BK))
         return logits_BKC
@@ -117,16 +125,22 @@ def colors(patches_BKX: torch.Tensor) -> torch.Tensor:
     the class is 64 R + 8 G + B. Computed in integers, so that no precision or device changes it.
     """
     pixels_BKQ3 = patches_BKX.unflatten(2, (-1, 3))
+    num_pixels = pixels_BKQ3.shape[2]
     sums_BK3 = pixels_BKQ3.sum(dim=2, dtype=torch.int64)
-    levels = (LEVELS * sums_BK3 // (255 * pixels_BKQ3.shape[2])).clamp(max=LEVELS - 1)
-    red, green, blue = levels.unbind(-1)
+
+    # A mean of exactly 1, a white patch, belongs to the highest level.
+    levels_BK3 = LEVELS * sums_BK3 // (255 * num_pixels)
+    red, green, blue = levels_BK3.clamp(max=LEVELS - 1).unbind(-1)
     return (red * LEVELS + green) * LEVELS + blue
 
 
 def shades(colors_X: torch.Tensor) -> torch.Tensor:
     """The middle of each colour class, uint8 [X, 3]: for pictures."""
-    red, rest = colors_X // LEVELS**2, colors_X % LEVELS**2
-    levels_X3 = torch.stack([red, rest // LEVELS, rest % LEVELS], dim=-1)
+    # The digits of a number in base 8, in the order of `colors`.
+    red = colors_X // LEVELS**2
+    green = colors_X // LEVELS % LEVELS
+    blue = colors_X % LEVELS
+    levels_X3 = torch.stack([red, green, blue], dim=-1)
     return ((levels_X3 * 2 + 1) * 255 // (2 * LEVELS)).to(torch.uint8)
 
 
@@ -137,9 +151,10 @@ def color_loss(
 
     With equal logits the loss is ln 512 = 6.2383.
     """
-    right = logits_BKC.detach().argmax(dim=-1) == colors_BK
+    # In half precision a sum over 512 classes would lose its last digits.
     loss = F.cross_entropy(logits_BKC.float().flatten(0, 1), colors_BK.flatten())
-    return loss, right.float().mean()
+    is_right_BK = logits_BKC.detach().argmax(dim=-1) == colors_BK
+    return loss, is_right_BK.float().mean()
 
 
 def picture_rows(
@@ -153,24 +168,25 @@ def picture_rows(
 
     inputs: of `MaskedPatches`.
     """
-    side = images_B3SS.shape[2] // patch_size
     patches_BNX = to_patches(images_B3SS, patch_size=patch_size)
     predicted_BK = inputs["predicted_BK"]
-    seen_BNX = take_patches(patches_BNX, inputs["sources_BN"])
-    seen_BNX = seen_BNX.masked_fill(inputs["masked_BN"][..., None], MASK_SHADE)
     index_BKX = predicted_BK[..., None].expand(-1, -1, patches_BNX.shape[2])
 
     def colored(colors_BK: torch.Tensor) -> torch.Tensor:
-        return patches_BNX.scatter(
-            1, index_BKX, shades(colors_BK).repeat(1, 1, patch_size**2)
-        )
+        shades_BKX = shades(colors_BK).repeat(1, 1, patch_size**2)
+        return patches_BNX.scatter(1, index_BKX, shades_BKX)
+
+    # The mask embedding has no pixels; it is drawn in grey.
+    corrupted_BNX = take_patches(patches_BNX, inputs["sources_BN"])
+    corrupted_BNX.masked_fill_(inputs["masked_BN"][..., None], MASK_SHADE)
 
     rows = {
         "original": patches_BNX,
-        "corrupted": seen_BNX,
+        "corrupted": corrupted_BNX,
         "targets": colored(colors(take_patches(patches_BNX, predicted_BK))),
         "predicted": colored(logits_BKC.argmax(dim=-1)),
     }
+    side = images_B3SS.shape[2] // patch_size
     return {
         title: to_images(row_BNX, grid=(side, side)) for title, row_BNX in rows.items()
     }

@@ -25,21 +25,28 @@ def draw_predictions(
     The images are evenly spaced over the validation split, or the training split without one.
     rows: uint8 images [B, 3, S, S] on the device -> title -> such images, of a model in eval mode.
     """
-    index = session.data.parts[0] if session.val_index is None else session.val_index
-    size, count = session.arch.image_size, min(NUM_IMAGES, index.num_samples)
+    index = session.val_index
+    if index is None:
+        index = session.data.parts[0]
+
+    # Views without random crops: two runs then show the same pixels.
+    size = session.arch.image_size
     samples = EvaluationSamples(index, settings=session.run.data, image_size=size)
-    images_B3SS = torch.empty(count, 3, size, size, dtype=torch.uint8)
-    for number, row in enumerate(images_B3SS):
-        samples.fill(number * index.num_samples // count, row)
+    num_images = min(NUM_IMAGES, index.num_samples)
+    images_B3SS = torch.empty(num_images, 3, size, size, dtype=torch.uint8)
+    for number, image in enumerate(images_B3SS):
+        samples.fill(number * index.num_samples // num_images, image)
+
+    # On all ranks, since under ZeRO 3 a forward pass gathers weights.
     session.engine.eval()
-    drawn = rows(images_B3SS.to(session.world.device))
+    images_by_title = rows(images_B3SS.to(session.world.device))
     session.engine.train()
-    if session.world.is_first:
-        cells = [
-            [(title, False, None), *(("", False, image) for image in images.cpu())]
-            for title, images in drawn.items()
-        ]
-        path = session.folder / "pictures/reconstructions.png"
-        save_figure(
-            sheet("What the objective sees and predicts", cells, height=1.35), path
-        )
+    if not session.world.is_first:
+        return
+
+    cells = [
+        [(title, False, None), *(("", False, image) for image in images.cpu())]
+        for title, images in images_by_title.items()
+    ]
+    figure = sheet("What the objective sees and predicts", cells, height=1.35)
+    save_figure(figure, session.folder / "pictures/reconstructions.png")

@@ -93,7 +93,7 @@ def masked_autoencoder(
     ) -> torch.Tensor:
         order_BL = torch.from_numpy(order_of(sample.positions))
         predicted_BLP = run(pixels, output="objective", kept_BK=order_BL[:, :kept],
-                            places_BL=order_BL.argsort(dim=1)).float()  # fmt: skip
+                            restore_BL=order_BL.argsort(dim=1)).float()  # fmt: skip
         patch = pixels.shape[-1] // math.isqrt(order_BL.shape[1])
         patches_BPL = F.unfold(pixels, patch, stride=patch)  # channel, row, column
         patches_BLP = patches_BPL.unflatten(1, (3, -1)).permute(0, 3, 2, 1).flatten(2)

@@ -60,25 +60,28 @@ class Engine:
         ema: keep an exponential average of the weights, in fp32, sharded like the optimiser
         states; None: none. compile_input: normalise pixels in one compiled kernel.
         """
-        self.world, self.dtype = world, dtype
-        self._state_names = OPTIMIZERS[optimizer_name].state_names + (
-            (AVERAGE,) if ema else ()
-        )
-        self._ema, self._num_averaged = ema, 0
-        self._buffer_names = sorted(
-            set(model.state_dict()) - dict(model.named_parameters()).keys()
-        )
+        self.world = world
+        self.dtype = dtype
+        self._ema = ema
+        self._num_averaged = 0
+        self._state_names = OPTIMIZERS[optimizer_name].state_names
+        if ema is not None:
+            self._state_names += (AVERAGE,)
+
+        parameters = dict(model.named_parameters())
+        self._buffer_names = sorted(set(model.state_dict()) - parameters.keys())
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
-        initial = {name: parameter.data for name, parameter in model.named_parameters()}
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        initial = {name: parameter.data for name, parameter in parameters.items()}
+        trained = [(name, p) for name, p in parameters.items() if p.requires_grad]
         self._frozen = {
-            name: (p, p.shape)
-            for name, p in model.named_parameters()
-            if not p.requires_grad
+            name: (parameter, parameter.shape)
+            for name, parameter in parameters.items()
+            if not parameter.requires_grad
         }
         self._frozen_values = _kept_values(initial, self._frozen, world)
-        stage = int(config["zero_optimization"]["stage"])
+
         # At stage 0 autocast takes fp32 and rounds where it multiplies.
+        stage = int(config["zero_optimization"]["stage"])
         self._forward_dtype = torch.float32 if stage == 0 else dtype
         self._remainders = self._give_remainders(model)
         self._layout, self._engine = _start(
@@ -86,11 +89,15 @@ class Engine:
         )
         _cast_fixed_tables(model)
         self.base_optimizer: torch.optim.Optimizer = self._layout.base_optimizer
+
+        # Training starts from the weights as they were before DeepSpeed rounded them.
         self._parts = list(self._layout.parts(trained))
         for part in self._parts:
-            own = initial[part.name].flatten()[part.start :][: part.num_values]
-            part.of(part.updated).copy_(own)
+            unrounded = initial[part.name].flatten()
+            values = unrounded.narrow(0, part.start, part.num_values)
+            part.of(part.updated).copy_(values)
         self._renew_remainders()
+
         self._guard = UpdateGuard(
             self.base_optimizer,
             clip_norm=config["gradient_clipping"] or None,
@@ -102,9 +109,9 @@ class Engine:
         self._create_optimizer_state(0)
         self._is_compiled = compile_input
         self._normalize = Normalization(mean=mean, std=std, device=world.device)
-        self._normalized = (
-            torch.compile(self._normalize) if compile_input else self._normalize
-        )
+        self._normalize_input: Callable[..., torch.Tensor] = self._normalize
+        if compile_input:
+            self._normalize_input = torch.compile(self._normalize)
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""
@@ -116,7 +123,7 @@ class Engine:
         return self._engine(self._model_input(images_B3SS), output=output, **inputs)
 
     def _model_input(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        return self._normalized(images_B3SS, dtype=self._forward_dtype)
+        return self._normalize_input(images_B3SS, dtype=self._forward_dtype)
 
     @property
     def known_outputs(self) -> tuple[str, ...]:
@@ -138,8 +145,10 @@ class Engine:
         All ranks skip the update when a loss or gradient of any rank is not finite.
         """
         if not self._engine.is_gradient_accumulation_boundary():
-            self._engine.step()  # which counts micro-steps
+            # DeepSpeed counts the micro-steps.
+            self._engine.step()
             return
+
         self._layout.update()
         self._renew_remainders()
         self._guard.finish()
@@ -164,7 +173,7 @@ class Engine:
         self._num_averaged += 1
         decay = self._ema.decay_at(self._num_averaged)
         weights = self._layout.updated_tensors()
-        averages = [self.base_optimizer.state[each][AVERAGE] for each in weights]
+        averages = [self.base_optimizer.state[tensor][AVERAGE] for tensor in weights]
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
 
     @contextmanager
@@ -183,9 +192,9 @@ class Engine:
     def _swap_average(self) -> None:
         for weights in self._layout.updated_tensors():
             average = self.base_optimizer.state[weights][AVERAGE]
-            kept = weights.detach().clone()
+            copied_weights = weights.detach().clone()
             weights.copy_(average)
-            average.copy_(kept)
+            average.copy_(copied_weights)
         self._layout.publish_weights()
         self._renew_remainders()
 
@@ -195,36 +204,39 @@ class Engine:
         They are what rounding took from the fp32 weights, in the dtype of these: both together have
         twice its digits. Returned by the names of the parameters; in fp32 there are none.
         """
-        given: dict[str, torch.Tensor] = {}
+        remainders: dict[str, torch.Tensor] = {}
+        if self._forward_dtype == torch.float32:
+            return remainders
+
         for prefix, module in model.named_modules():
-            if hasattr(module, "remainders") and self._forward_dtype != torch.float32:
-                module.remainders = own = {
-                    name: torch.zeros_like(parameter, dtype=self._forward_dtype)
-                    for name, parameter in module.named_parameters(recurse=False)
-                }
-                given |= {f"{prefix}.{name}": whole for name, whole in own.items()}
-        return given
+            if hasattr(module, "remainders"):
+                module.remainders = {}
+                for name, parameter in module.named_parameters(recurse=False):
+                    zeros = torch.zeros_like(parameter, dtype=self._forward_dtype)
+                    module.remainders[name] = zeros
+                    remainders[f"{prefix}.{name}"] = zeros
+        return remainders
 
     @torch.no_grad()
     def _renew_remainders(self) -> None:
         """Compute the remainders on all ranks, after any change of weights."""
-        for whole in self._remainders.values():
-            whole.zero_()
+        for remainder in self._remainders.values():
+            remainder.zero_()
+
         for part in self._parts:
             if part.name in self._remainders:
                 original = part.of(part.updated)
-                own = self._remainders[part.name].view(-1)[part.start :][
-                    : part.num_values
-                ]
-                own.copy_(original - original.to(own.dtype))
+                flat = self._remainders[part.name].view(-1)
+                values = flat.narrow(0, part.start, part.num_values)
+                values.copy_(original - original.to(values.dtype))
         for name in self._frozen_values.keys() & self._remainders.keys():
             original = self._frozen_values[name].to(self.world.device)
             self._remainders[name].copy_(original - original.to(self._forward_dtype))
+
+        # One rank has each value and all others have zero, so the sum is exact.
         if self.world.world_size > 1:
-            for whole in self._remainders.values():
-                dist.all_reduce(
-                    whole
-                )  # one rank has each value, all others zero: exact
+            for remainder in self._remainders.values():
+                dist.all_reduce(remainder)
 
     def train(self) -> None:
         self._engine.train()
@@ -266,18 +278,15 @@ class Engine:
                 owned[name] = values.view(part.shape)
             else:
                 owned[slice_name(name, start=part.start, shape=part.shape)] = values
+
         if self.world.is_first:
-            owned |= {
-                f"model.{name}": buffer.float() for name, buffer in self._buffers()
-            }
-        owned |= {
-            f"model.{name}": values for name, values in self._frozen_values.items()
-        }
-        if self._ema is not None:  # the average of what never changes
-            owned |= {
-                f"{AVERAGE}.{name}": values
-                for name, values in self._frozen_values.items()
-            }
+            for name, buffer in self._buffers():
+                owned[f"model.{name}"] = buffer.float()
+        for name, values in self._frozen_values.items():
+            owned[f"model.{name}"] = values
+            # What never changes is its own average.
+            if self._ema is not None:
+                owned[f"{AVERAGE}.{name}"] = values
         return owned
 
     def _own_values(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
@@ -321,15 +330,15 @@ class Engine:
         with errors_on_all_ranks("cannot be read", "the state"):
             for name, part, values in self._own_values():
                 values.copy_(read(name, part.start, part.num_values))
+
+            whole_tensors = list(self._frozen_values.items())
             if self.world.is_first:
-                for name, buffer in self._buffers():
-                    buffer.copy_(
-                        read(f"model.{name}", 0, buffer.numel()).view(buffer.shape)
-                    )
-            for name, values in self._frozen_values.items():
-                values.copy_(
-                    read(f"model.{name}", 0, values.numel()).view(values.shape)
-                )
+                whole_tensors += self._buffers()
+            for name, values in whole_tensors:
+                flat = read(f"model.{name}", 0, values.numel())
+                values.copy_(flat.view(values.shape))
+
+        # Each rank has what it saves; the rest of its state belongs to others.
         self._layout.share_parts(self._state_names)
         self._share_frozen()
         self._renew_remainders()
@@ -414,13 +423,13 @@ def _cast_fixed_tables(model: nn.Module) -> None:
     A table in fp32 would promote all activations after it, which bf16 weights do not take.
     """
     for module in model.modules():
-        dtype = next(
-            (p.dtype for p in module.parameters() if p.is_floating_point()), None
-        )
+        dtypes = [p.dtype for p in module.parameters() if p.is_floating_point()]
+        if not dtypes:
+            continue
         for name in module._non_persistent_buffers_set:
             table = module._buffers[name]
-            if dtype is not None and table is not None and table.is_floating_point():
-                module._buffers[name] = table.to(dtype)
+            if table is not None and table.is_floating_point():
+                module._buffers[name] = table.to(dtypes[0])
 
 
 # ---- DeepSpeed's configuration -------------------------------------------------------------------
@@ -468,8 +477,9 @@ def deepspeed_config(
     """
     zero = raw.get("zero_optimization")
     stage: int = settings.zero_stage
+
+    # Nothing to shard, but DeepSpeed would copy all weights and gradients at every step.
     if world_size == 1 and dtype == torch.float32 and stage in (1, 2) and not zero:
-        # Nothing to shard, but DeepSpeed would copy all weights and gradients at every step.
         stage = 0
     config: dict[str, Any] = {
         "train_batch_size": micro_batch * accumulation * world_size,
@@ -491,12 +501,17 @@ def deepspeed_config(
     }
     config |= _precision(settings, dtype)
     if dtype != torch.float32 and stage > 0:
-        in_half = world_size <= MAX_RANKS_IN_HALF
-        config["communication_data_type"] = DTYPE_NAMES[dtype] if in_half else "fp32"
+        config["communication_data_type"] = "fp32"
+        if world_size <= MAX_RANKS_IN_HALF:
+            config["communication_data_type"] = DTYPE_NAMES[dtype]
+
+    # Raw keys of a group replace single keys of ours, not the group.
     for key, value in raw.items():
         group = config.get(key)
-        both = isinstance(value, Mapping) and isinstance(group, Mapping)
-        config[key] = group | value if both else value
+        if isinstance(value, Mapping) and isinstance(group, Mapping):
+            value = {**group, **value}
+        config[key] = value
+
     if stage in (1, 2):
         # DeepSpeed frees a gradient larger than the bucket while its reduction still reads it (ZeRO
         # 2 with overlap_comm: reduce_ipg_grads records no stream for what other ranks own).

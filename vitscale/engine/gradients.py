@@ -197,18 +197,23 @@ class UpdateGuard:
 
         accumulation: micro-steps of a step.
         """
-        assert optimizer.defaults.get("fused"), (
-            "one that is not fused neither clips nor skips"
-        )
-        self._optimizer, self._clip_norm, self._norm = optimizer, clip_norm, norm
-        self._accumulation, self._device = accumulation, device
-        self._update = optimizer.step
+        # One that is not fused would neither clip nor skip.
+        assert optimizer.defaults.get("fused")
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._norm = norm
+        self._accumulation = accumulation
+        self._device = device
+        self._steps = 0
+        self._micro_steps = 0
+
         # [skipped, skipped in a row, last skipped step, micro-step of this rank's last bad loss,
         # longest row since the last `health`]
         self._counts = torch.tensor(
             [0, 0, NEVER, NEVER, 0], dtype=torch.int64, device=device
         )
-        self._steps = self._micro_steps = 0
+
+        self._update = optimizer.step
         optimizer.step = self._step  # type: ignore[method-assign,assignment]  # replaced
 
     def checked(self, loss: torch.Tensor) -> torch.Tensor:
@@ -222,25 +227,29 @@ class UpdateGuard:
 
     def _read_norm(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The norm, and whether it is bad: not finite, or DeepSpeed's -1 for such a norm."""
-        found = self._norm()
-        norm = torch.as_tensor(torch.nan if found is None else found).to(
-            device, torch.float32
-        )
+        value = self._norm()
+        if value is None:
+            value = torch.nan
+        norm = torch.as_tensor(value).to(device, torch.float32)
         return norm, ~torch.isfinite(norm) | (norm < 0)
 
     def _step(self, closure: Any = None) -> None:
         assert closure is None
-        tensors = (
-            each for group in self._optimizer.param_groups for each in group["params"]
-        )
-        gradients = [each.grad for each in tensors if each.grad is not None]
-        if not gradients:
+        devices = {
+            parameter.device
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        }
+        if not devices:
             return
-        norm, bad = self._read_norm(gradients[0].device)
+        norm, bad = self._read_norm(devices.pop())
+
         # As torch.nn.utils.clip_grad_norm_ does: the small term keeps a zero norm from dividing.
         shrink = torch.ones_like(norm)
         if self._clip_norm is not None:
             shrink = ((norm + 1e-6) / self._clip_norm).clamp(min=1.0)
+
         # Fused kernels divide by the one and do nothing where the other is 1, step counts
         # included: the interface that torch made for loss scalers.
         self._optimizer.grad_scale = torch.where(bad, 1.0, shrink)  # type: ignore[attr-defined]  # see above
@@ -251,9 +260,9 @@ class UpdateGuard:
         """Count the update, applied or skipped."""
         self._steps += 1
         _, bad = self._read_norm(self._device)
-        counts, one = self._counts, bad.to(torch.int64)
-        counts[0] += one
-        counts[1] = (counts[1] + 1) * one
+        counts = self._counts
+        counts[0] += bad
+        counts[1] = torch.where(bad, counts[1] + 1, 0)
         counts[2] = torch.where(bad, self._steps, counts[2])
         counts[4] = torch.maximum(counts[4], counts[1])
 
@@ -261,13 +270,19 @@ class UpdateGuard:
         """Read the counts and begin a new longest row; waits for the device."""
         skipped, _, last, micro, longest = self._counts.tolist()
         self._counts[4] = 0
-        first = (last - 1) * self._accumulation
-        inside = last != NEVER and first <= micro < first + self._accumulation
+        if last == NEVER:
+            return Health(
+                skipped=skipped, longest=longest, last_step=None, bad_micro_step=None
+            )
+
+        # The loss that was not finite may have been another rank's.
+        bad_micro_step = micro - (last - 1) * self._accumulation
+        is_own = 0 <= bad_micro_step < self._accumulation
         return Health(
             skipped=skipped,
             longest=longest,
-            last_step=None if last == NEVER else last,
-            bad_micro_step=micro - first if inside else None,
+            last_step=last,
+            bad_micro_step=bad_micro_step if is_own else None,
         )
 
     def state(self) -> dict[str, int]:
@@ -283,11 +298,5 @@ class UpdateGuard:
     def load_state(self, state: dict[str, int]) -> None:
         self._steps = state["steps"]
         self._micro_steps = self._steps * self._accumulation
-        values = [
-            state["skipped"],
-            state["consecutive"],
-            state["last_skipped_step"],
-            NEVER,
-            0,
-        ]
-        self._counts.copy_(torch.tensor(values))
+        values = [state["skipped"], state["consecutive"], state["last_skipped_step"]]
+        self._counts.copy_(torch.tensor([*values, NEVER, 0]))

@@ -29,12 +29,12 @@ from vitscale.models.registry import ModelSettings
 class Preprocess:
     """The preprocessing of a model's evaluations, as a transform of one image. Can be pickled."""
 
-    def __init__(self, how: Preprocessing) -> None:
-        data = DataSettings(path="", global_batch=1, **how.data_values())
-        self.image_size = how.image_size
-        self._resize = EvaluationResize(data, image_size=how.image_size)
+    def __init__(self, pixels: Preprocessing) -> None:
+        data = DataSettings(path="", global_batch=1, **pixels.data_values())
+        self.image_size = pixels.image_size
+        self._resize = EvaluationResize(data, image_size=pixels.image_size)
         self._normalize = Normalization(
-            mean=how.mean, std=how.std, device=torch.device("cpu")
+            mean=pixels.mean, std=pixels.std, device=torch.device("cpu")
         )
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
@@ -58,7 +58,9 @@ class Model(nn.Module):
         self, network: nn.Module, *, preprocess: Preprocess, classes: tuple[str, ...]
     ):
         super().__init__()
-        self.network, self.preprocess, self.classes = network, preprocess, classes
+        self.network = network
+        self.preprocess = preprocess
+        self.classes = classes
 
     def forward(
         self, images_B3SS: torch.Tensor, *, output: str = "logits"
@@ -69,13 +71,17 @@ class Model(nn.Module):
             raise UserError(
                 f"there is no {output!r}", where="output", allowed=", ".join(known)
             )
+
+        # A network without positions would take any size, and predict worse without a word.
         side = self.preprocess.image_size
         if images_B3SS.shape[1:] != (3, side, side):
-            what = f"a tensor of shape {list(images_B3SS.shape)}"
-            allowed = f"[batch, 3, {side}, {side}], of images from model.preprocess"
-            raise UserError(what, where="images", allowed=allowed)
-        found: torch.Tensor = self.network(images_B3SS, output=output)
-        return found
+            raise UserError(
+                f"a tensor of shape {list(images_B3SS.shape)}",
+                where="images",
+                allowed=f"[batch, 3, {side}, {side}], of images from model.preprocess",
+            )
+        values_BX: torch.Tensor = self.network(images_B3SS, output=output)
+        return values_BX
 
 
 class _Arguments(Run):
@@ -104,24 +110,30 @@ def load_model(
     Raises:
         ValueError: Nothing there is a model, or it does not fit.
     """
+    # The arguments have the rules of the same settings, and their messages.
     given = {
         "weights": weights,
         "model": model and dict(model),
         "image_size": image_size,
     }
     try:
-        chosen = _Arguments.model_validate(given)
+        arguments = _Arguments.model_validate(given)
     except ValidationError as error:
         raise UserErrors(
             explain(error, _Arguments, Source(given, {(): "load_model"}))
         ) from None
+
     opened = open_model(
-        str(init), weights=weights, model=chosen.model, image_size=image_size
+        str(init), weights=weights, model=arguments.model, image_size=image_size
     )
+    # A command prints the source; in a notebook nobody would see what was assumed.
     if "; assumed " in opened.source:
         warnings.warn(opened.source, stacklevel=2)
-    how = Preprocess(opened.preprocessing)
-    return Model(opened.network, preprocess=how, classes=opened.class_names)
+    return Model(
+        opened.network,
+        preprocess=Preprocess(opened.preprocessing),
+        classes=opened.class_names,
+    )
 
 
 class ShardDataset(Dataset[tuple[Any, int]]):
@@ -163,12 +175,12 @@ class ShardDataset(Dataset[tuple[Any, int]]):
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            found = unreadable_sample(self._index, number, error)
-            advice = (
-                "check the storage; vitscale prepare verify names every damaged shard"
-            )
-            raise unreadable_error(self._index, found, next_step=advice) from None
-        image = Image.fromarray(pixels_HW3.numpy())
-        return self.transform(image) if self.transform else image, int(
-            self._index.label[number]
-        )
+            raise unreadable_error(
+                self._index,
+                unreadable_sample(self._index, number, error),
+                next_step="check the storage; vitscale prepare verify names every damaged shard",
+            ) from None
+        image: Any = Image.fromarray(pixels_HW3.numpy())
+        if self.transform:
+            image = self.transform(image)
+        return image, int(self._index.label[number])

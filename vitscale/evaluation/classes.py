@@ -57,27 +57,32 @@ def column_of_each_class(
     named = _columns(
         [_plain(name) for name in model or ()], [_plain(name) for name in data]
     )
+    if named == tuple(range(num_outputs)):
+        return ClassMap(named)
     if LACKING not in named:
-        is_same = named == tuple(range(num_outputs))
-        return ClassMap(named, "" if is_same else "matched by name")
+        return ClassMap(named, "matched by name")
 
-    if model is None and num_outputs == len(data) and (numbers := _numbers(data)):
-        return ClassMap(numbers, "matched by position, since neither side has names")
+    # Neither side has a name that says which class it is.
+    if model is None and num_outputs == len(data):
+        numbers = _numbers(data)
+        if numbers:
+            return ClassMap(
+                numbers, "matched by position, since neither side has names"
+            )
 
     # A name says more than a meaning, which the other classes may still have.
+    meant = list(named)
     theirs, ours = _meanings(model, data, num_outputs=num_outputs)
-    pairs = zip(named, _columns(theirs, ours), strict=True)
-    meant = tuple(
-        by_meaning if by_name == LACKING else by_name for by_name, by_meaning in pairs
-    )
+    for label, column in enumerate(_columns(theirs, ours)):
+        if meant[label] == LACKING:
+            meant[label] = column
     if meant.count(LACKING) < named.count(LACKING):
-        origin = (
-            ""
-            if model
-            else f", the model's {num_outputs:,} outputs taken as ImageNet's"
-        )
-        return ClassMap(meant, f"matched by WordNet's ids and words{origin}")
+        how = "matched by WordNet's ids and words"
+        if not model:
+            how += f", the model's {num_outputs:,} outputs taken as ImageNet's"
+        return ClassMap(tuple(meant), how)
 
+    # With names on one side alone a position would be a guess.
     if model is None:
         raise UserError(
             f"the classes of the model's {num_outputs:,} outputs are unknown, and the data's have "
@@ -98,18 +103,19 @@ def _plain(name: str) -> str:
 def _columns(
     outputs: Sequence[str | None], classes: Sequence[str | None]
 ) -> tuple[int, ...]:
-    """A name that two outputs or two classes have is the name of none."""
-    twice = {
-        name
-        for side in (outputs, classes)
-        for name, n in Counter(side).items()
-        if n > 1
+    """The output of each class, by name.
+
+    A name that two outputs or two classes have is the name of none.
+    """
+    ambiguous: set[str | None] = {None}
+    for names in (outputs, classes):
+        counts = Counter(names)
+        ambiguous.update(name for name, count in counts.items() if count > 1)
+
+    columns = {
+        name: column for column, name in enumerate(outputs) if name not in ambiguous
     }
-    twice.add(None)
-    places = {name: column for column, name in enumerate(outputs) if name not in twice}
-    return tuple(
-        LACKING if name in twice else places.get(name, LACKING) for name in classes
-    )
+    return tuple(columns.get(name, LACKING) for name in classes)
 
 
 def _numbers(names: Sequence[str]) -> tuple[int, ...] | None:
@@ -117,7 +123,9 @@ def _numbers(names: Sequence[str]) -> tuple[int, ...] | None:
     if not all(name.isascii() and name.isdigit() for name in names):
         return None
     numbers = tuple(map(int, names))
-    return numbers if sorted(numbers) == list(range(len(numbers))) else None
+    if sorted(numbers) != list(range(len(numbers))):
+        return None
+    return numbers
 
 
 def _meanings(
@@ -126,22 +134,25 @@ def _meanings(
     """The WordNet id of each output and of each class; None where there is none."""
     outputs = _in_order(model, num_outputs)
     classes = _in_order(data, len(data))
+
     # Words are looked up among few ids: 43 of 21,843 synsets are called "bay".
-    ids = [
-        name
-        for name in (*(outputs or model or ()), *(classes or data))
-        if name in _words()
-    ]
+    names = (*(outputs or model or ()), *(classes or data))
+    ids = [name for name in names if name in _words()]
     among = tuple(dict.fromkeys(ids)) or known_space("imagenet_1k")
     theirs = outputs or _by_word(model or (), among)
     ours = classes or _by_word(data, among)
 
     # Numbers are positions in the list that the model has, or in the release with as many classes.
-    if numbers := _numbers(data):
-        listed = theirs if len(theirs) == len(data) and outputs is not None else ()
+    numbers = _numbers(data)
+    if numbers:
+        listed: Sequence[str | None] = ()
         space = space_of_length(len(data))
-        listed = listed or (known_space(space) if space else ())
-        ours = [listed[number] for number in numbers] if listed else ours
+        if outputs is not None and len(theirs) == len(data):
+            listed = theirs
+        elif space is not None:
+            listed = known_space(space)
+        if listed:
+            ours = [listed[number] for number in numbers]
     return list(theirs), list(ours)
 
 
@@ -152,12 +163,16 @@ def _in_order(names: Sequence[str] | None, count: int) -> Sequence[str] | None:
     """
     if names is None:
         space = space_of_length(count)
-        return None if space is None else known_space(space)
+        if space is None:
+            return None
+        return known_space(space)
+
     for name in LABEL_SPACES | SUBSETS:
         ids = known_space(name)
         if len(ids) == count:
-            agreeing = sum(map(_means, names, ids))
-            if agreeing >= MIN_AGREEING * count:
+            pairs = zip(names, ids, strict=False)
+            agreeing = [synset for word, synset in pairs if _means(word, synset)]
+            if len(agreeing) >= MIN_AGREEING * count:
                 return ids
     return None
 
@@ -176,16 +191,19 @@ def _by_word(names: Sequence[str], among: Sequence[str]) -> list[str | None]:
         for term in terms:
             by_term.setdefault(term, set()).add(synset)
 
-    found: list[str | None] = []
+    matched: list[str | None] = []
     for name in names:
-        terms = _terms(name)
-        same = by_words.get(terms) or set().union(
-            *(by_term.get(term, ()) for term in terms)
-        )
         if name in _words():
-            same = {name}
-        found.append(same.pop() if len(same) == 1 else None)
-    return found
+            matched.append(name)
+            continue
+
+        # All words at once are rarer than one of them: a "crane" is a bird and a machine.
+        terms = _terms(name)
+        candidates = by_words.get(terms)
+        if candidates is None:
+            candidates = set().union(*(by_term.get(term, ()) for term in terms))
+        matched.append(min(candidates) if len(candidates) == 1 else None)
+    return matched
 
 
 def _terms(words: str) -> frozenset[str]:
@@ -197,7 +215,6 @@ def _terms(words: str) -> frozenset[str]:
 @cache
 def _words() -> dict[str, str]:
     """WordNet's words of each of ImageNet's ids, such as `tench, Tinca tinca`."""
-    lines = timm_file("imagenet_synset_to_lemma.txt", where="data.path").read_text(
-        "utf-8"
-    )
-    return dict(line.split("\t", 1) for line in lines.splitlines())
+    path = timm_file("imagenet_synset_to_lemma.txt", where="data.path")
+    lines = path.read_text("utf-8").splitlines()
+    return dict(line.split("\t", 1) for line in lines)

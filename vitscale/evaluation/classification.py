@@ -37,46 +37,50 @@ class Classification(PassEvaluation):
     def start(self, subject: Subject) -> None:
         import torch
 
-        self._subject, device = subject, subject.model.world.device
-        self._columns_C = columns_on(
-            subject, check_labels(subject, name="classification").columns
-        )
+        self._subject = subject
+        columns = check_labels(subject, name="classification").columns
+        self._columns_C = columns_on(subject, columns)
 
+        # In fp64: sums of a million images in fp32 would be off in the digits that are shown.
         def zeros(*shape: int) -> torch.Tensor:
+            device = subject.model.world.device
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
-        # Correct at 5, loss.
+        # Right at 5, and the loss.
         self._totals = zeros(2)
-        # Correct by the class head, the distillation head, and their summed softmaxes.
+        # Right by the class head, the distillation head, and their summed softmaxes.
         self._by_head = zeros(3)
-        # Rows: images, correct ones.
+        # Rows: images, right ones.
         self._by_class = zeros(2, len(subject.val.classes))
-        # Rows: images, correct ones, sum of the confidence.
+        # Rows: images, right ones, sum of the confidence.
         self._by_bin = zeros(3, NUM_BINS)
 
     def add(self, outputs: Outputs) -> None:
         import torch
 
         outputs = outputs.of(self._columns_C)
-        labels_B, weights_B = outputs.labels_B, outputs.weights_B.double()
+        labels_B = outputs.labels_B
+        weights_B = outputs.weights_B.double()
         logs_BC = outputs.values_BX.double().log_softmax(dim=1)
+
         # Ranked by the logits: their logarithms of probabilities may be equal by rounding.
         best_BK = outputs.values_BX.topk(min(5, logs_BC.shape[1])).indices
         guesses_B = outputs.values_BX.argmax(dim=1)
         correct_B = (guesses_B == labels_B).double()
-        loss_B = -logs_BC.gather(1, labels_B[:, None])[:, 0]
         at5_B = (best_BK == labels_B[:, None]).any(dim=1)
+        loss_B = -logs_BC.gather(1, labels_B[:, None])[:, 0]
         self._totals += (torch.stack([at5_B.double(), loss_B]) * weights_B).sum(dim=1)
+
         ones_B = torch.ones_like(correct_B)
-        self._by_class.index_add_(
-            1, labels_B, torch.stack([ones_B, correct_B]) * weights_B
-        )
-        sure_B = logs_BC.gather(1, guesses_B[:, None])[:, 0].exp()
+        counts_2B = torch.stack([ones_B, correct_B]) * weights_B
+        self._by_class.index_add_(1, labels_B, counts_2B)
+
         # Bin m holds ((m - 1) / M, m / M].
+        sure_B = logs_BC.gather(1, guesses_B[:, None])[:, 0].exp()
         bins_B = ((sure_B * NUM_BINS).ceil().long() - 1).clamp(0, NUM_BINS - 1)
-        self._by_bin.index_add_(
-            1, bins_B, torch.stack([ones_B, correct_B, sure_B]) * weights_B
-        )
+        counts_3B = torch.stack([ones_B, correct_B, sure_B]) * weights_B
+        self._by_bin.index_add_(1, bins_B, counts_3B)
+
         if outputs.heads_2BC is not None:
             summed_1BC = outputs.heads_2BC.softmax(dim=2).sum(dim=0, keepdim=True)
             guesses_3B = torch.cat([outputs.heads_2BC, summed_1BC]).argmax(dim=2)
@@ -85,39 +89,46 @@ class Classification(PassEvaluation):
     def finish(self) -> dict[str, float]:
         from vitscale.distributed.world import sum_over_ranks
 
-        subject, classes = self._subject, self._subject.val.classes
+        subject = self._subject
+        classes = subject.val.classes
         at5, loss = sum_over_ranks(self._totals).tolist()
+        by_head = sum_over_ranks(self._by_head).tolist()
         images, correct = sum_over_ranks(self._by_class).long().tolist()
         bins = list(zip(*sum_over_ranks(self._by_bin).tolist(), strict=True))
-        total, by_class = sum(images), list(zip(classes, images, correct, strict=True))
+        total = sum(images)
+
         rows: list[tuple[Any, ...]] = [("label", "class", "images", "correct", "top1")]
-        for label, (name, number, right) in enumerate(by_class):
+        shares = []
+        for label, (name, number, right) in enumerate(
+            zip(classes, images, correct, strict=True)
+        ):
             rows.append((label, name, number, right, _mean(right, number)))
+            # A class without images has no accuracy, so the mean is over the others.
+            if number:
+                shares.append(right / number)
         subject.write_table("per_class.csv", rows)
+
         rows = [("low", "high", "images", "confidence", "accuracy")]
-        for bin_, (number, right, sure) in enumerate(bins):
-            low, high = (f"{edge / NUM_BINS:.6f}" for edge in (bin_, bin_ + 1))
+        for position, (number, right, sure) in enumerate(bins):
+            low = f"{position / NUM_BINS:.6f}"
+            high = f"{(position + 1) / NUM_BINS:.6f}"
             rows.append(
                 (low, high, f"{number:.0f}", _mean(sure, number), _mean(right, number))
             )
         subject.write_table("calibration.csv", rows)
-        shares = [right / number for _, number, right in by_class if number]
-        cls, dist, both = (
-            Share(n, total) for n in sum_over_ranks(self._by_head).tolist()
-        )
-        has_two = "heads" in subject.model.known_outputs
-        return {
-            "top1": Share(sum(correct), total),
-            **({"top5": Share(at5, total)} if len(classes) > 5 else {}),
-            "loss": loss / total,
-            "ece": sum(abs(right - sure) for _, right, sure in bins) / total,
-            "class_mean_top1": sum(shares) / len(shares),
-            **(
-                {"cls_top1": cls, "dist_top1": dist, "softmax_top1": both}
-                if has_two
-                else {}
-            ),
-        }
+
+        metrics: dict[str, float] = {"top1": Share(sum(correct), total)}
+        # Of five classes or fewer every prediction is right at 5.
+        if len(classes) > 5:
+            metrics["top5"] = Share(at5, total)
+        metrics["loss"] = loss / total
+        metrics["ece"] = sum(abs(right - sure) for _, right, sure in bins) / total
+        metrics["class_mean_top1"] = sum(shares) / len(shares)
+        if "heads" in subject.model.known_outputs:
+            names = ("cls_top1", "dist_top1", "softmax_top1")
+            for name, right in zip(names, by_head, strict=True):
+                metrics[name] = Share(right, total)
+        return metrics
 
 
 def _mean(total: float, images: float) -> str:

@@ -47,6 +47,7 @@ class Confusion(PassEvaluation):
 
         guesses_B = outputs.of(self._columns_C).values_BX.argmax(dim=1)
         samples_B = torch.from_numpy(outputs.samples_B).to(guesses_B.device)
+        # Padding is dropped at the end: to select on a GPU would wait for it at every batch.
         is_real_B = outputs.weights_B.long()
         self._rows.append(
             torch.stack([outputs.labels_B, guesses_B, samples_B, is_real_B], dim=1)
@@ -59,32 +60,34 @@ class Confusion(PassEvaluation):
 
         rows_N4 = gather_rows(torch.cat(self._rows)).cpu().numpy()
         self._rows = []
-        found_N3 = rows_N4[rows_N4[:, 3] > 0, :3]  # label, guess, sample
-        images, classes = Counter(found_N3[:, 0].tolist()), self._subject.val.classes
-        cells = Counter((label, guess) for label, guess, _ in found_N3.tolist())
+        predictions_N3 = rows_N4[rows_N4[:, 3] > 0, :3]  # label, guess, sample
+
+        images = Counter(predictions_N3[:, 0].tolist())
+        cells = Counter((label, guess) for label, guess, _ in predictions_N3.tolist())
         shares = {
             label: cells[label, label] / number for label, number in images.items()
         }
-        worst = sorted(shares, key=lambda each: (shares[each], each))[
-            : self.settings.num_classes
-        ]
-        # Confusions first, the most frequent ones first.
-        ordered = sorted(
-            cells.items(), key=lambda cell: (len({*cell[0]}) == 1, -cell[1], cell[0])
-        )
-        lines: list[tuple[object, ...]] = [("class", "predicted", "images")]
-        lines += [
-            (classes[label], classes[guess], number)
-            for (label, guess), number in ordered
-        ]
-        self._subject.write_table("confusion.csv", lines)
-        count = self.settings.num_examples
-        chosen = [
-            (each, shares[each], examples(found_N3, each, count=count))
-            for each in worst
-        ]
+        by_share = sorted(shares, key=lambda label: (shares[label], label))
+        worst = by_share[: self.settings.num_classes]
+        self._write_cells(cells)
+
+        chosen = []
+        for label in worst:
+            wrong = examples(predictions_N3, label, count=self.settings.num_examples)
+            chosen.append((label, shares[label], wrong))
         self._subject.write("worst_classes.png", lambda path: self._draw(path, chosen))
-        return {"worst_classes_top1": float(np.mean([shares[each] for each in worst]))}
+        mean = np.mean([shares[label] for label in worst])
+        return {"worst_classes_top1": float(mean)}
+
+    def _write_cells(self, cells: Counter[tuple[int, int]]) -> None:
+        """Confusions first, the most frequent ones at the top; then the right predictions."""
+        classes = self._subject.val.classes
+        lines: list[tuple[object, ...]] = [("class", "predicted", "images")]
+        for (label, guess), number in sorted(
+            cells.items(), key=lambda cell: (len({*cell[0]}) == 1, -cell[1], cell[0])
+        ):
+            lines.append((classes[label], classes[guess], number))
+        self._subject.write_table("confusion.csv", lines)
 
     def _draw(
         self, path: Path, chosen: list[tuple[int, float, list[tuple[int, int]]]]
@@ -95,7 +98,8 @@ class Confusion(PassEvaluation):
         from vitscale.data.samples import EvaluationSamples
         from vitscale.evaluation.sheet import caption, save_figure, sheet
 
-        subject, size = self._subject, self._subject.image_size
+        subject = self._subject
+        size = subject.image_size
 
         def name(label: int) -> str:
             return caption(subject.val.classes[label], width=18, num_lines=2)
@@ -113,15 +117,22 @@ class Confusion(PassEvaluation):
         save_figure(sheet(title, rows, height=1.6), path)
 
 
-def examples(found_N3: np.ndarray, label: int, *, count: int) -> list[tuple[int, int]]:
+def examples(
+    predictions_N3: np.ndarray, label: int, *, count: int
+) -> list[tuple[int, int]]:
     """Predicted class and sample of wrong images of a class: the first one for each wrong class,
-    the most frequent wrong class first."""
-    wrong_N3 = found_N3[(found_N3[:, 0] == label) & (found_N3[:, 1] != label)]
+    the most frequent wrong class first.
+
+    predictions_N3: label, predicted class and sample of every image.
+    """
+    of_class_N3 = predictions_N3[predictions_N3[:, 0] == label]
+    wrong_N3 = of_class_N3[of_class_N3[:, 1] != label]
+
+    # `unique` gives the first of equal rows, so the rows are put in the order of the split.
     wrong_N3 = wrong_N3[wrong_N3[:, 2].argsort()]
     guesses, first, counts = np.unique(
         wrong_N3[:, 1], return_index=True, return_counts=True
     )
     order = np.lexsort((guesses, -counts))[:count]
-    return list(
-        zip(guesses[order].tolist(), wrong_N3[first[order], 2].tolist(), strict=True)
-    )
+    samples = wrong_N3[first[order], 2]
+    return list(zip(guesses[order].tolist(), samples.tolist(), strict=True))

@@ -63,7 +63,9 @@ class Outputs(NamedTuple):
 
     def of(self, columns_C: torch.Tensor) -> Outputs:
         """The logits of these columns, such as those of the classes of the shards."""
-        heads_2BC = None if self.heads_2BC is None else self.heads_2BC[:, :, columns_C]
+        heads_2BC = self.heads_2BC
+        if heads_2BC is not None:
+            heads_2BC = heads_2BC[:, :, columns_C]
         return self._replace(
             values_BX=self.values_BX[:, columns_C], heads_2BC=heads_2BC
         )
@@ -190,36 +192,37 @@ class Subject:
 
         from vitscale.data.loader import evaluation_batches
 
-        world, model = self.model.world, self.model
+        model = self.model
         has_two_heads = output == "logits" and "heads" in model.known_outputs
         batches = evaluation_batches(
             index,
             settings=self.data,
             image_size=self.image_size,
-            rank=world.rank,
-            world_size=world.world_size,
+            rank=model.world.rank,
+            world_size=model.world.world_size,
             micro_batch=self.micro_batch,
-            pin_memory=world.device.type == "cuda",
+            pin_memory=model.world.device.type == "cuda",
             samples=samples,
         )
         # Closed on errors too: exit would wait for workers that are left.
         with closing(batches), torch.no_grad():
             for cpu_batch in batches:
                 assert cpu_batch.positions is not None
-                batch, heads_2BC = cpu_batch.to(world.device), None
+                batch = cpu_batch.to(model.world.device)
+                heads_2BC = None
                 if has_two_heads:
-                    heads_2BC = torch.stack(
-                        model.forward(batch.images, "heads")
-                    ).float()
+                    # The mean of both heads, as the model computes its logits itself.
+                    heads = model.forward(batch.images, "heads")
+                    heads_2BC = torch.stack(heads).float()
                     values_BX = heads_2BC.mean(dim=0)
                 else:
                     values_BX = model.forward(batch.images, output).float()
                 yield Outputs(
-                    values_BX,
-                    batch.labels,
-                    batch.weights,
-                    cpu_batch.positions,
-                    heads_2BC,
+                    values_BX=values_BX,
+                    labels_B=batch.labels,
+                    weights_B=batch.weights,
+                    samples_B=cpu_batch.positions,
+                    heads_2BC=heads_2BC,
                 )
 
     @property
@@ -239,33 +242,37 @@ class Subject:
         An image is computed once, whichever evaluation asks first.
         """
         parts = self.train if split == "train" else (self.val,)
-        wanted = (
-            np.arange(sum(part.num_samples for part in parts))
-            if samples is None
-            else samples
-        )
-        known, kept = self.kept.get((split, output), (np.empty(0, np.int64), None))
-        missing = np.setdiff1d(wanted, known)
-        rows, first = [] if kept is None else [kept], 0
+        if samples is None:
+            samples = np.arange(sum(part.num_samples for part in parts))
+
+        # Only what no evaluation has asked for yet is computed.
+        rows: list[Features] = []
+        computed = np.empty(0, np.int64)
+        if (split, output) in self.kept:
+            computed, kept = self.kept[split, output]
+            rows.append(kept)
+        missing = np.setdiff1d(samples, computed)
+
+        offset = 0
         for part in parts:
-            own = (
-                missing[(missing >= first) & (missing < first + part.num_samples)]
-                - first
-            )
-            batches = self.outputs(part, output, samples=own) if len(own) else ()
+            numbers = missing[missing >= offset] - offset
+            numbers = numbers[numbers < part.num_samples]
+            batches: Iterable[Outputs] = ()
+            if len(numbers):
+                batches = self.outputs(part, output, samples=numbers)
             for batch in _finite(batches, self):
                 is_real = batch.weights_B > 0
-                rows.append(
-                    Features(
-                        samples=batch.samples_B[is_real.cpu().numpy()] + first,
-                        values_ND=batch.values_BX[is_real].cpu(),
-                        labels_N=batch.labels_B[is_real].cpu(),
-                    )
+                features = Features(
+                    samples=batch.samples_B[is_real.cpu().numpy()] + offset,
+                    values_ND=batch.values_BX[is_real].cpu(),
+                    labels_N=batch.labels_B[is_real].cpu(),
                 )
-            first += part.num_samples
+                rows.append(features)
+            offset += part.num_samples
+
         kept = Features.joined(rows)
-        self.kept[split, output] = (np.union1d(known, missing), kept)
-        return kept.rows(np.isin(kept.samples, wanted))
+        self.kept[split, output] = (np.union1d(computed, missing), kept)
+        return kept.rows(np.isin(kept.samples, samples))
 
 
 class Share(float):
@@ -284,11 +291,14 @@ class Share(float):
 
         Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
         """
-        z, n = NORMAL_QUANTILE_975, self.images
+        z = NORMAL_QUANTILE_975
+        n = self.images
         if not n:
             return math.nan, math.nan
-        middle = (self + z**2 / (2 * n)) / (1 + z**2 / n)
-        half = z / (1 + z**2 / n) * math.sqrt(self * (1 - self) / n + z**2 / (4 * n**2))
+        scale = 1 + z**2 / n
+        middle = (self + z**2 / (2 * n)) / scale
+        half = z / scale * math.sqrt(self * (1 - self) / n + z**2 / (4 * n**2))
+        # Rounding may put a bound a little outside.
         return max(0.0, middle - half), min(1.0, middle + half)
 
 
@@ -324,6 +334,7 @@ class Probe(Evaluation):
         """No evaluated image is one that the probe learns from."""
         val = subject.val
         for part in subject.train:
+            # Splits are disjoint, so the images can only be the same within one split.
             if (part.folder, part.split) != (val.folder, val.split):
                 continue
             shared = np.intersect1d(_rows(part), _rows(val), assume_unique=True)
@@ -339,7 +350,9 @@ class Probe(Evaluation):
 
 def _rows(index: SplitIndex) -> np.ndarray:
     """The numbers of the samples in the stored split."""
-    return np.arange(index.num_samples) if index.stored is None else index.stored
+    if index.stored is None:
+        return np.arange(index.num_samples)
+    return index.stored
 
 
 class PassEvaluation(Evaluation):
@@ -372,15 +385,21 @@ def results(
     evaluations: Sequence[Evaluation], subject: Subject
 ) -> Iterator[dict[str, float]]:
     """Metrics of each evaluation, in their order. Collective; equal on every rank."""
-    together = [each for each in evaluations if isinstance(each, PassEvaluation)]
-    found: list[dict[str, float]] = []
+    in_pass = [
+        evaluation
+        for evaluation in evaluations
+        if isinstance(evaluation, PassEvaluation)
+    ]
+    pass_metrics: list[dict[str, float]] = []
     try:
-        for each in evaluations:
-            if not isinstance(each, PassEvaluation):
-                yield each.metrics(subject)
+        for evaluation in evaluations:
+            if not isinstance(evaluation, PassEvaluation):
+                yield evaluation.metrics(subject)
                 continue
-            found = found or _in_one_pass(together, subject)
-            yield found[together.index(each)]
+            # The first of them runs the pass for all.
+            if not pass_metrics:
+                pass_metrics = _in_one_pass(in_pass, subject)
+            yield pass_metrics[in_pass.index(evaluation)]
     finally:
         # The next results may be of other weights.
         subject.kept.clear()
@@ -393,16 +412,19 @@ def _in_one_pass(
 
     from vitscale.distributed.world import sum_over_ranks
 
-    for each in evaluations:
-        each.start(subject)
+    for evaluation in evaluations:
+        evaluation.start(subject)
     samples = torch.zeros((), dtype=torch.float64, device=subject.model.world.device)
     for outputs in _finite(subject.outputs(subject.val, "logits"), subject):
         samples += outputs.weights_B.double().sum()
-        for each in evaluations:
-            each.add(outputs)
-    counted, expected = int(sum_over_ranks(samples)), subject.val.num_samples
+        for evaluation in evaluations:
+            evaluation.add(outputs)
+
+    # A sample that is lost or counted twice would only move the digits of a metric.
+    counted = int(sum_over_ranks(samples))
+    expected = subject.val.num_samples
     assert counted == expected, f"evaluated {counted} of {expected} samples"
-    return [each.finish() for each in evaluations]
+    return [evaluation.finish() for evaluation in evaluations]
 
 
 def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
@@ -413,16 +435,20 @@ def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
     from vitscale.distributed.world import sum_over_ranks
 
     # Counted on the device: a batch must not wait for the one before.
+    # Counted on the device: a batch must not wait for the one before.
     counts = torch.zeros(2, dtype=torch.float64, device=subject.model.world.device)
     for batch in batches:
         is_finite_B = batch.values_BX.isfinite().flatten(1).all(dim=1)
         is_image_B = batch.weights_B > 0
         counts += torch.stack([(is_image_B & ~is_finite_B).sum(), is_image_B.sum()])
         yield batch
-    bad, images = map(int, sum_over_ranks(counts).tolist())
-    if bad:
+
+    # A rank that raised in the middle would leave the others in their next collective.
+    num_bad, num_images = map(int, sum_over_ranks(counts).tolist())
+    if num_bad:
         raise NonFiniteOutputs(
-            f"outputs of the model are not finite (NaN or infinity): {bad:,} of {images:,} images",
+            f"outputs of the model are not finite (NaN or infinity): {num_bad:,} of "
+            f"{num_images:,} images",
             where="init",
             next_step="evaluate an earlier checkpoint, or other weights",
         )
@@ -431,9 +457,10 @@ def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
 def check_head(subject: Subject, *, name: str) -> None:
     """Raise UserError where the model has no head or the shards have no labels."""
     if not subject.val.classes:
-        what = f"{name} needs labels, but the shards of {subject.val.folder} have none"
         raise UserError(
-            what, where="evaluate", next_step="set data.path to labelled shards"
+            f"{name} needs labels, but the shards of {subject.val.folder} have none",
+            where="evaluate",
+            next_step="set data.path to labelled shards",
         )
     if subject.num_outputs == 0:
         raise UserError(
@@ -449,10 +476,12 @@ def check_labels(subject: Subject, *, name: str) -> ClassMap:
     Raises UserError where they are not the same classes.
     """
     check_head(subject, name=name)
-    shards, num_outputs = subject.val.classes, subject.num_outputs
+    shards = subject.val.classes
+    num_outputs = subject.num_outputs
     where = f"label map of {subject.val.folder}"
-    found = column_of_each_class(subject.classes, shards, num_outputs=num_outputs)
-    if lacking := found.lacking(shards):
+    matched = column_of_each_class(subject.classes, shards, num_outputs=num_outputs)
+    lacking = matched.lacking(shards)
+    if lacking:
         raise UserError(
             f"{name}: {len(lacking)} of {len(shards)} classes are none of the model's "
             f"{num_outputs} (the first is {lacking[0]!r})",
@@ -460,13 +489,15 @@ def check_labels(subject: Subject, *, name: str) -> ClassMap:
             next_step="use shards with the model's classes; {name: subset, allow_missing: true} "
             "counts images of the others as wrong",
         )
+
+    # Fewer classes make the task easier, so the numbers would not be comparable.
     if len(shards) != num_outputs:
         raise UserError(
             f"{name}: {len(shards)} classes, but the model's head has {num_outputs}",
             where=where,
             next_step="evaluate {name: subset}, in which only the shards' classes compete",
         )
-    return found
+    return matched
 
 
 def columns_on(subject: Subject, columns: Sequence[int]) -> torch.Tensor:

@@ -49,23 +49,27 @@ class FewShot(Probe):
 
         from vitscale.distributed.world import sum_over_ranks
 
-        device, settings = subject.model.world.device, self.settings
-        has_layer = "representation" in subject.model.known_outputs
-        output: Output = "representation" if has_layer else "features"
+        settings = self.settings
+        device = subject.model.world.device
+        output: Output = "features"
+        if "representation" in subject.model.known_outputs:
+            output = "representation"
+
+        # The features of all draws are computed at once: the draws share many images.
         labels = np.concatenate([part.label for part in subject.train])
         draws = [class_orders(labels, seed=seed) for seed in range(settings.num_draws)]
         most = [first_of_each(orders, max(settings.shots)) for orders in draws]
         drawn = np.unique(np.concatenate(most))
         train = subject.features("train", output=output, samples=drawn).gathered()
-        val, images = subject.features("val", output=output), subject.val.num_samples
+        val = subject.features("val", output=output)
+
         correct = torch.zeros(
             len(settings.shots), len(draws), dtype=torch.float64, device=device
         )
         for row, count in enumerate(settings.shots):
             for draw, orders in enumerate(draws):
-                few = train.rows(
-                    np.searchsorted(train.samples, first_of_each(orders, count))
-                )
+                samples = first_of_each(orders, count)
+                few = train.rows(np.searchsorted(train.samples, samples))
                 scores = fit_ridge(
                     few.values_ND.to(device),
                     few.labels_N.to(device),
@@ -73,16 +77,19 @@ class FewShot(Probe):
                     l2=settings.l2,
                 )
                 correct[row, draw] = val.num_correct(scores, device=device)
-        found: dict[str, float] = {}
-        for count, right in zip(
-            settings.shots, sum_over_ranks(correct).cpu().numpy(), strict=True
-        ):
+
+        # A single draw is one share of images, which has an interval; several have a deviation.
+        metrics: dict[str, float] = {}
+        num_images = subject.val.num_samples
+        counts = sum_over_ranks(correct).cpu().numpy()
+        for shots, right in zip(settings.shots, counts, strict=True):
+            name = f"few_shot{shots}"
             if len(draws) == 1:
-                found[f"few_shot{count}_top1"] = Share(float(right[0]), images)
+                metrics[f"{name}_top1"] = Share(float(right[0]), num_images)
             else:
-                found[f"few_shot{count}_top1"] = float((right / images).mean())
-                found[f"few_shot{count}_std"] = float((right / images).std(ddof=1))
-        return found
+                metrics[f"{name}_top1"] = float((right / num_images).mean())
+                metrics[f"{name}_std"] = float((right / num_images).std(ddof=1))
+        return metrics
 
 
 def class_orders(labels_N: np.ndarray, *, seed: int) -> list[np.ndarray]:
@@ -120,6 +127,7 @@ def fit_ridge(
     x_ND = standardized(features_ND)
     gram_DD = x_ND.T @ x_ND
     gram_DD.diagonal().add_(l2)
+
     # X^T (2 * one_hot - 1), without the one_hot.
     right_DC = x_ND.new_zeros(x_ND.shape[1], num_classes)
     right_DC.index_add_(1, labels_N, x_ND.T, alpha=2.0).sub_(x_ND.sum(dim=0)[:, None])

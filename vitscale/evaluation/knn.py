@@ -42,37 +42,43 @@ class Knn(Probe):
 
         from vitscale.distributed.world import sum_over_ranks
 
-        settings, device = self.settings, subject.model.world.device
-        ks, num_classes = (settings.k, *settings.also_k), len(subject.val.classes)
-        chosen = evenly_spaced(subject.num_train, at_most=settings.max_bank_images)
-        bank = subject.features("train", samples=chosen).gathered()
+        settings = self.settings
+        device = subject.model.world.device
+        ks = (settings.k, *settings.also_k)
+        samples = evenly_spaced(subject.num_train, at_most=settings.max_bank_images)
+        bank = subject.features("train", samples=samples).gathered()
         bank_ND = normalize(bank.values_ND.to(device), dim=1)
         labels_N = bank.labels_N.to(device)
 
         def votes(values_BD: torch.Tensor) -> torch.Tensor:
             """For each k and class the sum of exp(similarity / temperature) over the k nearest."""
+            # One search for the largest k has the neighbours of all.
             similarity_BN = normalize(values_BD, dim=1) @ bank_ND.T
             similarity_BK, nearest_BK = similarity_BN.topk(
                 min(max(ks), len(bank_ND)), dim=1
             )
             labels_BK = labels_N[nearest_BK]
-            # Relative to the nearest, so that no temperature overflows.
-            weights_BK = torch.exp(
-                (similarity_BK - similarity_BK[:, :1]) / settings.temperature
-            )
-            none_BC = weights_BK.new_zeros(len(weights_BK), num_classes)
-            found = [
-                none_BC.scatter_add(1, labels_BK[:, :k], weights_BK[:, :k]) for k in ks
-            ]
-            return torch.stack(found, dim=1)
 
-        val, images = subject.features("val"), subject.val.num_samples
-        correct = sum_over_ranks(
-            val.num_correct(votes, device=device, size=256)
-        ).tolist()
-        shares = [Share(count, images) for count in correct]
-        found = zip(settings.also_k, shares[1:], strict=True)
-        return {"knn_top1": shares[0], **{f"knn{k}_top1": share for k, share in found}}
+            # Relative to the nearest, so that no temperature overflows.
+            distance_BK = similarity_BK - similarity_BK[:, :1]
+            weights_BK = torch.exp(distance_BK / settings.temperature)
+            zeros_BC = weights_BK.new_zeros(len(weights_BK), len(subject.val.classes))
+            votes_BC = [
+                zeros_BC.scatter_add(1, labels_BK[:, :k], weights_BK[:, :k]) for k in ks
+            ]
+            return torch.stack(votes_BC, dim=1)
+
+        # Small parts, since the similarities to the whole bank are in memory at once.
+        val = subject.features("val")
+        correct = val.num_correct(votes, device=device, size=256)
+        shares = [
+            Share(count, subject.val.num_samples)
+            for count in sum_over_ranks(correct).tolist()
+        ]
+        metrics: dict[str, float] = {"knn_top1": shares[0]}
+        for k, share in zip(settings.also_k, shares[1:], strict=True):
+            metrics[f"knn{k}_top1"] = share
+        return metrics
 
 
 def evenly_spaced(total: int, *, at_most: int | None) -> np.ndarray:

@@ -82,37 +82,44 @@ class LinearHeads(Probe):
 
         from vitscale.distributed.world import sum_over_ranks
 
-        settings, device = self.settings, subject.model.world.device
-        rates, output = settings.learning_rates, settings.inputs
+        settings = self.settings
+        device = subject.model.world.device
+        output = settings.inputs
         train = subject.features("train", output=output)
         val = subject.features("val", output=output)
         fit, dev = dev_split(
             subject.num_train, settings.dev_fraction, seed=settings.seed
         )
-        found = []  # dev and validation top-1 and rate of each head
+
+        heads = []  # dev and validation top-1 and rate of each head
         for columns in column_choices(train.values_ND.shape[1], output):
-            seen, unseen = (
-                replace(each, values_ND=each.values_ND[:, columns])
-                for each in (train, val)
-            )
-            num_classes = len(subject.val.classes)
+            train_part = replace(train, values_ND=train.values_ND[:, columns])
+            val_part = replace(val, values_ND=val.values_ND[:, columns])
             weights_HCD = train_heads(
-                seen, settings, chosen=fit, num_classes=num_classes, device=device
+                train_part,
+                settings,
+                chosen=fit,
+                num_classes=len(subject.val.classes),
+                device=device,
             )
+
+            # Every rank scores the rows that it holds.
             score = partial(logits, weights_HCD)
-            on_dev_H = seen.rows(np.isin(seen.samples, dev)).num_correct(
-                score, device=device
-            )
-            on_val_H = unseen.num_correct(score, device=device)
+            dev_part = train_part.rows(np.isin(train_part.samples, dev))
+            on_dev_H = dev_part.num_correct(score, device=device)
+            on_val_H = val_part.num_correct(score, device=device)
             correct_2H = sum_over_ranks(torch.stack([on_dev_H, on_val_H])).tolist()
-            found += list(zip(*correct_2H, rates, strict=True))
-        on_dev, on_val, rate = max(found, key=lambda head: head[0])
+            heads += list(zip(*correct_2H, settings.learning_rates, strict=True))
+
+        # Chosen on the dev part, since the best of many on the reported split is too good.
+        on_dev, on_val, rate = max(heads, key=lambda head: head[0])
+        ends = (min(settings.learning_rates), max(settings.learning_rates))
         return {
             "linear_top1": Share(on_val, subject.val.num_samples),
             "linear_dev_top1": Share(on_dev, len(dev)),
             "linear_lr": rate,
             # Then a longer list may have a better one.
-            "linear_lr_at_end": float(rate in (min(rates), max(rates))),
+            "linear_lr_at_end": float(rate in ends),
         }
 
 
@@ -130,8 +137,9 @@ def column_choices(
     columns = np.arange(width)
     if inputs == "features":
         return [columns]
-    last, all_blocks, patches = np.split(columns, [width // 5, width // 5 * 4])
-    return [last, columns[: width // 5 * 4], np.concatenate([last, patches]), columns]
+    fifth = width // 5
+    last, _, patches = np.split(columns, [fifth, 4 * fifth])
+    return [last, columns[: 4 * fifth], np.concatenate([last, patches]), columns]
 
 
 # ---- training -----------------------------------------------------------------------------------
@@ -165,30 +173,36 @@ def train_heads(
 
     from vitscale.distributed.world import sum_over_ranks
 
-    batch, seed, rates = (
-        min(settings.batch, len(chosen)),
-        settings.seed,
-        settings.learning_rates,
-    )
-    values_ND, labels_N = features.values_ND.to(device), features.labels_N.to(device)
+    batch = min(settings.batch, len(chosen))
+    values_ND = features.values_ND.to(device)
+    labels_N = features.labels_N.to(device)
+
+    # From the number of a sample to its row on this rank; -1: another rank has it.
     row_of = np.full(int(chosen.max()) + 1, -1)
-    held = features.samples < len(row_of)
-    row_of[features.samples[held]] = np.flatnonzero(held)
+    is_known = features.samples < len(row_of)
+    row_of[features.samples[is_known]] = np.flatnonzero(is_known)
+
+    # The same first weights for all heads, so that only the rates differ.
+    rates = settings.learning_rates
     rates_H = torch.tensor(rates, device=device) * (batch / RATE_BATCH)
-    random = torch.Generator().manual_seed(stream_key("linear heads", seed) >> 1)
+    key = stream_key("linear heads", settings.seed)
+    random = torch.Generator().manual_seed(key >> 1)
     first_CD = torch.empty(num_classes, values_ND.shape[1]).normal_(
         std=INIT_STD, generator=random
     )
     weights_HCD = F.pad(first_CD, (0, 1)).repeat(len(rates), 1, 1).to(device)
+
     momentum_HCD = torch.zeros_like(weights_HCD)
-    batches = epoch_batches(len(chosen), batch=batch, seed=seed)
+    batches = epoch_batches(len(chosen), batch=batch, seed=settings.seed)
     for step, drawn in zip(range(settings.steps), batches, strict=False):
         rows = row_of[chosen[drawn]]
-        own = torch.from_numpy(rows[rows >= 0]).to(device)
+        rows = torch.from_numpy(rows[rows >= 0]).to(device)
         gradient_HCD = _gradient(
-            weights_HCD, values_ND[own], labels_N[own], batch=batch
+            weights_HCD, values_ND[rows], labels_N[rows], batch=batch
         )
         momentum_HCD.mul_(MOMENTUM).add_(sum_over_ranks(gradient_HCD))
+
+        # Cosine to zero over all steps.
         factor_H = rates_H * (0.5 * (1 + math.cos(math.pi * step / settings.steps)))
         weights_HCD -= factor_H[:, None, None] * momentum_HCD
     return weights_HCD
@@ -217,9 +231,9 @@ def epoch_batches(num: int, *, batch: int, seed: int) -> Iterator[np.ndarray]:
     """Batches of endless epochs over `num` rows, each epoch in a new order."""
     rows = np.empty(0, np.int64)
     for epoch in itertools.count():
-        rows = np.concatenate(
-            [rows, permutation(num, key=stream_key("linear heads", seed, epoch))]
-        )
+        # The rest of the last epoch and the beginning of this one share a batch.
+        order = permutation(num, key=stream_key("linear heads", seed, epoch))
+        rows = np.concatenate([rows, order])
         while len(rows) >= batch:
             yield rows[:batch]
             rows = rows[batch:]

@@ -41,19 +41,19 @@ class RealLabels(PassEvaluation):
     Settings = RealLabelsSettings
 
     def check(self, subject: Subject) -> str:
-        found = _imagenet_columns(subject)
+        # Both raise where the evaluation cannot be done.
+        matched = _imagenet_columns(subject)
         image_numbers(subject.val)
-        return found.how
+        return matched.how
 
     def start(self, subject: Subject) -> None:
         import torch
 
         device = subject.model.world.device
         self._columns_C = columns_on(subject, _imagenet_columns(subject).columns)
-        self._labels_NL = torch.from_numpy(
-            _label_table()[image_numbers(subject.val)]
-        ).to(device)
-        # Right at 1 and at 5, images with labels.
+        labels_NL = _label_table()[image_numbers(subject.val)]
+        self._labels_NL = torch.from_numpy(labels_NL).to(device)
+        # Right at 1, right at 5, images with labels.
         self._totals = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, outputs: Outputs) -> None:
@@ -61,10 +61,12 @@ class RealLabels(PassEvaluation):
 
         samples = torch.from_numpy(outputs.samples_B).to(self._labels_NL.device)
         labels_BL = self._labels_NL[samples]
-        scored_B = (labels_BL >= 0).any(dim=1)
+        is_scored_B = (labels_BL >= 0).any(dim=1)
+
+        # The padding of a set, -1, is no class, so an empty set has no hit.
         best_B5 = outputs.of(self._columns_C).values_BX.topk(5).indices
         hits_B5 = (best_B5[:, :, None] == labels_BL[:, None, :]).any(dim=2)
-        rows = torch.stack([hits_B5[:, 0], hits_B5.any(dim=1), scored_B]).double()
+        rows = torch.stack([hits_B5[:, 0], hits_B5.any(dim=1), is_scored_B]).double()
         self._totals += (rows * outputs.weights_B).sum(dim=1)
 
     def finish(self) -> dict[str, float]:
@@ -77,16 +79,18 @@ class RealLabels(PassEvaluation):
 def _imagenet_columns(subject: Subject) -> ClassMap:
     """The model's output for each class of ImageNet-1k. Raises UserError if it lacks one."""
     check_head(subject, name="real_labels")
-    classes, num_outputs = known_space("imagenet_1k"), subject.num_outputs
-    found = column_of_each_class(subject.classes, classes, num_outputs=num_outputs)
-    if lacking := found.lacking(classes):
+    classes = known_space("imagenet_1k")
+    num_outputs = subject.num_outputs
+    matched = column_of_each_class(subject.classes, classes, num_outputs=num_outputs)
+    lacking = matched.lacking(classes)
+    if lacking:
         raise UserError(
             f"real_labels needs the {len(classes):,} classes of ImageNet-1k, and {len(lacking):,} "
             f"of them are none of the model's {num_outputs:,} (the first is {lacking[0]!r})",
             where="evaluate",
             next_step="remove real_labels, or fine-tune on labels.space=imagenet_1k",
         )
-    return found
+    return matched
 
 
 def image_numbers(index: SplitIndex) -> np.ndarray:
@@ -94,7 +98,7 @@ def image_numbers(index: SplitIndex) -> np.ndarray:
 
     Raises UserError where a key does not have the original name.
     """
-    found = []
+    numbers = []
     for key in sample_keys(index, range(index.num_samples)):
         match = NAME.search(key)
         if match is None or not 1 <= int(match[1]) <= NUM_IMAGES:
@@ -104,16 +108,15 @@ def image_numbers(index: SplitIndex) -> np.ndarray:
                 allowed="ImageNet's validation images under their original names",
                 next_step="make the shards from the original files, or remove real_labels",
             )
-        found.append(int(match[1]) - 1)
-    return np.array(found, np.int64)
+        numbers.append(int(match[1]) - 1)
+    return np.array(numbers, np.int64)
 
 
 @cache
 def _label_table() -> np.ndarray:
     """int64 [50,000, labels]: the set of each image, filled up with -1."""
-    sets = json.loads(
-        timm_file("imagenet_real_labels.json", where="evaluate").read_text()
-    )
+    path = timm_file("imagenet_real_labels.json", where="evaluate")
+    sets = json.loads(path.read_text())
     table = np.full((len(sets), max(map(len, sets))), -1, np.int64)
     for row, labels in zip(table, sets, strict=True):
         row[: len(labels)] = labels

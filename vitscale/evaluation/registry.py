@@ -55,23 +55,28 @@ class ScheduledEvaluations:
 
         Raises UserError when an evaluation does not suit the model and the split.
         """
-        self.subject, self._engine = subject, engine
+        self.subject = subject
+        self._engine = engine
         self._has_average = has_average
-        self._evaluations = (
-            [EVALUATIONS[each.name](each) for each in settings] if subject else []
-        )
-        for each in self._evaluations:
-            assert subject is not None
-            each.check(subject)
+        self._evaluations: list[Evaluation] = []
+        if subject is None:
+            return
+
+        # A run of days should not fail at its first evaluation.
+        for section in settings:
+            evaluation = EVALUATIONS[section.name](section)
+            evaluation.check(subject)
+            self._evaluations.append(evaluation)
 
     def due(self, step: int, *, is_last: bool) -> list[Evaluation]:
-        return [
-            each
-            for each in self._evaluations
-            if is_last
-            or (every := each.settings.every_steps) is not None
-            and step % every == 0
-        ]
+        if is_last:
+            return self._evaluations
+        due = []
+        for evaluation in self._evaluations:
+            every_steps = evaluation.settings.every_steps
+            if every_steps is not None and step % every_steps == 0:
+                due.append(evaluation)
+        return due
 
     def run(self, step: int, *, is_last: bool) -> Iterator[dict[str, float]]:
         """Metrics of each due evaluation: of the weights, `val/...`, then of their average,
@@ -79,30 +84,30 @@ class ScheduledEvaluations:
 
         Raises NonFiniteOutputs.
         """
-        due, subject, engine = (
-            self.due(step, is_last=is_last),
-            self.subject,
-            self._engine,
-        )
+        due = self.due(step, is_last=is_last)
+        subject = self.subject
         assert subject is not None
-        engine.eval()
+        self._engine.eval()
         try:
             for metrics in results(due, subject):
                 yield {f"val/{name}": value for name, value in metrics.items()}
-            if self._has_average:
-                folder = None if subject.folder is None else subject.folder / "ema"
-                not_finite: NonFiniteOutputs | None = None
-                with engine.averaged():
-                    try:
-                        for metrics in results(due, replace(subject, folder=folder)):
-                            yield {
-                                f"val/ema_{name}": value
-                                for name, value in metrics.items()
-                            }
-                    except NonFiniteOutputs as error:
-                        # All ranks have it here, and training goes on: with its own weights.
-                        not_finite = error
-                if not_finite is not None:
-                    raise not_finite
+            if not self._has_average:
+                return
+
+            # Files of the average would replace those of the weights.
+            if subject.folder is not None:
+                subject = replace(subject, folder=subject.folder / "ema")
+            not_finite: NonFiniteOutputs | None = None
+            with self._engine.averaged():
+                try:
+                    for metrics in results(due, subject):
+                        yield {
+                            f"val/ema_{name}": value for name, value in metrics.items()
+                        }
+                except NonFiniteOutputs as error:
+                    # All ranks have it here, and training goes on: with its own weights.
+                    not_finite = error
+            if not_finite is not None:
+                raise not_finite
         finally:
-            engine.train()
+            self._engine.train()

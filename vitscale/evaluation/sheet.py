@@ -48,16 +48,14 @@ def caption(name: str, *, width: int, num_lines: int = 1) -> str:
     A longer name is shortened in the middle: names of related classes differ at either end.
     """
     name = name.replace("_", " ")
-    lines = [name]
-    for kept in range(len(name), 1, -1):
-        text = (
-            name
-            if kept == len(name)
-            else f"{name[: kept - kept // 2]}…{name[-(kept // 2) :]}"
-        )
-        lines = textwrap.wrap(text, width)
+    lines = textwrap.wrap(name, width) or [name]
+    # The widths of words decide where lines break, so the longest text that fits is tried out.
+    for length in range(len(name) - 1, 1, -1):
         if len(lines) <= num_lines:
             break
+        at_end = length // 2
+        text = f"{name[: length - at_end]}…{name[-at_end:]}"
+        lines = textwrap.wrap(text, width)
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import known_space
-from vitscale.evaluation.classes import LACKING, ClassMap, column_of_each_class
+from vitscale.evaluation.classes import ClassMap, column_of_each_class
 from vitscale.evaluation.evaluation import (
     Outputs,
     PassEvaluation,
@@ -53,14 +53,16 @@ class Subset(PassEvaluation):
     def add(self, outputs: Outputs) -> None:
         import torch
 
+        # A class that the model lacks has no output, and no logit that could win.
         logits_BK = outputs.values_BX[:, self._columns_K.clamp(min=0)]
         logits_BK = logits_BK.masked_fill(self._columns_K < 0, float("-inf"))
         labels_B = self._position_C[outputs.labels_B]
         best_BK = logits_BK.topk(min(5, logits_BK.shape[1])).indices
-        # A class that the model lacks never counts, even if it is among the best five.
-        lacking_B = self._columns_K[labels_B] < 0
-        hits_BK = (best_BK == labels_B[:, None]) & ~lacking_B[:, None]
-        at1_B = (logits_BK.argmax(dim=1) == labels_B) & ~lacking_B
+
+        # It never counts, even if it is among the best five of fewer than five.
+        has_output_B = self._columns_K[labels_B] >= 0
+        hits_BK = (best_BK == labels_B[:, None]) & has_output_B[:, None]
+        at1_B = (logits_BK.argmax(dim=1) == labels_B) & has_output_B
         rows = torch.stack([at1_B, hits_BK.any(dim=1), torch.ones_like(at1_B)]).double()
         self._totals += (rows * outputs.weights_B).sum(dim=1)
 
@@ -68,9 +70,11 @@ class Subset(PassEvaluation):
         from vitscale.distributed.world import sum_over_ranks
 
         at1, at5, images = sum_over_ranks(self._totals).tolist()
-        if len(self._columns_K) <= 5:
-            return {"subset_top1": Share(at1, images)}
-        return {"subset_top1": Share(at1, images), "subset_top5": Share(at5, images)}
+        metrics: dict[str, float] = {"subset_top1": Share(at1, images)}
+        # Of five classes or fewer every prediction is right at 5.
+        if len(self._columns_K) > 5:
+            metrics["subset_top5"] = Share(at5, images)
+        return metrics
 
     def _columns(self, subject: Subject) -> tuple[ClassMap, ClassMap]:
         """The model's output for each class that competes, and the position among them of each
@@ -79,29 +83,34 @@ class Subset(PassEvaluation):
         Raises UserError where names do not fit.
         """
         check_head(subject, name="subset")
-        shards, chosen = subject.val.classes, self.settings.classes
-        competing = shards if chosen == "shards" else known_space(chosen)
+        shards = subject.val.classes
+        competing = shards
+        if self.settings.classes != "shards":
+            competing = known_space(self.settings.classes)
         positions = column_of_each_class(competing, shards, num_outputs=len(competing))
         _refuse(
             positions.lacking(shards),
-            what=f"not among the classes of {chosen}",
+            what=f"not among the classes of {self.settings.classes}",
             subject=subject,
             next_step="set classes of subset to shards, or data.path to other shards",
         )
+
+        # A model that has none of them at all is a mistake, whatever may be missing.
         outputs = column_of_each_class(
             subject.classes, competing, num_outputs=subject.num_outputs
         )
-        _refuse(
-            [] if self.settings.allow_missing else outputs.lacking(competing),
-            what="not among the model's classes",
-            subject=subject,
-            next_step="set allow_missing of subset to true to count their images as wrong, or "
-            "data.path to other shards",
-        )
-        if all(column == LACKING for column in outputs.columns):
+        lacking = outputs.lacking(competing)
+        what = "not among the model's classes"
+        if not self.settings.allow_missing:
             _refuse(
-                list(competing), what="not among the model's classes", subject=subject
+                lacking,
+                what=what,
+                subject=subject,
+                next_step="set allow_missing of subset to true to count their images as wrong, "
+                "or data.path to other shards",
             )
+        if len(lacking) == len(competing):
+            _refuse(lacking, what=what, subject=subject)
         return outputs, positions
 
 
@@ -112,9 +121,11 @@ def _refuse(
     subject: Subject,
     next_step: str = "use other shards",
 ) -> None:
-    if names:
-        number = f"{len(names)} of {len(subject.val.classes)} classes"
-        what = f"subset: {number} are {what} (the first is {names[0]!r})"
-        raise UserError(
-            what, where=f"label map of {subject.val.folder}", next_step=next_step
-        )
+    if not names:
+        return
+    number = f"{len(names)} of {len(subject.val.classes)} classes"
+    raise UserError(
+        f"subset: {number} are {what} (the first is {names[0]!r})",
+        where=f"label map of {subject.val.folder}",
+        next_step=next_step,
+    )

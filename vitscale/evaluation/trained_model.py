@@ -60,9 +60,9 @@ class Preprocessing:
 
     def data_values(self) -> dict[str, Any]:
         """The same as values of `DataSettings`, which leaves the image size to the model."""
-        return {
-            key: value for key, value in asdict(self).items() if key != "image_size"
-        }
+        values = asdict(self)
+        del values["image_size"]
+        return values
 
 
 class InferenceModel:
@@ -81,7 +81,8 @@ class InferenceModel:
     ) -> None:
         """dtype: of the weights, which are rounded in place, and of the forward pass."""
         self.network = network.eval().requires_grad_(False).to(world.device)
-        self.world, self.dtype = world, dtype
+        self.world = world
+        self.dtype = dtype
         round_weights(self.network, dtype)
         self._normalize = Normalization(
             mean=pixels.mean, std=pixels.std, device=world.device
@@ -100,9 +101,8 @@ class InferenceModel:
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:
         """Return an output of the model, in its precision."""
-        return self.network(
-            self._normalize(images_B3SS, dtype=self.dtype), output=output
-        )
+        pixels_B3SS = self._normalize(images_B3SS, dtype=self.dtype)
+        return self.network(pixels_B3SS, output=output)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,19 +146,21 @@ class TrainedModel:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Class names by label, or `class 0`, ... if unknown."""
-        return self.classes or tuple(
-            f"class {label}" for label in range(self.num_classes)
-        )
+        unnamed = (f"class {label}" for label in range(self.num_classes))
+        return self.classes or tuple(unnamed)
 
     def for_inference(
         self, world: World, *, precision: str, num_images: int
     ) -> InferenceModel:
         """The model on the device of this rank, compiled there for many images."""
-        on_gpu = world.device.type == "cuda"
-        if on_gpu and num_images >= COMPILED_FROM * world.world_size:
+        is_gpu = world.device.type == "cuda"
+        if is_gpu and num_images >= COMPILED_FROM * world.world_size:
             MODELS[self.arch.name].load().compile_blocks(self.network)
-        is_low = precision == "bf16" or (precision == "auto" and on_gpu)
-        dtype = torch.bfloat16 if is_low else torch.float32
+
+        # CPUs compute bf16 slower than fp32, most of them many times.
+        dtype = torch.float32
+        if precision == "bf16" or (precision == "auto" and is_gpu):
+            dtype = torch.bfloat16
         return InferenceModel(
             self.network, pixels=self.preprocessing, world=world, dtype=dtype
         )
@@ -190,40 +192,50 @@ def open_model(
             is_maker=world.local_rank == 0,
             gather=gather_objects,
         )
-        init = gather_objects(pinned)[0]  # a branch may move in between
-        disable_progress_bars()  # the next fetch finds all in the cache
-    found, run = read_source(init, weights=weights, model=model, key=key, world=world)
-    if run is None:
-        settings, num_classes = inferred_model(found, chosen=model)
-        arch = settings.resolved(num_classes=num_classes)
-    elif model is None:
-        arch = run.arch
-    else:
+        # A branch may move in between, so all nodes take the first one's commit.
+        init = gather_objects(pinned)[0]
+        # The next fetch finds all in the cache.
+        disable_progress_bars()
+
+    source, run = read_source(init, weights=weights, model=model, key=key, world=world)
+    if run is not None and model is not None:
         raise UserError(
             "the run folder describes its model itself",
             where="model",
             next_step="remove `model`",
         )
+    if run is not None:
+        arch = run.arch
+    else:
+        settings, num_classes = inferred_model(source, chosen=model)
+        arch = settings.resolved(num_classes=num_classes)
+
     # DINOv2's folders make smaller images than their positions are for.
-    image_size = image_size or found.preprocessing.get("image_size")
+    image_size = image_size or source.preprocessing.get("image_size")
     if image_size is not None:
         arch = arch.model_copy(update={"image_size": image_size})
-        if problem := dict(arch.problems()).get("model.image_size"):
+        problem = dict(arch.problems()).get("model.image_size")
+        if problem:
             raise UserError(problem, where="image_size")
+
+    # The seed has no effect: every tensor is replaced, or the transfer raises.
     network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)
     transfer_weights(
-        network, found, grid=arch.grid, convention=position_embedding, keep_head=True
+        network, source, grid=arch.grid, convention=position_embedding, keep_head=True
     )
-    chosen = preprocessing or {}
-    given = {*(() if model is None else model.model_fields_set), *chosen}
-    values = {**found.preprocessing, **chosen, "image_size": arch.image_size}
+
+    # A key of the user's is no assumption.
+    given = {*(preprocessing or ())}
+    if model is not None:
+        given |= model.model_fields_set
+    values = {**source.preprocessing, **(preprocessing or {})}
     return TrainedModel(
         network=network.eval(),
         arch=arch,
-        preprocessing=Preprocessing(**values),
-        classes=found.names_of(arch.num_classes),
-        source=f"{found.format}{_assumed(found, arch, given=given)}",
-        independent=found.independent,
+        preprocessing=Preprocessing(**{**values, "image_size": arch.image_size}),
+        classes=source.names_of(arch.num_classes),
+        source=f"{source.format}{_assumed(source, arch, given=given)}",
+        independent=source.independent,
         run=run,
     )
 
@@ -240,24 +252,15 @@ def read_source(
 
     Raises UserError.
     """
-    path, init = fetch(init, key=key) if init.startswith(HUB) else (Path(init), init)
+    path = Path(init)
+    if init.startswith(HUB):
+        path, init = fetch(init, key=key)
     if is_external(path):
-        found = read_weights(path, model=model, weights=weights)
-        return replace(found, where=init, format=f"{init}, {found.format}"), None
-    is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).is_file()
-    if path.exists() and not is_run:
-        what, next_step = "contains no model", "correct the path"
-        if path.is_file():
-            what = f"{path.suffix or 'a name without suffix'} is not a type of weights file"
-        elif files := sorted(
-            file.name for file in path.iterdir() if file.suffix in SUFFIXES
-        ):
-            next_step = (
-                f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
-            )
-        raise UserError(
-            what, where=f"{key}={init}", allowed=ALLOWED_MODELS, next_step=next_step
-        )
+        external = read_weights(path, model=model, weights=weights)
+        origin = f"{init}, {external.format}"
+        return replace(external, where=init, format=origin), None
+    _refuse_other_paths(path, where=f"{key}={init}", key=key)
+
     # A checkpoint has more than the model, and all of it is verified: the ranks share that.
     ranks: dict[str, Any] = {}
     if world is not None and world.world_size > 1:
@@ -269,24 +272,37 @@ def read_source(
     checkpoint, warnings = resolve_weights(init, key=key, **ranks)
     folder = checkpoint.folder.parent.parent
     config, sections, arch = _read_config(checkpoint, folder / "config.yaml")
-    averaged, classes = takes_average(checkpoint, weights), folder / CLASSES_NAME
+
+    # People tell checkpoints of one run apart by the step and the end of the run.
+    origin = f"{checkpoint.folder}, step {checkpoint.step}"
     start = read_start(folder)
-    is_unfinished = start is not None and checkpoint.step < start.total_steps
-    total = f" of {start.total_steps}, not finished" if start and is_unfinished else ""
-    average = ", the average of the weights (val/ema_...)" if averaged else ""
-    rows, columns = checkpoint.description["grid"]
-    data, loss = sections.data, (config.get("objective") or {}).get("loss")
+    if start is not None and checkpoint.step < start.total_steps:
+        origin += f" of {start.total_steps}, not finished"
+    averaged = takes_average(checkpoint, weights)
+    prefix = "model."
+    if averaged:
+        origin += ", the average of the weights (val/ema_...)"
+        prefix = "ema."
+
+    classes = None
+    if (folder / CLASSES_NAME).is_file():
+        classes = tuple(json.loads((folder / CLASSES_NAME).read_text()))
+
+    # The run evaluates with the filter of its training unless another one is set.
+    data = sections.data
     pixels = {name: getattr(data, name) for name in ("mean", "std", *PREPROCESSING)}
     pixels["eval_interpolation"] = data.eval_interpolation or data.interpolation
+    loss = (config.get("objective") or {}).get("loss")
+    rows, columns = checkpoint.description["grid"]
     found = Weights(
-        tensors=read_tensors(checkpoint.files, prefix="ema." if averaged else "model."),
+        tensors=read_tensors(checkpoint.files, prefix=prefix),
         grid=(rows, columns),
-        format=f"{checkpoint.folder}, step {checkpoint.step}{total}{average}",
+        format=origin,
         known=_known(arch),
         preprocessing=pixels,
         assumed=(),
         independent=loss in ("sigmoid", "bce"),
-        classes=tuple(json.loads(classes.read_text())) if classes.is_file() else None,
+        classes=classes,
         computed=fixed_positions(arch.description(), grid=(rows, columns)),
         where=str(checkpoint.folder),
     )
@@ -298,6 +314,25 @@ def read_source(
         arch=arch,
         warnings=warnings,
     )
+
+
+def _refuse_other_paths(path: Path, *, where: str, key: str) -> None:
+    """Raise UserError for a path that is there, but neither of a run nor of a checkpoint."""
+    is_run = (path / "checkpoints").is_dir() or (path / MANIFEST).is_file()
+    if is_run or not path.exists():
+        return
+    what = "contains no model"
+    next_step = "correct the path"
+    if path.is_file():
+        what = f"{path.suffix or 'a name without suffix'} is not a type of weights file"
+    else:
+        # The weights of a library alone, without the file that describes them.
+        files = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
+        if files:
+            next_step = (
+                f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
+            )
+    raise UserError(what, where=where, allowed=ALLOWED_MODELS, next_step=next_step)
 
 
 def _known(arch: Architecture) -> dict[str, Any]:
@@ -331,13 +366,14 @@ def _read_config(
         arch = arch.model_copy(update={"image_size": described["image_size"]})
         if arch.description() == described:
             return values, sections, arch
-        error = "another model"
-    except OSError as caught:
-        error = str(caught.strerror)
-    except (KeyError, TypeError, ValueError) as caught:
-        error = type(caught).__name__
+        # A file that was edited after the training would give other outputs.
+        reason = "another model"
+    except OSError as error:
+        reason = str(error.strerror)
+    except (KeyError, TypeError, ValueError) as error:
+        reason = type(error).__name__
     raise UserError(
-        f"does not describe the model of {checkpoint.folder} ({error})",
+        f"does not describe the model of {checkpoint.folder} ({reason})",
         where=str(path),
         next_step="keep the checkpoint in its run folder, with the run's config.yaml",
     )
@@ -359,27 +395,34 @@ def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
         )
     if choice != "auto" or not has_average:
         return choice == "ema"
+
     # Share of the average that is still the weights before the first step.
     ema = EmaSettings.model_validate(checkpoint.description["ema"])
-    share = math.prod(
-        map(ema.decay_at, range(1, checkpoint.progress["engine"]["num_averaged"] + 1))
-    )
-    if share > 0.01 and (not dist.is_initialized() or dist.get_rank() == 0):
+    num_averaged = checkpoint.progress["engine"]["num_averaged"]
+    share = math.prod(map(ema.decay_at, range(1, num_averaged + 1)))
+    if share <= 0.01:
+        return True
+
+    # Predictions may go to stdout.
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(
             f"{checkpoint.folder}: taking the raw weights, since {share:.0%} of their average "
             "is the random start (optim.ema)",
-            file=sys.stderr,  # predictions may go to stdout
+            file=sys.stderr,
         )
-    return share <= 0.01
+    return False
 
 
-def _assumed(found: Weights, arch: Architecture, *, given: set[str]) -> str:
+def _assumed(source: Weights, arch: Architecture, *, given: set[str]) -> str:
     """List the settings that no file states, beside those `given` by the user."""
-    values = {**found.known, **found.preprocessing}
-    if "num_heads" in values:  # read
+    values = {**source.known, **source.preprocessing}
+    # Heads that a file states were read; else they are a guess from the width.
+    if "num_heads" in values:
         given |= {"num_heads"}
     elif heads := getattr(arch, "num_heads", None):
         values = {"num_heads": heads, **values}
-    assumed = [key for key in values if key not in given and found.assumes(key)]
-    shown = ", ".join(f"{key}={values[key]}" for key in assumed)
-    return f"; assumed {shown}" if shown else ""
+
+    assumed = [key for key in values if key not in given and source.assumes(key)]
+    if not assumed:
+        return ""
+    return f"; assumed {', '.join(f'{key}={values[key]}' for key in assumed)}"

@@ -34,22 +34,36 @@ def label_loss(
     logits_BC = logits_BC.float()
     if kind == "softmax" and mixed_labels_B is None:
         return F.cross_entropy(logits_BC, labels_B, label_smoothing=smoothing)
-    values_BC = F.log_softmax(logits_BC, dim=1) if kind == "softmax" else logits_BC
+
+    # A target multiplies log probabilities in cross-entropy, and logits in the other two.
+    values_BC = logits_BC
+    if kind == "softmax":
+        values_BC = F.log_softmax(logits_BC, dim=1)
     labelled_B = values_BC.gather(1, labels_B[:, None])[:, 0]
+
     if mixed_labels_B is not None:
         assert mix_lambda_B is not None
-        own_B, other_B = mix_lambda_B, 1 - mix_lambda_B
+        first_B = mix_lambda_B
+        second_B = 1 - mix_lambda_B
         if kind == "bce":
+            # Both labels count in full, but two images of the same class count once.
             is_same_B = mixed_labels_B == labels_B
-            own_B, other_B = (own_B > 0) | is_same_B, (own_B < 1) & ~is_same_B
+            first_B = ((mix_lambda_B > 0) | is_same_B).float()
+            second_B = ((mix_lambda_B < 1) & ~is_same_B).float()
         mixed_B = values_BC.gather(1, mixed_labels_B[:, None])[:, 0]
-        labelled_B = own_B * labelled_B + other_B * mixed_B
+        labelled_B = first_B * labelled_B + second_B * mixed_B
+
+    # The mean is the loss of a target that is spread evenly over all classes.
     if smoothing:
         labelled_B = (1 - smoothing) * labelled_B + smoothing * values_BC.mean(dim=1)
     if kind == "softmax":
         return -labelled_B.mean()
+
+    # softplus(x) is the loss of a class that no label names; a label takes x off.
     loss = (F.softplus(logits_BC).sum(dim=1) - labelled_B).mean()
-    return loss / logits_BC.shape[1] if kind == "bce" else loss
+    if kind == "bce":
+        loss = loss / logits_BC.shape[1]
+    return loss
 
 
 def hard_loss(student_BC: torch.Tensor, teacher_BC: torch.Tensor) -> torch.Tensor:
@@ -67,10 +81,9 @@ def soft_loss(
 
     Source: Touvron et al. 2021, eq. 2; DeiT's `losses.py` divides by the number of logits, B * C.
     """
-    student_BC, teacher_BC = (
-        F.log_softmax(logits_BC.float() / tau, dim=1)
-        for logits_BC in (student_BC, teacher_BC)
-    )
+    student_BC = F.log_softmax(student_BC.float() / tau, dim=1)
+    teacher_BC = F.log_softmax(teacher_BC.float() / tau, dim=1)
+    # Gradients of softened targets shrink by tau^2, which the factor makes up for.
     divergence = F.kl_div(
         student_BC, teacher_BC, reduction="batchmean", log_target=True
     )

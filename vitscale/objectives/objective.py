@@ -1,7 +1,7 @@
 """The interface of a training objective, and the supervised ones, of the ViT paper and of DeiT.
 
 Needs no torch when imported, and neither may a file with an objective: settings are validated on
-machines without torch. Import torch inside the methods; modules belong into `vitscale.models`.
+machines without torch. Import torch inside the methods, and modules from a file beside it.
 Leaves out: the teacher (`teacher`), the losses (`losses`), and the objectives of
 pretrain/objectives/.
 """
@@ -44,7 +44,8 @@ class Objective:
 
     def __init__(self, settings: Any, *, seed: int) -> None:
         """settings: an instance of `Settings`. seed: the run's, for draws by position."""
-        self.settings, self.seed = settings, seed
+        self.settings = settings
+        self.seed = seed
         self.recorded: dict[str, torch.Tensor] = {}
         """Further metrics of the last micro-batch; the log shows their means."""
         self.messages: list[str] = []
@@ -52,35 +53,39 @@ class Objective:
 
     def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
         """Conflicts with other settings of the run, as (dotted key, what is wrong, what to do)."""
+        # Settings know their own conflicts, but not those with the rest of the run.
         yield from self.settings.problems()
         if self.trains_classifier:
             return
-        name = self.settings.name
+
+        # The model is built without a head, so nothing may need one.
+        reason = f"{self.settings.name} trains no classifier"
         if run.model.num_classes is not None:
-            yield ("model.num_classes", f"{name} trains no classifier; set it to null")
+            yield ("model.num_classes", f"{reason}; set it to null")
         if getattr(run.model, "representation_layer", False):
-            yield (
-                "model.representation_layer",
-                f"{name} trains no classifier; set it to false",
-            )
+            yield ("model.representation_layer", f"{reason}; set it to false")
         if getattr(run.model, "distillation_token", False):
-            what = f"{name} trains no classifier, so no distillation head either"
-            yield ("model.distillation_token", f"{what}; set it to false")
+            yield (
+                "model.distillation_token",
+                f"{reason}, so no distillation head either; set it to false",
+            )
+
+        # kNN, few-shot and linear probes read features, which every objective trains.
         for evaluation in self.evaluations(run):
             if EVALUATIONS[evaluation.name].needs != "features":
-                what = (
-                    f"{evaluation.name} needs a classifier, which {name} does not train"
-                )
                 yield (
                     "evaluate",
-                    f"{what}; remove it, or take knn where there are labels",
+                    f"{evaluation.name} needs a classifier, which {self.settings.name} does not "
+                    "train; remove it, or take knn where there are labels",
                 )
 
     def evaluations(self, run: TrainingRun) -> tuple[SettingsBase, ...]:
         """The evaluations of `run`: those it names, else classification if there is a head."""
         if run.evaluate is not None:
             return run.evaluate
-        return (ClassificationSettings(),) if self.trains_classifier else ()
+        if self.trains_classifier:
+            return (ClassificationSettings(),)
+        return ()
 
     def prepare(
         self, *, classes: Sequence[str], world: World, engine: EngineSettings
@@ -112,10 +117,10 @@ class Objective:
         self, arch: Architecture, *, precision: str, activation_checkpointing: bool
     ) -> int:
         """Activations kept for the backward pass of one image."""
-        kept = costs_of(arch).activation_bytes_per_image(
+        bytes_per_image = costs_of(arch).activation_bytes_per_image(
             arch, precision=precision, activation_checkpointing=activation_checkpointing
         )
-        return int(kept)
+        return int(bytes_per_image)
 
     def notes(self) -> Iterator[str]:
         """What a dry run says about the objective besides its name."""
@@ -140,20 +145,26 @@ def check_objective(
     objective: Objective, run: TrainingRun, *, num_classes: int
 ) -> None:
     """Raise UserError when the shards cannot serve the model, the objective and its evaluations."""
-    name, path = objective.settings.name, run.data.path
-    wanted = run.model.num_classes
+    # A dry run on a login node has no shards, so this is checked when they are opened.
+    name = objective.settings.name
+    path = run.data.path
     if objective.needs_labels and num_classes == 0:
         raise UserError(
             f"{name} needs labels, but the shards of {path} have none",
             where="objective.name",
             next_step="set data.path to labelled shards, or choose an objective without labels",
         )
-    if objective.trains_classifier and wanted not in (None, num_classes):
+
+    # A head of another size would train, with classes that never occur or labels out of its range.
+    head_classes = run.model.num_classes
+    if objective.trains_classifier and head_classes not in (None, num_classes):
         raise UserError(
-            f"{wanted} classes, but the label map of {path} has {num_classes}",
+            f"{head_classes} classes, but the label map of {path} has {num_classes}",
             where="model.num_classes",
             next_step=f"set model.num_classes={num_classes}, or null, or take other shards",
         )
+
+    # Every evaluation compares with labels, also where the objective needs none.
     names = [evaluation.name for evaluation in objective.evaluations(run)]
     if names and num_classes == 0 and run.data.evaluated is not None:
         raise UserError(
@@ -245,11 +256,12 @@ class Distillation(Supervised):
     ) -> dict[str, Any]:
         from vitscale.objectives.teacher import open_teacher
 
-        chosen = self.settings.teacher.model_dump()
+        # The field names of the settings are the parameters of `open_teacher`.
+        options = self.settings.teacher.model_dump()
         self.teacher = open_teacher(
-            **chosen, classes=classes, world=world, engine=engine
+            **options, classes=classes, world=world, engine=engine
         )
-        self.messages += self.teacher.said
+        self.messages += self.teacher.messages
         return {"teacher": self.teacher.fingerprint}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
@@ -257,22 +269,29 @@ class Distillation(Supervised):
 
         settings = self.settings
         teacher_BC = self.teacher.logits(batch.images)
-        if "heads" in engine.known_outputs:  # the student has a distillation token
+
+        # A distillation token has a head of its own. Without it the two targets pull at one head,
+        # as in the ablation of DeiT's table 3.
+        if "heads" in engine.known_outputs:
             class_BC, student_BC = engine.forward(batch.images, "heads")
         else:
             class_BC = student_BC = engine.logits(batch.images)
+
+        label_loss = self.label_loss(class_BC, batch)
         if settings.kind == "hard":
-            distilled = hard_loss(student_BC, teacher_BC)
+            teacher_loss = hard_loss(student_BC, teacher_BC)
         else:
-            distilled = soft_loss(student_BC, teacher_BC, tau=settings.tau)
-        labelled = self.label_loss(class_BC, batch)
-        self.record("train/label_loss", labelled)
-        self.record("train/teacher_loss", distilled)
-        agreed_B = student_BC.argmax(dim=1) == teacher_BC.argmax(dim=1)
-        self.record("train/teacher_agreement", agreed_B.float().mean())
-        return (1 - settings.alpha) * labelled + settings.alpha * distilled
+            teacher_loss = soft_loss(student_BC, teacher_BC, tau=settings.tau)
+
+        # The sum alone would not show which of the two has stopped to fall.
+        self.record("train/label_loss", label_loss)
+        self.record("train/teacher_loss", teacher_loss)
+        agrees_B = student_BC.argmax(dim=1) == teacher_BC.argmax(dim=1)
+        self.record("train/teacher_agreement", agrees_B.float().mean())
+        return (1 - settings.alpha) * label_loss + settings.alpha * teacher_loss
 
     def notes(self) -> Iterator[str]:
+        # The costs of a teacher that is a run of ours are unknown before it is opened.
         settings = self.settings.teacher
         yield f"{self.settings.kind}, from {settings.model or settings.weights}"
         yield "without the costs of the teacher"

@@ -36,12 +36,13 @@ class Teacher:
     image_size: int
     fingerprint: str
     """Hash of the file with its weights."""
-    said: tuple[str, ...]
-    """What to say about it at the start."""
+    messages: tuple[str, ...]
+    """Lines about it for the start of the log."""
 
     @torch.no_grad()
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """The student's images, uint8 or mixed float 0..255 -> logits [B, classes]."""
+        # The student's augmentation is kept: the teacher judges the same view (DeiT, sec. 3).
         size = self.image_size
         if images_B3SS.shape[-1] != size:
             images_B3SS = F.interpolate(
@@ -65,40 +66,66 @@ def open_teacher(
     Raises UserError for an unknown name, a missing or unfit file, an image size that the teacher
     cannot take, and other classes.
     """
-    chosen = None
+    # A run of ours names its own architecture; a file of weights alone does not.
+    timm_settings = None
     if model is not None:
         config = timm_model.pretrained_config(model, where="objective.teacher.model")
-        chosen = TimmSettings(
+        timm_settings = TimmSettings(
             model=model, image_size=image_size or config.input_size[-1]
         )
-    key = "objective.teacher.weights"
     opened = open_model(
-        weights, model=chosen, image_size=image_size, key=key, world=world
+        weights,
+        model=timm_settings,
+        image_size=image_size,
+        key="objective.teacher.weights",
+        world=world,
     )
+
+    # The number of outputs comes first: weights without class names are matched by position.
     next_step = "take a teacher of the same classes, or train one on these shards"
-    num_outputs = opened.num_classes
-    if num_outputs != len(classes):
-        what = f"the teacher predicts {num_outputs} classes, but the label map has {len(classes)}"
-        raise UserError(what, where=opened.source, next_step=next_step)
-    matched = column_of_each_class(opened.classes, classes, num_outputs=num_outputs)
-    if lacking := matched.lacking(classes):
-        what = f"the teacher does not predict {len(lacking)} of {len(classes)} classes, such as "
+    if opened.num_classes != len(classes):
         raise UserError(
-            f"{what}{lacking[0]!r}", where=opened.source, next_step=next_step
+            f"the teacher predicts {opened.num_classes} classes, but the label map has "
+            f"{len(classes)}",
+            where=opened.source,
+            next_step=next_step,
         )
-    file = (
-        Path(weights) if opened.run is None else opened.run.checkpoint.folder / MANIFEST
+    matched = column_of_each_class(
+        opened.classes, classes, num_outputs=opened.num_classes
     )
+    lacking = matched.lacking(classes)
+    if lacking:
+        raise UserError(
+            f"the teacher does not predict {len(lacking)} of {len(classes)} classes, such as "
+            f"{lacking[0]!r}",
+            where=opened.source,
+            next_step=next_step,
+        )
+    # A person should see at once that names were matched by their meaning or by position alone.
+    messages = []
+    if matched.how:
+        messages.append(f"the teacher's classes are {matched.how}")
+
+    # A resumed run must learn from the same teacher. A manifest holds the hashes of all weights,
+    # and the source of a repository names its commit.
+    weights_file = Path(weights)
+    if opened.run is not None:
+        weights_file = opened.run.checkpoint.folder / MANIFEST
+    fingerprint = opened.source
+    if weights_file.is_file():
+        fingerprint = blake3_of_file(weights_file)
+
+    # Its forward pass runs beside the student's in every step, so it must be as fast.
     dtype = resolve_precision(engine, world.device)
     if is_compiled(engine, world.device):
         MODELS[opened.arch.name].load().compile_blocks(opened.network)
+    inference = InferenceModel(
+        opened.network, pixels=opened.preprocessing, world=world, dtype=dtype
+    )
     return Teacher(
-        model=InferenceModel(
-            opened.network, pixels=opened.preprocessing, world=world, dtype=dtype
-        ),
+        model=inference,
         columns_C=torch.tensor(matched.columns, device=world.device),
         image_size=opened.arch.image_size,
-        # A source names the commit of a repository.
-        fingerprint=blake3_of_file(file) if file.is_file() else opened.source,
-        said=(f"the teacher's classes are {matched.how}",) if matched.how else (),
+        fingerprint=fingerprint,
+        messages=tuple(messages),
     )

@@ -12,9 +12,10 @@ import torch
 
 from vitscale.optim.settings import OptimSettings
 
-# Values that `MaskedAdam` updates at a time; it needs memory for four times as many.
+# Values that `MaskedOptimizer` updates at a time; Adam's kind needs memory for five times as many.
 CHUNK_ELEMENTS = 25_000_000
 Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
+State = dict[str, Tensors]
 
 
 def optimizer_groups(
@@ -36,18 +37,22 @@ def optimizer_groups(
     for name, parameter in named:
         if not parameter.requires_grad:
             continue
-        scale = (
-            1.0
-            if settings.layer_decay == 1
-            else settings.layer_decay ** layers_above(name)
-        )
-        rate = (
-            settings.lr * scale if settings.weight_decay_mode == "independent" else 1.0
-        )
-        with_decay = decayed(name, parameter)
-        decay = settings.weight_decay / rate if with_decay else 0.0
+
+        # Some models have no order of layers, and are asked for none.
+        scale = 1.0
+        if settings.layer_decay != 1:
+            scale = settings.layer_decay ** layers_above(name)
+
+        decay = 0.0
+        is_decayed = decayed(name, parameter)
+        if is_decayed:
+            decay = settings.weight_decay
+            if settings.weight_decay_mode == "independent":
+                decay /= settings.lr * scale
+
         group = {"params": [], "weight_decay": decay, "lr_scale": scale}
-        groups.setdefault((scale, not with_decay), group)["params"].append(parameter)
+        groups.setdefault((scale, not is_decayed), group)["params"].append(parameter)
+
     # Sorted: rates rise from the embedding to the head, decayed before not decayed.
     return [groups[key] for key in sorted(groups)]
 
@@ -75,17 +80,17 @@ def build_optimizer(
     return torch.optim.AdamW(groups, **moments, fused=True)
 
 
-class MaskedAdam(torch.optim.Optimizer):
-    """Adam's moments (Kingma & Ba 2015, algorithm 1); a subclass uses the direction.
+class MaskedOptimizer(torch.optim.Optimizer):
+    """An optimiser with the interface of torch's fused ones; a subclass says what an update is.
 
-    Has the interface of torch's fused optimisers: gradients are divided by `grad_scale`, and where
-    `found_inf` is 1 nothing changes, the step count included; neither waits for the device.
+    Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, not even the
+    step count. Neither waits for the device.
     """
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-    state_dtypes: dict[str, torch.dtype] = {}
-    """Types of the moments that are not kept in the parameter's own type."""
+    state_dtypes: dict[str, torch.dtype | None]
+    """The tensors kept for each parameter, of its shape, with their types; None: its own type."""
 
     def __init__(
         self,
@@ -99,75 +104,97 @@ class MaskedAdam(torch.optim.Optimizer):
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, values | {"fused": True})
 
+    def update(
+        self,
+        parameters: Tensors,
+        gradients: Tensors,
+        state: State,
+        group: dict[str, Any],
+    ) -> tuple[Tensors, State]:
+        """New parameters, and the new tensors of `state_dtypes`. Changes nothing in place.
+
+        The lists have one tensor for each parameter. `state["step"]` counts this update too. group:
+        the options of these parameters, such as `lr`.
+        """
+        raise NotImplementedError
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
         assert closure is None
         for group in self.param_groups:
-            together: list[torch.Tensor] = []
+            chunk: list[torch.Tensor] = []
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    together.append(parameter)
-                if sum(each.numel() for each in together) > CHUNK_ELEMENTS:
-                    self._update(together, group)
-                    together = []
-            if together:
-                self._update(together, group)
+                    chunk.append(parameter)
+                if sum(p.numel() for p in chunk) > CHUNK_ELEMENTS:
+                    self._step_together(chunk, group)
+                    chunk = []
+            if chunk:
+                self._step_together(chunk, group)
 
-    def _first_moments(self, kept: Tensors, gradients: Tensors, beta: float) -> Tensors:
-        """The new first moments, in the gradients' type."""
-        return torch._foreach_lerp(kept, gradients, 1 - beta)
-
-    def _changed(
-        self, parameters: Tensors, directions: Tensors, group: dict[str, Any]
+    def _step_together(
+        self, parameters: list[torch.Tensor], group: dict[str, Any]
     ) -> None:
-        """Make new parameters of `directions`: Adam's, without rate and decay."""
-        raise NotImplementedError
-
-    def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         device = parameters[0].device
+        skipped = self.found_inf
+        if skipped is None:
+            skipped = torch.zeros((), device=device)
+
         for parameter in parameters:
             if not self.state[parameter]:
-                state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
-                for name in ("exp_avg", "exp_avg_sq"):
-                    state[name] = torch.zeros_like(
-                        parameter, dtype=self.state_dtypes.get(name)
-                    )
-                self.state[parameter] = state
-        steps, means, squares = (
-            [self.state[each][name] for each in parameters]
-            for name in ("step", "exp_avg", "exp_avg_sq")
-        )
-        skipped = (
-            torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-        )
-        gradients: Any = [each.grad for each in parameters]
+                first_state = {"step": torch.zeros((), device=device)}
+                for name, dtype in self.state_dtypes.items():
+                    first_state[name] = torch.zeros_like(parameter, dtype=dtype)
+                self.state[parameter] = first_state
+        state: State = {
+            name: [self.state[parameter][name] for parameter in parameters]
+            for name in ("step", *self.state_dtypes)
+        }
+        torch._foreach_add_(state["step"], 1.0 - skipped)
+
+        gradients: Any = [parameter.grad for parameter in parameters]
         if self.grad_scale is not None:
             gradients = torch._foreach_div(gradients, self.grad_scale)
-        beta1, beta2 = group["betas"]
-        torch._foreach_add_(steps, 1.0 - skipped)
-        # In fp64: 1 - 0.999 in fp32 is off by 5e-5.
-        counts = torch.stack(steps).double()
-        new_means = self._first_moments(means, gradients, beta1)
-        new_squares = torch._foreach_mul(squares, beta2)
-        torch._foreach_addcmul_(new_squares, gradients, gradients, value=1 - beta2)
-        del gradients
-        deviations = torch._foreach_div(new_squares, (1 - beta2**counts).unbind())
-        torch._foreach_sqrt_(deviations)
-        torch._foreach_add_(deviations, group["eps"])
-        changed = torch._foreach_div(new_means, (1 - beta1**counts).unbind())
-        torch._foreach_div_(changed, deviations)
-        del deviations
-        self._changed(parameters, changed, group)
-        keep = skipped.bool()
-        for old, new in zip(
-            [*means, *squares, *parameters],
-            [*new_means, *new_squares, *changed],
-            strict=True,
-        ):
-            torch.where(keep, old, new.to(old.dtype), out=old)
+        changed, new_state = self.update(parameters, gradients, state, group)
+
+        # The device decides, value by value: to ask it would stop the host at every update.
+        is_kept = skipped.bool()
+        old_tensors = [*parameters]
+        new_tensors = [*changed]
+        for name in self.state_dtypes:
+            old_tensors += state[name]
+            new_tensors += new_state[name]
+        for old, new in zip(old_tensors, new_tensors, strict=True):
+            torch.where(is_kept, old, new.to(old.dtype), out=old)
 
 
-class Bf16MomentumAdamW(MaskedAdam):
+def adam_directions(
+    means: Tensors, squares: Tensors, steps: Tensors, group: dict[str, Any]
+) -> Tensors:
+    """The direction of each update from its new moments, without rate and decay.
+
+    Source: Kingma & Ba 2015, algorithm 1.
+    """
+    beta1, beta2 = group["betas"]
+    # In fp64: 1 - 0.999 in fp32 is off by 5e-5.
+    counts = torch.stack(list(steps)).double()
+    deviations = torch._foreach_div(squares, (1 - beta2**counts).unbind())
+    torch._foreach_sqrt_(deviations)
+    torch._foreach_add_(deviations, group["eps"])
+
+    directions = torch._foreach_div(means, (1 - beta1**counts).unbind())
+    torch._foreach_div_(directions, deviations)
+    return directions
+
+
+def second_moments(squares: Tensors, gradients: Tensors, beta: float) -> Tensors:
+    """The mean of squared gradients after an update."""
+    new_squares = torch._foreach_mul(squares, beta)
+    torch._foreach_addcmul_(new_squares, gradients, gradients, value=1 - beta)
+    return new_squares
+
+
+class Bf16MomentumAdamW(MaskedOptimizer):
     """Loshchilov & Hutter 2019, algorithm 2, with 6 bytes of moments per value instead of 8.
 
     As optax's `scale_by_adam(mu_dtype="bfloat16")`, which big_vision's ViT recipes use: all is
@@ -176,25 +203,30 @@ class Bf16MomentumAdamW(MaskedAdam):
     is 0.8984375, and the product is in bf16 too.
     """
 
-    state_dtypes = {"exp_avg": torch.bfloat16}
+    state_dtypes = {"exp_avg": torch.bfloat16, "exp_avg_sq": None}
 
-    def _first_moments(self, kept: Tensors, gradients: Tensors, beta: float) -> Tensors:
-        decayed = torch._foreach_mul(
-            kept, torch.tensor(beta, dtype=torch.bfloat16).item()
-        )
-        new = torch._foreach_mul(gradients, 1 - beta)
-        torch._foreach_add_(new, decayed)
-        return new
+    def update(
+        self,
+        parameters: Tensors,
+        gradients: Tensors,
+        state: State,
+        group: dict[str, Any],
+    ) -> tuple[Tensors, State]:
+        beta1, beta2 = group["betas"]
+        rounded_beta1 = torch.tensor(beta1, dtype=torch.bfloat16).item()
+        decayed_means = torch._foreach_mul(state["exp_avg"], rounded_beta1)
+        means = torch._foreach_mul(gradients, 1 - beta1)
+        torch._foreach_add_(means, decayed_means)
+        squares = second_moments(state["exp_avg_sq"], gradients, beta2)
 
-    def _changed(
-        self, parameters: Tensors, directions: Tensors, group: dict[str, Any]
-    ) -> None:
-        torch._foreach_mul_(directions, -group["lr"])
-        kept = torch._foreach_mul(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(directions, kept)
+        changed = adam_directions(means, squares, state["step"], group)
+        torch._foreach_mul_(changed, -group["lr"])
+        decay = 1 - group["lr"] * group["weight_decay"]
+        torch._foreach_add_(changed, torch._foreach_mul(parameters, decay))
+        return changed, {"exp_avg": means, "exp_avg_sq": squares}
 
 
-class Lamb(MaskedAdam):
+class Lamb(MaskedOptimizer):
     """You et al. 2020 (Large Batch Optimization for Deep Learning), algorithm 2, phi the identity.
 
     As in the fused LAMB of apex that DeiT-III used (`multi_tensor_lamb.cu` with `use_nvlamb` false,
@@ -203,17 +235,29 @@ class Lamb(MaskedAdam):
     the global norm, at 1 there, is not built in: see `optim.clip_norm`.
     """
 
-    def _changed(
-        self, parameters: Tensors, directions: Tensors, group: dict[str, Any]
-    ) -> None:
+    state_dtypes = {"exp_avg": None, "exp_avg_sq": None}
+
+    def update(
+        self,
+        parameters: Tensors,
+        gradients: Tensors,
+        state: State,
+        group: dict[str, Any],
+    ) -> tuple[Tensors, State]:
+        beta1, beta2 = group["betas"]
+        means = torch._foreach_lerp(state["exp_avg"], gradients, 1 - beta1)
+        squares = second_moments(state["exp_avg_sq"], gradients, beta2)
+        changed = adam_directions(means, squares, state["step"], group)
+
         if group["weight_decay"]:
-            torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])
-            size, change = (
-                torch.stack(torch._foreach_norm(each))
-                for each in (parameters, directions)
-            )
+            torch._foreach_add_(changed, parameters, alpha=group["weight_decay"])
+            sizes = torch.stack(torch._foreach_norm(parameters))
+            change_sizes = torch.stack(torch._foreach_norm(changed))
             # Both sides are computed on the device: asking the host would stop it at every tensor.
-            ratio = torch.where((size > 0) & (change > 0), size / change, 1.0)
-            torch._foreach_mul_(directions, ratio.unbind())
-        torch._foreach_mul_(directions, -group["lr"])
-        torch._foreach_add_(directions, parameters)
+            has_ratio = (sizes > 0) & (change_sizes > 0)
+            ratios = torch.where(has_ratio, sizes / change_sizes, 1.0)
+            torch._foreach_mul_(changed, ratios.unbind())
+
+        torch._foreach_mul_(changed, -group["lr"])
+        torch._foreach_add_(changed, parameters)
+        return changed, {"exp_avg": means, "exp_avg_sq": squares}

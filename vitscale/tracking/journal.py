@@ -25,7 +25,9 @@ LOG_NAME = "logs/rank0.log"
 CLOCK_FORMAT = "%Y-%m-%d %H:%M:%S"
 ITEM_INTERVAL_S = 5.0
 # Beyond these a line is not ours: stores have 64 bits for a step, and times are of years to 5138.
-MAX_LINE_BYTES, MAX_STEP, MAX_TIME_S = 1 << 20, (1 << 63) - 1, 1e11
+MAX_LINE_BYTES = 1 << 20
+MAX_STEP = (1 << 63) - 1
+MAX_TIME_S = 1e11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,9 +80,14 @@ def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]
         while line := file.readline(MAX_LINE_BYTES):
             is_whole = line.endswith(b"\n")
             if not is_whole and len(line) < MAX_LINE_BYTES:
-                return  # it is being written
+                # It is being written.
+                return
             offset += len(line)
-            row = decode(line) if is_whole and not is_rest else None
+
+            # The rest of a line that is too long may look like a row.
+            row = None
+            if is_whole and not is_rest:
+                row = decode(line)
             is_rest = not is_whole
             if row is not None:
                 yield row, offset
@@ -97,6 +104,7 @@ class Journal:
     def __init__(self, path: Path | str, *, resume_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+
         if self.path.exists():
             lines = self.path.read_bytes().splitlines(keepends=True)
             kept = []
@@ -105,10 +113,10 @@ class Journal:
                 if row is not None and row.step <= resume_step:
                     kept.append(line)
                     self.last_step = row.step
+            # Atomically: a kill leaves the old file.
             if len(kept) < len(lines):
-                write_bytes(
-                    self.path, b"".join(kept)
-                )  # atomically: a kill leaves the old file
+                write_bytes(self.path, b"".join(kept))
+
         self._file = open(self.path, "ab", buffering=0)
         # Its name must survive power loss, too.
         fsync_folder(self.path.parent)
@@ -136,7 +144,8 @@ class Journal:
         Raises OSError, also where the disk has refused lines, which only this process has.
         """
         refused = self.refused
-        with suppress(ValueError):  # closed, and flushed by that
+        # A closed file raises ValueError, and was flushed when it was closed.
+        with suppress(ValueError):
             try:
                 os.fsync(self._file.fileno())
                 if refused is not None:
@@ -196,23 +205,27 @@ def item_progress(
 
     A line every ITEM_INTERVAL_S and at the end; none for shorter work.
     """
-    start = last = time.monotonic()
+    start = time.monotonic()
+    last_line = start
     done = 0
 
     def advance(num: int) -> None:
-        nonlocal done, last
-        done, now = min(done + num, total), time.monotonic()
-        if now - last >= ITEM_INTERVAL_S or (done == total and last > start):
-            last, rate = now, max(done, 1) / max(now - start, 1e-9)
-            hours, seconds = divmod(round((total - done) / rate), 3600)
-            left = (
-                f"{hours:,} h {seconds // 60} min left"
-                if hours
-                else f"{seconds:,} s left"
-            )
-            print(
-                f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}",
-                flush=True,
-            )
+        nonlocal done, last_line
+        done = min(done + num, total)
+        now = time.monotonic()
+        is_long_work = last_line > start
+        if now - last_line < ITEM_INTERVAL_S and not (done == total and is_long_work):
+            return
+
+        last_line = now
+        rate = max(done, 1) / max(now - start, 1e-9)
+        hours, seconds = divmod(round((total - done) / rate), 3600)
+        left = f"{seconds:,} s left"
+        if hours:
+            left = f"{hours:,} h {seconds // 60} min left"
+        print(
+            f"{title}: {done:,} of {total:,}, {rate:,.0f} {unit}/s, {left}",
+            flush=True,
+        )
 
     yield advance

@@ -58,13 +58,16 @@ ENVIRONMENT = {
 }
 CONFIG_NAME = "config.yaml"
 # Events of a run folder: a start of a run, and its end.
-TRACKED, ENDED = "tracked", "ended"
+TRACKED = "tracked"
+ENDED = "ended"
 ID_TAG = "vitscale.tracking_id"
 FOLDER_TAG = "vitscale.run_folder"
 # Of a copied run folder: the id of the run that it is a copy of.
 COPY_TAG = "vitscale.copied_from"
-# The training data: name, number of images, fingerprint. The version of the code.
-DATA_TAG, CODE_TAG = "vitscale.data", "vitscale.code"
+# Name, number of images and fingerprint of the training data.
+DATA_TAG = "vitscale.data"
+# The version of the code.
+CODE_TAG = "vitscale.code"
 # MLflow's own metrics of nodes, which are not in the journal.
 SYSTEM_PREFIX = "system/"
 # Counts of what may never happen. MLflow has them from the first event on.
@@ -123,13 +126,13 @@ class RunRecord:
 
 def read_record(folder: Path) -> RunRecord | None:
     """The record of the last start of a run; None if there is none."""
-    record, known = None, {field.name for field in fields(RunRecord)}
+    record = None
+    names = [field.name for field in fields(RunRecord)]
     for row in read_events(folder):
+        # Somebody else may have written a row, with any keys.
         with suppress(KeyError, TypeError):
             if row["event"] == TRACKED:
-                record = RunRecord(
-                    **{key: value for key, value in row.items() if key in known}
-                )
+                record = RunRecord(**{name: row[name] for name in names if name in row})
             elif row["event"] == ENDED and record is not None:
                 record = replace(record, status=row["status"], ended=row["time"])
     return record
@@ -197,14 +200,14 @@ def open_client(uri: str) -> MlflowClient:
 
 def _find(client: MlflowClient, query: str, *, limit: int) -> list[Any]:
     """Runs that MLflow's filter finds in all experiments, newest first."""
-    found: list[Any] = []
+    runs: list[Any] = []
     newest = ["attributes.start_time DESC"]
     for experiments in _pages_of_experiments(client):
-        found += client.search_runs(
+        runs += client.search_runs(
             experiments, query, max_results=limit, order_by=newest
         )
-    found.sort(key=lambda run: run.info.start_time or 0, reverse=True)
-    return found[:limit]
+    runs.sort(key=lambda run: run.info.start_time or 0, reverse=True)
+    return runs[:limit]
 
 
 def _pages_of_experiments(client: MlflowClient) -> Iterator[list[str]]:
@@ -214,7 +217,7 @@ def _pages_of_experiments(client: MlflowClient) -> Iterator[list[str]]:
     while True:
         page = client.search_experiments(page_token=token)
         if page:
-            yield [each.experiment_id for each in page]
+            yield [experiment.experiment_id for experiment in page]
         token = page.token
         # A server that repeats itself would never end.
         if not token or token in seen:
@@ -244,11 +247,13 @@ def chart_page(uri: str, experiment: str) -> str:
     page = f"#/experiments/{quote(experiment, safe='')}/runs?{query}"
     if uri.startswith("http"):
         return f"{redact(uri).rstrip('/')}/{page}"
+
+    store = redact(uri)
     database = sqlite_path(uri)
-    shown = (
-        redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
-    )
-    return f"mlflow ui --backend-store-uri {shlex.quote(shown)}, then open\n  http://127.0.0.1:5000/{page}"
+    if database is not None:
+        store = f"sqlite:///{shown_path(str(database))}"
+    command = f"mlflow ui --backend-store-uri {shlex.quote(store)}"
+    return f"{command}, then open\n  http://127.0.0.1:5000/{page}"
 
 
 # ---- sending ----------------------------------------------------------------------------------
@@ -264,14 +269,20 @@ class RunReader:
 
     def __init__(self, folder: Path) -> None:
         record = own_record(folder)
-        if record is None:  # a copy of journal and configuration
+        # Somebody may have copied journal and configuration alone.
+        if record is None:
             record = RunRecord(
                 tracking_id=str(folder.absolute()), name=folder.resolve().name
             )
-        self.folder, self.record, self._offset = folder, record, 0
+        self.folder = folder
+        self.record = record
         self.config = read_values(folder / CONFIG_NAME)
-        first = next(read_rows(folder / JOURNAL_NAME), None)
-        self.started = record.time if first is None else first[0].time
+
+        self._offset = 0
+        self.started = record.time
+        for row, _ in read_rows(folder / JOURNAL_NAME):
+            self.started = row.time
+            break
 
     def new_rows(self) -> Iterator[Row]:
         """Lines of the journal that were not read before."""
@@ -297,8 +308,10 @@ class MlflowRun(RunReader):
         from mlflow.entities import Param, RunTag
 
         super().__init__(folder)
-        self.uri, self._say = uri, say
-        self.client = client = open_client(uri)
+        self.uri = uri
+        self._say = say
+        client = open_client(uri)
+        self.client = client
         experiment = experiment or self.record.experiment
 
         run = _find_by_id(client, self.record.tracking_id, experiment=experiment)
@@ -320,11 +333,16 @@ class MlflowRun(RunReader):
 
         tags = {**record.tags, **_origin_tags(client, record)}
         tags[FOLDER_TAG] = str(folder.resolve())
-        params = flatten_params(self.config).items()
         # Parameters of an MLflow run cannot change.
-        new = [Param(*each) for each in params if each[0] not in run.data.params]
-        changed = [RunTag(*each) for each in tags.items() - run.data.tags.items()]
-        client.log_batch(self.run_id, params=new, tags=changed)
+        new_params = [
+            Param(key, value)
+            for key, value in flatten_params(self.config).items()
+            if key not in run.data.params
+        ]
+        changed = tags.items() - run.data.tags.items()
+        changed_tags = [RunTag(key, value) for key, value in changed]
+        client.log_batch(self.run_id, params=new_params, tags=changed_tags)
+
         self._shown: str = run.info.status
         self._last_step = {metric.key: metric.step for metric in run.data._metric_objs}
         self._lost = self._lost_points(run)
@@ -350,7 +368,9 @@ class MlflowRun(RunReader):
             if status in ("RUNNING", "PAUSED"):
                 self.client.update_run(self.run_id, status=shown)
             else:
-                moment = None if ended is None else int(ended * 1000)
+                moment = None
+                if ended is not None:
+                    moment = int(ended * 1000)
                 self.client.set_terminated(self.run_id, status=shown, end_time=moment)
             self._shown = shown
         if status != "RUNNING":
@@ -369,14 +389,15 @@ class MlflowRun(RunReader):
 
     def _lost_points(self, run: Any) -> dict[tuple[str, int], float]:
         """What MLflow has of metrics that an attempt logged beyond the checkpoint, and lost."""
-        found: dict[tuple[str, int], float] = {}
+        lost: dict[tuple[str, int], float] = {}
         for key in self._last_elsewhere(run):
             if key.startswith(VITALS_PREFIX):
                 continue
             history = self.client.get_metric_history(self.run_id, key)
-            for point in sorted(history, key=lambda each: each.timestamp):
-                found[key, point.step] = point.value
-        return found
+            # Of two points at a step the later one counts.
+            for point in sorted(history, key=lambda point: point.timestamp):
+                lost[key, point.step] = point.value
+        return lost
 
     def _is_new(self, key: str, step: int, value: float) -> bool:
         """Whether MLflow lacks a point, or has another value from an attempt that was lost."""
@@ -397,19 +418,21 @@ class MlflowRun(RunReader):
                 for key, value in row.metrics.items()
                 if self._is_new(key, row.step, value)
             ]
-            again = sorted(
-                {p.step for p in points if p.step <= self._last_step.get(p.key, -1)}
-            )
+            repeated_steps = []
             for point in points:
-                self._last_step[point.key] = max(
-                    point.step, self._last_step.get(point.key, -1)
-                )
+                last_step = self._last_step.get(point.key, -1)
+                if point.step <= last_step:
+                    repeated_steps.append(point.step)
+                self._last_step[point.key] = max(point.step, last_step)
+
             self.client.log_batch(self.run_id, metrics=points)
             self.num_points += len(points)
-            if again:
+            if repeated_steps:
+                first = min(repeated_steps)
+                last = max(repeated_steps)
                 self._say(
-                    f"MLflow: steps {again[0]} to {again[-1]} were trained again, with other "
-                    "values; it has both, the last one counts"
+                    f"MLflow: steps {first} to {last} were trained again, with other values; "
+                    "it has both, the last one counts"
                 )
 
     def _send_files(self) -> None:
@@ -420,9 +443,11 @@ class MlflowRun(RunReader):
             artifacts = self.artifacts()
             stored: dict[str, int | None] = {}
             for place in {path.parent for path in paths} | {root}:
-                name = place.relative_to(root).as_posix() if place != root else None
-                for each in artifacts.list_artifacts(name):
-                    stored[each.path] = each.file_size
+                name = None
+                if place != root:
+                    name = place.relative_to(root).as_posix()
+                for artifact in artifacts.list_artifacts(name):
+                    stored[artifact.path] = artifact.file_size
 
             for path in paths:
                 name = path.relative_to(root).as_posix()
@@ -479,9 +504,9 @@ def _is_same(stored: float, value: float) -> bool:
 
 def _as_logged(stored: float) -> float:
     """MLflow's databases have the largest number in place of infinity."""
-    return (
-        math.copysign(math.inf, stored) if abs(stored) == sys.float_info.max else stored
-    )
+    if abs(stored) == sys.float_info.max:
+        return math.copysign(math.inf, stored)
+    return stored
 
 
 def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
@@ -498,26 +523,29 @@ def _origin_tags(client: MlflowClient, record: RunRecord) -> dict[str, str]:
         run = _find_by_id(client, source.tracking_id, experiment=source.experiment)
     if run is None:
         return {}
-    is_child = record.tags.get("vitscale.stage") == "evaluate"
-    return {
-        "mlflow.parentRunId" if is_child else "vitscale.init_run_id": run.info.run_id
-    }
+
+    tag = "vitscale.init_run_id"
+    if record.tags.get("vitscale.stage") == "evaluate":
+        tag = "mlflow.parentRunId"
+    return {tag: run.info.run_id}
 
 
 def _experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
     """Id of the experiment, created if needed."""
     from mlflow.exceptions import MlflowException
 
-    database = sqlite_path(uri)
     # By default, MLflow puts artifacts into ./mlruns of the current folder.
-    location = (
-        None if database is None else (database.parent / ARTIFACTS_FOLDER).as_uri()
-    )
-    with suppress(MlflowException):  # it is there already
+    location = None
+    database = sqlite_path(uri)
+    if database is not None:
+        location = (database.parent / ARTIFACTS_FOLDER).as_uri()
+
+    # Created first and looked for then: another process may create it at any time.
+    with suppress(MlflowException):
         return client.create_experiment(name, artifact_location=location)
-    found = client.get_experiment_by_name(name)
-    assert found is not None
-    return found.experiment_id
+    experiment = client.get_experiment_by_name(name)
+    assert experiment is not None
+    return experiment.experiment_id
 
 
 def upload(
@@ -549,22 +577,27 @@ def stored_runs(uri: str, query: str, *, limit: int) -> Iterator[tuple[Any, list
     """MLflow's runs that its filter finds, newest first, with the metrics of the training."""
     client = open_client(uri)
     for run in _find(client, query, limit=limit):
-        keys = [key for key in run.data.metrics if not key.startswith(SYSTEM_PREFIX)]
-        points = [
-            p for key in keys for p in client.get_metric_history(run.info.run_id, key)
-        ]
+        points: list[Any] = []
+        for key in run.data.metrics:
+            if not key.startswith(SYSTEM_PREFIX):
+                points += client.get_metric_history(run.info.run_id, key)
+
+        # Of two points at a step the later one counts.
         rows: dict[int, Row] = {}
         for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
-            row = Row(step=point.step, time=point.timestamp / 1000, metrics={})
-            rows.setdefault(point.step, row).metrics[point.key] = _as_logged(
-                point.value
-            )
+            new_row = Row(step=point.step, time=point.timestamp / 1000, metrics={})
+            row = rows.setdefault(point.step, new_row)
+            row.metrics[point.key] = _as_logged(point.value)
         yield run, list(rows.values())
 
 
 def origin_line(tags: Mapping[str, str], *, time_s: float) -> str:
     """When, from which commit, on which data and by whom a run was made, in one line."""
-    code, user = tags.get(CODE_TAG), tags.get("mlflow.user")
-    day = time.strftime("%Y-%m-%d", time.localtime(time_s))
-    parts = [day, code and f"commit {code}", tags.get(DATA_TAG), user and f"by {user}"]
-    return "; ".join(filter(None, parts))
+    parts = [time.strftime("%Y-%m-%d", time.localtime(time_s))]
+    if code := tags.get(CODE_TAG):
+        parts.append(f"commit {code}")
+    if data := tags.get(DATA_TAG):
+        parts.append(data)
+    if user := tags.get("mlflow.user"):
+        parts.append(f"by {user}")
+    return "; ".join(parts)

@@ -34,16 +34,17 @@ def check_records(folder: Path) -> None:
     for pattern, max_bytes in RECORDS.items():
         for path in _matching(folder, pattern):
             reason = why_unsafe(path, folder=folder, max_bytes=max_bytes)
+            if reason is None:
+                continue
             # Backups share the files of their owner, who may read them anyway.
-            if reason is not None and not (
-                reason == HARD_LINK and _has_same_owner(path, folder)
-            ):
-                raise UserError(
-                    reason,
-                    where=str(path),
-                    allowed="a file of its own in the run folder",
-                    next_step="leave this run out, or ask who made it",
-                )
+            if reason == HARD_LINK and _has_same_owner(path, folder):
+                continue
+            raise UserError(
+                reason,
+                where=str(path),
+                allowed="a file of its own in the run folder",
+                next_step="leave this run out, or ask who made it",
+            )
 
 
 def safe_files(
@@ -73,17 +74,18 @@ def why_unsafe(path: Path, *, folder: Path, max_bytes: int) -> str | None:
     """Say why a file is not to be read; None for a small file of this run folder alone."""
     try:
         is_inside = path.resolve().is_relative_to(folder.resolve())
-        found = path.stat()
-    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        status = path.stat()
+    # Links in a circle raise RuntimeError.
+    except (OSError, RuntimeError) as error:
         return f"cannot be read ({getattr(error, 'strerror', None) or error})"
     if not is_inside:
         return "is a link that leads out of the run folder"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "is no regular file"
-    if found.st_nlink > 1:
+    if status.st_nlink > 1:
         return HARD_LINK
-    if found.st_size > max_bytes:
-        return f"has {found.st_size:,} bytes; at most {max_bytes:,} are read"
+    if status.st_size > max_bytes:
+        return f"has {status.st_size:,} bytes; at most {max_bytes:,} are read"
     return None
 
 

@@ -29,10 +29,12 @@ from vitscale.tracking import mlflow_sync
 from vitscale.tracking.journal import JOURNAL_NAME, Journal
 from vitscale.tracking.settings import TrackingSettings, absolute_uri, sqlite_path
 
-# Between two looks at the journal; after a failure.
-SEND_S, RETRY_S = 1.0, 20.0
-# Limits of the wait for stores at the end of a run; after a failure, the process ends in seconds.
-CLOSE_WAIT_S, FAILED_CLOSE_WAIT_S = 30.0, 3.0
+# Pause between two looks at the journal, and after a store has failed.
+SEND_S = 1.0
+RETRY_S = 20.0
+# A run that has ended waits this long for its stores; one that has failed ends in seconds.
+CLOSE_WAIT_S = 30.0
+FAILED_CLOSE_WAIT_S = 3.0
 Opener = Callable[[Path], mlflow_sync.RunReader]
 
 
@@ -42,19 +44,17 @@ def reader_of(name: str, *, where: str) -> Opener:
     Imports the package: in a training not by a thread, since imports may interfere.
     """
     try:
-        reader: Opener = importlib.import_module(
-            f"vitscale.tracking.{name}_sync"
-        ).Reader
-        return reader
+        module = importlib.import_module(f"vitscale.tracking.{name}_sync")
     except ImportError as error:
-        what, allowed = (
+        raise UserError(
             f"{name} cannot be imported: {error}",
-            "packages that are installed",
-        )
-        step = (
-            f"pip install 'vitscale[{name}]'; in a checkout: pip install -e '.[{name}]'"
-        )
-        raise UserError(what, where=where, allowed=allowed, next_step=step) from None
+            where=where,
+            allowed="packages that are installed",
+            next_step=f"pip install 'vitscale[{name}]'; "
+            f"in a checkout: pip install -e '.[{name}]'",
+        ) from None
+    reader: Opener = module.Reader
+    return reader
 
 
 class Tracker:
@@ -81,46 +81,38 @@ class Tracker:
         Raises UserError for an unsupported URI or a missing package. An unreachable server is not
         an error.
         """
-        self.folder, self._say = Path(folder), say
+        self.folder = Path(folder)
+        self._say = say
         self._journal: Journal | None = None
         self._threads: dict[str, threading.Thread] = {}
         if not is_writer:
             return
+
+        # A missing package or an invalid address is an error before anything is written.
+        uri = None
+        self._uri: str | None = None
+        if settings.uri is not None:
+            uri = absolute_uri(settings.uri)
+            self._uri = redact(uri)
         openers = {
-            str(each): reader_of(each, where="tracking.also") for each in settings.also
+            str(store): reader_of(store, where="tracking.also")
+            for store in settings.also
         }
-        uri = None if settings.uri is None else absolute_uri(settings.uri)
-        self._uri = None if uri is None else redact(uri)
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
         last_step = self._journal.last_step
         if resume_step - last_step >= settings.log_every_steps:
             say(
                 f"{JOURNAL_NAME} has no lines of steps {last_step + 1} to {resume_step}"
             )
-        version, config = (
-            source_version(),
-            (self.folder / mlflow_sync.CONFIG_NAME).read_bytes(),
-        )
-        made_with = sha256(
-            config + (version.short if version else "").encode()
-        ).hexdigest()
-        # A start at step 0 continues an unfinished run of the same configuration and code alone,
-        # since MLflow cannot replace points.
-        last = mlflow_sync.own_record(self.folder)
-        is_same = (
-            last is not None
-            and last.status != "FINISHED"
-            and last.made_with == made_with
-        )
-        is_continued = last is not None and (resume_step > 0 or is_same)
-        # A folder that goes on under another name is another run, wherever its original is now.
+
+        version = source_version()
+        made_with = self._hash_of_origin(version)
+        tracking_id = self._tracking_id(name, made_with, resume_step=resume_step)
         before = mlflow_sync.read_record(self.folder)
-        is_renamed = before is not None and before.name != name
-        is_new = is_renamed or not is_continued
-        tracking_id = uuid.uuid4().hex if last is None or is_new else last.tracking_id
         if resume_step > 0 and before is not None and before.tracking_id != tracking_id:
             tags = tags | {mlflow_sync.COPY_TAG: before.tracking_id}
         tags = _process_tags(version) | settings.tags | tags | {"vitscale.stage": stage}
+
         self._record(
             mlflow_sync.TRACKED,
             tracking_id=tracking_id,
@@ -134,14 +126,11 @@ class Tracker:
             origin=origin,
         )
         if version is not None and version.patch:
-            write_text(
-                self.folder / f"source-{version.short}.diff", redact(version.patch)
-            )
-        if (
-            uri is not None
-            and "SLURM_JOB_ID" in os.environ
-            and sqlite_path(uri) is not None
-        ):
+            patch_path = self.folder / f"source-{version.short}.diff"
+            write_text(patch_path, redact(version.patch))
+
+        is_job = "SLURM_JOB_ID" in os.environ
+        if uri is not None and is_job and sqlite_path(uri) is not None:
             say(
                 "MLflow: jobs of a cluster cannot share an SQLite file; metrics are in "
                 f"{JOURNAL_NAME}, and go to MLflow by "
@@ -150,14 +139,39 @@ class Tracker:
         elif uri is not None:
             mlflow_sync.prepare()
             openers["MLflow"] = partial(mlflow_sync.MlflowRun, uri=uri, say=say)
+
         self._status: mlflow_sync.Status = "RUNNING"
-        self._closing, self._complete = threading.Event(), set[str]()
+        self._closing = threading.Event()
+        self._complete: set[str] = set()
         for store, opener in openers.items():
             # An evaluation takes seconds, and names the page at its end.
             arguments = (store, opener, settings.system_metrics, resume_step >= 0)
             thread = threading.Thread(target=self._deliver, args=arguments, daemon=True)
             self._threads[store] = thread
             thread.start()
+
+    def _hash_of_origin(self, version: SourceVersion | None) -> str:
+        """One value for the configuration and the code that make this run."""
+        made_with = (self.folder / mlflow_sync.CONFIG_NAME).read_bytes()
+        if version is not None:
+            made_with += version.short.encode()
+        return sha256(made_with).hexdigest()
+
+    def _tracking_id(self, name: str, made_with: str, *, resume_step: int) -> str:
+        """The id of the run that this start continues, or a new one."""
+        last = mlflow_sync.own_record(self.folder)
+        if last is None:
+            return uuid.uuid4().hex
+
+        # A start at step 0 continues an unfinished run of the same configuration and code alone,
+        # since MLflow cannot replace points.
+        is_same = last.status != "FINISHED" and last.made_with == made_with
+        # A folder that goes on under another name is another run, wherever its original is now.
+        before = mlflow_sync.read_record(self.folder)
+        is_renamed = before is not None and before.name != name
+        if is_renamed or not (resume_step > 0 or is_same):
+            return uuid.uuid4().hex
+        return last.tracking_id
 
     def _record(self, event: str, **values: object) -> None:
         with or_warn(self.folder / EVENTS_NAME, self._say):
@@ -169,7 +183,8 @@ class Tracker:
             return
         was_refused = self._journal.refused
         self._journal.append(metrics, step=step)
-        if (error := self._journal.refused) is not None and was_refused is None:
+        error = self._journal.refused
+        if error is not None and was_refused is None:
             self._say(
                 f"warning: {self._journal.path}: cannot be written ({error.strerror}); training "
                 "goes on, and metrics are kept until there is space"
@@ -177,6 +192,7 @@ class Tracker:
 
     def flush(self) -> None:
         """Let all that was logged survive power loss. Any thread may call it. Raises OSError."""
+        # `close` may take it away meanwhile.
         journal = self._journal
         if journal is not None:
             journal.flush()
@@ -190,17 +206,16 @@ class Tracker:
         self._record(mlflow_sync.ENDED, status=status)
         self._status = status
         self._closing.set()
-        deadline = time.monotonic() + (
-            FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S
-        )
+
+        # All stores together get this time.
+        wait_s = FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S
+        deadline = time.monotonic() + wait_s
         for name, thread in self._threads.items():
             thread.join(max(0.0, deadline - time.monotonic()))
             if name not in self._complete:
-                to = (
-                    f"--uri {quote(str(self._uri))}"
-                    if name == "MLflow"
-                    else f"--to {name}"
-                )
+                to = f"--to {name}"
+                if name == "MLflow":
+                    to = f"--uri {quote(str(self._uri))}"
                 self._say(
                     f"warning: {name} did not receive everything; all metrics are in "
                     f"{self.folder / JOURNAL_NAME}; "
@@ -212,8 +227,10 @@ class Tracker:
         self, name: str, opener: Opener, watches: bool, says_start: bool
     ) -> None:
         """Send new lines until the run is closed. No failure of the store stops training."""
-        reader = monitor = None
-        pause_s, is_last = 0.0, False
+        reader = None
+        monitor = None
+        pause_s = 0.0
+        is_last = False
         while not is_last:
             is_last = self._closing.wait(pause_s)
             try:
@@ -223,11 +240,10 @@ class Tracker:
                         self._say(f"{name}: {reader.page}")
                         says_start = False
                 reader.sync(self._status if is_last else "RUNNING")
-                if (
-                    watches
-                    and monitor is None
-                    and isinstance(reader, mlflow_sync.MlflowRun)
-                ):
+
+                # MLflow alone has a page for the use of a node.
+                wants_monitor = watches and monitor is None
+                if wants_monitor and isinstance(reader, mlflow_sync.MlflowRun):
                     monitor = reader.watch_node()
                 pause_s = SEND_S
             except Exception as error:
@@ -236,7 +252,10 @@ class Tracker:
                         f"warning: {name} cannot be reached or written ({short_reason(error)}); "
                         f"training continues, metrics are kept in {JOURNAL_NAME} and sent later"
                     )
-                reader, pause_s = None, RETRY_S
+                # A reader that has failed does not know what arrived.
+                reader = None
+                pause_s = RETRY_S
+
         if reader is not None:
             self._complete.add(name)
             self._say(f"{name}: {reader.page}")
@@ -254,19 +273,25 @@ class Tracker:
 
 def _process_tags(version: SourceVersion | None) -> dict[str, str]:
     """User, version of the code, world size, and job of this process."""
-    job = os.environ.get("SLURM_JOB_ID")
     tags = {
         "mlflow.source.name": Path(sys.argv[0]).name or "python",
-        "mlflow.source.type": "JOB" if job else "LOCAL",
+        "mlflow.source.type": "LOCAL",
         "vitscale.world_size": os.environ.get("WORLD_SIZE", "1"),
     }
-    with suppress(KeyError, OSError):  # containers may run under ids without a name
+    job = os.environ.get("SLURM_JOB_ID")
+    if job:
+        tags["mlflow.source.type"] = "JOB"
+        tags["vitscale.job_id"] = job
+
+    # Containers may run under ids without a name.
+    with suppress(KeyError, OSError):
         tags["mlflow.user"] = getpass.getuser()
+
     if version is not None:
         tags["mlflow.source.git.commit"] = version.commit
         tags["mlflow.source.git.dirty"] = str(bool(version.patch)).lower()
         tags[mlflow_sync.CODE_TAG] = version.short
-    return tags | ({"vitscale.job_id": job} if job else {})
+    return tags
 
 
 def final_status(error: BaseException | None) -> mlflow_sync.Status:

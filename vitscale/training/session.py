@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -125,108 +126,162 @@ class TrainingSession:
         initial_weights: InitialWeights | None,
     ) -> None:
         """stack: closes what is opened here. The others: as in `open_session`."""
-        self.run, self.objective, self.watchdog = run, objective, watchdog
-        self.world = world = watchdog.world
+        self.run = run
+        self.objective = objective
+        self.watchdog = watchdog
+        self.world = watchdog.world
         self.folder = Path(run.folder)
+        # There is no log yet: it gets these lines once it is open.
+        self._messages: list[str] = []
+
+        # The order is that of docs/architecture.md: each step needs those before it.
+        self._read_data()
+        self._make_plan()
+        checkpoint = self._open_checkpoints(stack)
+        model = self._initial_model(checkpoint, initial_weights)
+        self.engine = build_engine(run, self.plan, self.world, self.arch, model)
+        self._schedule_evaluations()
+        self._resume(checkpoint)
+        self._open_log(stack)
+        self._open_loader(stack)
+
+    def _read_data(self) -> None:
+        """Read the index of the samples, and refuse an objective that they do not fit."""
         self.data, self.val_index = once_per_node(
-            lambda: _read_index(run),
-            is_maker=world.local_rank == 0,
+            lambda: _read_index(self.run),
+            is_maker=self.world.local_rank == 0,
             gather=gather_objects,
         )
-        check_objective(objective, run, num_classes=len(self.data.classes))
-        num_samples = self.data.num_samples
+        check_objective(self.objective, self.run, num_classes=len(self.data.classes))
+
+    def _make_plan(self) -> None:
+        """Settle the numbers of the training, the architecture and what a resume compares."""
+        run = self.run
+        world_size = self.world.world_size
         self.plan = training_plan(
-            run, world_size=world.world_size, num_samples=num_samples
+            run, world_size=world_size, num_samples=self.data.num_samples
         )
+
+        # A rank or a worker without a tar would wait for ever.
         if run.data.is_streamed:
             check_shares(
                 len(self.data.tars),
-                num_ranks=world.world_size,
+                num_ranks=world_size,
                 num_workers=run.data.num_workers,
             )
-        num_classes = len(self.data.classes) if objective.trains_classifier else 0
+
+        num_classes = 0
+        if self.objective.trains_classifier:
+            num_classes = len(self.data.classes)
         self.arch = run.model.resolved(num_classes=num_classes)
-        agreed = objective.prepare(
-            classes=self.data.classes, world=world, engine=run.engine
+        agreed = self.objective.prepare(
+            classes=self.data.classes, world=self.world, engine=run.engine
         )
-        stack.enter_context(run_folder_lock(self.folder, world=world))
+        self._description = compatibility_key(run, self.arch, self.data, agreed)
+
+    def _open_checkpoints(self, stack: ExitStack) -> Checkpoint | None:
+        """Lock the run folder and find the newest checkpoint, which this run must continue."""
+        stack.enter_context(run_folder_lock(self.folder, world=self.world))
         self.store = stack.enter_context(
-            CheckpointStore(self.folder, keep=run.checkpoint.keep, world=world)
+            CheckpointStore(
+                self.folder, keep=self.run.checkpoint.keep, world=self.world
+            )
         )
         checkpoint, messages = self.store.newest()
-        messages += objective.messages
-        messages += [part.note for part in self.data.parts if part.note]
-        self._description = compatibility_key(run, self.arch, self.data, agreed)
-        self.start_step = self._num_unreadable = 0
+        self._messages += messages
+        self._messages += self.objective.messages
+        self._messages += [part.note for part in self.data.parts if part.note]
+
+        self.start_step = 0
+        self._num_unreadable = 0
         if checkpoint is not None:
             check_resumable(checkpoint, self._description, self.plan)
             self.start_step = checkpoint.step
             # Checkpoints of earlier versions do not count them.
             self._num_unreadable = checkpoint.progress.get("unreadable", 0)
             self._end_if_finished()
-            refuse_other_start(self.folder, run)
-        model = build_model(run, objective, self.arch)
-        self._source = run.starts_from()
+            refuse_other_start(self.folder, self.run)
+        return checkpoint
+
+    def _initial_model(
+        self, checkpoint: Checkpoint | None, initial_weights: InitialWeights | None
+    ) -> nn.Module:
+        """A model on the CPU: random, or with weights from elsewhere if this is the first start."""
+        model = build_model(self.run, self.objective, self.arch)
+        self._source = self.run.starts_from()
         if checkpoint is None and initial_weights is not None:
-            self._source, said = start_from(model, self.arch, initial_weights, world)
-            messages += said
-        elif world.is_first and (record := read_record(self.folder)) is not None:
-            # Of a repository, the commit that the run started from.
+            self._source, messages = start_from(
+                model, self.arch, initial_weights, self.world
+            )
+            self._messages += messages
+        elif self.world.is_first and (record := read_record(self.folder)) is not None:
+            # The record names the commit of a repository that the run started from.
             self._source = record.tags.get("vitscale.init", self._source)
-        self.engine = build_engine(run, self.plan, world, self.arch, model)
-        subject = (
-            None
-            if self.val_index is None
-            else Subject(
+        return model
+
+    def _schedule_evaluations(self) -> None:
+        subject = None
+        if self.val_index is not None:
+            subject = Subject(
                 model=self.engine,
                 train=tuple(self.data.parts),
                 val=self.val_index,
-                data=run.data,
+                data=self.run.data,
                 image_size=self.arch.image_size,
-                micro_batch=run.engine.max_micro_batch,
+                micro_batch=self.run.engine.max_micro_batch,
                 num_outputs=self.arch.num_classes,
                 classes=self.data.classes if self.arch.num_classes else None,
                 folder=self.folder / FILES,
             )
-        )
         self.evaluations = ScheduledEvaluations(
-            objective.evaluations(run),
+            self.objective.evaluations(self.run),
             subject,
             engine=self.engine,
-            has_average=run.optim.ema is not None,
+            has_average=self.run.optim.ema is not None,
         )
+
+    def _resume(self, checkpoint: Checkpoint | None) -> None:
+        """Restore the engine, and say what a user may not expect of this start."""
         if checkpoint is not None:
             restore_engine(self.engine, checkpoint)
-            messages += changes_since_start(self.folder, run)
-            messages.append(f"resuming {self.folder} at step {self.start_step}")
-        if run.data.is_streamed:
-            messages.append(
+            self._messages += changes_since_start(self.folder, self.run)
+            self._messages.append(f"resuming {self.folder} at step {self.start_step}")
+        if self.run.data.is_streamed:
+            self._messages.append(
                 "tars without an index: a resume is not exact, it shuffles anew; "
                 "vitscale prepare index makes an index, which resumes exactly"
             )
         if self.plan.advice is not None:
-            messages.append(self.plan.advice)
+            self._messages.append(self.plan.advice)
+
+    def _open_log(self, stack: ExitStack) -> None:
+        """Open journal and tracking, and say everything that the start has found."""
         facts = self._facts()
         with errors_on_all_ranks(
-            "cannot be written", self.folder, tried=world.is_first
+            "cannot be written", self.folder, tried=self.world.is_first
         ):
-            self.log = self._open_log(stack, facts)
-        for line in [*messages, f"{run.name}: {facts}"]:
+            self.log = self._make_log(stack, facts)
+        for line in [*self._messages, f"{self.run.name}: {facts}"]:
             self.log.say(line)
+
+        # From here on a signal ends the run at a step, with a checkpoint.
         self.preemption = stack.enter_context(PreemptionFlag())
+
+    def _open_loader(self, stack: ExitStack) -> None:
+        plan = self.plan
         loader = training_batches(
             self.data,
-            settings=run.data,
-            image_size=run.model.image_size,
-            seed=run.seed,
-            start=self.start_step * self.plan.global_batch,
-            stop=self.plan.total_steps * self.plan.global_batch,
-            rank=world.rank,
-            world_size=world.world_size,
-            micro_batch=self.plan.micro_batch,
-            pin_memory=world.device.type == "cuda",
+            settings=self.run.data,
+            image_size=self.run.model.image_size,
+            seed=self.run.seed,
+            start=self.start_step * plan.global_batch,
+            stop=plan.total_steps * plan.global_batch,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            micro_batch=plan.micro_batch,
+            pin_memory=self.world.device.type == "cuda",
         )
-        self.batches = DeviceBatches(stack.enter_context(loader), world.device)
+        self.batches = DeviceBatches(stack.enter_context(loader), self.world.device)
 
     def _end_if_finished(self) -> None:
         """End the ranks of a run whose last step is saved and whose end is recorded.
@@ -235,78 +290,100 @@ class TrainingSession:
         """
         if self.start_step < self.plan.total_steps:
             return
-        record = read_record(self.folder) if self.world.is_first else None
-        if gather_objects(record is not None and record.status == "FINISHED")[0]:
-            if self.world.is_first:
-                print(
-                    f"done before: {self.folder} at step {self.start_step}", flush=True
-                )
-                if changes := changes_since_start(self.folder, self.run)[1:]:
-                    next_step = (
-                        "  next: to train with these settings, choose another name=..."
-                    )
-                    lines = [
-                        "not used, since the run is finished:",
-                        *changes,
-                        next_step,
-                    ]
-                    print(*lines, sep="\n", flush=True)
-            raise SystemExit(0)
 
-    def _open_log(self, stack: ExitStack, facts: str) -> IntervalLog:
-        run, plan, folder, start = self.run, self.plan, self.folder, self.start_step
-        is_first, source = self.world.is_first, self._source
+        # Rank 0 alone reads the record, so that all ranks decide alike.
+        is_finished = False
+        if self.world.is_first:
+            record = read_record(self.folder)
+            is_finished = record is not None and record.status == "FINISHED"
+        if not gather_objects(is_finished)[0]:
+            return
+
+        if self.world.is_first:
+            lines = [f"done before: {self.folder} at step {self.start_step}"]
+            changes = changes_since_start(self.folder, self.run)[1:]
+            if changes:
+                lines += [
+                    "not used, since the run is finished:",
+                    *changes,
+                    "  next: to train with these settings, choose another name=...",
+                ]
+            print(*lines, sep="\n", flush=True)
+        raise SystemExit(0)
+
+    def _make_log(self, stack: ExitStack, facts: str) -> IntervalLog:
+        run = self.run
+        folder = self.folder
+        is_first = self.world.is_first
+
+        # What later commands read: settings, and the names of the classes.
         if is_first:
             write_text(folder / "config.yaml", run_to_yaml(run))
             if self.objective.trains_classifier:
                 write_json(folder / CLASSES_NAME, list(self.data.classes))
+
         say = stack.enter_context(training_log(folder, is_writer=is_first))
         tags = {
             "vitscale.model": run.model.title,
             **_data_tags(self.data, self.val_index),
         }
-        if source is not None:
-            tags["vitscale.init"] = redact(source)
+        if self._source is not None:
+            tags["vitscale.init"] = redact(self._source)
         tracker = Tracker(
             folder,
             settings=run.tracking,
             name=run.name,
             stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
             tags=tags,
-            resume_step=start,
+            resume_step=self.start_step,
             is_writer=is_first,
             note="\n\n".join([CARD_KEY.sub(r"\n**\1:** ", run.card), facts]).strip(),
-            origin=source,
+            origin=self._source,
             say=say,
         )
-        if is_first and start < plan.total_steps:
+
+        # A start that has no step left to do is no attempt at training.
+        total_steps = self.plan.total_steps
+        if is_first and self.start_step < total_steps:
             with or_warn(folder / EVENTS_NAME, say):
-                record_start(folder, first_step=start, total_steps=plan.total_steps)
+                record_start(
+                    folder, first_step=self.start_step, total_steps=total_steps
+                )
+
         trace = folder / "profile.json" if is_first else None
+        profile = profiled(trace, steps=run.engine.profile_steps)
         return IntervalLog(
             run,
-            plan,
+            self.plan,
             self.data,
             self.engine,
-            start_step=start,
+            start_step=self.start_step,
             num_unreadable=self._num_unreadable,
             flops_per_image=self.objective.train_flops_per_image(self.arch),
             tracker=stack.enter_context(tracker),
             say=say,
-            profile=stack.enter_context(
-                profiled(trace, steps=run.engine.profile_steps)
-            ),
+            profile=stack.enter_context(profile),
         )
 
     def _facts(self) -> str:
         """Size of model, data and schedule, and how it is computed, in a line."""
-        run, plan, arch, engine = self.run, self.plan, self.arch, self.engine
-        dtype, start = str(engine.dtype).removeprefix("torch."), self.start_step
+        run = self.run
+        plan = self.plan
+        arch = self.arch
+        engine = self.engine
+
+        start = "from random weights"
+        if self._source is not None:
+            start = f"from {redact(self._source)}"
+        if self.start_step:
+            start += f", resumed at step {self.start_step}"
+
+        num_parameters = self.objective.num_parameters(arch) / 1e6
+        num_classes = arch.num_classes or "no"
+        dtype = str(engine.dtype).removeprefix("torch.")
         return (
-            f"from {'random weights' if self._source is None else redact(self._source)}"
-            f"{f', resumed at step {start}' if start else ''}; "
-            f"{self.objective.num_parameters(arch) / 1e6:.1f} M parameters at {arch.image_size} px"
-            f", {plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
+            f"{start}; {num_parameters:.1f} M parameters at {arch.image_size} px"
+            f", {plan.num_samples} images, {num_classes} classes; {plan.equation}; "
             f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
             f"ZeRO {run.engine.zero_stage}; "
             f"decoder {resolve_decoder(run.data.decoder)}; "
@@ -335,25 +412,25 @@ class TrainingSession:
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
-        mixing, plan, world, seed = (
-            self.run.data.mixing,
-            self.plan,
-            self.world,
-            self.run.seed,
-        )
+        plan = self.plan
+        world = self.world
+        seed = self.run.seed
+        mixing = self.run.data.mixing
         for micro_step in range(plan.accumulation):
             with self._waiting_for_data():
                 batch = next(self.batches)
             self.log.add_batch(batch)
+
+            # Positions are those of one long training on one rank, whatever the ranks are today.
             number = micro_step * world.world_size + world.rank
             first = step * plan.global_batch + number * plan.micro_batch
-            batch = replace(
-                batch, positions=np.arange(first, first + len(batch.labels))
-            )
+            positions = np.arange(first, first + len(batch.labels))
+            batch = replace(batch, positions=positions)
             if mixing is not None:
                 batch = mix_batch(
                     batch, mixing, seed=seed, step=step, first_position=first
                 )
+
             seed_step(seed, step=step, micro_step=micro_step, rank=world.rank)
             yield batch
 
@@ -369,7 +446,8 @@ class TrainingSession:
         self.watchdog.mark("running the backward pass")
         self.engine.backward(loss)
         self.watchdog.mark("updating the weights")
-        self.store.wait_for_host_copy()  # a save may still read the weights
+        # A save may still read the weights.
+        self.store.wait_for_host_copy()
         self.engine.step()
         self.log.means.add({"train/loss": loss, **self.objective.recorded})
         with self._waiting_for_data():
@@ -385,17 +463,22 @@ class TrainingSession:
         is_last = done == self.plan.total_steps
         self.watchdog.step = done
         self.log.advance()
+
+        # All ranks agree on what is due now: a signal may have reached only one of them.
         preempted = self.preemption.set_on_any_rank() and not is_last
         is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
+
         # A save ends the interval, so that no checkpoint holds a part of one.
         if is_saved or done % self.run.tracking.log_every_steps == 0:
             self._report(self.store.take_committed())
             self.log.write(done, lr=self.lr)
+
         if self.evaluations.due(done, is_last=is_last):
             with self.log.not_counting():
                 self._evaluate(done, is_last=is_last)
         if is_last:
             self.objective.draw(self)
+
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
             with self.log.not_counting():
@@ -447,9 +530,10 @@ class TrainingSession:
 def _read_index(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     """Training and evaluated samples. Each node looks for all files: one may lack a mount."""
     training_set = open_training_set(run.data, seed=run.seed)
-    return training_set, training_set.dev or open_val_split(
-        run.data, parts=training_set.parts
-    )
+    val_index = training_set.dev
+    if val_index is None:
+        val_index = open_val_split(run.data, parts=training_set.parts)
+    return training_set, val_index
 
 
 def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str]:
@@ -461,16 +545,14 @@ def _data_tags(data: TrainingSet, val_index: SplitIndex | None) -> dict[str, str
         return f"{name}, {index.num_samples:,} images, {index.fingerprint[:12]}"
 
     parts = [described(part) for part in data.parts]
-    parts += [
-        f"{redact(str(tar.parent))}, {data.num_samples:,} images"
-        for tar in data.tars[:1]
-    ]
+    # Tars without an index are named by their folder: they have no fingerprint.
+    for tar in data.tars[:1]:
+        parts.append(f"{redact(str(tar.parent))}, {data.num_samples:,} images")
+
     tags = {DATA_TAG: "; ".join(parts)}
-    return (
-        tags
-        if val_index is None
-        else tags | {"vitscale.val_data": described(val_index)}
-    )
+    if val_index is not None:
+        tags["vitscale.val_data"] = described(val_index)
+    return tags
 
 
 # ---- what a run starts from ---------------------------------------------------------------------
@@ -490,6 +572,8 @@ def build_model(
                 allowed="models with LayerNorm, GroupNorm or none",
                 next_step="take another model; as a teacher and in evaluations any will do",
             )
+
+    # The objective's own parameters do not depend on how many numbers the model drew.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_key("objective", run.seed) >> 1)
         objective.extend_model(model, arch)
@@ -500,20 +584,24 @@ def build_model(
 def _refuse_unfit_parameters(model: nn.Module, title: str) -> None:
     """Raise UserError for parameters that DeepSpeed or a checkpoint cannot hold.
 
-    At the start: one with two names would end the training at its first save.
+    They are looked for at the start, since one with two names would end the training at its first
+    save.
     """
-    named = dict(model.named_parameters(remove_duplicate=False))
-    once = {name for name, _ in model.named_parameters()}
-    again = [name for name in named if name not in once]
-    scalars = [name for name, parameter in named.items() if parameter.ndim == 0]
-    what = ""
-    if again:
-        what = f"uses {len(again)} parameters under two names ({again[0]})"
+    all_names = dict(model.named_parameters(remove_duplicate=False))
+    first_names = {name for name, _ in model.named_parameters()}
+    second_names = [name for name in all_names if name not in first_names]
+    scalars = [name for name, parameter in all_names.items() if parameter.ndim == 0]
+
+    problem = ""
+    if second_names:
+        problem = (
+            f"uses {len(second_names)} parameters under two names ({second_names[0]})"
+        )
     elif scalars:
-        what = f"has {len(scalars)} parameters without a dimension ({scalars[0]})"
-    if what:
+        problem = f"has {len(scalars)} parameters without a dimension ({scalars[0]})"
+    if problem:
         raise UserError(
-            f"{title} {what}, which cannot be trained here",
+            f"{title} {problem}, which cannot be trained here",
             where="model",
             next_step="take another model; as a teacher and in evaluations any will do",
         )
@@ -527,10 +615,13 @@ def start_from(
     Returns what `load` does. Raises UserError, on all ranks, when `load` does.
     """
     with errors_on_all_ranks("cannot be read", "init", tried=world.is_first):
-        found = load(model, arch) if world.is_first else (None, [])
+        source_and_messages: tuple[str | None, list[str]] = (None, [])
+        if world.is_first:
+            source_and_messages = load(model, arch)
+
     for tensor in model.state_dict().values():
         broadcast_tensor(tensor, source=0)
-    return found
+    return source_and_messages
 
 
 def build_engine(
@@ -544,24 +635,29 @@ def build_engine(
     family = MODELS[arch.name].load()
     dtype = resolve_precision(run.engine, world.device)
     compiled = is_compiled(run.engine, world.device)
+
+    # Blocks are wrapped before they are compiled, and compiled before the model is moved.
     if run.engine.activation_checkpointing:
         family.checkpoint_activations(model)
     if compiled:
         family.compile_blocks(model)
     model.to(world.device)
+
     groups = optimizer_groups(
         model.named_parameters(),
         settings=run.optim,
         decayed=family.decayed,
         layers_above=lambda name: family.layers_above(name, arch),
     )
+
+    # DeepSpeed has no one error for keys that it does not take.
     try:
         config = deepspeed_config(
             run.engine,
             micro_batch=plan.micro_batch,
             accumulation=plan.accumulation,
             world_size=world.world_size,
-            largest_parameter=max(each.numel() for each in model.parameters()),
+            largest_parameter=max(p.numel() for p in model.parameters()),
             clip_norm=run.optim.clip_norm,
             dtype=dtype,
             raw=run.deepspeed,
@@ -581,9 +677,10 @@ def build_engine(
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         if not run.deepspeed:
             raise
-        what = f"DeepSpeed does not start with them: {error}"
         raise UserError(
-            what, where="deepspeed", next_step="fix or remove the raw keys"
+            f"DeepSpeed does not start with them: {error}",
+            where="deepspeed",
+            next_step="fix or remove the raw keys",
         ) from error
 
 
@@ -616,18 +713,13 @@ def compatibility_key(
 
 def changes_since_start(folder: Path, run: TrainingRun) -> list[str]:
     """Lines that list how the settings differ from the last start's; such changes are no error."""
-    try:
-        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    if not isinstance(last, dict):
-        return []
-    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
     rows = [
         f"    {key}: {before or 'not set'} -> {now or 'not set'}"
-        for key, (before, now) in changes.items()
+        for key, (before, now) in _changes(folder, run).items()
     ]
-    return ["changed since the last start:", *rows] if rows else []
+    if not rows:
+        return []
+    return ["changed since the last start:", *rows]
 
 
 def refuse_other_start(folder: Path, run: TrainingRun) -> None:
@@ -636,14 +728,9 @@ def refuse_other_start(folder: Path, run: TrainingRun) -> None:
     A resume takes the run's own weights, so they would have no effect, and config.yaml would name
     an origin that the weights do not have.
     """
-    try:
-        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return
-    changes = changed_settings(last, run.model_dump(mode="json"), purpose="resume")
     rows = [
         f"\n    {key}: started with {before}, now {now}"
-        for key, (before, now) in changes.items()
+        for key, (before, now) in _changes(folder, run).items()
         if key in START_ONLY and before is not None and now is not None
         if not _same_start(key, before, now)
     ]
@@ -655,11 +742,26 @@ def refuse_other_start(folder: Path, run: TrainingRun) -> None:
         )
 
 
+def _changes(
+    folder: Path, run: TrainingRun
+) -> dict[str, tuple[str | None, str | None]]:
+    """Settings of the last start and of this one that differ; none if the file is unreadable."""
+    try:
+        last = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not isinstance(last, dict):
+        return {}
+    return changed_settings(last, run.model_dump(mode="json"), purpose="resume")
+
+
 def _same_start(key: str, before: str, now: str) -> bool:
     """One path may be written in several ways, and `auto` stands for a value."""
+    if "auto" in (before, now):
+        return True
     if key == "init" and not now.startswith("hf://"):
-        before, now = (str(Path(each).expanduser().resolve()) for each in (before, now))
-    return before == now or "auto" in (before, now)
+        return Path(before).expanduser().resolve() == Path(now).expanduser().resolve()
+    return before == now
 
 
 def check_resumable(
@@ -673,21 +775,25 @@ def check_resumable(
         before = checkpoint.description.get(key)
         if before == now:
             continue
+
+        # Of an architecture only the entries that differ are shown.
         if isinstance(before, dict) and isinstance(now, dict):
             names = [name for name in before | now if before.get(name) != now.get(name)]
-            before, now = (
-                {name: each.get(name) for name in names} for each in (before, now)
-            )
+            before = {name: before.get(name) for name in names}
+            now = {name: now.get(name) for name in names}
         changed += f"\n    {key}: checkpoint {before!r}, now {now!r}"
     if changed:
-        what = f"this checkpoint belongs to another run; resuming would not continue it{changed}"
-        raise UserError(what, where=where, next_step=f"undo the change, or {another}")
-    if checkpoint.step > plan.total_steps:
-        what = (
-            f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run"
-        )
         raise UserError(
-            what, where=where, next_step=f"raise schedule.steps, or {another}"
+            "this checkpoint belongs to another run; "
+            f"resuming would not continue it{changed}",
+            where=where,
+            next_step=f"undo the change, or {another}",
+        )
+    if checkpoint.step > plan.total_steps:
+        raise UserError(
+            f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run",
+            where=where,
+            next_step=f"raise schedule.steps, or {another}",
         )
 
 
@@ -697,11 +803,16 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
     The header of each file is read by one rank. Collective.
     Raises StorageError, on all ranks, when the files of a verified checkpoint cannot be read.
     """
-    world, progress, own = engine.world, checkpoint.progress, list[Slice]()
+    world = engine.world
+    progress = checkpoint.progress
+
+    # Each rank reads the headers of its share of the files and tells the others what they hold.
+    slices_here: list[Slice] = []
     with errors_on_all_ranks("cannot be read", checkpoint.folder):
         for path in checkpoint.files[world.rank :: world.world_size]:
-            own += read_header(path)
-    slices = [each for found in gather_objects(own) for each in found]
-    with SavedTensors(slices) as saved:
+            slices_here += read_header(path)
+    slices_of_ranks = gather_objects(slices_here)
+
+    with SavedTensors(list(chain.from_iterable(slices_of_ranks))) as saved:
         engine.import_state(saved.part, optimizer_steps=progress["optimizer_steps"])
     engine.import_counters(progress["engine"])

@@ -45,6 +45,7 @@ from vitscale.evaluation.evaluation import (
     Share,
     Subject,
     check_labels,
+    results,
 )
 from vitscale.evaluation.few_shot import (
     FewShot,
@@ -131,6 +132,19 @@ def test_features_are_computed_once_whoever_asks() -> None:
     assert len(subject.extracted[-1]) == 30
 
 
+def test_features_of_earlier_weights_are_never_used() -> None:
+    """Nor where an evaluation was left half way."""
+    train, test = clusters(name="train"), clusters(name="test")
+    subject, knn = array_subject(train, test), [Knn(KnnSettings()), Knn(KnnSettings())]
+    assert list(results(knn, subject)) == [{"knn_top1": 1.0}] * 2
+    test.values = test.values.roll(1, dims=0)  # as other weights give them
+    half = results(knn, subject)
+    assert next(half) == {"knn_top1": 0.0}
+    half.close()
+    test.values = test.values.roll(-1, dims=0)
+    assert list(results(knn, subject)) == [{"knn_top1": 1.0}] * 2
+
+
 def test_parts_of_a_training_set_are_numbered_through() -> None:
     split, other = train_split(), split_of(torch.ones(4, 5), [2, 1, 0, 2])
     subject = array_subject((split, other), other)
@@ -199,7 +213,7 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(
 def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers() -> None:
     """And says so; in `vitscale evaluate` it is an error."""
     logits = torch.zeros(4, 2)
-    logits[2, 1] = math.nan
+    logits[3, 1] = math.nan  # the padding of its batch, too
     engine: Any = FakeEngine()
     engine.world, engine.known_outputs = WORLD, ("logits",)
     subject = replace(given_outputs(logits, [0, 1, 0, 1]), model=engine)
@@ -331,15 +345,20 @@ def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
     # Half of the images are 0.05 too unsure, the other half 0.15 too sure.
     loss = -(2 * math.log(0.95) + math.log(0.65) + math.log(0.35)) / 4
     assert (found["ece"], found["loss"]) == pytest.approx((0.1, loss), rel=1e-6)
-    with open(tmp_path / "files/calibration.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["images"] != "0"]
-    assert [(row["images"], row["confidence"], row["accuracy"]) for row in rows] == [
-        ("2", "0.650000", "0.500000"),
-        ("2", "0.950000", "1.000000"),
+
+    def bins() -> list[dict[str, str]]:
+        with open(tmp_path / "files/calibration.csv") as file:
+            return [row for row in csv.DictReader(file) if row["images"] != "0"]
+
+    assert [" ".join(row.values()) for row in bins()] == [
+        "0.600000 0.666667 2 0.650000 0.500000",
+        "0.933333 1.000000 2 0.950000 1.000000",
     ]
-    assert [float(row["low"]) for row in rows] == pytest.approx(
-        [9 / 15, 14 / 15], abs=1e-6
-    )
+    # A confidence on an edge, 1 / 3 or 1 / 5, is of the bin below it.
+    for num, low in ((3, 4 / 15), (5, 2 / 15)):
+        even = given_outputs(torch.zeros(1, num), [0], folder=tmp_path / "files")
+        Classification(ClassificationSettings()).metrics(even)
+        assert [float(row["low"]) for row in bins()] == [pytest.approx(low, abs=1e-6)]
     certain = given_outputs(torch.tensor([[200.0, 0.0], [200.0, 0.0]]), [0, 1])
     found = Classification(ClassificationSettings()).metrics(certain)  # in the last bin
     assert (found["ece"], found["loss"]) == pytest.approx((0.5, 100.0))
@@ -356,12 +375,27 @@ def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
 
 
 def test_examples_show_each_wrong_class_once() -> None:
+    """The most frequent first; of equally frequent ones the first label."""
     guesses = (2, 1, 2, 1, 2, 0, 0)
     found = np.array(
         [(n == 6, guess, 10 + n) for n, guess in enumerate(guesses)], np.int64
     )
     assert examples(found[::-1], 0, count=4) == [(2, 10), (1, 11)]
     assert examples(found, 0, count=1) == [(2, 10)]
+    assert examples(found[1:], 0, count=4) == [(1, 11), (2, 12)]
+
+
+def test_equal_classes_and_confusions_have_the_order_of_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(Confusion, "_draw", lambda *each: drawn.extend(each[2]))
+    logits = torch.eye(4)[[3, 2, 1, 0, 0]]
+    subject = given_outputs(logits, [2, 1, 0, 0, 3], folder=tmp_path)
+    Confusion(ConfusionSettings(num_classes=3)).metrics(subject)
+    assert [label for label, *_ in drawn] == [1, 2, 3]
+    lines = (tmp_path / "confusion.csv").read_text().splitlines()[1:]
+    assert lines == ["0,1,1", "1,2,1", "2,3,1", "3,0,1", "0,0,1"]
 
 
 def test_files_and_metric_equal_a_case_by_hand(tmp_path: Path) -> None:
@@ -434,6 +468,11 @@ def test_images_of_missing_classes_count_as_wrong() -> None:
     with pytest.raises(UserError, match="1 of 3 classes.*n04399382"):
         subset().check(subject)
     assert subset(allow_missing=True).metrics(subject) == {"subset_top1": 0.5}
+    # Even where they are among the best five: the model has one of six classes.
+    names = {"classes": "abcdef", "model_classes": ("z", "f")}
+    subject = given_outputs(torch.eye(2)[[1] * 6], range(6), **names)
+    found = subset(allow_missing=True).metrics(subject)
+    assert found == {"subset_top1": 1 / 6, "subset_top5": 1 / 6}
 
 
 # ---- ImageNet-ReaL ------------------------------------------------------------------------------
@@ -553,11 +592,15 @@ def direct_scores(
     return np.asarray(z @ weights)
 
 
+@pytest.mark.parametrize("std", [5, 2e-5])
 @pytest.mark.parametrize("num_images", [7, 24, 25, 300])
-def test_ridge_equals_a_direct_solve(num_images: int) -> None:
+def test_ridge_equals_a_direct_solve(num_images: int, std: float) -> None:
+    """Also of features that hardly differ, as those of a collapsed model."""
     random = np.random.default_rng(0)
-    train = random.normal(3, 5, (num_images, 24)).astype(np.float32)
-    test = random.normal(3, 5, (9, 24)).astype(np.float32)
+    train, test = (
+        random.normal(0.6 * std, std, (num, 24)).astype(np.float32)
+        for num in (num_images, 9)
+    )
     labels = random.integers(0, 4, num_images)
     fitted = fit_ridge(
         torch.from_numpy(train), torch.from_numpy(labels), num_classes=5, l2=2.0**10

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,12 @@ from finetune.exporting.to_huggingface import HuggingFaceFormat
 from finetune.exporting.to_vitscale import SafetensorsFormat
 from finetune.predicting import find_inputs, predict_images
 from finetune.settings import EvaluateRun, PredictRun, settings_of_run
-from tests.support.corpora.shard_folders import make_shard_folder
+from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
 from tests.support.engine.small_models import small_model
 from tests.support.engine.subjects import WORLD
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run
-from vitscale.data.index import sample_keys
+from vitscale.data.index import read_split, sample_keys
 from vitscale.evaluation.few_shot import FewShotSettings
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 
@@ -72,16 +74,11 @@ def saved(folder: Path, model: TrainedModel) -> Path:
 def evaluation(
     init: Path, shards: Path, evaluate: list[dict[str, Any]], **data: Any
 ) -> EvaluateRun:
-    values: dict[str, Any] = {
-        "name": "x",
-        "init": str(init),
-        "output": str(init) + "-results",
-    }
-    values |= {
-        "data": {"path": str(shards), "num_workers": 0, **data},
-        "evaluate": evaluate,
-    }
-    values |= {"tracking": {"uri": None}, "compute": {"device": "cpu", "batch": 4}}
+    values: dict[str, Any] = yaml.safe_load(
+        "{name: x, tracking: {uri: null}, compute: {device: cpu, batch: 4}}"
+    )
+    values |= {"init": str(init), "output": f"{init}-results", "evaluate": evaluate}
+    values["data"] = {"path": str(shards), "num_workers": 0, **data}
     return EvaluateRun.model_validate(values)
 
 
@@ -178,6 +175,23 @@ def test_predictions_meet_labels_whatever_their_order(
         assert float(row["p_1"]) == pytest.approx(float(expected["p_1"]), rel=1e-5)
 
 
+def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
+    shards: Path, tmp_path: Path
+) -> None:
+    """The first of six is damaged in its shard."""
+    damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
+    index = read_split(str(damaged), split="test")
+    with open(index.shards[0], "r+b") as file:
+        file.seek(int(index.offset[0]))
+        file.write(bytes(int(index.length[0])))
+    model = saved(tmp_path / "model", small_model(num_classes=3, classes=CLASSES))
+    lines, rows = predicted(model, damaged, tmp_path)
+    assert lines[0].endswith(": 6 images, 1 of them unreadable")
+    assert rows[0]["label"] == "cat" and rows[0]["error"] and not rows[0]["class_1"]
+    right = sum(row["label"] == row["class_1"] for row in rows)
+    assert lines[1] == f"top-1 {right / 5:.2%} of 5 images with a label"
+
+
 def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> None:
     """Words on one side, WordNet's ids on the other."""
     ids, words = (
@@ -236,6 +250,49 @@ def test_outputs_that_are_no_numbers_are_an_error(
     with pytest.raises(UserError, match="outputs are not finite"):
         predicted(folder, shards, tmp_path)
     assert not (tmp_path / "predictions.csv").exists()
+
+
+# What is evaluated now, after the results of another evaluation -> the setting that differs.
+OTHERS = """
+- [{preprocessing: {mean: [0.4, 0.5, 0.5]}}, model.preprocessing.mean]
+- [{preprocessing: {eval_antialias: false}}, model.preprocessing.eval_antialias]
+- [{image_size: 8}, model.architecture.image_size]
+- [{compute: {precision: bf16}}, model.precision]
+- [{data: {only_classes: [cat, eel]}}, data.only_classes]
+- [{evaluate: [{name: subset}]}, evaluate]
+- [{}, data.fingerprint]
+"""
+
+
+def test_results_of_another_evaluation_are_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last change is to the images themselves: of the same names, as many of each class."""
+    write_images: Any = partial(
+        write_shard_folder, num_per_class=2, num_shards=1, classes=CLASSES, split="test"
+    )
+    monkeypatch.chdir(tmp_path)
+    data = write_images(tmp_path / "data", seed=0)
+    model = saved(tmp_path / "model", small_model(num_classes=3, classes=CLASSES))
+    given = evaluation(model, data, LOGITS[:1]).model_dump() | {"output": None}
+
+    def evaluate(change: dict[str, Any]) -> bytes:
+        changed = {
+            key: given[key] | value if isinstance(value, dict) else value
+            for key, value in change.items()
+        }
+        evaluate_run(EvaluateRun.model_validate(given | changed), WORLD)
+        return Path("runs/x/results.json").read_bytes()
+
+    before = evaluate({})
+    assert evaluate({}) == before
+    for change, key in yaml.safe_load(OTHERS):
+        if key == "data.fingerprint":
+            shutil.rmtree(data)
+            write_images(data, seed=1)
+        with pytest.raises(UserError, match=f"another evaluation(?s:.*)\n    {key}"):
+            evaluate(change)
+    assert Path("runs/x/results.json").read_bytes() == before
 
 
 # ---- images --------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 import timm
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file, save_file
 from timm.models import save_for_hf
 from torch import nn
@@ -145,24 +146,31 @@ def test_timms_folders_give_its_logits(
     assert ours.preprocessing.eval_crop_fraction == 0.93
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"global_pool": "avg", "pool_include_prefix": True},
-        {"global_pool": "map", "pool_include_prefix": True},
-        {"fc_norm": True},
-        {"pos_embed": "none"},
-        {"act_layer": "silu"},
-    ],
-)
+# Models of timm, and arguments, that the family vit would compute otherwise or has no tensors for.
+OF_TIMM_ALONE = """
+- [vit_tiny_patch16_224, {global_pool: avg, pool_include_prefix: true}]
+- [vit_tiny_patch16_224, {global_pool: map, pool_include_prefix: true}]
+- [vit_tiny_patch16_224, {fc_norm: true}]
+- [vit_tiny_patch16_224, {pos_embed: none}]
+- [vit_tiny_patch16_224, {act_layer: silu}]
+- [vit_base_patch32_clip_224, {}]  # a norm before the blocks
+- [vit_medium_patch16_gap_256, {}]  # no bias of q, k and v
+- [vit_intern300m_patch14_448, {}]  # no last norm
+- [beit3_base_patch16_224, {}]  # norms within the blocks
+- [vit_so150m_patch16_reg4_map_256, {}]  # positions of registers
+"""
+
+
+@pytest.mark.parametrize(("name", "more"), yaml.safe_load(OF_TIMM_ALONE))
 @torch.no_grad()
-def test_what_no_tensor_of_timm_shows_counts(
-    tmp_path: Path, more: dict[str, Any]
+def test_other_vits_of_timm_are_of_its_family(
+    tmp_path: Path, name: str, more: dict[str, Any]
 ) -> None:
-    theirs = shaken(timm.create_model(TINY, **TIMM, **more))
+    theirs = shaken(timm.create_model(name, **TIMM, **more))
     save_for_hf(theirs, tmp_path, model_args=TIMM | more)
-    found = open_model(str(tmp_path)).network(IMAGES)
-    assert torch.allclose(found, theirs(IMAGES), atol=1e-5)
+    found = open_model(str(tmp_path))
+    assert found.arch.name == "timm"
+    assert torch.allclose(found.network(IMAGES), theirs(IMAGES), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from vitscale.optim import optimizers
 from vitscale.optim.optimizers import (
     Bf16MomentumAdamW,
     Lamb,
-    MaskedAdam,
+    MaskedOptimizer,
     build_optimizer,
 )
 from vitscale.optim.settings import OPTIMIZERS, OptimSettings
@@ -83,7 +83,7 @@ def test_adamw_with_a_bf16_moment_equals_the_algorithm_over_20_steps() -> None:
     torch.testing.assert_close(weight.detach().double(), slow, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", MaskedAdam.__subclasses__())
+@pytest.mark.parametrize("kind", MaskedOptimizer.__subclasses__())
 def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> None:
     """As the guard asks for; the very first update may be a skipped one."""
     scaled, divided = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))

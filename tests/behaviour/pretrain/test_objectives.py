@@ -12,6 +12,11 @@ import torch
 import yaml
 
 from pretrain.objectives.mae import MaeSettings
+from pretrain.objectives.masked_autoencoder import (
+    MaskedAutoencoder,
+    encode_kept,
+    reconstruction_loss,
+)
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPredictionSettings
 from pretrain.objectives.masked_patches import (
     MaskedPatches,
@@ -23,7 +28,6 @@ from pretrain.run import PretrainRun
 from tests.support.reference_losses import masked_autoencoder
 from tests.support.reference_training import Sample
 from vitscale.models import vit
-from vitscale.models.mae import MaskedAutoencoder, encode_kept, reconstruction_loss
 from vitscale.models.patches import random_orders, to_images, to_patches
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
@@ -352,7 +356,7 @@ def test_loss_and_gradients_equal_the_slow_version(
     order = torch.from_numpy(random_orders(noise))
     places = order.argsort(dim=1)
     predicted = model(
-        images, output="objective", kept_BK=order[:, :2], places_BL=places
+        images, output="objective", kept_BK=order[:, :2], restore_BL=places
     )
     loss = reconstruction_loss(
         predicted,

@@ -182,7 +182,7 @@ def test_a_teachers_classes_are_matched_by_name(
         for labels in (range(5), order)
     )
     assert torch.equal(other.logits(pixels), same.logits(pixels)[:, list(order)])
-    assert (same.said, other.said) == (
+    assert (same.messages, other.messages) == (
         (),
         ("the teacher's classes are matched by name",),
     )
@@ -199,7 +199,7 @@ def test_a_teachers_classes_are_matched_by_name(
     (safetensors.parent / "classes.json").unlink()
     assert (
         opened(safetensors)
-        .said[0]
+        .messages[0]
         .endswith("by position, since neither side has names")
     )
     with pytest.raises(UserError, match="outputs are unknown"):

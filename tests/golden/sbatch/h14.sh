@@ -81,7 +81,7 @@ if [ "$restart" -ge 100 ] || [ "$(wc -l < "$failed")" -gt 3 ]; then
     echo "not requeued: submit again when the cause is removed"
 elif fields=$(scontrol --oneliner show job "$job") && [[ "$fields" = *JobState=RUNNING* ]]; then
     echo "requeueing job $job"
-    scontrol requeue "$job"
+    scontrol requeue "$job" && scontrol update "JobId=$job" StartTime=now+5
     node=$(tail -n 2 "$failed" | uniq -d)
     before=$(grep -o 'ExcNodeList=[^ (]*' <<< "$fields") before=${before#*=}
     up=$(sinfo -hN -o %N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" | sort -u | wc -l)

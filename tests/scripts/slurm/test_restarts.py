@@ -85,6 +85,10 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     assert "launch.sbatch.exclude='n2'" in log
     # The job needs both.
     assert "n2 is not excluded: too few other nodes are up" in log
+    # Each asks for an early start, instead of waiting for the old credential's end.
+    decided = (slurm.folder / "slurmctld.log").read_text()
+    begin = rf"setting begin to \S+ for JobId={job.job_id}\n"
+    assert len(re.findall(begin, decided)) == 3
 
 
 def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:

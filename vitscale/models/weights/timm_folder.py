@@ -19,10 +19,13 @@ from timm.layers import GluMlp, PatchEmbed
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
+from vitscale.config.errors import UserError
 from vitscale.models.timm_model import pretrained_config
+from vitscale.models.vit import build_model
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
 from vitscale.models.weights.names import Tensors, from_pytorch, without_wrappers
 from vitscale.models.weights.pixels import timm_preprocessing
+from vitscale.models.weights.transfer import POSITIONS, inferred_model
 
 # SiLU is of SwiGLU, which shapes show.
 ACTIVATIONS = {"none": "erf", "tanh": "tanh", "GELUTanh": "tanh", "SiLU": None}
@@ -148,12 +151,36 @@ def _plain_transformer(
             model: Any = timm.create_model(name, **{**arguments, "num_classes": 0})
     except Exception:  # any kind; the family timm says why
         return None
-    return model if isinstance(model, VisionTransformer) and _is_plain(model) else None
+    if not isinstance(model, VisionTransformer):
+        return None
+    return model if _is_plain(model) and _has_tensors_of_vit(model) else None
+
+
+def _has_tensors_of_vit(model: VisionTransformer) -> bool:
+    """Whether the family vit has these tensors and no others: CLIP has a norm before the blocks."""
+    grid = model.patch_embed.grid_size
+    found = Weights(tensors=model.state_dict(), known=_known(model), grid=grid)
+    try:
+        settings, _ = inferred_model(found, chosen=None)
+    except UserError:
+        return False
+
+    with torch.device("meta"):
+        ours = build_model(settings.resolved(num_classes=0), seed=0)
+    return _shapes(ours) == _shapes(model)
+
+
+def _shapes(model: VisionTransformer) -> dict[str, tuple[int, ...]]:
+    """Of all tensors. Another grid has other positions, but as many of tokens."""
+    found = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    if POSITIONS in found:
+        _, num_rows, width = found[POSITIONS]
+        found[POSITIONS] = (num_rows - model.patch_embed.num_patches, width)
+    return found
 
 
 def _is_plain(model: VisionTransformer) -> bool:
-    """Whether the family vit computes the same: of what the names and shapes of tensors, which are
-    compared later, do not show."""
+    """Whether the family vit computes the same: of what names and shapes of tensors do not show."""
     block: Any = model.blocks[0]
     if type(block) is not Block or not isinstance(block.norm1, nn.LayerNorm):
         return False

@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.models.vision_transformer import Block
 from torch import nn
 
 from vitscale.models.patches import take_patches, to_images
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
-from vitscale.models.vit import ViT, run_blocks
+from vitscale.models.vit import Block, ViT, run_blocks
 
 TOKEN_STD = 0.02
 VARIANCE_EPS = 1e-6
@@ -41,17 +40,18 @@ class MaskedAutoencoder(nn.Module):
         self.mask_token = nn.Parameter(torch.empty(1, 1, width))
         positions_LW = mae_position_embedding(arch.grid, width=width)
         self.register_buffer("pos_embed", positions_LW[None], persistent=False)
-        blocks = (
+        blocks = [
             Block(width, num_heads, qkv_bias=True, norm_layer=norm)
             for _ in range(depth)
-        )
+        ]
         self.blocks = nn.Sequential(*blocks)
         self.norm = norm(width)
         self.predict = nn.Linear(width, arch.patch_values)
+
+        # MAE draws Q, K and V as one matrix, which narrows their range.
         nn.init.normal_(self.mask_token, std=TOKEN_STD)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # Q, K and V as one matrix, as MAE does.
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
 
@@ -61,20 +61,23 @@ class MaskedAutoencoder(nn.Module):
         images_B3SS: torch.Tensor,
         *,
         kept_BK: torch.Tensor,
-        places_BL: torch.Tensor,
+        restore_BL: torch.Tensor,
     ) -> torch.Tensor:
         """Predicted patches [B, L, P].
 
-        kept_BK: numbers of the kept patches. places_BL: the place of each patch in the order of
-        the kept ones and then the removed ones.
+        kept_BK: numbers of the kept patches. restore_BL: the position of each patch in the order
+        of the kept ones and then the removed ones.
         """
-        encoded_BKD = encode_kept(vit, images_B3SS, kept_BK=kept_BK)
-        embedded_BKW = self.embed(encoded_BKD)
-        class_B1W, visible_BKW = embedded_BKW[:, :1], embedded_BKW[:, 1:]
-        num_removed = places_BL.shape[1] - kept_BK.shape[1]
+        embedded_BKW = self.embed(encode_kept(vit, images_B3SS, kept_BK=kept_BK))
+        class_B1W = embedded_BKW[:, :1]
+        visible_BKW = embedded_BKW[:, 1:]
+
+        # The mask token stands for each removed patch, and the position tells which one it is.
+        num_removed = restore_BL.shape[1] - kept_BK.shape[1]
         masks_BRW = self.mask_token.expand(len(images_B3SS), num_removed, -1)
-        shuffled_BLW = torch.cat([visible_BKW, masks_BRW.to(visible_BKW.dtype)], dim=1)
-        patches_BLW = take_patches(shuffled_BLW, places_BL) + self.pos_embed
+        ordered_BLW = torch.cat([visible_BKW, masks_BRW.to(visible_BKW.dtype)], dim=1)
+        patches_BLW = take_patches(ordered_BLW, restore_BL) + self.pos_embed
+
         # The class token's position is zero.
         tokens_BXW = torch.cat([class_B1W.to(patches_BLW.dtype), patches_BLW], dim=1)
         decoded_BXW = run_blocks(
@@ -95,13 +98,18 @@ def encode_kept(
     positions_1LD: torch.Tensor = vit.pos_embed
     class_11D: torch.Tensor = vit.cls_token
     patches_BLD: torch.Tensor = vit.patch_embed(images_B3SS)
+
+    # A row before the patches, if there is one, is the class token's.
     num_patches = patches_BLD.shape[1]
     patches_BLD = patches_BLD + positions_1LD[:, -num_patches:]
     if positions_1LD.shape[1] > num_patches:
         class_11D = class_11D + positions_1LD[:, :1]
+
+    # The encoder never computes the removed patches, which makes MAE cheap.
     kept_BKD = take_patches(patches_BLD, kept_BK)
     class_B1D = class_11D.expand(len(kept_BKD), -1, -1).to(kept_BKD.dtype)
-    return vit.run_blocks(vit.pos_drop(torch.cat([class_B1D, kept_BKD], dim=1)))
+    tokens_BXD = torch.cat([class_B1D, kept_BKD], dim=1)
+    return vit.run_blocks(vit.pos_drop(tokens_BXD))
 
 
 def patch_statistics(patches_BLP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,6 +129,7 @@ def reconstruction_loss(
 
     normalized: predict each patch minus its mean, over its deviation (MAE, section 4.1).
     """
+    # In bf16 the difference of two near numbers would be mostly rounding.
     target_BRP = take_patches(patches_BLP.float(), removed_BR)
     if normalized:
         mean, deviation = patch_statistics(target_BRP)
@@ -148,7 +157,9 @@ def picture_rows(
     predicted_BLP = predicted_BLP.float()
     if normalized:
         patch_mean, deviation = patch_statistics(patches_BLP)
+        # The model predicts normalised patches; their true statistics make them visible.
         predicted_BLP = predicted_BLP * deviation + patch_mean
+
     is_removed_BL1 = torch.zeros_like(patches_BLP[:, :, :1], dtype=torch.bool)
     is_removed_BL1.scatter_(1, removed_BR[:, :, None], True)
     rows = {
@@ -157,12 +168,12 @@ def picture_rows(
         "predicted": predicted_BLP.masked_fill(~is_removed_BL1, 0.0),
         "visible +\npredicted": torch.where(is_removed_BL1, predicted_BLP, patches_BLP),
     }
-    mean_311, std_311 = (
-        patches_BLP.new_tensor(each).view(3, 1, 1) for each in (mean, std)
-    )
-    return {
-        title: ((to_images(each, grid=grid) * std_311 + mean_311).clamp(0, 1) * 255)
-        .round()
-        .byte()
-        for title, each in rows.items()
-    }
+
+    # Back to pixels. A prediction may lie outside of what a pixel can be.
+    mean_311 = patches_BLP.new_tensor(mean).view(3, 1, 1)
+    std_311 = patches_BLP.new_tensor(std).view(3, 1, 1)
+    images = {}
+    for title, row_BLP in rows.items():
+        images_B3SS = to_images(row_BLP, grid=grid) * std_311 + mean_311
+        images[title] = (images_B3SS.clamp(0, 1) * 255).round().byte()
+    return images
