@@ -495,7 +495,7 @@ def run_in_process(arguments: list[str], run_folder: str | None = None) -> int:
         runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         # Of an error that was printed; a bare code is a decision of the script.
-        if end.code and end.__context__ is not None:
+        if end.code:
             _record_end(run_folder, end.__context__)
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
@@ -507,9 +507,9 @@ def run_in_process(arguments: list[str], run_folder: str | None = None) -> int:
     return 0
 
 
-def _record_end(run_folder: str | None, error: BaseException) -> None:
+def _record_end(run_folder: str | None, error: BaseException | None) -> None:
     """Record what ended this rank before it could: a broken package, for example."""
-    if run_folder is None:
+    if run_folder is None or error is None:
         return
     rank, node = int(os.environ["RANK"]), node_name()
     known = read_failures(run_folder, attempt=os.environ[ATTEMPT_VARIABLE])

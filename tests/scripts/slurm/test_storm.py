@@ -100,6 +100,8 @@ time.time = lambda: now() + {seconds}
 
 SHELL = """
 RANDOM={seed}
+batch=$(pgrep -o -f "${{SLURM_CONF%/*}}/spool-.*/job0*{job}/slurm_script")
+session=$(ps -o sid= -p "$batch" | tr -d " ")
 is_in() {{ squeue -hj {job} -t "$1" | grep -q .; }}
 restarts() {{ scontrol -o show job {job} | grep -o "Restarts=[0-9]*"; }}
 preempt() {{
@@ -114,7 +116,7 @@ outage() {{
     [ "$(restarts)" = "$before" ] && is_in R
 }}
 """
-# Each ends with the code of its last line. Of several such processes, {{rank}} draws one.
+# Each ends with the code of its last line. {rank} and {node} are drawn.
 COMMANDS = r"""
 rank_killed:
     kill -KILL {rank}
@@ -123,20 +125,20 @@ rank_segv:
 rank_stopped:
     kill -STOP {rank}
 worker_killed:
-    kill -KILL {worker}
+    pkill -KILL -P $(pgrep -d, -P {rank})
 worker_stopped:
-    kill -STOP {worker}
+    pkill -STOP -P $(pgrep -d, -P {rank})
 srun_killed:
-    kill -KILL {srun}
+    kill -KILL $(pgrep -o -s $session -x srun)
 tee_and_a_rank_killed:
-    kill -KILL {tee} {rank}
+    kill -KILL $(pgrep -o -s $session -x tee) {rank}
 batch_script_killed:
-    kill -KILL {bash}
+    kill -KILL $batch
 after_killed:
     kill -KILL {rank}
     until pkill -KILL -f 'jobs.afte[r] {run} '; do sleep .1; done
 slurmstepd_and_a_rank_killed:
-    kill -KILL {stepd} {rank}
+    kill -KILL $(ps -o ppid= -p {rank}) {rank}
 rank_out_of_memory:
     group=/sys/fs/cgroup/memory/storm-{job}
     mkdir $group
@@ -263,7 +265,9 @@ class Storm:
     """By fault: how often a person did what `vitscale status` says."""
 
     def command(self, text: str) -> None:
-        words = _Words(self)
+        words = {"job": self.job_id, "run": self.run_folder}
+        words |= {"node": self.rng.choice(NODES), "seed": self.rng.randrange(1 << 15)}
+        words["rank"] = self.rng.choice(self.ranks() or [0])
         self.cluster.run(["bash", "-c", (SHELL + text).format_map(words)])
 
     def between_attempts(self, text: str) -> None:
@@ -357,16 +361,11 @@ class Storm:
             assert ended["JobState"] == "COMPLETED", ended
             assert not [*self.cluster.processes(SLURM_JOB_ID=job_id)]
 
-    def table(self) -> str:
-        lines = [
-            "| Fault | Times | By hand | Median s | Largest s |",
-            "|---|---|---|---|---|",
-        ]
+    def table(self) -> Iterator[str]:
+        yield "| Fault | Times | By hand | Median s | Largest s |\n|---|---|---|---|---|"
         for fault, seconds in sorted(self.seconds.items()):
-            name, by_hand = fault.replace("_", " "), self.by_hand[fault]
             times = f"{median(seconds):.0f} | {max(seconds):.0f}"
-            lines.append(f"| {name} | {len(seconds)} | {by_hand} | {times} |")
-        return "\n".join(lines)
+            yield f"| {fault} | {len(seconds)} | {self.by_hand[fault]} | {times} |"
 
     @property
     def job_id(self) -> str:
@@ -491,31 +490,6 @@ class Storm:
 Fault = Callable[[Storm], None]
 
 
-class _Words(dict[str, object]):
-    """The words of a command: its job and run, and processes by their names."""
-
-    def __init__(self, storm: Storm) -> None:
-        super().__init__(job=storm.job_id, run=storm.run_folder)
-        self["seed"] = storm.rng.randrange(1 << 15)
-        self.storm = storm
-
-    def __missing__(self, name: str) -> object:
-        storm = self.storm
-        if name == "node":
-            return storm.rng.choice(NODES)
-        if name in ("srun", "tee", "bash"):
-            processes = (process for process, _ in storm.processes())
-            return min(each.pid for each in processes if each.name() == name)
-        rank = psutil.Process(storm.rng.choice(storm.ranks()))
-        if name == "stepd":
-            return rank.ppid()
-        if name == "worker":
-            servers = rank.children()
-            return storm.rng.choice(sum((each.children() for each in servers), [])).pid
-        assert name == "rank"
-        return rank.pid
-
-
 def commands_of(text: str, run: Callable[..., None]) -> dict[str, Fault]:
     """The indented lines below each name, as faults."""
     rows = re.findall(r"(\w+):\n((?:    .*\n)+)", text)
@@ -612,7 +586,7 @@ def test_interruptions_change_no_bit(
         storm.submit()
         for fault in faults[:number]:
             storm.suffer(fault, after_steps=rng.randrange(1, 20))
-        print(storm.table())
+        print(*storm.table(), sep="\n")
         storm.end(steps)
         assert undisturbed.wait() == 0
         runs = [chain / stage for stage in STAGES]
