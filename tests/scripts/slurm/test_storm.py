@@ -448,6 +448,7 @@ class Storm:
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
         def happens() -> object:
+            self.position()  # the next stage may have begun
             job = self.cluster.job(self.job_id)
             has_ended = job["JobState"] in ("FAILED", "CANCELLED", "NODE_FAIL")
             if has_ended or re.search("[Hh]eld|NeverSatisfied", job["Reason"]):
