@@ -195,10 +195,8 @@ def list_configs(words: Sequence[str]) -> None:
         if not words or any(word in each for word in words)
     ]
     if not names:
-        what, step = (
-            f"no name contains {' or '.join(words)}",
-            packaged.similar_configs(words[0]),
-        )
+        what = f"no name contains {' or '.join(words)}"
+        step = packaged.similar_configs(words[0])
         raise UserError(what, where="configs", next_step=step)
     for name in names:
         first = (CONFIGS / f"{name}.yaml").read_text().partition("\n")[0]
@@ -213,10 +211,8 @@ def copy_config(words: Sequence[str]) -> None:
     name = words[0] if len(words) == 1 else ""
     found = CONFIGS.parent / packaged.find_config(name)
     if not (found.is_relative_to(CONFIGS) and found.exists()):
-        what, step = (
-            f"{name!r} is no packaged configuration",
-            packaged.similar_configs(name),
-        )
+        what = f"{name!r} is no packaged configuration"
+        step = packaged.similar_configs(name)
         raise UserError(what, where="copy", allowed="one name", next_step=step)
     path: Path | None = found
     while path is not None:

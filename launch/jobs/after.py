@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--code", type=int, required=True, help="of srun")
     parser.add_argument("--signal-delay", type=int, required=True, help="seconds")
     parser.add_argument("--max-requeues", type=int, required=True)
+    parser.add_argument("--script", type=Path, required=True, help="of the job")
     parser.add_argument("--fewest-nodes", type=int, help="default: as many as it has")
     options = parser.parse_args()
     print(after(options, sys.stdin.read().splitlines()))
@@ -149,7 +150,12 @@ def after(options: argparse.Namespace, srun_errors: Sequence[str]) -> int:
             why = "it lacks what the run needs"
         say(
             exclude(
-                job_id, node, why=why, job=fields, fewest_nodes=options.fewest_nodes
+                job_id,
+                node,
+                why=why,
+                job=fields,
+                script=options.script,
+                fewest_nodes=options.fewest_nodes,
             )
         )
     return outcome.exit_code
@@ -212,11 +218,12 @@ def with_node(not_launched: re.Match[str]) -> str:
         int(os.environ[name]) for name in ("SLURM_NTASKS", "SLURM_JOB_NUM_NODES")
     )
     try:
-        node = ask_slurm("scontrol", "show", "hostnames").split()[
-            int(rank) * nodes // tasks
-        ]
+        names = ask_slurm("scontrol", "show", "hostnames").split()
     except NoAnswerError:
         return not_launched[0]
+    # Of launch.sbatch.distribution; SLURM's default fills one node after another.
+    is_cyclic = os.environ.get("SLURM_DISTRIBUTION", "").startswith("cyclic")
+    node = names[int(rank) % nodes if is_cyclic else int(rank) * nodes // tasks]
     return f"srun: error: {node}: task {rank}: {why}"
 
 

@@ -144,11 +144,11 @@ def _problems(
                     next_step="set launch.gpus_per_node; if GPUs come with the partition, also set "
                     "launch.gpu_request=none",
                 )
-    # SLURM expands %-patterns in log file names, a newline would end an option line, and ':'
-    # separates the entries of PYTHONPATH.
-    if set(folder) & set("%:") or not folder.isprintable():
+    # SLURM expands %-patterns in log file names, and not one after a backslash; a newline would end
+    # an option line, and ':' separates the entries of PYTHONPATH.
+    if set(folder) & set("%:\\") or not folder.isprintable():
         yield UserError(
-            f"the job folder's path {folder!r} contains '%', ':' or a control character",
+            rf"the job folder's path {folder!r} contains '%', ':', '\' or a control character",
             where="output",
             next_step="choose another output, or run from another folder",
         )

@@ -31,7 +31,7 @@ REQUEUE_SECONDS = 300.0
 EXCLUDE_SECONDS = 20.0
 PAUSE_SECONDS = 2.0
 # From a requeue to the next start: nodes that need longer to end the job cost the full delay.
-RESTART_SECONDS = 5
+RESTART_SECONDS, EPILOG_SECONDS = 5, 20
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 # Of refusals that no repetition changes.
@@ -135,6 +135,8 @@ def user_jobs() -> list[QueuedJob]:
     command = [
         "squeue",
         "--verbose",
+        # Otherwise without jobs of hidden partitions, except for root.
+        "--all",
         "--noheader",
         "--array",
         "--states=all",
@@ -272,8 +274,11 @@ def requeue(job_id: str) -> str | None:
     if refusal is None:
         # Unless a start is ahead when the job has ended on all nodes, SLURM delays it until the
         # old credential has expired, for two minutes by default (batch_requeue_fini of slurmctld).
-        start = f"StartTime=now+{RESTART_SECONDS}"
         with suppress(NoAnswerError):
+            settings = ask_slurm("scontrol", "show", "config")
+            has_epilog = not re.search(r"^Epilog +=.*null", settings, re.MULTILINE)
+            seconds = EPILOG_SECONDS if has_epilog else RESTART_SECONDS
+            start = f"StartTime=now+{seconds}"
             ask_slurm("scontrol", "update", f"JobId={job_id}", start)
     return refusal
 
@@ -284,15 +289,17 @@ def exclude(
     *,
     why: str,
     job: Mapping[str, str],
+    script: Path,
     fewest_nodes: int | None = None,
 ) -> str:
     """Exclude a node from a job that was just requeued. Returns a sentence for the log.
 
     why: the reason in that sentence.
     job: its fields before: while it ends, SLURM counts only the nodes that have not ended yet.
+    script: its batch script, with the nodes and features that it asks for.
     fewest_nodes: on which it can start; None: as many as it had.
-    Not if too few others are up: the job would wait for ever. SLURM changes this of waiting jobs
-    alone, and a job that is requeued still ends for a moment.
+    Not if too few others are up, or none of those that the job asks for: it would wait for ever.
+    SLURM changes this of waiting jobs alone, and a job that is requeued still ends for a moment.
     """
     before = job.get("ExcNodeList", "(null)").replace("(null)", node)
     usable = "--states=idle,mixed,allocated,completing"
@@ -305,7 +312,16 @@ def exclude(
     needed = fewest_nodes or int(job["NumNodes"].partition("-")[0])
     if len(set(up) - excluded) < needed:
         return f"{node} is not excluded: too few other nodes are up"
-    change = [f"JobId={job_id}", f"ExcNodeList={','.join(sorted(excluded))}"]
+    names = ",".join(sorted(excluded))
+    try:
+        # An earlier job that it waited for may be forgotten.
+        ask_slurm(
+            *("sbatch", "--test-only", "--dependency=", f"--exclude={names}"),
+            str(script),
+        )
+    except NoAnswerError as error:
+        return f"{node} is not excluded: the job could not start without it ({error})"
+    change = [f"JobId={job_id}", f"ExcNodeList={names}"]
     refused = _insist("scontrol", "update", *change, seconds=EXCLUDE_SECONDS)
     if refused is not None:
         return f"{node} is not excluded: {refused}"

@@ -43,7 +43,10 @@ LIMITS = "; `sacctmgr show qos` and `sacctmgr show assoc` list the limits"
 WAITING = {
     "Priority": ("waits: jobs of higher priority are before it", BY_ITSELF),
     "Resources": ("waits for free nodes", BY_ITSELF),
-    "BeginTime": ("waits for its start time, up to two minutes after a requeue", BY_ITSELF),
+    "BeginTime": (
+        "waits for its start time, up to two minutes after a requeue",
+        BY_ITSELF,
+    ),
     "None|WaitingForScheduling": (
         "has not been looked at by the scheduler yet",
         BY_ITSELF,

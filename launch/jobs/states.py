@@ -276,6 +276,10 @@ def _ended_state(
     if last is not None and last.ending in (None, Ending.FAILED):
         lost = "no record of its end: it was cancelled, or its node died"
         return failed(last.reason or f"{lost}; {SUBMIT_AGAIN}")
+    if not has_begun and not logged.step and newest_log(folder) is not None:
+        return failed(
+            "its job ended before the ranks started; see its log, and launch.setup"
+        )
     if last is None and start is not None:
         # Started without a launcher of ours; its ranks have recorded why it failed, if they could.
         found = cause(

@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -127,7 +127,8 @@ watch_lock() {{
         }}
     done
 }}
-watch_lock {lock} & watcher=$!
+watch_lock {lock} 2> /dev/null & watcher=$!
+disown
 # srun lets the others wait for a task that could not start: its log cannot be opened, for example.
 end_step='scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep "[.][0-9]")'
 {{"""
@@ -137,8 +138,8 @@ AFTER = """\
 code=${{PIPESTATUS[0]}}
 # Its sleep, and then itself: TERM is ignored here.
 pkill -KILL -P "$watcher"
-kill -KILL "$watcher"
-next=$({after} --job "$job" --code "$code" < "$srun_errors")
+kill -KILL "$watcher" 2> /dev/null
+next=$({after} --script "$0" --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
 # Without Python on this node: a line for each start in a row, as `after` would decide.
 failed={failed}
@@ -154,10 +155,13 @@ elif fields=$(scontrol --oneliner show job "$job") && [[ "$fields" = *JobState=R
     node=$(tail -n 2 "$failed" | uniq -d)
     before=$(grep -o 'ExcNodeList=[^ (]*' <<< "$fields") before=${{before#*=}}
     up=$(sinfo -hN -o %N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" | sort -u | wc -l)
-    [ -z "$node" ] || [ "$up" -le {fewest_nodes} ] || for try in {{1..10}}; do
-        scontrol update "JobId=$job" "ExcNodeList=$node${{before:+,$before}}" && break
-        sleep 2
-    done
+    all=$node${{before:+,$before}}
+    [ -z "$node" ] || [ "$up" -le {fewest_nodes} ] ||
+        ! sbatch --test-only --dependency= --exclude="$all" "$0" 2> /dev/null ||
+        for try in {{1..10}}; do
+            scontrol update "JobId=$job" "ExcNodeList=$all" && break
+            sleep 2
+        done
 fi
 exit "$code\""""
 
@@ -189,6 +193,15 @@ class _Executor(SlurmExecutor):
     @classmethod
     def affinity(cls) -> int:
         return 2
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        """The number also where sbatch, an option of it or a site's own says nothing else."""
+        text = string.decode() if isinstance(string, bytes) else string
+        bare = re.search(r"^(\d+)(;\S+)?$", text, re.MULTILINE)
+        return (
+            bare[1] if bare else SlurmExecutor._get_job_id_from_submission_command(text)
+        )
 
 
 def _executor(
@@ -260,6 +273,7 @@ def _executor(
         **_gpu_parameters(launch),
         "setup": [
             *FIRST,
+            *_all_gpus(launch),
             *launch.setup,
             *(imports if code else ()),
             BEFORE.format(**words),
@@ -300,6 +314,13 @@ def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
         "gres": {"gres": f"gpu:{kind}{launch.gpus_per_node}"},
         "none": {},
     }[launch.gpu_request]
+
+
+def _all_gpus(launch: LaunchSettings) -> Iterator[str]:
+    """Name the GPUs that come with the partition: a rank without one would train on its CPU."""
+    if launch.gpus_per_node and launch.gpu_request == "none":
+        numbers = ",".join(map(str, range(launch.gpus_per_node)))
+        yield f"export CUDA_VISIBLE_DEVICES={numbers}"
 
 
 # ---- submitting -------------------------------------------------------------------------------
@@ -470,6 +491,9 @@ class StageJob:
 def _enter_task() -> JobEnvironment:
     """Set torch's environment variables for this process; clear an earlier attempt's result."""
     environment = JobEnvironment()
+    # Of a line of `launch.setup`, --chdir or a container; a run's paths may be relative.
+    with suppress(OSError, KeyError):
+        os.chdir(os.environ["SLURM_SUBMIT_DIR"])
     # submitit logs every SIGCONT, which SLURM sends before SIGTERM.
     signal.signal(signal.SIGCONT, signal.SIG_DFL)
     exported = helpers.TorchDistributedEnvironment().export(

@@ -142,14 +142,19 @@ def test_the_docs_list_every_metric() -> None:
 
 
 def _metrics_in(path: Path) -> Iterator[str]:
-    """Literal names, and the keys of metrics that an evaluation returns without a prefix."""
+    """Literal names, and in evaluations the keys of dicts that are returned or called metrics."""
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Constant) and METRIC.fullmatch(str(node.value)):
             yield str(node.value)
-        if "evaluation" in path.parts and isinstance(node, ast.Return) and node.value:
-            dicts = [
-                part for part in ast.walk(node.value) if isinstance(part, ast.Dict)
-            ]
-            for key in [key for each in dicts for key in each.keys if key is not None]:
-                part = key.values[-1] if isinstance(key, ast.JoinedStr) else key
-                yield f"val/{ast.literal_eval(part)}"
+        if "evaluation" not in path.parts:
+            continue
+
+        keys: list[ast.expr | None] = []
+        is_metrics = isinstance(node, ast.AnnAssign) and "metrics" in ast.dump(node)
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "metrics":
+            keys = [node.slice]
+        elif isinstance(node, ast.Return) or is_metrics:
+            keys = getattr(node.value, "keys", [])
+        for key in keys:
+            if isinstance(key, ast.Constant):
+                yield f"val/{key.value}"

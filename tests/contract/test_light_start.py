@@ -106,6 +106,13 @@ def test_a_missing_package_is_named() -> None:
         )
 
 
+@pytest.mark.slow
+def test_training_imports_no_tracker() -> None:
+    shown = "import sys, vitscale.training.session; print({'mlflow', 'wandb'} & {*sys.modules})"
+    words = [sys.executable, "-c", shown]
+    assert subprocess.check_output(words, cwd=ROOT, text=True).endswith("set()\n")
+
+
 def test_scripts_start_light(started: dict[str, Any]) -> None:
     heavy = {
         name: run["heavy"] for name, run in started["runs"].items() if run["heavy"]

@@ -506,10 +506,8 @@ class SavedTensors:
         found = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8)
         num_read = 0
         for each in slices:
-            first, last = (
-                max(start, each.start),
-                min(stop, each.start + each.num_elements),
-            )
+            first = max(start, each.start)
+            last = min(stop, each.start + each.num_elements)
             if first < last:
                 here = slice(
                     (first - start) * dtype.itemsize, (last - start) * dtype.itemsize

@@ -82,11 +82,9 @@ def load_command(
     list. None: such words are errors.
     Raises UserErrors with all errors; SystemExit(0) after --help and --print-config.
     """
-    options, switches, by_stage = (
-        options or {},
-        switches or {},
-        types_by_stage(run_types),
-    )
+    options = options or {}
+    switches = switches or {}
+    by_stage = types_by_stage(run_types)
     takes = (
         f"[--config FILE] [key=value ...] {words_key.upper()}" if words_key else None
     )
@@ -247,10 +245,8 @@ def as_markdown(reference: Reference, names: Sequence[str] = ()) -> str:
     for name in names:
         if not any(is_in(key, name) for key in keys):
             known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
-            what, step = (
-                f"there is no group or key {name!r}",
-                did_you_mean(name, [*known, *keys]),
-            )
+            what = f"there is no group or key {name!r}"
+            step = did_you_mean(name, [*known, *keys])
             allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
             raise UserError(what, where="--help", allowed=allowed, next_step=step)
     lines = []

@@ -168,10 +168,8 @@ class UserErrors(UserError):
 
 def not_written(error: OSError, where: str) -> UserError:
     """The error for a path that cannot be written."""
-    what, step = (
-        f"cannot be written ({error.strerror or error})",
-        "choose a writable folder",
-    )
+    what = f"cannot be written ({error.strerror or error})"
+    step = "choose a writable folder"
     kind = StorageError if error.errno in PASSING else UserError
     return kind(what, where=where, next_step=f"{step} with free space")
 

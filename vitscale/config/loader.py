@@ -150,10 +150,8 @@ def read_yaml(text: str, *, name: str) -> Source:
         for number, each in enumerate(node.value):
             key_node, value_node = each if is_group else (None, each)
             key = str(number if key_node is None else key_node.value)
-            inner, place = (
-                (*path, key),
-                _place(name, (key_node or value_node).start_mark),
-            )
+            inner = (*path, key)
+            place = _place(name, (key_node or value_node).start_mark)
             if is_group and not isinstance(key_node, yaml.ScalarNode):
                 raise UserError("a list or group cannot be a key", where=place)
             if key in found:
@@ -211,10 +209,8 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
         files.append(path)
         source = _read_file(path, where=where)
         found.insert(0, source)
-        base, where = (
-            source.values.pop("base", ""),
-            f"{source.places.get(('base',))}: base",
-        )
+        base = source.values.pop("base", "")
+        where = f"{source.places.get(('base',))}: base"
         if not isinstance(base, str):
             what = f"{show_value(base)} is {kind_of(base)}"
             allowed = "the path of one YAML file, relative to this file"
@@ -346,10 +342,8 @@ def _merged(under: Any, over: Any, group: Node | None) -> Any:
         inherited, new = under.get(key), None
         node = group["properties"].get(key) if group is not None else None
         if node is not None and not is_list(node) and isinstance(inherited, dict):
-            former, new = (
-                chosen(node, inherited),
-                chosen(node, _merged(inherited, value, None)),
-            )
+            former = chosen(node, inherited)
+            new = chosen(node, _merged(inherited, value, None))
             if former is not None and new is not None:
                 lost = former["properties"].keys() - new["properties"].keys()
                 inherited = {
@@ -478,10 +472,8 @@ def _choose_type(run_types: RunTypes[RunT], source: Source) -> type[RunT]:
     where, allowed = _where(["stage"], source), ", ".join(by_stage)
     if stage is None:
         raise UserError("stage is missing", where=where, allowed=allowed)
-    what, step = (
-        "is not a stage of this script",
-        "run the script of that stage, or another file",
-    )
+    what = "is not a stage of this script"
+    step = "run the script of that stage, or another file"
     raise UserError(
         f"{show_value(stage)} {what}", where=where, allowed=allowed, next_step=step
     )
@@ -515,10 +507,8 @@ def explain(
     settings, found = settings_of(run_type), dict[KeyPath, UserError]()
     for detail in error.errors(include_url=False):
         kind, loc = detail["type"], detail["loc"]
-        path, place = (
-            _path_of(loc, source.values),
-            tuple(p for p in loc if isinstance(p, str)),
-        )
+        path = _path_of(loc, source.values)
+        place = tuple(p for p in loc if isinstance(p, str))
         while place not in settings:
             place = place[:-1]
         step, allowed = None, describe(node := settings[place].node)
@@ -566,11 +556,9 @@ def explain(
 
 def _instead(path: KeyPath, node: Node, group: Node, keys: Sequence[str]) -> str:
     """The next step after an unknown key of a group in `node`."""
-    name, dotted, prefix = (
-        path[-1],
-        ".".join(path),
-        "".join(f"{part}." for part in path[:-1]),
-    )
+    name = path[-1]
+    dotted = ".".join(path)
+    prefix = "".join(f"{part}." for part in path[:-1])
     if any("." in part for part in path):
         return "in a file write dots as nested groups, not inside one key"
     if owners := [

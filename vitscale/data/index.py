@@ -172,10 +172,8 @@ class SplitIndex:
         verify: compare it with its hash, which is always done for remote shards.
         Raises OSError if its bytes are lost or changed, UserError if the storage cannot be read.
         """
-        shard, expected = (
-            self.shards[self.shard_of[sample]],
-            int(self.hash_prefix[sample]),
-        )
+        shard = self.shards[self.shard_of[sample]]
+        expected = int(self.hash_prefix[sample])
         place = {
             "offset": int(self.offset[sample]),
             "num_bytes": int(self.length[sample]),

@@ -221,11 +221,9 @@ def data_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         )
     if data.eval_interpolation == "area":
         yield from _unused(data, "eval_antialias", by="data.eval_interpolation=area")
-    mixing, policy, key = (
-        data.mixing,
-        data.augment.randaugment,
-        "data.augment.randaugment",
-    )
+    mixing = data.mixing
+    policy = data.augment.randaugment
+    key = "data.augment.randaugment"
     if (
         mixing is not None
         and mixing.mixup_alpha is None

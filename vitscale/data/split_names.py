@@ -16,10 +16,8 @@ SPLIT_OF_NAME = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout"), "test"),
 }
 # Parts of other names of splits, such as seg_train, trainset, PublicTest, test2, val_images.
-OF_TRAIN, OF_OTHERS = (
-    re.compile("train|trn", re.I),
-    re.compile("val|dev|te?st|hold", re.I),
-)
+OF_TRAIN = re.compile("train|trn", re.I)
+OF_OTHERS = re.compile("val|dev|te?st|hold", re.I)
 # In the name of a file, a word like trainval, testset or testA. Not valley, contest or developer.
 WORD_OF_SPLIT = re.compile(
     rf"[a-z]*train[a-z]*|({'|'.join(SPLIT_OF_NAME)}|trn|tst)(sets?|s|data|images?|[a-z])?"

@@ -119,10 +119,8 @@ def _read(
 
 def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -> None:
     """Append that a training starts, now, in this process. Raises OSError."""
-    values = {"first_step": first_step, "total_steps": total_steps}
-    append_event(
-        run_folder, STARTED, {**values, "node": node_name(), "pid": os.getpid()}
-    )
+    steps = {"first_step": first_step, "total_steps": total_steps}
+    append_event(run_folder, STARTED, steps | {"node": node_name(), "pid": os.getpid()})
 
 
 def read_start(run_folder: Path | str) -> TrainingStart | None:

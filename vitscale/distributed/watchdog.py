@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -219,12 +219,7 @@ class Watchdog:
     def _record(self, failure: Failure) -> None:
         """Record a failure, unless storage hangs."""
         if self.folder is not None:
-            thread = threading.Thread(
-                target=record_failure, args=(self.folder, failure)
-            )
-            thread.daemon = True
-            thread.start()
-            thread.join(SEND_S)
+            _returns(record_failure, self.folder, failure)
 
     # --- the threads -----------------------------------------------------------------------------
 
@@ -323,7 +318,7 @@ class Watchdog:
         doing = ", ".join(sorted({present[rank].doing for rank in late}))
         kind = FailureKind.HANG
         what = f"has kept the others waiting for {self.late_s:.0f} s ({doing})"
-        if self.folder is not None and not _answers(self.folder):
+        if self.folder is not None and not _returns(os.path.exists, self.folder):
             kind = FailureKind.STORAGE
             what += f"; the storage of {self.folder} does not answer"
         return self._failure(kind, what, late)
@@ -348,9 +343,9 @@ class Watchdog:
         end_now(failure.kind.exit_code)
 
 
-def _answers(folder: Path) -> bool:
-    """Whether a file system answers within SEND_S."""
-    thread = threading.Thread(target=os.path.exists, args=(folder,), daemon=True)
+def _returns(call: Callable[..., Any], *arguments: Any) -> bool:
+    """Make a call that storage may hang; whether it returns within SEND_S."""
+    thread = threading.Thread(target=call, args=arguments, daemon=True)
     thread.start()
     thread.join(SEND_S)
     return not thread.is_alive()
@@ -406,10 +401,8 @@ def record_start_failure(folder: Path, error: UserError) -> None:
             record_failure(folder, failure_of_node(error, reported_by=rank))
     elif rank == 0 or isinstance(error, RankError):
         kind, text = kind_and_text(error)
-        what, node = (
-            f"rank {rank} on {node_name()} ended at its start: {text}",
-            node_name(),
-        )
+        node = node_name()
+        what = f"rank {rank} on {node} ended at its start: {text}"
         failure = Failure(kind=kind, what=what, rank=rank, node=node, reported_by=rank)
         record_failure(folder, failure)
 

@@ -38,10 +38,6 @@ class ClassMap(NamedTuple):
         pairs = zip(data, self.columns, strict=True)
         return [name for name, column in pairs if column == LACKING]
 
-    @property
-    def is_identity(self) -> bool:
-        return self.columns == tuple(range(len(self.columns)))
-
 
 def column_of_each_class(
     model: Sequence[str] | None, data: Sequence[str], *, num_outputs: int

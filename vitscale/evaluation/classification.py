@@ -125,9 +125,9 @@ class Classification(PassEvaluation):
         metrics["ece"] = sum(abs(right - sure) for _, right, sure in bins) / total
         metrics["class_mean_top1"] = sum(shares) / len(shares)
         if "heads" in subject.model.known_outputs:
-            names = ("cls_top1", "dist_top1", "softmax_top1")
-            for name, right in zip(names, by_head, strict=True):
-                metrics[name] = Share(right, total)
+            metrics["cls_top1"] = Share(by_head[0], total)
+            metrics["dist_top1"] = Share(by_head[1], total)
+            metrics["softmax_top1"] = Share(by_head[2], total)
         return metrics
 
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Mapping
 
 import torch
-from timm.layers import DropPath
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.node_files import private_folder
+
+# timm imports wandb where it is installed, which takes a third of a second at every start.
+_hidden = sys.modules.setdefault("wandb", None) is None  # type: ignore[arg-type]  # so Python marks it
+try:
+    from timm.layers import DropPath
+finally:
+    if _hidden:
+        del sys.modules["wandb"]
 
 # Compiled variants of one function: training, evaluation, recomputation, each output that is asked
 # for; with and without drop path; blocks of an objective's own width.

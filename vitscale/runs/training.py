@@ -204,11 +204,9 @@ def training_plan(
     The micro-batch is the largest divisor of a rank's share within `engine.max_micro_batch`, even
     with mixing. Raises UserError when there is none, or the steps do not fit the schedule.
     """
-    schedule, batch, largest = (
-        run.schedule,
-        run.data.global_batch,
-        run.engine.max_micro_batch,
-    )
+    schedule = run.schedule
+    batch = run.data.global_batch
+    largest = run.engine.max_micro_batch
     share, rest = divmod(batch, world_size)
     if rest:
         sizes = [

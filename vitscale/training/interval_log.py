@@ -111,10 +111,8 @@ class IntervalMeans:
 
     def read(self) -> dict[str, float]:
         """Means over all ranks since the last call, NaN where no value was finite. Collective."""
-        names, sums_N2 = (
-            list(self._sums_2),
-            torch.stack(list(self._sums_2.values())).cpu(),
-        )
+        names = list(self._sums_2)
+        sums_N2 = torch.stack(list(self._sums_2.values())).cpu()
         self._sums_2.clear()
         return {
             name: total / count if count else math.nan
@@ -167,16 +165,12 @@ class SkippedUpdateMonitor:
         what = f"{'the loss' if ranks else 'the gradient'} was not finite"
         if ranks:
             what += f" on rank {', '.join(map(str, ranks))}"
-        names, last = (
-            self._names(health.last_step, ranks),
-            f"the last at step {health.last_step}",
-        )
+        names = self._names(health.last_step, ranks)
+        last = f"the last at step {health.last_step}"
         total = f"{num_new} updates skipped, {health.skipped} since the start"
         self._say(f"{total}, {last}: {what}; samples {names}")
-        length, num_skipped = (
-            step - self._marks[0][0],
-            health.skipped - self._marks[0][1],
-        )
+        length = step - self._marks[0][0]
+        num_skipped = health.skipped - self._marks[0][1]
         many = ""
         if health.longest >= MAX_SKIPPED:
             many = f"{health.longest} updates in a row"

@@ -32,6 +32,7 @@ from vitscale.checkpoint.store import (
 )
 from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
 from vitscale.distributed import atomic_files
+from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import World
 
 
@@ -303,6 +304,7 @@ def test_init_takes_a_run_or_a_checkpoint_folder(
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     alone = {"errors_on_all_ranks": lambda *_, **__: contextlib.nullcontext()}
     times = {"BEAT_S": 0.02, "SILENT_S": 0.4, "WAIT_S": 1.0, "SETTLE_S": 0.2}
+    assert 3 * store.BEAT_S < store.SILENT_S < store.WAIT_S
     for name, value in (alone | times).items():
         monkeypatch.setattr(f"vitscale.checkpoint.store.{name}", value)
     return tmp_path / "run"
@@ -335,12 +337,19 @@ def test_a_second_job_is_refused_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under SLURM it waits first, and may start again."""
+    flushed = set()
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.add(os.fstat(file).st_ino))
     with lock(folder):
+        # Power loss takes neither the name of the run nor that of its holder.
+        assert {
+            path.stat().st_ino for path in (folder.parent, folder / ".lock")
+        } <= flushed
         with pytest.raises(UserError, match=f"another job .*process {os.getpid()} on"):
             lock(folder).__enter__()
         monkeypatch.setenv("SLURM_JOB_ID", "17")
-        with pytest.raises(FolderTakenError, match="another job"):
+        with pytest.raises(FolderTakenError, match="another job") as taken:
             lock(folder).__enter__()
+        assert taken.value.kind is FailureKind.OTHER
     with lock(folder):
         assert (folder / ".lock").read_text().startswith("job 17 on ")
 
@@ -357,8 +366,9 @@ def test_a_job_on_another_node_holds_the_folder_while_it_touches_its_lock(
 
     monkeypatch.setattr("fcntl.flock", flock)
     with lock(folder):
-        (folder / ".lock").write_text("job 3 on n7")
-        with pytest.raises(UserError, match="another job .*: job 3 on n7"):
+        # The name of this node is the end of that one's.
+        (folder / ".lock").write_text(f"job 3 on x{node_name()}")
+        with pytest.raises(UserError, match="another job .*: job 3 on x"):
             lock(folder).__enter__()
     (folder / ".lock").write_text("job 3 on n7")
     with lock(folder):

@@ -42,7 +42,7 @@ from vitscale.distributed.watchdog import (
     kind_and_text,
     record_start_failure,
 )
-from vitscale.distributed.world import HERE, SAVES, World
+from vitscale.distributed.world import HERE, SAVES, World, control_group
 
 
 def test_failures_are_read_as_written_by_attempt(
@@ -56,10 +56,13 @@ def test_failures_are_read_as_written_by_attempt(
         step=7,
         reported_by=3,
     )
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
     for attempt in ("17/0", "17/1"):
         monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
         record_failure(tmp_path, failure)
     record_start(tmp_path, first_step=0, total_steps=9)
+    assert len(flushed) == 3
     assert [found.attempt for found in read_failures(tmp_path)] == ["17/0", "17/1"]
     (found,) = read_failures(tmp_path, attempt="17/1")
     assert (
@@ -214,11 +217,49 @@ def test_the_rank_that_is_behind_is_named() -> None:
     )
 
 
+@pytest.mark.parametrize(("is_lost", "periods"), [(False, 16), (True, 3)])
+def test_every_node_records_that_the_store_of_rank_0_is_silent(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_lost: bool,
+    periods: int,
+) -> None:
+    """After 45 s, or two periods once the connection is lost."""
+    monkeypatch.setattr(watchdog, "end_now", lambda code: codes.append(code))
+    for rank, is_recorded in {1: True, 2: False, 8: True}.items():
+        dog, codes = Ranks(16).dogs[rank], list[int]()
+        turns, dog.folder = iter([False] * periods + [True]), tmp_path
+        dog._end.wait = lambda _, turns=turns: next(turns)  # type: ignore[method-assign]
+        dog._is_store_lost = is_lost
+        dog._watch_store()
+        assert codes == [1]
+        what = f"rank 0 on n0 has sent no heartbeat for {6 if is_lost else 45} s"
+        assert f"error: rank {rank}: {what}" in capsys.readouterr().err
+        by = [each.reported_by for each in read_failures(tmp_path)]
+        assert (rank in by) == is_recorded
+
+
+@pytest.mark.parametrize("kind", FailureKind)
+def test_only_what_may_be_a_hang_shows_where_the_rank_is(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    kind: FailureKind,
+) -> None:
+    monkeypatch.setattr(watchdog, "end_now", lambda code: None)
+    Ranks(2).dogs[1]._stop(Failure(kind=kind, what="x"))
+    has_stacks = "most recent call first" in capfd.readouterr().err
+    assert has_stacks == (kind in (FailureKind.HANG, FailureKind.PEER_LOST))
+
+
 def test_storage_that_hangs_is_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answered = threading.Event()
-    monkeypatch.setattr("vitscale.distributed.watchdog.SEND_S", 0.05)
+    answered, written = threading.Event(), list[bool]()
+    monkeypatch.setattr(watchdog, "SEND_S", 0.05)
+    monkeypatch.setattr(
+        watchdog, "record_failure", lambda *_: written.append(answered.wait(5))
+    )
     monkeypatch.setattr(
         os.path, "exists", lambda path: path != tmp_path or answered.wait()
     )
@@ -227,6 +268,7 @@ def test_storage_that_hangs_is_the_cause(
         dog.folder = tmp_path
     ranks.dogs[0].mark("saving")
     found = ranks.turns(200, range(2))
+    assert not written
     answered.set()
     assert found is not None and found.kind is FailureKind.STORAGE
     assert found.what.endswith(f"; the storage of {tmp_path} does not answer")
@@ -321,12 +363,12 @@ def test_kinds_of_errors() -> None:
 
 
 def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(
-    world: World,
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Threads that save go on while the loop of their rank hangs."""
-    saves, stops = (
-        dist.new_group(backend="gloo", group_desc=each) for each in (SAVES, "stop")
-    )
+    sizes = iter((2, 1) * 2)  # a group of one is made for several
+    monkeypatch.setattr(dist, "get_world_size", lambda: next(sizes))
+    saves, stops = control_group(SAVES), control_group("stop")
     begun = [collectives_begun()]
     for group in (None, saves, stops, saves):
         dist.all_reduce(torch.zeros(1), group=group)

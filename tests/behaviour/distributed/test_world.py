@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import NodeError, UserError
 from vitscale.distributed import world as world_module
 from vitscale.distributed.processes import LAUNCHER_VARIABLES, free_port, node_name
@@ -28,6 +32,7 @@ from vitscale.distributed.world import (
     _complete_environment,
     _join,
     _pick_device,
+    process_group,
 )
 
 
@@ -116,7 +121,7 @@ def join_all(monkeypatch: pytest.MonkeyPatch, devices: list[str | None]) -> list
             world_module._leave_store(store, world)
             return device.type
         except UserError as error:
-            return error
+            return error.with_traceback(None)  # which would keep the store
 
     monkeypatch.setattr(world_module, "_pick_device", pick)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -278,6 +283,29 @@ def test_gloo_takes_the_network_of_the_route_to_the_first_rank(
         monkeypatch.setattr(os, "environ", {"MASTER_ADDR": host})
         _choose_interface(world)
         assert os.environ.get("GLOO_SOCKET_IFNAME") == found
+
+
+@pytest.mark.parametrize(("code", "ending"), [(75, 75), ("why", 1), (None, 0)])
+def test_a_planned_end_that_hangs_keeps_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, code: Any, ending: int
+) -> None:
+    ended, codes = threading.Event(), list[int]()
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(world_module, "LEAVE_S", 0.1)
+    monkeypatch.setattr(
+        world_module, "end_now", lambda code: (codes.append(code), ended.set())
+    )
+    leave = dist.destroy_process_group
+    monkeypatch.setattr(
+        dist, "destroy_process_group", lambda: (ended.wait(PATIENCE_S), leave())
+    )
+    with (
+        contextlib.suppress(SystemExit),
+        process_group(device="cpu", timeout_min=1, num_threads=1),
+    ):
+        if code is not None:
+            sys.exit(code)
+    assert codes == [ending]
 
 
 @pytest.fixture

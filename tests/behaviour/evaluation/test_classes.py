@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import yaml
 from timm.data import ImageNetInfo
 from torchvision.models._meta import _IMAGENET_CATEGORIES as TORCHVISION
 
+from tests.support.tables import rows
 from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import known_space
 from vitscale.evaluation.classes import column_of_each_class
@@ -76,7 +76,8 @@ def test_words_of_a_few_classes_find_their_outputs() -> None:
 
 
 # Outputs of the model, classes of the data, the column of each, and how they are matched.
-MATCHED = yaml.safe_load("""
+@rows("""
+- [model, data, columns, how]
 - [[cat, dog], [cat, dog], [0, 1], ""]
 - [[cat, dog], [dog, cat], [1, 0], matched by name]
 - [[cat, dog, eel], [eel], [2], matched by name]
@@ -90,10 +91,10 @@ MATCHED = yaml.safe_load("""
 - [[cat, cat, dog], [dog, cat], [2, -1], matched by name]
 - [[A, a], [a, A], [1, 0], matched by name]
 - [[kit_fox, xyz], [kit fox, xyz], [0, 1], matched by WordNet's ids and words]
+# Position says nothing where one side has names.
+- [[cat, dog], ["0", "1"], [-1, -1], matched by name]
+- [["0", "1"], [cat, dog], [-1, -1], matched by name]
 """)
-
-
-@pytest.mark.parametrize(("model", "data", "columns", "how"), MATCHED)
 def test_other_classes_meet_by_name(
     model: list[str] | None, data: list[str], columns: list[int], how: str
 ) -> None:
@@ -118,14 +119,6 @@ def test_classes_that_only_one_side_names_are_refused() -> None:
     ):
         with pytest.raises(UserError, match="outputs are unknown"):
             column_of_each_class(None, data, num_outputs=num_outputs)
-    assert column_of_each_class(("cat", "dog"), ("0", "1"), num_outputs=2).columns == (
-        -1,
-        -1,
-    )
-    assert column_of_each_class(("0", "1"), ("cat", "dog"), num_outputs=2).columns == (
-        -1,
-        -1,
-    )
 
 
 def test_names_of_several_classes_are_names_of_none() -> None:

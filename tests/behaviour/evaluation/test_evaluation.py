@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from PIL import Image
 from scipy.stats import binomtest
 
@@ -29,6 +30,7 @@ from tests.support.engine.subjects import (
     index_of,
     split_of,
 )
+from tests.support.tables import refused, rows, words
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, SplitIndex, read_split
 from vitscale.data.label_spaces import SUBSETS, known_space, timm_file
@@ -76,10 +78,15 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("count", "images"),
-    [(0, 1), (1, 1), (0, 360), (346, 360), (360, 360), (42_500, 50_000)],
-)
+@rows("""
+- [count, images]
+- [0, 1]
+- [1, 1]
+- [0, 360]
+- [346, 360]
+- [360, 360]
+- [42500, 50000]
+""")
 def test_the_interval_equals_scipys(count: int, images: int) -> None:
     expected = binomtest(count, images).proportion_ci(method="wilson")
     share, none = Share(count, images), Share(0, 0)
@@ -124,6 +131,9 @@ def test_features_are_computed_once_whoever_asks() -> None:
     every = subject.features("train")
     assert sorted(every.samples) == list(range(30))
     assert torch.equal(every.values_ND, split.values[torch.from_numpy(every.samples)])
+    right = every.values_ND[:, :3].argmax(dim=1) == every.labels_N
+    counted = every.num_correct(lambda v: v[:, None, :3], device=WORLD.device, size=7)
+    assert counted.tolist() == [right.sum()]
     again = subject.features("train", samples=np.array([0, 29]))
     assert sorted(again.samples) == [0, 29]
     assert [len(each) for each in subject.extracted] == [3, 27]
@@ -165,11 +175,20 @@ class Weights(Evaluation):
     def metrics(self, subject: Subject) -> dict[str, float]:
         engine: Any = subject.model
         assert not engine.training
+        engine.folders.append(subject.folder)
         return {f"{self.settings.name}_value": engine.value}
+
+
+def scheduled(chosen: Any, subject: Subject, **options: Any) -> ScheduledEvaluations:
+    engine: Any = subject.model
+    return ScheduledEvaluations(chosen, subject, engine=engine, **options)
 
 
 class FakeEngine:
     training, value = True, 1.0
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
 
     def train(self) -> None:
         self.training = True
@@ -190,11 +209,12 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(
     """First the weights, then their average."""
     monkeypatch.setattr(registry, "EVALUATIONS", {"a": Weights, "b": Weights})
     engine: Any = FakeEngine()
-    subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)
+    outputs = given_outputs(torch.zeros(1, 2), [0], folder=Path("a"))
+    subject = replace(outputs, model=engine)
     chosen = [
         SettingsBase(name=name, every_steps=n) for name, n in (("a", 4), ("b", None))
     ]
-    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=True)
+    evaluations = scheduled(chosen, subject, has_average=True)
     due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
     assert due == [4, 8, 9]
     found = [evaluations.run(4, is_last=False), evaluations.run(9, is_last=True)]
@@ -207,7 +227,8 @@ def test_each_evaluation_runs_at_its_own_interval_and_last(
         [a, of_average],
         [a, b, of_average, {"val/ema_b_value": 2.0}],
     ]
-    assert engine.training
+    folders = [each.as_posix() for each in engine.folders]
+    assert folders == ["a", "a/ema", "a", "a", "a/ema", "a/ema"] and engine.training
 
 
 def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers() -> None:
@@ -218,9 +239,7 @@ def test_a_training_goes_on_without_a_metric_of_outputs_that_are_no_numbers() ->
     engine.world, engine.known_outputs = WORLD, ("logits",)
     subject = replace(given_outputs(logits, [0, 1, 0, 1]), model=engine)
     chosen = [ClassificationSettings(every_steps=4)]
-    evaluations = ScheduledEvaluations(
-        chosen, subject, engine=engine, has_average=False
-    )
+    evaluations = scheduled(chosen, subject, has_average=False)
     said: list[str] = []
     fake: Any = SimpleNamespace(
         watchdog=SimpleNamespace(mark=lambda _: None),
@@ -254,7 +273,7 @@ def test_a_training_goes_on_with_its_weights_when_outputs_of_their_average_are_n
     engine: Any = FakeEngine()
     subject = replace(given_outputs(torch.zeros(1, 2), [0]), model=engine)
     chosen = [SettingsBase(name="a", every_steps=4)]
-    evaluations = ScheduledEvaluations(chosen, subject, engine=engine, has_average=True)
+    evaluations = scheduled(chosen, subject, has_average=True)
     found = []
     with pytest.raises(NonFiniteOutputs):
         for metrics in evaluations.run(4, is_last=False):
@@ -272,6 +291,16 @@ def test_every_entry_is_named_by_its_settings() -> None:
 # ---- accuracy, calibration, confusion ------------------------------------------------------------
 
 NUM = 10
+
+
+def numbers(text: str) -> torch.Tensor:
+    return torch.tensor(yaml.safe_load(text))
+
+
+def classified(subject: Subject) -> dict[str, float]:
+    return Classification(ClassificationSettings()).metrics(subject)
+
+
 TABLE = """\
 label,class,images,correct,top1
 0,"cat, black",3,3,1.000000
@@ -284,9 +313,7 @@ label,class,images,correct,top1
 def test_metrics_equal_brute_force(num_classes: int) -> None:
     logits = torch.randn(NUM, num_classes, generator=torch.Generator().manual_seed(1))
     labels = [(3 * number) % num_classes for number in range(NUM)]
-    found = Classification(ClassificationSettings()).metrics(
-        given_outputs(logits, labels)
-    )
+    found = classified(given_outputs(logits, labels))
     at1 = at5 = loss = 0.0
     for row, label in zip(logits.tolist(), labels, strict=True):
         better = sum(value > row[label] for value in row)
@@ -302,17 +329,16 @@ def test_metrics_equal_brute_force(num_classes: int) -> None:
 
 def test_each_head_of_a_distilled_model_is_counted() -> None:
     """The class head is right about image 0, the other about 0 and 1, their softmaxes about all."""
-    heads_2BC = torch.tensor(
-        [
-            [[2.0, 0, 0], [5.1, 0, 5], [0, 3.0, 2.9], [1, 0, 0]],
-            [[2.0, 0, 0], [0, 4, 0], [1.0, 0.0, 0.9], [1, 0, 0]],
-        ]
-    )
+    heads_2BC = numbers("""
+    - [[2.0, 0, 0], [5.1, 0, 5], [0, 3.0, 2.9], [1, 0, 0]]
+    - [[2.0, 0, 0], [0, 4, 0], [1.0, 0.0, 0.9], [1, 0, 0]]
+    """)
     model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits", "heads"))
     evaluation = Classification(ClassificationSettings())
-    evaluation.start(
-        replace(given_outputs(torch.zeros(4, 3), [0, 1, 2, 0]), model=model)
-    )
+    names = {"classes": "abc", "model_classes": "cab"}
+    given = given_outputs(torch.zeros(4, 3), [0, 1, 2, 0], **names)
+    evaluation.start(replace(given, model=model))
+    heads_2BC = heads_2BC[:, :, [2, 0, 1]]
     labels_B, weights_B = (
         torch.tensor([0, 1, 2, 0]),
         torch.tensor([1.0, 1, 1, 0]),
@@ -330,7 +356,7 @@ def test_the_mean_over_classes_counts_classes(tmp_path: Path) -> None:
     classes = ("cat, black", "dog", "eel")
     names = {"classes": classes, "model_classes": classes}
     subject = given_outputs(logits, [0, 0, 0, 1], folder=tmp_path, **names)
-    found = Classification(ClassificationSettings()).metrics(subject)
+    found = classified(subject)
     assert (found["top1"], found["class_mean_top1"]) == (0.75, 0.5)
     assert (tmp_path / "per_class.csv").read_bytes() == TABLE.encode()
 
@@ -341,7 +367,7 @@ def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
         [[math.log(p), math.log1p(-p)] for p in (0.95, 0.95, 0.65, 0.65)]
     )
     subject = given_outputs(logits, [0, 0, 0, 1], folder=tmp_path / "files")
-    found = Classification(ClassificationSettings()).metrics(subject)
+    found = classified(subject)
     # Half of the images are 0.05 too unsure, the other half 0.15 too sure.
     loss = -(2 * math.log(0.95) + math.log(0.65) + math.log(0.35)) / 4
     assert (found["ece"], found["loss"]) == pytest.approx((0.1, loss), rel=1e-6)
@@ -357,18 +383,18 @@ def test_calibration_equals_a_case_by_hand(tmp_path: Path) -> None:
     # A confidence on an edge, 1 / 3 or 1 / 5, is of the bin below it.
     for num, low in ((3, 4 / 15), (5, 2 / 15)):
         even = given_outputs(torch.zeros(1, num), [0], folder=tmp_path / "files")
-        Classification(ClassificationSettings()).metrics(even)
+        classified(even)
         assert [float(row["low"]) for row in bins()] == [pytest.approx(low, abs=1e-6)]
     certain = given_outputs(torch.tensor([[200.0, 0.0], [200.0, 0.0]]), [0, 1])
-    found = Classification(ClassificationSettings()).metrics(certain)  # in the last bin
+    found = classified(certain)  # in the last bin
     assert (found["ece"], found["loss"]) == pytest.approx((0.5, 100.0))
 
 
 def test_a_file_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "files").write_text("no folder")
     subject = given_outputs(torch.eye(2), [0, 1], folder=tmp_path / "files")
-    with pytest.raises(UserError, match="per_class.csv: cannot be written"):
-        Classification(ClassificationSettings()).metrics(subject)
+    with refused("per_class.csv: cannot be written"):
+        classified(subject)
 
 
 # ---- confusion -----------------------------------------------------------------------------------
@@ -431,7 +457,7 @@ def subset(**settings: Any) -> Subset:
 
 def test_labels_are_mapped_by_name() -> None:
     # The model's best output, fox, is no class of the shards.
-    logits = torch.tensor([[1.0, 2, 3, 9], [3, 2, 1, 9], [1, 3, 2, 9], [1, 2, 3, 9]])
+    logits = numbers("[[1.0, 2, 3, 9], [3, 2, 1, 9], [1, 3, 2, 9], [1, 2, 3, 9]]")
     names = {"classes": ("eel", "cat"), "model_classes": ("cat", "dog", "eel", "fox")}
     subject = given_outputs(logits, [0, 1, 1, 1], **names)
     subset().check(subject)
@@ -465,7 +491,7 @@ def test_images_of_missing_classes_count_as_wrong() -> None:
     logits = torch.zeros(2, len(names))
     logits[0, names.index(IMAGENET[1])] = 1.0
     subject = given_outputs(logits, [1, 2], classes=classes)
-    with pytest.raises(UserError, match="1 of 3 classes.*n04399382"):
+    with refused("1 of 3 classes.*n04399382"):
         subset().check(subject)
     assert subset(allow_missing=True).metrics(subject) == {"subset_top1": 0.5}
     # Even where they are among the best five: the model has one of six classes.
@@ -507,15 +533,13 @@ def test_the_published_number_of_images_is_left_out() -> None:
     assert (len(empty), empty.sum()) == (50_000, 3_163)
 
 
-@pytest.mark.parametrize(
-    "key", ["val-cat-1", "ILSVRC2012_val_00050001", "ILSVRC2012_val_00000000"]
-)
+@words(key="val-cat-1 ILSVRC2012_val_00050001 ILSVRC2012_val_00000000")
 def test_other_keys_are_refused(tmp_path: Path, key: str) -> None:
     keys = ["ILSVRC2012_val_00000001", key]
     subject = given_outputs(
         torch.zeros(2, 1000), [], val=split_with_keys(tmp_path, keys)
     )
-    with pytest.raises(UserError, match=f"(?s){key}.*original names"):
+    with refused(f"(?s){key}.*original names"):
         REAL.check(subject)
 
 
@@ -650,6 +674,9 @@ def test_accuracies_equal_a_direct_solve_of_every_draw() -> None:
         assert found[f"few_shot{shots}_std"] == pytest.approx(
             np.std(shares, ddof=1), abs=1e-12
         )
+        one = FewShot(FewShotSettings(shots=(shots,), num_draws=1)).metrics(subject)
+        (top1,) = one.values()
+        assert isinstance(top1, Share) and (top1, top1.images) == (shares[0], 60)
     assert 0.3 < found["few_shot1_top1"] < found["few_shot3_top1"] < 1
     # Only what was drawn was extracted of the training set, and all of the other.
     assert len(subject.extracted[0]) < 25 and len(subject.extracted[1]) == 60
@@ -717,7 +744,7 @@ def test_heads_on_blocks_see_four_choices_of_columns() -> None:
     )
     assert probe(inputs="blocks").metrics(subject)["linear_top1"] > 0.9
     subject.model.known_outputs = ("logits", "features")  # type: ignore[misc]  # the stand-in
-    with pytest.raises(UserError, match="class token"):
+    with refused("class token"):
         probe(inputs="blocks").check(subject)
 
 

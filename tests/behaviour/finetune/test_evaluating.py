@@ -12,13 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
 
-from finetune.evaluating import evaluate_run, splits
+from finetune import predicting
+from finetune.evaluating import as_rows, evaluate_run, splits, write_results
 from finetune.exporting.to_huggingface import HuggingFaceFormat
 from finetune.exporting.to_vitscale import SafetensorsFormat
 from finetune.predicting import find_inputs, predict_images
@@ -26,20 +29,18 @@ from finetune.settings import EvaluateRun, PredictRun, settings_of_run
 from tests.support.corpora.shard_folders import make_shard_folder, write_shard_folder
 from tests.support.engine.small_models import small_model
 from tests.support.engine.subjects import WORLD
-from vitscale.config.errors import UserError
+from tests.support.tables import Values, refused, rows
 from vitscale.config.loader import load_run
 from vitscale.data.index import read_split, sample_keys
+from vitscale.evaluation.evaluation import Share
 from vitscale.evaluation.few_shot import FewShotSettings
 from vitscale.evaluation.trained_model import TrainedModel, open_model
 
 CLASSES = ("cat", "dog", "eel")
-PROBES: list[dict[str, Any]] = [
-    {"name": "knn", "k": 3},
-    {"name": "few_shot", "shots": [2]},
-    {"name": "linear_heads", "steps": 2, "batch": 4},
-]
-LOGITS: list[dict[str, Any]] = [{"name": "classification"}, {"name": "confusion"}]
-LOGITS += [{"name": "subset"}]
+PROBES, LOGITS = yaml.safe_load("""
+- [{name: knn, k: 3}, {name: few_shot, shots: [2]}, {name: linear_heads, steps: 2, batch: 4}]
+- [{name: classification}, {name: confusion}, {name: subset}]
+""")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,6 +65,10 @@ def mixed_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def animals() -> TrainedModel:
+    return small_model(num_classes=3, classes=CLASSES)
+
+
 def saved(folder: Path, model: TrainedModel) -> Path:
     """A folder as an export writes it, without its check."""
     folder.mkdir()
@@ -72,9 +77,9 @@ def saved(folder: Path, model: TrainedModel) -> Path:
 
 
 def evaluation(
-    init: Path, shards: Path, evaluate: list[dict[str, Any]], **data: Any
+    init: Path, shards: Path, evaluate: list[Values], **data: Any
 ) -> EvaluateRun:
-    values: dict[str, Any] = yaml.safe_load(
+    values: Values = yaml.safe_load(
         "{name: x, tracking: {uri: null}, compute: {device: cpu, batch: 4}}"
     )
     values |= {"init": str(init), "output": f"{init}-results", "evaluate": evaluate}
@@ -102,7 +107,7 @@ def reordered(model: TrainedModel, order: list[int]) -> dict[str, torch.Tensor]:
 def test_classes_in_another_order_give_the_same_metrics(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = small_model(num_classes=3, classes=CLASSES)
+    model = animals()
     expected = results(evaluation(saved(tmp_path / "same", model), shards, LOGITS))
     assert "matched by" not in capsys.readouterr().out
     other = small_model(num_classes=3, classes=("eel", "cat", "dog"))
@@ -135,7 +140,7 @@ def test_other_classes_are_neither_evaluated_nor_counted(
     model = small_model(num_classes=len(classes or CLASSES), classes=classes)
     folder = saved(tmp_path / "model", model)
     for evaluate in LOGITS[:2]:
-        with pytest.raises(UserError, match=f"(?s){message}"):
+        with refused(f"(?s){message}"):
             evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
     # A prediction of one more class is wrong, and may be counted.
     lines, _ = predicted(folder, shards, tmp_path)
@@ -150,9 +155,11 @@ def test_other_classes_are_neither_evaluated_nor_counted(
 def predicted(
     folder: Path, shards: Path, place: Path
 ) -> tuple[list[str], list[dict[str, str]]]:
+    """With a last batch that is not full."""
     values = {"init": str(folder), "images": [str(shards)], "num_workers": 0}
     output = place / "predictions.csv"
-    run = PredictRun.model_validate({**values, "output": str(output), "top": 2})
+    values |= {"output": str(output), "top": 2, "compute": {"batch": 4}}
+    run = PredictRun.model_validate(values)
     lines = list(predict_images(run, open_model(str(folder)), find_inputs(run), WORLD))
     return lines, list(csv.DictReader(open(output)))
 
@@ -160,7 +167,7 @@ def predicted(
 def test_predictions_meet_labels_whatever_their_order(
     shards: Path, tmp_path: Path
 ) -> None:
-    model = small_model(num_classes=3, classes=CLASSES)
+    model = animals()
     lines, rows = predicted(saved(tmp_path / "same", model), shards, tmp_path)
     right = sum(row["label"] == row["class_1"] for row in rows)
     assert lines[1] == f"top-1 {right / 6:.2%} of 6 images with a label"
@@ -176,20 +183,38 @@ def test_predictions_meet_labels_whatever_their_order(
 
 
 def test_images_that_cannot_be_read_are_neither_right_nor_wrong(
-    shards: Path, tmp_path: Path
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of six is damaged in its shard."""
+    """The first four of six are damaged in their shard."""
+    monkeypatch.setattr(predicting, "CHUNK_ROWS", 4)
     damaged = Path(shutil.copytree(shards, tmp_path / "damaged"))
     index = read_split(str(damaged), split="test")
     with open(index.shards[0], "r+b") as file:
-        file.seek(int(index.offset[0]))
-        file.write(bytes(int(index.length[0])))
-    model = saved(tmp_path / "model", small_model(num_classes=3, classes=CLASSES))
-    lines, rows = predicted(model, damaged, tmp_path)
-    assert lines[0].endswith(": 6 images, 1 of them unreadable")
-    assert rows[0]["label"] == "cat" and rows[0]["error"] and not rows[0]["class_1"]
+        for number in range(4):
+            file.seek(int(index.offset[number]))
+            file.write(bytes(int(index.length[number])))
+    lines, rows = predicted(saved(tmp_path / "model", animals()), damaged, tmp_path)
+    assert [row["image"] for row in rows] == TEST
+    assert [row["label"] for row in rows] == [*CLASSES, *CLASSES]
+    assert [bool(row["error"]) for row in rows] == [not row["class_1"] for row in rows]
     right = sum(row["label"] == row["class_1"] for row in rows)
-    assert lines[1] == f"top-1 {right / 5:.2%} of 5 images with a label"
+    assert lines[0].endswith(": 6 images, 4 of them unreadable")
+    assert lines[1] == f"top-1 {right / 2:.2%} of 2 images with a label"
+    assert [line.split(": ")[1] for line in lines[2:5]] == TEST[:3]
+    assert lines[5:] == ["... 1 more, with the reason in column error"]
+
+
+def test_tables_of_ranks_are_joined_in_the_memory_of_one_row_group(
+    tmp_path: Path,
+) -> None:
+    table = pa.table({"image": [f"{number:0900}" for number in range(4096)]})
+    with pq.ParquetWriter(tmp_path / "0", table.schema) as writer:
+        for _ in range(9):
+            writer.write_table(table)
+    used, before = [], pa.total_allocated_bytes()
+    for _ in predicting._row_groups([pq.ParquetFile(tmp_path / "0")]):
+        used.append(pa.total_allocated_bytes() - before)
+    assert len(used) == 9 and max(used) < 3 * table.nbytes
 
 
 def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> None:
@@ -216,9 +241,7 @@ def test_outputs_are_named_as_the_shards_name_their_classes(tmp_path: Path) -> N
 def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
     shards: Path, tmp_path: Path, independent: bool
 ) -> None:
-    model = replace(
-        small_model(num_classes=3, classes=CLASSES), independent=independent
-    )
+    model = replace(animals(), independent=independent)
     # Shares that are rounded to 1 and 0 leave the order of the classes as it is.
     bias: Any = model.network.head.bias
     bias.data = torch.tensor([200.0, 400.0, 600.0])
@@ -239,15 +262,13 @@ def test_shares_stand_alone_where_the_loss_was_a_sigmoid(
 def test_outputs_that_are_no_numbers_are_an_error(
     shards: Path, tmp_path: Path, value: float
 ) -> None:
-    model = small_model(num_classes=3, classes=CLASSES)
+    model = animals()
     model.network.get_parameter("blocks.1.mlp.fc1.weight").data[0, 0] = value
     folder = saved(tmp_path / "model", model)
     for evaluate in (*LOGITS, *PROBES):
-        with pytest.raises(
-            UserError, match=r"not finite .NaN or infinity.: \d+ of \d+ images"
-        ):
+        with refused(r"not finite .NaN or infinity.: \d+ of \d+ images"):
             evaluate_run(evaluation(folder, shards, [evaluate]), WORLD)
-    with pytest.raises(UserError, match="outputs are not finite"):
+    with refused("outputs are not finite"):
         predicted(folder, shards, tmp_path)
     assert not (tmp_path / "predictions.csv").exists()
 
@@ -273,10 +294,10 @@ def test_results_of_another_evaluation_are_never_replaced(
     )
     monkeypatch.chdir(tmp_path)
     data = write_images(tmp_path / "data", seed=0)
-    model = saved(tmp_path / "model", small_model(num_classes=3, classes=CLASSES))
+    model = saved(tmp_path / "model", animals())
     given = evaluation(model, data, LOGITS[:1]).model_dump() | {"output": None}
 
-    def evaluate(change: dict[str, Any]) -> bytes:
+    def evaluate(change: Values) -> bytes:
         changed = {
             key: given[key] | value if isinstance(value, dict) else value
             for key, value in change.items()
@@ -285,14 +306,28 @@ def test_results_of_another_evaluation_are_never_replaced(
         return Path("runs/x/results.json").read_bytes()
 
     before = evaluate({})
-    assert evaluate({}) == before
+    stale = Path("runs/x/evaluation/worst_classes.png")
+    stale.touch()  # of an evaluation that is not asked for any more
+    assert evaluate({}) == before and not stale.exists()
     for change, key in yaml.safe_load(OTHERS):
         if key == "data.fingerprint":
             shutil.rmtree(data)
             write_images(data, seed=1)
-        with pytest.raises(UserError, match=f"another evaluation(?s:.*)\n    {key}"):
+        with refused(f"another evaluation(?s:.*)\n    {key}"):
             evaluate(change)
     assert Path("runs/x/results.json").read_bytes() == before
+
+
+def test_a_metric_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    rows = as_rows("knn", {"knn_top1": Share(0, 0), "x": 5e-4}, image_size=8)
+    write_results(tmp_path, rows, description={"name": "x"})
+    stored = json.loads(
+        (tmp_path / "results.json").read_text(), parse_constant=pytest.fail
+    )
+    found = [(row["value"], row["low"], row["images"]) for row in stored["results"]]
+    assert found == [(None, None, 0), (5e-4, None, None)]
+    lines = (tmp_path / "results.md").read_text().splitlines()
+    assert [line.split("|")[4].strip() for line in lines[2:4]] == ["nan", "5.0e-04"]
 
 
 # ---- images --------------------------------------------------------------------------------------
@@ -300,9 +335,9 @@ def test_results_of_another_evaluation_are_never_replaced(
 
 @pytest.mark.parametrize("probe", PROBES, ids=[each["name"] for each in PROBES])
 def test_probes_never_learn_from_the_images_they_are_scored_on(
-    shards: Path, tmp_path: Path, probe: dict[str, Any]
+    shards: Path, tmp_path: Path, probe: Values
 ) -> None:
-    folder = saved(tmp_path / "model", small_model(num_classes=3, classes=CLASSES))
+    folder = saved(tmp_path / "model", animals())
     for data, number in (
         ({"val_split": "train"}, 18),
         ({"train_split": "test"}, 6),
@@ -310,9 +345,7 @@ def test_probes_never_learn_from_the_images_they_are_scored_on(
         ({"val_split": "train", "dev_percent": 50}, 9),
         ({"train_split": "test", "mixture": [{"path": str(shards), "share": 0.5}]}, 6),
     ):
-        with pytest.raises(
-            UserError, match=f"{probe['name']}: {number} of the .* it learns from"
-        ):
+        with refused(f"{probe['name']}: {number} of the .* it learns from"):
             evaluate_run(evaluation(folder, shards, [probe], **data), WORLD)
     # The cut of one split shares no image.
     assert results(evaluation(folder, shards, [probe], val_split=None, dev_percent=50))
@@ -403,7 +436,13 @@ def test_words_on_the_command_line_win_over_the_run(
     assert (len(_keys(train[0])), len(_keys(val))) == (3, 3)
 
 
-@pytest.mark.parametrize("shots", [[-1], [0], [2, 0], []])
+@rows("""
+- [shots]
+- [[-1]]
+- [[0]]
+- [[2, 0]]
+- [[]]
+""")
 def test_shots_are_at_least_one_image(shots: list[int]) -> None:
     with pytest.raises(ValidationError):
         FewShotSettings(shots=tuple(shots))

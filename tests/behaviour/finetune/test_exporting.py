@@ -6,8 +6,11 @@ import io
 import json
 import math
 import os
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -22,14 +25,15 @@ from finetune.exporting.format import Format
 from finetune.settings import ExportRun
 from tests.support.corpora.image_samples import encoded, photograph
 from tests.support.engine.small_models import export, images_of, off_by, small_model
-from vitscale.config.errors import UserError
+from tests.support.tables import Values, refused, rows, words
 from vitscale.data.samples import EvaluationResize
 from vitscale.data.settings import DataSettings
-from vitscale.evaluation.trained_model import open_model
+from vitscale.evaluation.trained_model import SourceRun, open_model
 from vitscale.models.weights.reading import read_weights
+from vitscale.tracking.journal import Journal
 
 # What timm's folders hold beside the plain model.
-KINDS: dict[str, dict[str, Any]] = yaml.safe_load("""
+KINDS = yaml.safe_load("""
 plain: {}
 gap: {pool: gap, gelu: erf}
 mae: {pool: gap, class_token: true, pool_norm: true}
@@ -53,36 +57,24 @@ def test_timm_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     assert off_by(timm.create_model(f"local-dir:{folder}"), loaded) > 0.1
 
 
-READ_BY_TIMM = """
+@rows("""
+- [settings, options]
 - [{}, {}]
 - [{class_position: false}, {no_embed_class: true}]
 - [{pool: gap}, {global_pool: avg, class_token: false, fc_norm: false}]
 - [{pool: map}, {global_pool: map, class_token: false, fc_norm: false}]
-"""
-
-
-@pytest.mark.parametrize(
-    ("settings", "options"),
-    yaml.safe_load(READ_BY_TIMM),
-)
+""")
 def test_npz_is_read_by_timm_and_here(
-    tmp_path: Path, settings: dict[str, Any], options: dict[str, Any]
+    tmp_path: Path, settings: Values, options: Values
 ) -> None:
     loaded = small_model(**settings)
     path = str(export(loaded, "npz", tmp_path / "out") / "model.npz")
-    model: Any = timm.create_model(
-        "vit_base_patch16_224",
-        img_size=16,
-        patch_size=4,
-        embed_dim=24,
-        depth=2,
-        num_heads=3,
-        mlp_ratio=40 / 24,
-        num_classes=5,
-        act_layer="gelu_tanh",
-        final_norm=True,
-        **options,
-    )
+    sizes = yaml.safe_load("""
+    {img_size: 16, patch_size: 4, embed_dim: 24, depth: 2, num_heads: 3, num_classes: 5,
+     act_layer: gelu_tanh, final_norm: true}
+    """)
+    sizes |= {"mlp_ratio": 40 / 24, **options}
+    model: Any = timm.create_model("vit_base_patch16_224", **sizes)
     is_big_vision = settings in ({"class_position": False}, {"pool": "map"})
     model.load_pretrained(path, "params/" if is_big_vision else "")
     assert off_by(model, loaded) < 1e-4
@@ -95,9 +87,9 @@ EVERYTHING = {"gelu": "erf", "layer_norm_eps": 1e-5, "class_position": False}
 @pytest.mark.parametrize(
     "settings", [EVERYTHING, {"representation_layer": True}, {"num_classes": 0}]
 )
-@pytest.mark.parametrize("to", ["npz", "safetensors"])
+@words(to="npz safetensors")
 def test_exported_folders_are_read_back_as_they_are(
-    tmp_path: Path, settings: dict[str, Any], to: str
+    tmp_path: Path, settings: Values, to: str
 ) -> None:
     """With everything that weights do not show: GELU, epsilon, heads, preprocessing, names."""
     how = {"mean": (0.1, 0.2, 0.3), "eval_resize": "center_crop"}
@@ -118,16 +110,45 @@ def test_exported_folders_are_read_back_as_they_are(
     found = open_model(str(folder))
     assert (found.arch, found.preprocessing) == (loaded.arch, loaded.preprocessing)
     assert found.classes == classes
+    # Positions of other image sizes are resampled as in our runs, corners to corners.
+    smaller, positions = (
+        open_model(str(folder), image_size=8),
+        own["pos_embed"][0, -16:],
+    )
+    found_4D = smaller.network.state_dict()["pos_embed"][0, -4:]
+    torch.testing.assert_close(found_4D, positions[[0, 3, 12, 15]])
     with torch.no_grad():
         assert torch.equal(
             found.network(images_of(loaded)), loaded.network(images_of(loaded))
         )
     path.unlink()
-    with pytest.raises(UserError, match="but no weights"):
+    with refused("but no weights"):
         open_model(str(folder))
 
 
-NOT_EXPRESSED = """
+def test_a_card_has_the_metrics_of_the_exported_weights(tmp_path: Path) -> None:
+    """The last ones up to the checkpoint's step."""
+    loaded, checkpoint = small_model(), SimpleNamespace(step=20, description={})
+    journal = Journal(tmp_path / "run/journal.jsonl", resume_step=0)
+    for step, top1 in ((10, 0.25), (20, 0.5), (21, 0.75)):
+        journal.append({"val/top1": top1, "train/loss": top1}, step=step)
+    journal.close()
+    run = SourceRun(
+        folder=journal.path.parent,
+        checkpoint=checkpoint,  # type: ignore[arg-type]  # a stand-in
+        averaged=False,
+        config={"name": "base", "data": {"path": "http://me:hunter2@host/x"}},
+        arch=loaded.arch,
+        warnings=[],
+    )
+    folder = export(replace(loaded, run=run), "safetensors", tmp_path / "out")
+    card = (folder / "README.md").read_text()
+    assert re.findall(r"^\| (\S+/.*) \|$", card, re.M) == ["val/top1 | 0.5000"]
+    assert "\n# base\n" in card and "- steps: 20\n" in card and "hunter2" not in card
+
+
+@rows("""
+- [to, settings, problem]
 - [timm, {representation_layer: true}, a representation layer]
 - [timm, {layer_norm_eps: 1.0e-05}, layer_norm_eps 1e-05]
 - [timm, {head_width: 6}, heads of a width of their own]
@@ -142,17 +163,11 @@ NOT_EXPRESSED = """
 - [npz, {layer_scale: 0.1}, blocks.0.ls1.gamma]
 - [npz, {pool: gap, class_token: true}, a class token that no head reads]
 - [npz, {family: timm}, a model of the family timm]
-"""
-
-
-@pytest.mark.parametrize(
-    ("to", "settings", "problem"),
-    yaml.safe_load(NOT_EXPRESSED),
-)
+""")
 def test_what_does_not_fit_is_refused(
-    tmp_path: Path, to: str, settings: dict[str, Any], problem: str
+    tmp_path: Path, to: str, settings: Values, problem: str
 ) -> None:
-    with pytest.raises(UserError, match=f"{to} cannot express this model") as caught:
+    with refused(f"{to} cannot express this model") as caught:
         export(small_model(**settings), to, tmp_path / "out")
     assert problem in caught.value.what
     assert "--to safetensors" in str(caught.value.allowed)
@@ -160,7 +175,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("shift", [0.01, math.nan])
-@pytest.mark.parametrize("to", ["timm", "huggingface", "npz", "safetensors"])
+@words(to="timm huggingface npz safetensors")
 def test_other_logits_leave_nothing(
     to: str, shift: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,10 +189,10 @@ def test_other_logits_leave_nothing(
         bias.copy_(own)  # other weights than those written
 
     monkeypatch.setattr(EXPORTS[to], "write", write)
-    with pytest.raises(UserError, match=f"gives other logits: difference {shift:.1e}"):
+    with refused(f"gives other logits: difference {shift:.1e}"):
         export(loaded, to, tmp_path / "out")
     bias[0] = math.nan
-    with pytest.raises(UserError, match="not finite"):
+    with refused("not finite"):
         export(loaded, to, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -189,14 +204,14 @@ def test_formats_are_the_choices_and_name_missing_packages(
     monkeypatch.setitem(sys.modules, "onnx", None)
     for to in ("timm", "huggingface", "npz", "safetensors"):
         check_packages(to)
-    with pytest.raises(UserError, match="to=onnx: needs onnx") as caught:
+    with refused("to=onnx: needs onnx") as caught:
         check_packages("onnx")
     assert "pip install 'vitscale[onnx]'" in str(caught.value)
 
 
 # ---- transformers and onnxruntime ----------------------------------------------------------------
 
-OF_TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = yaml.safe_load("""
+OF_TRANSFORMERS = yaml.safe_load("""
 plain: [ViT, {}]
 no_class_position: [ViT, {class_position: false}]
 distilled: [DeiT, {distillation_token: true}]
@@ -266,7 +281,7 @@ MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 PHOTO = photograph(250, 187)
 
 
-def own_pixels(how: dict[str, Any], data: bytes) -> torch.Tensor:
+def own_pixels(how: Values, data: bytes) -> torch.Tensor:
     """Levels [3, S, S] as evaluations see them."""
     out = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
     EvaluationResize(DataSettings(path="x", global_batch=1, **how), image_size=SIDE)(
@@ -275,7 +290,7 @@ def own_pixels(how: dict[str, Any], data: bytes) -> torch.Tensor:
     return out.float()
 
 
-def exported(folder: Path, to: str, how: dict[str, Any]) -> Path:
+def exported(folder: Path, to: str, how: Values) -> Path:
     sizes = {"image_size": SIDE, "patch_size": 16}
     return export(
         small_model(**sizes, preprocessing=how, classes=tuple("vwxyz")), to, folder
@@ -295,18 +310,16 @@ def timm_pixels(folder: Path, image: Image.Image) -> torch.Tensor:
     return levels(transform(image))
 
 
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize(
-    "resize",
-    [
-        {},
-        {"eval_resize": "center_crop", "eval_crop_fraction": 0.8},
-        {"eval_resize": "center_crop", "eval_crop_fraction": 1.0},
-        {"eval_resize": "squash_crop", "eval_crop_fraction": 0.8},
-    ],
-)
+@words(interpolation="bilinear bicubic")
+@rows("""
+- [resize]
+- [{}]
+- [{eval_resize: center_crop, eval_crop_fraction: 0.8}]
+- [{eval_resize: center_crop, eval_crop_fraction: 1.0}]
+- [{eval_resize: squash_crop, eval_crop_fraction: 0.8}]
+""")
 def test_timm_makes_the_same_pixels(
-    tmp_path: Path, resize: dict[str, Any], interpolation: str
+    tmp_path: Path, resize: Values, interpolation: str
 ) -> None:
     """A crop on noise, where half a pixel of shift changes every value; else a photo squashed."""
     how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation} | resize
@@ -326,9 +339,8 @@ def test_timm_makes_the_same_pixels(
         assert (found - own_pixels(how, data)).abs().max() <= 1, (width, height)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("to", ["timm", "huggingface"])
-@pytest.mark.parametrize("resize", ["squash", "center_crop", "squash_crop"])
+@words(to="timm huggingface")
+@words(resize="squash center_crop squash_crop")
 def test_transformers_sees_the_pixels_of_timm(
     tmp_path: Path, to: str, resize: str
 ) -> None:
@@ -343,11 +355,16 @@ def test_transformers_sees_the_pixels_of_timm(
     reference = timm_pixels(exported(tmp_path / "timm", "timm", how), PHOTO)
     folder = exported(tmp_path / "out", to, how)
     # transformers' default backend differs from Pillow by one level; timm's wrapper has none.
-    options: dict[str, Any] = {"backend": "pil"} if to == "huggingface" else {}
+    options: Values = {"backend": "pil"} if to == "huggingface" else {}
     processor: Any = AutoImageProcessor.from_pretrained(folder, **options)
     found = levels(processor(PHOTO, return_tensors="pt")["pixel_values"][0])
     assert (found - reference).abs().max() <= 1
-    if to == "huggingface":  # timm's wrapper takes RGB only
+    if to == "huggingface":
+        (side, *_) = processor.size.values()
+        shown = {"squash": "", "center_crop": "short side", "squash_crop": "square of"}
+        card = (folder / "README.md").read_text()
+        assert re.search(f"{shown[resize]}.* {side} (x {side} )?px .bicubic.", card)
+        # timm's wrapper takes RGB only.
         grey = processor(PHOTO.convert("L"), return_tensors="pt")["pixel_values"]
         assert grey.shape == (1, 3, SIDE, SIDE)
     labels: Any = AutoConfig.from_pretrained(folder)

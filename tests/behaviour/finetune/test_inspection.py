@@ -40,7 +40,7 @@ from tests.support.corpora.image_samples import decoded, encoded, photograph, ro
 from tests.support.corpora.shard_folders import image_bytes, make_shard_folder
 from tests.support.engine.small_models import export, small_model
 from tests.support.engine.subjects import WORLD
-from vitscale.config.errors import UserError
+from tests.support.tables import refused
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
@@ -64,14 +64,22 @@ def random_images(count: int, *, size: int = 16) -> torch.Tensor:
     )
 
 
+def maps_of(
+    model: InferenceModel, images: torch.Tensor
+) -> dict[tuple[int, int], torch.Tensor]:
+    """By layer and head."""
+    found = {}
+    read_attention(
+        model, images, lambda layer, head, p: found.update({(layer, head): p.clone()})
+    )
+    return found
+
+
 def test_attention_is_timms_although_fused() -> None:
     """timm's own extraction, in its graph mode, on the same fused modules."""
     model, images = inference_model(), random_images(2)
     assert all(each.fused_attn for each in attention_modules(model.network))
-    found: dict[tuple[int, int], torch.Tensor] = {}
-    read_attention(
-        model, images, lambda layer, head, p: found.update({(layer, head): p.clone()})
-    )
+    found = maps_of(model, images)
     for each in attention_modules(model.network):
         each.fused_attn = False
     extract = AttentionExtract(model.network, method="hook")
@@ -103,10 +111,7 @@ def test_heads_of_a_model_equal_a_slow_loop() -> None:
     found = head_distances(
         model, [images[:2], images[2:]], grid=(4, 4), stride=4, num_prefix_tokens=3
     )
-    maps = {}
-    read_attention(
-        model, images, lambda layer, head, p: maps.update({(layer, head): p.clone()})
-    )
+    maps = maps_of(model, images)
     places = [(4 * row, 4 * column) for row in range(4) for column in range(4)]
     for (layer, head), p_BTT in maps.items():
         total = 0.0
@@ -123,15 +128,11 @@ def test_heads_of_a_model_equal_a_slow_loop() -> None:
 def test_rollout_is_the_product_of_all_layers() -> None:
     """Later layers on the left, of the mean of heads, half of it the identity."""
     model, images = inference_model(depth=3), random_images(2)
-    maps: dict[int, list[torch.Tensor]] = {}
-    read_attention(
-        model, images, lambda layer, _, p: maps.setdefault(layer, []).append(p.clone())
-    )
+    maps = maps_of(model, images)
     expected = torch.eye(17, dtype=torch.float64).expand(2, -1, -1)
     for layer in range(3):
-        mixed = 0.5 * torch.stack(maps[layer]).double().mean(dim=0) + 0.5 * torch.eye(
-            17
-        )
+        heads = torch.stack([maps[layer, head] for head in range(3)]).double()
+        mixed = 0.5 * heads.mean(dim=0) + 0.5 * torch.eye(17)
         expected = (mixed / mixed.sum(dim=-1, keepdim=True)) @ expected
     found = attention_rollout(model, images)
     torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
@@ -142,10 +143,9 @@ def test_rollout_is_the_product_of_all_layers() -> None:
 def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
     rollout = torch.tensor([[[0.4, 0.2, 0.4], [0.2, 0.5, 0.3], [0.0, 0.1, 0.9]]])
     options = {"num_prefix_tokens": 1, "grid": (1, 2)}
-    of_class = patch_weights(rollout, pooled=False, **options)  # type: ignore[arg-type]  # as named
-    torch.testing.assert_close(of_class, torch.tensor([[[0.5, 1.0]]]))
-    of_patches = patch_weights(rollout, pooled=True, **options)  # type: ignore[arg-type]  # as named
-    torch.testing.assert_close(of_patches, torch.tensor([[[0.5, 1.0]]]))
+    for pooled in (False, True):
+        found = patch_weights(rollout, pooled=pooled, **options)  # type: ignore[arg-type]  # as named
+        torch.testing.assert_close(found, torch.tensor([[[0.5, 1.0]]]))
 
 
 # ---- weights -------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def test_what_a_model_lacks_is_left_out(
     said = capsys.readouterr().out
     assert "left out attention_distance, attention_rollout: no images" in said
     assert "set images=PATH" in said
-    with pytest.raises(UserError, match="pictures: attention_rollout: no images"):
+    with refused("pictures: attention_rollout: no images"):
         drawn(vit, tmp_path / "none", pictures=("attention_rollout",))
     make_shard_folder(
         tmp_path / "shards", lengths={"test": (3,)}, classes=("$a_{", "b")
@@ -230,9 +230,7 @@ def test_what_a_model_lacks_is_left_out(
     )
     convnext = export(small_model("timm"), "timm", tmp_path / "convnext")
     assert drawn(convnext, tmp_path / "c", tmp_path / "shards") == {"patch_filters"}
-    with pytest.raises(
-        UserError, match="pictures: position_similarity: only models of the fam"
-    ):
+    with refused("pictures: position_similarity: only models of the fam"):
         drawn(convnext, tmp_path / "none", pictures=("position_similarity",))
     assert not (tmp_path / "none").exists()
 
@@ -269,7 +267,7 @@ def test_a_folder_gives_evenly_spaced_images_of_its_classes(tmp_path: Path) -> N
         (tmp_path / "no", None, "no such file"),
         (tmp_path, "test", "only shards have splits"),
     ):
-        with pytest.raises(UserError, match=message):
+        with refused(message):
             visualized(path, split=split).sheet(3)
 
 
@@ -340,7 +338,7 @@ def test_shards_come_alone(tmp_path: Path) -> None:
         None,
     )
     assert len(set(images.names([0, 1]))) == 2
-    with pytest.raises(UserError, match="is a shard folder, and 2 inputs are given"):
+    with refused("is a shard folder, and 2 inputs are given"):
         find_inputs(PredictRun(init="x", images=(shards, shards)))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -61,6 +63,7 @@ KILL = f"{BY} SIGKILL (Killed)"
 FIRST = f"srun: got SIGCONT\nsrun: error: n2: task 1: {{what}}\n{EXITED}"
 SEGFAULT = "Segmentation fault (core dumped)"
 MEMORY = "rank 1 on n2 ran out of memory and was killed"
+APART = "rank 1 on n2,x1 was ended by SIGKILL (Killed)"
 BOTH = "ranks 0-1 on n[1-2] were ended by SIGKILL (Killed)"
 
 
@@ -105,6 +108,7 @@ def outcome(
             None,
         ),
         ("", [], FailureKind.OTHER, "srun was ended by SIGKILL", None),
+        (KILLED.replace("n2", "n2,x1"), [], FailureKind.KILLED, APART, None),
     ],
 )
 def test_the_cause_is_what_the_best_report_says(
@@ -131,6 +135,12 @@ def test_the_cause_is_what_the_best_report_says(
             NO_FILE,
         ),
         # Of an array, and of a shell.
+        (
+            "17_1_log.out",
+            126,
+            "sh: 1: exec: x: Permission denied",
+            "sh: 1: exec: x: Permission denied",
+        ),
         ("17_1_log.out", 127, f"sh: 1: exec: {NO_FILE}", f"sh: 1: exec: {NO_FILE}"),
         ("17_1_log.out", 2, f"error: {NO_FILE}", None),
     ],
@@ -161,8 +171,12 @@ def test_a_task_that_was_not_launched_is_blamed(
         monkeypatch.setenv(name, value)
     why = "launch failed: Slurmd could not connect IO"
     # The end of the others follows from it.
-    found = outcome(tmp_path, f"srun: error: task 2 {why}\n{EXITED}")
-    assert (found.reason, found.failed_node) == (f"rank 2 on n2: {why}", "n2")
+    found = outcome(tmp_path, f"srun: error: task 3 {why}\n{EXITED}")
+    assert (found.reason, found.failed_node) == (f"rank 3 on n2: {why}", "n2")
+    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic:block")
+    (tmp_path / "cyclic").mkdir()
+    found = outcome(tmp_path / "cyclic", f"srun: error: task 2 {why}")
+    assert found.failed_node == "n1"
 
 
 def test_a_kill_that_no_rank_saw_is_recorded(tmp_path: Path) -> None:
@@ -196,6 +210,8 @@ def test_slurm_and_stops_are_told_apart(tmp_path: Path) -> None:
     assert limit.reason == "stopped by a signal: the time limit is near"
     preempted = of(JobState="RUNNING", PreemptTime="1795371188", EndTime=near)
     assert preempted.reason == "stopped by a signal: preempted"
+    far = of(JobState="RUNNING", EndTime=str(int(near) + 600))
+    assert far.reason == "stopped by a signal"
     # SLURM does not answer.
     assert of().reason == "stopped by a signal"
     signalled = outcome(tmp_path, FIRST.format(what="User defined signal 2"))
@@ -217,32 +233,39 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
 
 
 @pytest.mark.parametrize(
-    ("message", "calls"),
+    ("message", "calls", "is_requeued"),
     [
-        ("Requested operation is presently disabled", 1),
-        ("Invalid job id specified", 1),
-        ("Access/permission denied", 1),
-        ("Unable to contact slurm controller (connect failure)", 3),
-        ("Socket timed out on send/recv operation", 3),
+        ("", 1, True),
+        ("Unable to contact slurm controller (connect failure)", 3, True),
+        ("Socket timed out on send/recv operation", 3, True),
+        ("Job is pending execution for job 17", 1, True),  # by a preemption
+        ("Requested operation is presently disabled", 1, False),
+        ("Invalid job id specified", 1, False),
+        ("Access/permission denied", 1, False),
+        ("Invalid user id for job 17", None, False),  # until the deadline
     ],
 )
 def test_only_a_refusal_that_may_pass_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, message: str, calls: int
+    monkeypatch: pytest.MonkeyPatch, message: str, calls: int | None, is_requeued: bool
 ) -> None:
     asked = []
 
-    def refuse(*command: str) -> str:
-        asked.append(command)
-        if len(asked) == 3:
-            return ""
-        raise queue.NoAnswerError(message)
+    def ask(*command: str) -> str:
+        asked.append(command[1:])
+        tries = asked.count(("requeue", "17"))
+        passes = not message or (is_requeued and tries == 3)
+        if command[1] == "requeue" and not passes:
+            raise queue.NoAnswerError(message)
+        return "JobId=17 JobState=RUNNING"
 
-    monkeypatch.setattr(queue, "ask_slurm", refuse)
-    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(queue, "job_fields", lambda job_id: {})
-    assert queue.requeue("17") == (message if calls == 1 else None)
-    requeues = [each for each in asked if "requeue" in each]
-    assert len(requeues) == calls and (len(asked) > calls) == (calls > 1)
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(queue, "REQUEUE_SECONDS", 0.2)
+    assert queue.requeue("17") == (None if is_requeued else message)
+    assert calls in (asked.count(("requeue", "17")), None)
+    # Without an answer about the site's epilog, the longer wait.
+    is_early = asked[-1] == ("update", "JobId=17", "StartTime=now+20")
+    assert is_early == is_requeued
 
 
 # ---- again or not -----------------------------------------------------------------------------
@@ -314,7 +337,7 @@ def test_two_failures_in_a_row_blame_a_node() -> None:
 def test_storage_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, pauses = tmp_path / "run", []
+    folder, pauses = tmp_path / "run", list[float]()
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
@@ -322,11 +345,14 @@ def test_storage_is_waited_for(
             folder.mkdir()
 
     monkeypatch.setattr(after.time, "sleep", sleep)
+    monkeypatch.setattr(after.time, "time", lambda: sum(pauses))
     wait_for_storage(folder, until=time.time() + 60)
     assert len(pauses) == 3 and not list(folder.iterdir())
     assert capsys.readouterr().err.count("waiting before the next start") == 1
     wait_for_storage(tmp_path / "gone", until=time.time() - 1)
     assert len(pauses) == 3
+    wait_for_storage(tmp_path / "gone", until=math.inf)
+    assert sum(pauses[3:]) == 1800
 
 
 def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
@@ -339,6 +365,52 @@ def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
         file.truncate(2 * shutil.disk_usage(tmp_path).free)  # takes no space itself
         assert "bytes free, not" in str(storage_refusal(tmp_path))
     assert len(list(step.parent.iterdir())) == 2
+
+
+def test_the_log_says_what_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = f"JobState=RUNNING Partition=p NumNodes=1 EndTime={time.time() + 50:.0f}"
+
+    def ask(program: str, *arguments: str) -> str:
+        if program == "sinfo":
+            return "n1 n2"
+        return arguments[-1] if "hostnames" in arguments else fields
+
+    def follows(folder: str, line: str, *, restart: int = 0, job: str = "17") -> str:
+        """What is said, and the code of the job; without a line srun ended with 0 or SIGKILL."""
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+        options = argparse.Namespace(
+            run_folder=tmp_path / folder, job=job, code=137 if folder == "run" else 0,
+            signal_delay=30, max_requeues=9, fewest_nodes=None, script=Path("17.sh"),
+        )  # fmt: skip
+        code = after.after(options, line.splitlines())
+        return f"{capsys.readouterr().err}code {code}"
+
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    monkeypatch.setattr(after.time, "sleep", lambda _: pytest.fail("no time is left"))
+    moved = follows("moved", "")
+    assert "was moved or removed" in moved and moved.endswith("code 74")
+    run = tmp_path / "run"
+    # The folder of an array's task is made at its start.
+    assert "requeueing job 17_3 (1 of 9)" in follows("run", KILLED, job="17_3")
+    first = follows("run", KILLED)
+    assert "requeueing job 17 (1 of 9)" in first and "excluded" not in first
+    second = follows("run", KILLED, restart=1)
+    assert "requeueing job 17 (2 of 9)" in second
+    assert "n2 is excluded from job 17: its last two attempts failed there" in second
+    record_failure(run, replace(ERROR, kind=FailureKind.NODE, attempt="17/2"))
+    assert "n2 is excluded from job 17: it lacks" in follows("run", KILLED, restart=2)
+    # The time limit comes before storage may be back.
+    full = run / "checkpoints/step-00000010/rank-00000.safetensors"
+    full.parent.mkdir(parents=True)
+    with open(full, "wb") as file:
+        file.truncate(2 * shutil.disk_usage(tmp_path).free)
+    record_failure(run, replace(STORAGE, attempt="17/3"))
+    assert "requeueing job 17 (4 of 9)" in follows("run", EXITED, restart=3)
+    record_start(run, first_step=0, total_steps=10)
+    (full.parent / "manifest.json").touch()
+    assert follows("run", "", restart=4) == "code 0"
 
 
 # ---- the record --------------------------------------------------------------------------------
@@ -368,7 +440,8 @@ def test_an_attempt_records_how_it_ended(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == [running] and running.ended is None
     checkpoint = tmp_path / "checkpoints/step-00000030"
     checkpoint.mkdir(parents=True)
-    log(tmp_path, 37)
+    for step in (31, 37):
+        log(tmp_path, step)
     (events,) = (tmp_path / EVENTS_NAME).iterdir()
     before = events.read_bytes()
     ended = end_attempt(running, tmp_path, FAILED)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.jobs.preparation import job_folder, prepare_job, submitting
+from launch.jobs.preparation import check_job, job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
 from launch.jobs.submission import StageJob, _say_once, sbatch_text, submit_to_slurm
 from vitscale.config.errors import UserError
@@ -155,6 +155,18 @@ def test_a_job_has_a_private_folder_and_the_script_of_its_preparation(
     Path(job.config).mkdir()
     with pytest.raises(UserError, match="output=.*: cannot be written"):
         prepare_job(run, cluster="slurm")
+    monkeypatch.setattr(os, "getuid", lambda: 1234)
+    with pytest.raises(UserError, match="another user, who could change the job"):
+        prepare_job(run, cluster="slurm")
+
+
+@pytest.mark.parametrize("mark", ["%", ":", "\\"])
+def test_sbatch_reads_no_folder_otherwise(mark, tmp_path, monkeypatch) -> None:
+    (tmp_path / f"a{mark}b").mkdir()
+    monkeypatch.chdir(tmp_path / f"a{mark}b")
+    run = DataPrepRun.model_validate({"output": "x", "source": {"path": "images"}})
+    with pytest.raises(UserError, match="the job folder's path .* contains"):
+        check_job(run, cluster="slurm")
 
 
 def test_preparations_of_different_outputs_have_different_job_folders(

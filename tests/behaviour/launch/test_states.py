@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from launch.comparison.runs import load_runs
-from launch.jobs import queue
+from launch.jobs import queue, states
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
+from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, user_jobs
 from launch.jobs.states import (
     RunState,
     as_text,
     find_runs,
+    follow_run,
     jobs_for,
     line_of,
     read_state,
@@ -36,7 +37,7 @@ from vitscale.distributed.events import (
 from vitscale.distributed.processes import node_name
 from vitscale.tracking.journal import Row, encode
 
-NOW = time.time()
+NOW = round(time.time(), 3)
 JOB = "4711"
 SCRIPT = "submission_file_1a2b.sh"
 
@@ -61,7 +62,7 @@ class RunFolder:
     def attempt(self, ending: Ending | None, *, number: int = 1) -> None:
         """One that has started a minute ago, and ended now unless `ending` is None."""
         values = {"number": number, "cluster": "slurm", "job_id": JOB, "restart": 0}
-        ended = {"ended": NOW, "ending": ending} if ending else {}
+        ended = {"ended": NOW, "ending": ending, "reason": "why"} if ending else {}
         where = {"nodes": ["n1", "n2"], "started": NOW - 60}
         append_event(self.folder, ATTEMPT, values | where | ended)
 
@@ -141,7 +142,10 @@ def test_the_last_attempt_says_how_a_run_ended(
     run.attempt(ending, number=3)
     found = read_state(run.folder, [])
     restarts = {} if ending in (None, Ending.DONE) else {str(ending): 1}
-    assert (found.state, found.restarts) == (state, restarts)
+    since = NOW if ending else NOW - 10  # the last line of its journal
+    assert (found.state, found.restarts, found.since) == (state, restarts, since)
+    is_explained = ending not in (None, Ending.DONE)
+    assert (": why" in run.line()) == is_explained
 
 
 def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder) -> None:
@@ -177,6 +181,45 @@ def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
     assert ": the disk is full (storage, step 4)" in run.line()
 
 
+def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder) -> None:
+    """JOB STATE CODES and JOB REASON CODES of `man squeue`."""
+    run.attempt(Ending.STOPPED)
+    for state in "REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT SUSPENDED".split():
+        assert read_state(run.folder, [job(state)]).state is RunState.PAUSED
+    for reason, words in {
+        "Dependency": "waits for another job",
+        "DependencyNeverSatisfied": "never start",
+        "PartitionNodeLimit": "fewer nodes",
+        "PartitionTimeLimit": "more time",
+    }.items():
+        assert words in run.line(job("PENDING", reason=reason))
+
+
+def test_a_run_is_followed_to_its_end(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answers() -> Iterator[list[QueuedJob]]:
+        yield [job("RUNNING", job_id=f"{JOB}_1")]
+        yield [job("PENDING")]
+        log = run.folder / f"slurm/{JOB}/{JOB}_0_log.out"
+        log.write_text("line\n" * 30)
+        yield [job("RUNNING")]
+        yield []
+        yield [job("RUNNING")]
+        raise KeyboardInterrupt
+
+    asked = answers()
+    monkeypatch.setattr(states, "known_jobs", lambda: next(asked))
+    monkeypatch.setattr(states, "FOLLOW_SECONDS", 0.0)
+    with pytest.raises(UserError, match="several tasks, each with its own log"):
+        follow_run(run.folder)
+    assert follow_run(run.folder) == 1
+    assert capsys.readouterr().out.count("line\n") == 30
+    assert follow_run(run.folder) == 130
+    shown = capsys.readouterr().out
+    assert shown.count("line\n") == 20 and f"job {JOB} continues" in shown
+
+
 def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     live = [
         job("PENDING", job_id=f"{JOB}_2"),
@@ -188,7 +231,14 @@ def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     (run.folder / "slurm/config-1.yaml").write_text(
         f"stage: data_prep\noutput: {shards}\n"
     )
+    earlier = run.folder / "slurm/config-2.yaml"
+    earlier.write_text("output: elsewhere")
+    os.utime(earlier, (1, 1))
     assert read_state(run.folder, []).state is RunState.NOT_STARTED
+    # Of a line of `launch.setup` that ends the job.
+    log = run.folder / f"slurm/{JOB}/{JOB}_0_0_log.out"
+    log.touch()
+    assert read_state(run.folder, []).state is RunState.FAILED
     for task, ending in enumerate((Ending.DONE, Ending.FAILED, Ending.DONE)):
         RunFolder(run.folder / f"slurm/{JOB}/{JOB}_{task}").attempt(ending)
     assert read_state(run.folder, []).state is RunState.FAILED
@@ -264,7 +314,7 @@ def test_a_name_that_is_no_run_is_an_error(
         find_runs(names)
 
 
-# ---- jobs of a run folder, read from squeue's answer, and requeueing ----------------------------
+# ---- jobs of a run folder, read from squeue's answer --------------------------------------------
 
 # As squeue of SLURM 22.05 prints them with SLURM_TIME_FORMAT=%s.
 ANSWER = """\
@@ -283,7 +333,9 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = tmp_path / "bin/squeue"
     program.parent.mkdir()
     (program.parent / "answer").write_text(ANSWER)
-    program.write_text('#!/bin/sh\nenv > "$0.env"\ncat "${0%squeue}answer"\n')
+    program.write_text(
+        '#!/bin/sh\n{ env; echo "$*"; } > "$0.env"\ncat "${0%squeue}answer"\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     return program
@@ -300,12 +352,12 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(
 
 
 def test_settings_of_squeue_do_not_filter_jobs(squeue: Path, monkeypatch) -> None:
-    monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    for name in ("SQUEUE_PARTITION", "SINFO_FORMAT"):
+        monkeypatch.setenv(name, "other")
     assert len(user_jobs()) == 5
-    environment = Path(f"{squeue}.env").read_text()
-    assert (
-        "SQUEUE_PARTITION" not in environment and "SLURM_TIME_FORMAT=%s" in environment
-    )
+    seen = Path(f"{squeue}.env").read_text()
+    assert "=other" not in seen and "SLURM_TIME_FORMAT=%s" in seen
+    assert f"--array --states=all --user={os.getuid()} " in seen
 
 
 def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
@@ -318,29 +370,38 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"),
+    ("up", "before", "fewest", "excluded"),
     [
-        ([""], None),
-        (["Unable to contact controller", "Unable to contact controller", ""], None),
-        (["Job is pending execution for job 17"], None),  # by a preemption
-        (["Invalid user id for job 17"] * 999, "Invalid user id for job 17"),
+        ("n1 n2 n3", "(null)", None, "n2"),
+        ("n1 n2", "(null)", None, None),
+        ("n1 n2", "(null)", 1, "n2"),
+        ("n1 n2 n3 n4", "n4", None, "n2,n4"),
+        ("n1 n2 n3", "n3", None, None),
     ],
 )
-def test_requeueing_is_tried_for_a_while(
-    monkeypatch: pytest.MonkeyPatch, answers: list[str], message: str | None
+def test_a_node_is_excluded_if_enough_others_are_up(
+    monkeypatch: pytest.MonkeyPatch,
+    up: str,
+    before: str,
+    fewest: int | None,
+    excluded: str | None,
 ) -> None:
-    left = iter(answers)
+    """Else the job, which had two nodes, would wait for ever."""
+    asked: list[tuple[str, ...]] = []
 
-    def ask(program: str, *arguments: str) -> str:
-        if arguments == ("requeue", "17") and (text := next(left)):
-            raise NoAnswerError(text)
-        return "JobId=17 JobState=RUNNING"
+    def ask(*command: str) -> str:
+        asked.append(command)
+        return up if command[0] == "sinfo" else command[-1]
 
-    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(queue, "REQUEUE_SECONDS", 0.2)
     monkeypatch.setattr(queue, "ask_slurm", ask)
-    assert requeue("17") == message
-    assert (next(left, None) is None) == (message is None)
+    fields = {"ExcNodeList": before, "Partition": "gpu", "NumNodes": "2-2"}
+    said = queue.exclude(
+        *("17", "n2"), why="why", job=fields, script=Path("17.sh"), fewest_nodes=fewest
+    )
+    change = ("scontrol", "update", "JobId=17", f"ExcNodeList={excluded}")
+    assert (change in asked) == (excluded is not None) == said.endswith("17: why")
+    # Those that other jobs use are up, too.
+    assert "--states=idle,mixed,allocated,completing" in asked[0]
 
 
 # ---- who may look, and whom to ask ---------------------------------------------------------------

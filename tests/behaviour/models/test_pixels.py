@@ -23,7 +23,7 @@ from timm.models import get_pretrained_cfg
 
 import vitscale
 from tests.support.engine.small_models import export, small_model
-from vitscale.config.errors import UserError
+from tests.support.tables import Values, refused, rows, words
 from vitscale.evaluation.api import Preprocess
 from vitscale.evaluation.trained_model import Preprocessing, open_model
 from vitscale.models.settings import TimmSettings, ViTSettings
@@ -31,8 +31,13 @@ from vitscale.models.weights.pixels import timm_preprocessing
 
 SIDE = 32
 TINY = "vit_tiny_patch16_224"
-SMALL: dict[str, Any] = {"img_size": SIDE, "embed_dim": 32, "depth": 1, "num_heads": 2}
-SMALL |= {"num_classes": 3}
+SMALL = yaml.safe_load(
+    "{img_size: 32, embed_dim: 32, depth: 1, num_heads: 2, num_classes: 3}"
+)
+
+
+def tiny_weights() -> dict[str, torch.Tensor]:
+    return timm.create_model(TINY, **SMALL).state_dict()
 
 
 def photographs(count: int = 20) -> list[Image.Image]:
@@ -62,7 +67,7 @@ def largest_difference(ours: Transform, theirs: Transform) -> float:
 
 # ---- transformers --------------------------------------------------------------------------------
 
-PROCESSORS: dict[str, Any] = yaml.safe_load("""
+PROCESSORS = yaml.safe_load("""
 square: &square {height: 32, width: 32}
 larger: &larger {height: 36, width: 36}
 vit: &vit {image_processor_type: ViTImageProcessor, size: *square}
@@ -115,17 +120,12 @@ refused:
 VIT, BIT = PROCESSORS["vit"], PROCESSORS["bit"]
 
 
-def hugging_face(
-    folder: Path, kind: str, processor: dict[str, Any], **config: Any
-) -> Path:
+def hugging_face(folder: Path, kind: str, processor: Values, **config: Any) -> Path:
     name = {"deit": "DeiT", "dinov2": "Dinov2", "vit": "ViT"}[kind]
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": SIDE,
-    }
-    sizes |= {"patch_size": 4} | config
+    sizes = yaml.safe_load("""
+    {hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2, image_size: 32, patch_size: 4}
+    """)
+    sizes |= config
     built = getattr(transformers, f"{name}Config")(**sizes, num_labels=3)
     getattr(transformers, f"{name}ForImageClassification")(built).save_pretrained(
         folder
@@ -136,7 +136,7 @@ def hugging_face(
 
 @pytest.mark.parametrize(("kind", "processor"), PROCESSORS["known"])
 def test_pixels_are_those_of_transformers(
-    tmp_path: Path, kind: str, processor: dict[str, Any]
+    tmp_path: Path, kind: str, processor: Values
 ) -> None:
     folder = hugging_face(tmp_path, kind, processor)
     theirs = transformers.AutoImageProcessor.from_pretrained(folder)
@@ -153,12 +153,10 @@ def test_pixels_are_those_of_transformers(
 
 @pytest.mark.parametrize(("processor", "message"), PROCESSORS["refused"])
 def test_steps_that_no_setting_expresses_are_refused(
-    tmp_path: Path, processor: dict[str, Any], message: str
+    tmp_path: Path, processor: Values, message: str
 ) -> None:
     folder = hugging_face(tmp_path, "vit", processor)
-    with pytest.raises(
-        UserError, match=f"(?s)preprocessor_config.json: {message}.*not supported"
-    ):
+    with refused(f"(?s)preprocessor_config.json: {message}.*not supported"):
         open_model(str(folder))
 
 
@@ -198,22 +196,19 @@ def test_dinov2s_epsilon_is_its_own_where_the_folder_has_none(tmp_path: Path) ->
 
 # ---- timm ----------------------------------------------------------------------------------------
 
-CONFIG: dict[str, Any] = {
-    "input_size": [3, SIDE, SIDE],
-    "mean": [0.5] * 3,
-    "std": [0.25] * 3,
-}
-CONFIG |= {"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "center"}
-CONFIGS: list[dict[str, Any]] = [
-    CONFIG,
-    CONFIG | {"crop_mode": "squash", "interpolation": "bicubic"},
-    CONFIG | {"crop_mode": "squash", "crop_pct": 1.0},
-    CONFIG | {"crop_pct": 1.0},
-    {"input_size": [3, SIDE, SIDE]},
-]
+CONFIGS = yaml.safe_load("""
+- &whole {input_size: [3, 32, 32], mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25],
+    interpolation: bilinear, crop_pct: 0.9, crop_mode: center}
+- {<<: *whole, crop_mode: squash, interpolation: bicubic}
+- {<<: *whole, crop_mode: squash, crop_pct: 1.0}
+- {<<: *whole, crop_pct: 1.0}
+- {input_size: [3, 32, 32]}
+- {input_size: [3, 32, 32], mean: [0.1, 0.2, 0.3]}
+- {input_size: [3, 32, 32], std: [0.1, 0.2, 0.3]}
+""")
 
 
-def timm_folder(folder: Path, config: dict[str, Any], *, is_old: bool) -> Path:
+def timm_folder(folder: Path, config: Values, *, is_old: bool) -> Path:
     """is_old: as timm 0.6 wrote it, without the group pretrained_cfg."""
     own = {"pretrained_cfg": config}
     if is_old:
@@ -221,17 +216,13 @@ def timm_folder(folder: Path, config: dict[str, Any], *, is_old: bool) -> Path:
     own |= {"architecture": TINY, "num_classes": 3, "model_args": SMALL}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(own))
-    save_file(
-        timm.create_model(TINY, **SMALL).state_dict(), folder / "model.safetensors"
-    )
+    save_file(tiny_weights(), folder / "model.safetensors")
     return folder
 
 
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("config", CONFIGS)
-def test_pixels_are_those_of_timm(
-    tmp_path: Path, config: dict[str, Any], is_old: bool
-) -> None:
+def test_pixels_are_those_of_timm(tmp_path: Path, config: Values, is_old: bool) -> None:
     folder = timm_folder(tmp_path, config, is_old=is_old)
     theirs = create_transform(**resolve_data_config({}, pretrained_cfg=config))
     for model in (
@@ -240,7 +231,8 @@ def test_pixels_are_those_of_timm(
     ):
         opened = open_model(str(folder), model=model)
         assert largest_difference(Preprocess(opened.preprocessing), theirs) < 0.01
-        assert ("assumed mean" in opened.source) == ("mean" not in config)
+        is_stated = {"mean", "std"} <= config.keys()
+        assert ("assumed mean" in opened.source) == (not is_stated)
         assert opened.classes == (("cat", "dog", "eel") if is_old else None)
 
 
@@ -267,36 +259,26 @@ def test_published_configurations_give_timms_pixels(name: str) -> None:
     assert largest_difference(ours, theirs) < 0.01
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"crop_mode": "border"}, "crop_mode 'border'"),
-        ({"interpolation": "lanczos"}, "interpolation 'lanczos'"),
-        ({"input_size": [3, 32, 24]}, "32 x 24 px"),
-        ({"crop_pct": 1.1}, "a share 1.1"),
-    ],
-)
-def test_what_timm_does_otherwise_is_refused(
-    change: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        timm_preprocessing(CONFIG | change, where="here")
+@rows("""
+- [change, message]
+- [{crop_mode: border}, crop_mode 'border']
+- [{interpolation: lanczos}, interpolation 'lanczos']
+- [{input_size: [3, 32, 24]}, 32 x 24 px]
+- [{crop_pct: 1.1}, a share 1.1]
+""")
+def test_what_timm_does_otherwise_is_refused(change: Values, message: str) -> None:
+    with refused(message):
+        timm_preprocessing(CONFIGS[0] | change, where="here")
 
 
-TRAINED: dict[str, Any] = {
-    "model": TINY,
-    "model_kwargs": {**SMALL_ARGUMENTS, "img_size": SIDE},
-}
-TRAINED |= {
-    "mean": [0.3, 0.4, 0.5],
-    "std": [0.2],
-    "interpolation": "bilinear",
-    "crop_pct": 0.8,
-}
-TRAINED |= {"img_size": SIDE, "input_size": None, "crop_mode": None, "gp": None}
+TRAINED = yaml.safe_load("""
+{model: vit_tiny_patch16_224, mean: [0.3, 0.4, 0.5], std: [0.2], interpolation: bilinear,
+ crop_pct: 0.8, img_size: 32, input_size: null, crop_mode: null, gp: null,
+ model_kwargs: {embed_dim: 32, depth: 1, num_heads: 2, img_size: 32}}
+""")
 
 
-def trained_by_timm(path: Path, arguments: dict[str, Any], **more: Any) -> Any:
+def trained_by_timm(path: Path, arguments: Values, **more: Any) -> Any:
     """A checkpoint of timm's train.py; returns the model."""
     torch.manual_seed(0)
     built = dict(arguments["model_kwargs"])
@@ -313,23 +295,19 @@ def trained_by_timm(path: Path, arguments: dict[str, Any], **more: Any) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
-        {"input_size": [3, SIDE, SIDE], "crop_pct": None},
-        {"mean": None, "interpolation": ""},
-        {"crop_pct": None, "eval_crop_ratio": 0.7},  # of DeiT
-        {"gp": "avg"},
-        {
-            "model_kwargs": TRAINED["model_kwargs"]
-            | {"num_heads": 4, "act_layer": "gelu_tanh"}
-        },
-    ],
-)
+# The fourth is of DeiT.
+@rows("""
+- [change]
+- [{}]
+- [{input_size: [3, 32, 32], crop_pct: null}]
+- [{mean: null, interpolation: ''}]
+- [{crop_pct: null, eval_crop_ratio: 0.7}]
+- [{gp: avg}]
+- [{model_kwargs: {embed_dim: 32, depth: 1, img_size: 32, num_heads: 4, act_layer: gelu_tanh}}]
+""")
 @pytest.mark.parametrize("as_timm", [False, True])
 def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
-    tmp_path: Path, change: dict[str, Any], as_timm: bool
+    tmp_path: Path, change: Values, as_timm: bool
 ) -> None:
     arguments, path = TRAINED | change, tmp_path / "last.pth.tar"
     theirs = trained_by_timm(path, arguments)
@@ -358,12 +336,12 @@ def test_a_checkpoint_of_timms_trainer_says_how_it_was_trained(
     )
 
 
-@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema"])
+@words(key="state_dict_ema model_ema")
 def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
     """`auto` takes it where there is one, as timm's create_model does."""
     path = tmp_path / "last.pth.tar"
     torch.manual_seed(1)
-    average = timm.create_model(TINY, **SMALL).state_dict()
+    average = tiny_weights()
     wrapped = {f"module.{name}": value for name, value in average.items()}
     raw = trained_by_timm(path, TRAINED, **{key: wrapped}).state_dict()
     for weights, expected in (("auto", average), ("ema", average), ("model", raw)):
@@ -375,22 +353,19 @@ def test_the_average_is_taken_as_for_runs(tmp_path: Path, key: str) -> None:
             weights != "model"
         )
     trained_by_timm(path, TRAINED)
-    with pytest.raises(UserError, match="contains no averaged weights"):
+    with refused("contains no averaged weights"):
         open_model(str(path), weights="ema")
     save_file(raw, tmp_path / "raw.safetensors")
-    with pytest.raises(UserError, match="contains no averaged weights"):
+    with refused("contains no averaged weights"):
         open_model(str(tmp_path / "raw.safetensors"), weights="ema")
 
 
-@pytest.mark.parametrize(
-    "prefix",
-    ["_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model._orig_mod."],
-)
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@words(prefix="_orig_mod. module._orig_mod. _orig_mod.module. model._orig_mod.")
+@words(suffix=".pth .safetensors")
 def test_names_of_compiled_models_are_read(
     tmp_path: Path, prefix: str, suffix: str
 ) -> None:
-    plain = timm.create_model(TINY, **SMALL).state_dict()
+    plain = tiny_weights()
     named = {f"{prefix}{name}": value for name, value in plain.items()}
     # Blocks that are compiled one by one have the prefix inside.
     named = {
@@ -408,14 +383,12 @@ def test_names_of_compiled_models_are_read(
 
 
 def test_a_list_beside_a_file_names_its_classes(tmp_path: Path) -> None:
-    save_file(
-        timm.create_model(TINY, **SMALL).state_dict(), tmp_path / "model.safetensors"
-    )
+    save_file(tiny_weights(), tmp_path / "model.safetensors")
     path, chosen = str(tmp_path / "model.safetensors"), ViTSettings(num_heads=2)
     (tmp_path / "classes.json").write_text('["cat", "dog", "eel"]')
     assert open_model(path, model=chosen).classes == ("cat", "dog", "eel")
     (tmp_path / "classes.json").write_text('["cat", "dog"]')  # of another model
-    with pytest.raises(UserError, match="2 names of classes for the model's 3 outputs"):
+    with refused("2 names of classes for the model's 3 outputs"):
         open_model(path, model=chosen)
 
 

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import yaml
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from vitscale.config.errors import UserError
+from tests.support.tables import refused, rows
 from vitscale.models.positions import (
     fixed_positions,
     mae_position_embedding,
@@ -95,9 +94,7 @@ def test_heads_stay_fresh_unless_kept() -> None:
     )
     transfer(target, source, keep_head=True)
     assert torch.equal(target(IMAGES), source(IMAGES))
-    with pytest.raises(
-        UserError, match=r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"
-    ):
+    with refused(r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"):
         transfer(shaken(num_classes=3), source, keep_head=True)
 
 
@@ -167,29 +164,36 @@ def test_a_model_sees_upsized_patches_as_their_originals() -> None:
     assert torch.allclose(target(upsized), source(IMAGES), atol=1e-4)
 
 
-OTHER_MODELS = r"""
+def test_patches_are_resized_as_flexivit_does() -> None:
+    """The least-squares solution for all patches, which are resized without smoothing."""
+    for old, new in ((4, 8), (8, 4), (4, 6)):
+        source = shaken(patch_size=old, image_size=48)
+        target = shaken(patch_size=new, image_size=48)
+        transfer(target, source, resize_patches=True)
+        units = torch.eye(old**2).view(-1, 1, old, old)
+        resize = F.interpolate(units, size=(new, new), mode="bilinear").flatten(1)
+        kernels = source.patch_embed.proj.weight.flatten(2).permute(2, 0, 1).flatten(1)
+        wanted = torch.linalg.lstsq(resize, kernels, driver="gelsd").solution
+        found = target.patch_embed.proj.weight.flatten(2).permute(2, 0, 1).flatten(1)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+@rows(r"""
+- [source, target, row]
 - [{num_registers: 2}, {class_position: false}, 'reg_token: model lacks it']
 - [{positions: sincos2d}, {}, 'pos_embed: model']
 - [{layer_scale: 0.1}, {}, 'blocks.0.ls1.gamma: model lacks it']
 - [{mlp_width: 44}, {}, 'mlp.fc1.weight: model \(40, 24\), checkpoint \(44, 24\)']
 - [{}, {depth: 2}, 'blocks.1.attn.proj.bias: model .24,., checkpoint lacks it']
 - [{}, {patch_size: 8}, 'model \(24, 3, 8, 8\)(?s:.*)init_patch=resize']
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "row"),
-    yaml.safe_load(OTHER_MODELS),
-)
+""")
 def test_another_kind_of_model_is_refused_by_name(
     source: dict[str, object], target: dict[str, object], row: str
 ) -> None:
     """Nothing is loaded then."""
     model = shaken(**target)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(
-        UserError, match=f"checkpoint of another model(?s:.*){row}"
-    ) as caught:
+    with refused(f"checkpoint of another model(?s:.*){row}") as caught:
         transfer(model, shaken(**source))
     assert "keys of `model`" in str(caught.value)
     assert ("init_patch" in str(caught.value)) == ("patch_size" in target)
@@ -201,7 +205,7 @@ def test_another_kind_of_model_is_refused_by_name(
 def test_a_wrong_grid_is_refused() -> None:
     for options in ({}, {"num_registers": 2}):
         model = shaken(**options)
-        with pytest.raises(UserError, match="does not hold"):
+        with refused("does not hold"):
             transfer(model, model, source_grid=(3, 4))
 
 
@@ -269,13 +273,10 @@ REFERENCES = {
 @pytest.mark.parametrize("prefix", [0, 2])
 @pytest.mark.parametrize("convention", REFERENCES)
 def test_conventions_equal_independent_references(convention: str, prefix: int) -> None:
-    """14 x 14 to the grids of 112 x 448 and 384 x 512 px, a smaller one, and from no square."""
-    for source, target in (
-        ((14, 14), (7, 28)),  # as many tokens
-        ((14, 14), (24, 32)),
-        ((14, 14), (9, 9)),
-        ((4, 5), (3, 9)),
-    ):
+    """14 x 14 to the grids of 112 x 448 (as many tokens) and 384 x 512 px, a smaller one, and from
+    no square."""
+    for grids in ("14x14 7x28", "14x14 24x32", "14x14 9x9", "4x5 3x9"):
+        source, target = (tuple(map(int, each.split("x"))) for each in grids.split())
         pos_LD = embedding(*source, prefix=prefix)
         resized_LD = resize_position_embedding(
             pos_LD,
@@ -291,7 +292,12 @@ def test_conventions_equal_independent_references(convention: str, prefix: int) 
         assert torch.allclose(found, expected, atol=1e-5), (source, target)
 
 
-@pytest.mark.parametrize("grid", [(4, 4), (3, 7), (37, 37)])
+@rows("""
+- [grid]
+- [[4, 4]]
+- [[3, 7]]
+- [[37, 37]]
+""")
 def test_fixed_positions_equal_a_slow_table(grid: tuple[int, int]) -> None:
     """Columns first; big_vision's frequencies include 1 / 10,000, MAE's stop short of it."""
     for function, steps in (

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 
+from tests.support.tables import Values, rows
 from vitscale.models import costs
 from vitscale.models.costs import num_parameters
 from vitscale.models.interface import InFp32, SharedDropPath
@@ -53,7 +54,7 @@ def shaken(**changes: Any) -> Any:
 
 # Layer scale, SwiGLU, attention pooling and two heads as transformers and timm compute them:
 # test_weights, test_exporting.
-OPTIONS: list[dict[str, Any]] = yaml.safe_load("""
+OPTIONS = yaml.safe_load("""
 - {}
 - {gelu: erf, representation_layer: true}
 - {pool: gap, layer_norm_eps: 1.0e-05}
@@ -69,7 +70,7 @@ OPTIONS: list[dict[str, Any]] = yaml.safe_load("""
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @torch.no_grad()
 def test_forward_and_count_equal_independent_references(
-    options: dict[str, Any],
+    options: Values,
 ) -> None:
     model, arch = shaken(**options), arch_of(**options)
     weights = {**dict(model.named_parameters()), "pos_embed": model.pos_embed}
@@ -92,7 +93,12 @@ def test_forward_and_count_equal_independent_references(
     assert not any("norm" in name or "token" in name for name in kept)
 
 
-@pytest.mark.parametrize(("width", "mlp_width"), [(88, 120), (104, 240), (24, 96)])
+@rows("""
+- [width, mlp_width]
+- [88, 120]
+- [104, 240]
+- [24, 96]
+""")
 def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int) -> None:
     """timm rounds the product of width and ratio down."""
     for mlp in ("gelu", "swiglu"):
@@ -103,20 +109,18 @@ def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int) -> No
 # ---- initial weights --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_registers": 2, "class_position": False}, {"layer_scale": 0.1}, {"drop_path": 0.1},
-     {"attention_dropout": 0.1}, {"head_std": 0.1}],
-    ids=str,
-)  # fmt: skip
+@rows("""
+- [options]
+- [{num_registers: 2, class_position: false}]
+- [{layer_scale: 0.1}]
+- [{drop_path: 0.1}]
+- [{attention_dropout: 0.1}]
+- [{head_std: 0.1}]
+""")
 def test_options_do_not_change_the_other_weights_of_a_seed(
-    options: dict[str, Any],
+    options: Values,
 ) -> None:
-    alike = (
-        {"class_position": options["class_position"]}
-        if "class_position" in options
-        else {}
-    )
+    alike = {key: options[key] for key in options if key == "class_position"}
     plain, changed = small(**alike).state_dict(), small(**options).state_dict()
     different = [name for name in plain if not torch.equal(plain[name], changed[name])]
     assert different == (["head.weight"] if "head_std" in options else [])
@@ -365,20 +369,15 @@ def published(preset: str, num_classes: int = 1000, **settings: object) -> ViTSe
     return model.resolved(num_classes=num_classes)
 
 
-PUBLISHED = """
+@rows("""
+- [preset, options, expected]
 - [B/16, {}, 86567656]
 - [L/16, {}, 304326632]
 - [H/14, {}, 632045800]
 - [Ti/16, {distillation_token: true}, 5910800]
 - [S/16, {distillation_token: true}, 22436432]
 - [B/16, {distillation_token: true, image_size: 384}, 87630032]
-"""
-
-
-@pytest.mark.parametrize(
-    ("preset", "options", "expected"),
-    yaml.safe_load(PUBLISHED),
-)
+""")
 def test_sizes_have_the_published_number_of_parameters(
     preset: str, options: dict[str, object], expected: int
 ) -> None:
@@ -386,10 +385,13 @@ def test_sizes_have_the_published_number_of_parameters(
 
 
 # Forward GMACs as timm's benchmark tables list them.
-@pytest.mark.parametrize(
-    ("preset", "gmacs"),
-    [("B/16", 17.58), ("L/16", 61.6), ("L/14", 81.08), ("H/14", 167.4)],
-)
+@rows("""
+- [preset, gmacs]
+- [B/16, 17.58]
+- [L/16, 61.6]
+- [L/14, 81.08]
+- [H/14, 167.4]
+""")
 def test_flops_match_published_multiply_adds(preset: str, gmacs: float) -> None:
     assert costs.train_flops_per_image(published(preset)) / 6e9 == pytest.approx(
         gmacs, rel=2e-3
@@ -408,25 +410,18 @@ def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
     assert less < kept / 6
 
 
-@pytest.mark.parametrize(
-    ("precision", "stage", "bytes_per_parameter"),
-    [
-        ("fp32", 0, 4 + 4 + 8),
-        ("fp32", 1, 4 + 4 + 8 / 8),  # the slices of weights are updated in place
-        (
-            "bf16",
-            0,
-            4 + 2 + 4 + 8,
-        ),  # autocast: fp32 weights and gradients, a copy of weights
-        (
-            "bf16",
-            1,
-            2 + 2 + 4 + 12 / 8,
-        ),  # the gradients of a micro-batch, and sums in fp32
-        ("bf16", 2, 2 + 16 / 8),
-        ("bf16", 3, 18 / 8),
-    ],
-)
+# fp32, stage 0: 4 + 4 + 8; 1: 4 + 4 + 8 / 8, since the slices of weights are updated in place.
+# bf16, stage 0: 4 + 2 + 4 + 8, autocast: fp32 weights and gradients, a copy of weights;
+# 1: 2 + 2 + 4 + 12 / 8, the gradients of a micro-batch, and sums in fp32; 2: 2 + 16 / 8; 3: 18 / 8.
+@rows("""
+- [precision, stage, bytes_per_parameter]
+- [fp32, 0, 16]
+- [fp32, 1, 9]
+- [bf16, 0, 18]
+- [bf16, 1, 9.5]
+- [bf16, 2, 4]
+- [bf16, 3, 2.25]
+""")
 def test_zero_stages_shard_what_the_paper_says(
     precision: str, stage: int, bytes_per_parameter: float
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from mlflow.tracking import MlflowClient
 
 from launch.comparison.runs import load_runs
 from vitscale.tracking import mlflow_sync
@@ -21,6 +22,8 @@ from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 from vitscale.tracking.wandb_sync import Reader as WandbReader
 
+Store = sqlite3.Connection
+
 
 @pytest.fixture
 def uri(mlflow_database: Path) -> str:
@@ -28,7 +31,7 @@ def uri(mlflow_database: Path) -> str:
 
 
 @pytest.fixture
-def store(mlflow_database: Path) -> sqlite3.Connection:
+def store(mlflow_database: Path) -> Store:
     return sqlite3.connect(mlflow_database, isolation_level=None)
 
 
@@ -69,7 +72,7 @@ def send(folder: Path, uri: str) -> str:
     return run.run_id
 
 
-def points(store: sqlite3.Connection, run_id: str) -> dict[int, list[float]]:
+def points(store: Store, run_id: str) -> dict[int, list[float]]:
     """Step -> values of train/loss, in the order in which they were logged."""
     sql = "select step, value from metrics where run_uuid = ? and key = 'train/loss'"
     found: dict[int, list[float]] = {}
@@ -83,7 +86,7 @@ def journal_points(folder: Path) -> dict[int, list[float]]:
     return {row.step: [row.metrics["train/loss"]] for row, _ in rows}
 
 
-def num_runs(store: sqlite3.Connection) -> int:
+def num_runs(store: Store) -> int:
     return int(store.execute("select count(*) from runs").fetchone()[0])
 
 
@@ -94,7 +97,7 @@ def test_a_copy_that_goes_on_is_another_run(
     in_mlflow_before: bool,
     tmp_path: Path,
     uri: str,
-    store: sqlite3.Connection,
+    store: Store,
 ) -> None:
     base, branch = tmp_path / "base", tmp_path / "branch"
     train(base, last=30, uri=uri if in_mlflow_before else None)
@@ -119,7 +122,7 @@ def test_a_copy_that_goes_on_is_another_run(
 
 
 def test_copies_that_only_lie_there_are_runs_of_their_own(
-    tmp_path: Path, uri: str, store: sqlite3.Connection
+    tmp_path: Path, uri: str, store: Store
 ) -> None:
     base = tmp_path / "base"
     train(base, last=30)
@@ -138,7 +141,7 @@ def test_copies_that_only_lie_there_are_runs_of_their_own(
 
 
 def test_a_moved_folder_stays_the_same_run(
-    tmp_path: Path, uri: str, store: sqlite3.Connection
+    tmp_path: Path, uri: str, store: Store
 ) -> None:
     base, there = tmp_path / "base", tmp_path / "elsewhere/base"
     train(base, last=30)
@@ -156,7 +159,7 @@ def test_a_moved_folder_stays_the_same_run(
 
 
 def test_a_folder_that_goes_on_under_another_name_is_another_run(
-    tmp_path: Path, uri: str, store: sqlite3.Connection
+    tmp_path: Path, uri: str, store: Store
 ) -> None:
     base = tmp_path / "base"
     train(base, last=30)
@@ -169,7 +172,7 @@ def test_a_folder_that_goes_on_under_another_name_is_another_run(
 
 
 def test_folders_that_cannot_see_each_other_never_share_a_run(
-    tmp_path: Path, uri: str, store: sqlite3.Connection
+    tmp_path: Path, uri: str, store: Store
 ) -> None:
     """A copy on another machine: the path of the original is not there."""
     base, far = tmp_path / "base", tmp_path / "far"
@@ -196,7 +199,7 @@ def test_folders_that_cannot_see_each_other_never_share_a_run(
 
 
 def test_a_run_of_an_earlier_version_is_told_by_mlflow(
-    tmp_path: Path, uri: str, store: sqlite3.Connection
+    tmp_path: Path, uri: str, store: Store
 ) -> None:
     """Its events do not name the folder."""
     base = tmp_path / "base"
@@ -217,7 +220,8 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     tmp_path: Path,
     uri: str,
     capsys: pytest.CaptureFixture[str],
-    store: sqlite3.Connection,
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "run"
     train(folder, last=130, value=9.0)
@@ -238,6 +242,13 @@ def test_a_lost_attempt_does_not_hide_the_values_of_the_last_one(
     before = points(store, run_id)
     send(folder, uri)
     assert points(store, run_id) == before
+    # Lost again: the last value that MLflow has counts, in whatever order a server lists them.
+    listed = MlflowClient.get_metric_history
+    monkeypatch.setattr(MlflowClient, "get_metric_history", lambda *a: listed(*a)[::-1])
+    for value, values in ((1.0, [9.0, 1.0]), (9.0, [9.0, 1.0, 9.0])):
+        train(folder, first=100, last=130, value=value)
+        send(folder, uri)
+        assert points(store, run_id)[110] == values
     # Equal values, as of a resume with the same settings, NaN and infinity too, are not sent twice.
     for value in (0.5, float("nan"), float("inf"), 0.0):
         equal = tmp_path / str(value)
@@ -261,7 +272,7 @@ def test_compared_runs_are_read_as_logged_and_once(tmp_path: Path, uri: str) -> 
     assert [run.label for run in load_runs(names, uri=None)] == ["old", "new"]
 
 
-def add_experiments(store: sqlite3.Connection, num: int) -> None:
+def add_experiments(store: Store, num: int) -> None:
     """Newer ones than any that is there."""
     columns = [row[1] for row in store.execute("pragma table_info(experiments)")]
     row = dict(
@@ -280,7 +291,7 @@ def add_experiments(store: sqlite3.Connection, num: int) -> None:
 
 
 def test_a_run_is_found_among_thousands_of_experiments(
-    tmp_path: Path, uri: str, store: sqlite3.Connection
+    tmp_path: Path, uri: str, store: Store
 ) -> None:
     parent, child = tmp_path / "parent", tmp_path / "child"
     train(parent, last=30)
@@ -295,8 +306,13 @@ def test_a_run_is_found_among_thousands_of_experiments(
     assert send(child, uri) == second.run_id != first and num_runs(store) == 2
     found = stored_runs(uri, "metrics.`train/loss` > 0", limit=9)
     assert [run.info.run_id for run, _ in found] == [second.run_id, first]
-    found = stored_runs(uri, "metrics.`train/loss` > 0", limit=1)
-    assert [run.info.run_id for run, _ in found] == [second.run_id]
+    # The newest one of the experiment that was used before the other.
+    train(tmp_path / "last", last=30)
+    third = send(tmp_path / "last", uri)
+    newest = [third, second.run_id, first]
+    for limit in (1, 2, 9):
+        found = stored_runs(uri, "metrics.`train/loss` > 0", limit=limit)
+        assert [run.info.run_id for run, _ in found] == newest[:limit]
 
 
 def test_a_server_that_repeats_its_page_ends(monkeypatch: pytest.MonkeyPatch) -> None:

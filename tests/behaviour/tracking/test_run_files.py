@@ -21,6 +21,7 @@ from launch.comparison.page import render
 from launch.comparison.runs import load_runs
 from launch.comparison.sync import sync
 from tests.support.range_server import Answering, listening
+from tests.support.tables import words
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import short_reason
 from vitscale.tracking.journal import MAX_LINE_BYTES, read_rows
@@ -32,34 +33,10 @@ PNG = b"\x89PNG\r\n\x1a\n"
 PER_CLASS = "label,class,images,correct,top1\n"
 
 
-def link(path: Path, secret: Path) -> None:
-    path.symlink_to(secret)
-
-
-def relative_link(path: Path, secret: Path) -> None:
-    path.symlink_to(os.path.relpath(secret, path.parent))
-
-
 def link_to_link(path: Path, secret: Path) -> None:
     between = path.with_name("between")
     between.symlink_to(secret)
     path.symlink_to("between")
-
-
-def hard_link(path: Path, secret: Path) -> None:
-    path.hardlink_to(secret)
-
-
-def pipe(path: Path, secret: Path) -> None:
-    os.mkfifo(path)
-
-
-def device(path: Path, secret: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def circle(path: Path, secret: Path) -> None:
-    path.symlink_to(path.name)
 
 
 def huge(path: Path, secret: Path) -> None:
@@ -76,8 +53,20 @@ def linked_folder(path: Path, secret: Path) -> None:
     path.parent.symlink_to(outside)
 
 
-ATTACKS = [link, relative_link, link_to_link, hard_link, pipe, device, circle, huge]
-ATTACKS_ON_FOLDERS = [*ATTACKS, linked_folder]
+Attack = Callable[[Path, Path], object]
+ATTACKS: dict[str, Attack] = {
+    "link": Path.symlink_to,
+    "relative link": lambda path, secret: path.symlink_to(
+        os.path.relpath(secret, path.parent)
+    ),
+    "hard link": Path.hardlink_to,
+    "pipe": lambda path, _: os.mkfifo(path),
+    "device": lambda path, _: path.symlink_to("/dev/zero"),
+    "circle": lambda path, _: path.symlink_to(path.name),
+    "link to link": link_to_link,
+    "huge": huge,
+    "folder": linked_folder,
+}
 
 
 @pytest.fixture
@@ -100,13 +89,11 @@ def secret(tmp_path: Path) -> Path:
     return path
 
 
-def placed(
-    run: Path, name: str, attack: Callable[[Path, Path], None], secret: Path
-) -> Path:
+def placed(run: Path, name: str, attack: str, secret: Path) -> Path:
     path = run / name
     path.parent.mkdir(exist_ok=True, parents=True)
     path.unlink(missing_ok=True)
-    attack(path, secret)
+    ATTACKS[attack](path, secret)
     return path
 
 
@@ -119,12 +106,10 @@ def holds_secret(page: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("attack", ATTACKS_ON_FOLDERS)
-@pytest.mark.parametrize(
-    "name", ["pictures/x.png", "evaluation/x.png", "evaluation/per_class.csv"]
-)
+@pytest.mark.parametrize("attack", ATTACKS)
+@words(name="pictures/x.png evaluation/x.png evaluation/per_class.csv")
 def test_the_page_shows_files_of_the_run_alone(
-    name: str, attack: Callable[[Path, Path], None], run: Path, secret: Path
+    name: str, attack: str, run: Path, secret: Path
 ) -> None:
     if name.endswith(".csv"):
         secret.write_text(f"{PER_CLASS}0,{SECRET.decode()},1,1,1.0\n")
@@ -152,11 +137,11 @@ def test_the_page_shows_what_is_a_picture_of_at_most_2_mib(run: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("attack", ATTACKS_ON_FOLDERS)
-@pytest.mark.parametrize("name", ["pictures/x.png", "evaluation/a.csv"])
+@pytest.mark.parametrize("attack", ATTACKS)
+@words(name="pictures/x.png evaluation/a.csv")
 def test_mlflow_gets_files_of_the_run_alone(
     name: str,
-    attack: Callable[[Path, Path], None],
+    attack: str,
     run: Path,
     secret: Path,
     mlflow_database: Path,
@@ -172,7 +157,7 @@ def test_mlflow_gets_files_of_the_run_alone(
     assert [text.partition(": ")[2].partition(": ")[0] for text in said] == [str(path)]
 
 
-@pytest.mark.parametrize("attack", [*ATTACKS, linked_folder])
+@pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize(
     "name",
     [
@@ -182,15 +167,15 @@ def test_mlflow_gets_files_of_the_run_alone(
 )
 def test_a_record_that_is_no_file_of_the_run_is_one_error(
     name: str,
-    attack: Callable[[Path, Path], None],
+    attack: str,
     run: Path,
     secret: Path,
     mlflow_database: Path,
 ) -> None:
-    if attack is linked_folder and "/" not in name:
+    if attack == "folder" and "/" not in name:
         return
     path = placed(run, name, attack, secret)
-    if attack is hard_link:
+    if attack == "hard link":
         # A backup of one's own; of another user's folder it is the reader's private file.
         check_records(run)
         if os.getuid() != 0:
@@ -272,11 +257,11 @@ def hostile_server(
         yield url, asked
 
 
-@pytest.mark.parametrize(
-    "form",
-    ["file://{}", "{}", "file:{}", "FILE://{}", "file://localhost{}", "runs:/abc{}", "models:/x{}",
-     "sftp://localhost{}", "sqlite://{}", " {}", "", "../../{}"],
-)  # fmt: skip
+FORMS = "file://{} {} file:{} FILE://{} file://localhost{} runs:/abc{} models:/x{}"
+FORMS += " sftp://localhost{} sqlite://{} ../../{}"
+
+
+@pytest.mark.parametrize("form", [*FORMS.split(), " {}", ""])
 def test_no_server_chooses_where_files_are_written(
     form: str, run: Path, tmp_path: Path
 ) -> None:
@@ -307,7 +292,7 @@ def test_no_server_chooses_where_files_are_written(
     assert after == before and (home / "config.yaml").read_text() == "mine: untouched\n"
 
 
-@pytest.mark.parametrize("listed", ["results.md", "../../../x", "/etc/x", "a/../../x"])
+@words(listed="results.md ../../../x /etc/x a/../../x")
 def test_a_server_that_takes_files_itself_gets_them(
     listed: str, run: Path, tmp_path: Path
 ) -> None:

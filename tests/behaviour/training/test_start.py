@@ -198,6 +198,12 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     early, late = (checkpoint_of(ema, engine={"num_averaged": n}) for n in (458, 459))
     assert takes_average(early, "ema") and takes_average(late, "auto")
     assert not takes_average(late, "model") and capsys.readouterr().err == ""
+    # With warm-up 2/11, 3/12, 4/13, 5/14, ... are kept: 1.4 % after three steps, 0.5 % after four.
+    warm = {"ema": {"decay": 0.99, "warmup": True}}
+    four = checkpoint_of(warm, engine={"num_averaged": 4})
+    assert takes_average(four, "auto") and capsys.readouterr().err == ""
+    three = checkpoint_of(warm, engine={"num_averaged": 3})
+    assert not takes_average(three, "auto") and capsys.readouterr().err
     assert not takes_average(early, "auto")
     assert (
         "taking the raw weights, since 1% of their average" in capsys.readouterr().err

@@ -50,7 +50,8 @@ watch_lock() {
         }
     done
 }
-watch_lock FOLDER/runs/small/.lock & watcher=$!
+watch_lock FOLDER/runs/small/.lock 2> /dev/null & watcher=$!
+disown
 # srun lets the others wait for a task that could not start: its log cannot be opened, for example.
 end_step='scancel $(squeue -hs -j "$SLURM_JOB_ID" -o %i | grep "[.][0-9]")'
 {
@@ -65,8 +66,8 @@ srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-t
 code=${PIPESTATUS[0]}
 # Its sleep, and then itself: TERM is ignored here.
 pkill -KILL -P "$watcher"
-kill -KILL "$watcher"
-next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 120 --max-requeues 9 --job "$job" --code "$code" < "$srun_errors")
+kill -KILL "$watcher" 2> /dev/null
+next=$(PYTHON -u -m launch.jobs.after FOLDER/runs/small --signal-delay 120 --max-requeues 9 --script "$0" --job "$job" --code "$code" < "$srun_errors")
 [ ! -f "$srun_errors" ] || rm "$srun_errors"
 # Without Python on this node: a line for each start in a row, as `after` would decide.
 failed=FOLDER/runs/small/slurm/$SLURM_JOB_ID/"$job".failed_starts
@@ -82,9 +83,12 @@ elif fields=$(scontrol --oneliner show job "$job") && [[ "$fields" = *JobState=R
     node=$(tail -n 2 "$failed" | uniq -d)
     before=$(grep -o 'ExcNodeList=[^ (]*' <<< "$fields") before=${before#*=}
     up=$(sinfo -hN -o %N -t idle,mix,alloc,comp -p "$SLURM_JOB_PARTITION" | sort -u | wc -l)
-    [ -z "$node" ] || [ "$up" -le 1 ] || for try in {1..10}; do
-        scontrol update "JobId=$job" "ExcNodeList=$node${before:+,$before}" && break
-        sleep 2
-    done
+    all=$node${before:+,$before}
+    [ -z "$node" ] || [ "$up" -le 1 ] ||
+        ! sbatch --test-only --dependency= --exclude="$all" "$0" 2> /dev/null ||
+        for try in {1..10}; do
+            scontrol update "JobId=$job" "ExcNodeList=$all" && break
+            sleep 2
+        done
 fi
 exit "$code"

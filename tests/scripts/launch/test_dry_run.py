@@ -80,6 +80,18 @@ def test_a_later_job_waits_for_the_earlier_one(
     assert "submitted job 12" in slurm.call(*command)
 
 
+def test_a_job_of_a_chain_runs_only_after_a_success(slurm: FakeSlurm) -> None:
+    """After a failure of what it needs, SLURM cancels it (man sbatch, --kill-on-invalid-dep)."""
+    stages = "{name: a, config: run.yaml}, {name: b, config: run.yaml, after: [a]}"
+    chain = f"stage: chain\nname: two\nstages: [{stages}]\n"
+    (slurm.folder / "chain.yaml").write_text(chain)
+    output = slurm.call("launch/slurm.py", "--config", "chain.yaml")
+    assert "submitted b: job 12, after 12" in output
+    script = (slurm.folder / "slurm/script").read_text()
+    assert "--dependency=afterok:12\n" in script
+    assert "--kill-on-invalid-dep=yes\n" in script
+
+
 def test_a_sweep_on_the_command_line_shows_its_runs(submitted: FakeSlurm) -> None:
     before = sorted(submitted.folder.rglob("*"))
     sweep = ("optim.lr=[1e-3, 2e-3]", "name=grid", "launch.gpus_per_node=1")

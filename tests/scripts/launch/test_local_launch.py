@@ -88,6 +88,7 @@ def test_a_wrong_data_path_is_an_error_before_a_rank_starts(tmp_path: Path) -> N
         ROOT / "launch/local.py",
         "--config=digits/pretrain",
         "data.path=no",
+        "launch.nodes=3",  # a local run has one
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     error = "error:\nno: no such folder\n  next: correct the path"
@@ -160,18 +161,19 @@ def test_ranks_do_not_obey_what_the_shell_says_of_another_job(
         "GLOO_SOCKET_IFNAME": "ib7",
     }
     stale |= {"NCCL_SOCKET_IFNAME": "ib7", "LOCAL_SIZE": "8", "LOCAL_RANK": "7"}
+    stale |= {"SLURM_PROCID": "3", "VITSCALE_SITE": "site.yaml"}
     for name, value in stale.items():
         monkeypatch.setenv(name, value)
-    names = ["MASTER_ADDR", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
     stage = f"""
         import os
-        own = {{name: os.environ.get(name) for name in {[*names, "LOCAL_SIZE", "LOCAL_RANK"]}}}
-        print(*own.values(), file=open("seen-" + os.environ["RANK"], "w"))
+        own = {{name: os.environ.get(name) for name in {[*stale]}}}
+        print(*map(repr, own.values()), file=open("seen-" + os.environ["RANK"], "w"))
     """
     output, errors = start(tmp_path, stage).communicate(timeout=PATIENCE_S)
     for rank in (0, 1):
         seen = (tmp_path / f"seen-{rank}").read_text().split()
-        assert seen == ["127.0.0.1", "2", "None", "None", "None", str(rank)], errors
+        own = ["127.0.0.1", "2", None, None, None, str(rank), None, ""]
+        assert seen == [*map(repr, own)], errors
     assert "GLOO_SOCKET_IFNAME" in output and "not used" in output
 
 
@@ -261,25 +263,32 @@ def test_a_log_is_shown_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tail = LogTail(tmp_path / "log")
-    for seen in ("é".encode()[:1], "é".encode()):
+    for seen in ("é".encode()[:1], "é".encode(), "éa".encode()):
         tail.path.write_bytes(seen)
         tail.copy()
-    assert capsys.readouterr().out == "é"
+    assert capsys.readouterr().out == "éa"
 
 
-def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job() -> None:
+def test_a_signal_before_the_script_handles_it_ends_a_task_of_a_job(
+    tmp_path: Path,
+) -> None:
     program = """
 import os, signal
 from types import SimpleNamespace
 from launch.jobs import submission
 submission._enter_task = lambda: SimpleNamespace(global_rank=1)
-submission.run_in_process = lambda *_: os.kill(os.getpid(), signal.SIGUSR2)
 submission.StageJob(script="stage.py", config="c")()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    stage = (
+        "import os; print(repr(os.environ['VITSCALE_SITE'])); os.kill(os.getpid(), 12)"
     )
+    (tmp_path / "stage.py").write_text(stage)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "VITSCALE_SITE": "site.yaml"}
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", program],
+        cwd=tmp_path, env=env, capture_output=True, text=True,
+    )  # fmt: skip
     assert (done.returncode, done.stdout) == (
         75,
-        "stopped by SIGUSR2; finished work is kept\n",
+        "''\nstopped by SIGUSR2; finished work is kept\n",
     )

@@ -170,8 +170,10 @@ def test_a_job_is_requeued_where_python_does_not_start(slurm: FakeSlurm) -> None
     for restart in range(4):
         assert slurm.run_job(KILLED, restart=restart) != 0
         assert slurm.is_requeued == (restart < 3), slurm.log
+    with (slurm.run_folder / "slurm/12/12.failed_starts").open("a") as file:
+        file.write("n2\n")
     shown = slurm.call("launch/status.py", "runs/small")
     assert (
-        "small: failed: Python did not start on n1, or was killed; log runs/small/"
+        "small: failed: Python did not start on n2, or was killed; log runs/small/"
         in shown
     )

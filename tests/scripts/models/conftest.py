@@ -47,11 +47,9 @@ class Scripts:
         *words: str | Path,
         num_ranks: int = 1,
         code: int = 0,
-        place: str = "",
     ) -> str:
-        """place: the current folder, to start there again."""
-        start = self.folder / (place or f"start-{len(list(self.folder.iterdir()))}")
-        start.mkdir(exist_ok=bool(place))
+        start = self.folder / f"start-{len(list(self.folder.iterdir()))}"
+        start.mkdir()
         command: list[str | Path] = [ROOT / f"finetune/{script}.py", *words]
         ranks = self.starter.start(command, num_ranks=num_ranks, folder=start)
         assert set(wait_all(ranks)) == {code}, ranks[0].output()

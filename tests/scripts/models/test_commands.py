@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -33,13 +34,13 @@ EVALUATIONS = (
 # Not what the files' own libraries do; the golden files are of these.
 SMOOTHED = "preprocessing.eval_antialias=true"
 RESAMPLED = ("image_size=12", "position_embedding=google")
-FORMATS = {
-    "timm": {"config.json", "model.safetensors"},
-    "huggingface": {"config.json", "model.safetensors", "preprocessor_config.json"},
-    "npz": {"model.npz", "vitscale.json"},
-    "safetensors": {"model.safetensors", "vitscale.json"},
-    "onnx": {"model.onnx", "vitscale.json"},
-}
+FORMATS = yaml.safe_load("""
+timm: [config.json, model.safetensors]
+huggingface: [config.json, model.safetensors, preprocessor_config.json]
+npz: [model.npz, vitscale.json]
+safetensors: [model.safetensors, vitscale.json]
+onnx: [model.onnx, vitscale.json]
+""")
 Run = tuple[Path, dict[str, list[float]]]
 
 
@@ -137,19 +138,6 @@ def test_evaluations_of_files_and_of_a_run(
         "evaluate_model", f"init={NPZ}", *data, f"output={from_npz[0]}", code=2
     )
     assert "is the run folder of a training" in printed and "Traceback" not in printed
-    words = (
-        f"init={npz}",
-        SMOOTHED,
-        *data,
-        "compute.device=cpu",
-        "evaluate=[{name: confusion}]",
-    )
-    scripts.run("evaluate_model", *words, place="again")
-    printed = scripts.run(
-        "evaluate_model", *words, "image_size=16", code=2, place="again"
-    )
-    assert "model-evaluation: has the results of another evaluation\n" in printed
-    assert "model.architecture.image_size: there 8, now 16\n" in printed
 
 
 def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> None:
@@ -245,16 +233,10 @@ def test_own_code_predicts_as_the_command(
         image.resize((40, 30)).save(turned, exif=exif)
     paths, exported = [*sorted(scripts.images.iterdir()), turned], tmp_path / "exported"
     scripts.run("export", f"init={from_npz[0]}", "--to", "timm", exported)
-    for wrong, message in (
-        (
-            {"model": {"width": 3, "dept": 2}},
-            "model.dept: unknown .*\n.*\n.*model.depth",
-        ),
-        (
-            {"weights": "best", "image_size": 0},
-            "auto, model, ema\n.*image_size: 0 is not allowed",
-        ),
-    ):
+    for wrong, message in yaml.safe_load(r"""
+    - [{model: {width: 3, dept: 2}}, 'model.dept: unknown .*\n.*\n.*model.depth']
+    - [{weights: best, image_size: 0}, 'auto, model, ema\n.*image_size: 0 is not allowed']
+    """):
         with pytest.raises(ValueError, match=message):
             load_model(from_npz[0], **wrong)
     with pytest.warns(UserWarning, match="; assumed gelu=tanh"):

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.support.ranks.fault_runs import FaultRuns, output, wait_all
 from tests.support.ranks.run_states import journal_rows
@@ -24,14 +25,13 @@ SHORT = """
     data.num_workers=0 data.mixing=null model.depth=4 model.dropout=0 model.drop_path=0
     optim.lr=0.003 schedule.steps=6 schedule.warmup_steps=0
 """.split()
-OBJECTIVES = {
-    "mae": (
-        "objective={name: mae, decoder_width: 16, decoder_depth: 1, decoder_heads: 2}",
-        "model.positions=sincos2d_mae",
-    ),
-    "masked": ("objective.name=masked_patch_prediction",),
-    "distillation": ("objective.name=distillation", "model.distillation_token=true"),
-}
+OBJECTIVES = yaml.safe_load("""
+mae:
+  - "objective={name: mae, decoder_width: 16, decoder_depth: 1, decoder_heads: 2}"
+  - model.positions=sincos2d_mae
+masked: [objective.name=masked_patch_prediction]
+distillation: [objective.name=distillation, model.distillation_token=true]
+""")
 # Two images of the 360.
 TOLERANCE = 2 / 360 + 1e-9
 

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import timm
 import torch
+import yaml
 from huggingface_hub import constants
 
 from tests.scripts.models.conftest import NPZ, Scripts
@@ -234,11 +235,11 @@ def test_bad_input_is_one_error(
         with pytest.raises(UserError, match=f"init={init}: {what}(?s:.*)next: "):
             open_model(init)
     words = (f"init={NPZ}", "--to", "safetensors")
-    for name, token, what in (
-        ("tiny", "x", "'tiny' is not OWNER/NAME"),
-        ("own/Tiny", "", "no token that allows it"),
-        ("own/Tiny", "wrong", "no token that allows it"),
-    ):
+    for name, token, what in yaml.safe_load("""
+    - [tiny, x, "'tiny' is not OWNER/NAME"]
+    - [own/Tiny, "", no token that allows it]
+    - [own/Tiny, wrong, no token that allows it]
+    """):
         with mock.patch.dict(scripts.starter.environment, HF_TOKEN=token):
             printed = scripts.run(
                 "export", *words, "--push", name, tmp_path / f"out{token}", code=2

@@ -78,17 +78,23 @@ def test_only_the_settings_reach_slurm_and_unchanged(
         monkeypatch.setenv(name, value)
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
     job = submit(
-        "import os, sys; sys.exit(os.environ.get('FROM_SETUP') != '1')",
+        """
+        import os, sys
+        seen = (os.environ["FROM_SETUP"], os.environ["CUDA_VISIBLE_DEVICES"], os.getcwd())
+        sys.exit(seen != ("1", "0", os.environ["SLURM_SUBMIT_DIR"]))
+        """,
         # As SBATCH_EXPORT=NONE: the tasks still get what the batch script sets.
-        sbatch={"comment": comment, "export": "NONE"},
+        sbatch={"comment": comment, "export": "NONE", "chdir": "/", "parsable": True},
         # After it, a command that fails, or a variable that is not set, must not end the script.
         setup=("export FROM_SETUP=1", "set -eu"),
         gpu_request="none",
+        gpus_per_node=1,
     )
     shown = slurm.run(["scontrol", "show", "job", job.job_id])
     assert f"Comment={comment}" in shown
     ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"])
     assert (ended["JobState"], ended["NumTasks"]) == ("COMPLETED", "2")
+    assert "Killed" not in job.log(0).read_text()
     assert not list(tmp_path.rglob("canary"))
 
 

@@ -91,6 +91,15 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     assert len(re.findall(begin, decided)) == 3
 
 
+def test_a_node_that_the_job_asks_for_is_not_excluded(slurm, submit) -> None:
+    """n1 is up, but without n2 the job would wait for ever."""
+    text = f"{BEGINNING}    attempt > 2 or os.kill(os.getpid(), signal.SIGKILL)"
+    job = submit(text, nodes=1, sbatch={"nodelist": "n2"})
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", "(null)")
+    assert "n2 is not excluded: the job could not start" in job.log(0).read_text()
+
+
 def test_signals_in_the_first_second_requeue(slurm, submit, tmp_path) -> None:
     job = submit("import time; time.sleep(1000)", max_requeues=2)
     # From before the first process of the job to its handlers: whatever it is doing.

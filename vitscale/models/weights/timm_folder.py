@@ -20,8 +20,8 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitscale.config.errors import UserError
+from vitscale.models.registry import MODELS
 from vitscale.models.timm_model import pretrained_config
-from vitscale.models.vit import build_model
 from vitscale.models.weights.files import CONFIG, Weights, labels_in_order, read_folder
 from vitscale.models.weights.names import Tensors, from_pytorch, without_wrappers
 from vitscale.models.weights.pixels import timm_preprocessing
@@ -166,7 +166,8 @@ def _has_tensors_of_vit(model: VisionTransformer) -> bool:
         return False
 
     with torch.device("meta"):
-        ours = build_model(settings.resolved(num_classes=0), seed=0)
+        arch = settings.resolved(num_classes=0)
+        ours = MODELS[arch.name].load().build_model(arch, seed=0)
     return _shapes(ours) == _shapes(model)
 
 
