@@ -13,7 +13,6 @@ import os
 import random
 import re
 import resource
-import signal
 import socket
 import sqlite3
 import subprocess
@@ -284,12 +283,10 @@ class Storm:
             self.command("kill -KILL {rank}")
             self.wait_restart()
         elif moment == "save":
-            saves = self.run_folder / "checkpoints"
-            wait_until(lambda: any(saves.glob(".step-*")))
-        rank = self.rng.choice(self.ranks()) if moment == "end" else None
+            self.command("until ls -d {run}/checkpoints/.step-*; do sleep .01; done")
         self.cluster.kill(daemon)
-        if rank is not None:
-            os.kill(rank, signal.SIGKILL)
+        if moment == "end":
+            self.command("kill -KILL {rank}")
         time.sleep(OUTAGE_S)
         self.cluster.start(daemon)
 
