@@ -241,8 +241,9 @@ def failure_of_task(
         # A rank that ran has recorded why it ended, so this one did not come so far.
         failure = ended_with(who, code)
         if why := not_started(log, code):
-            what = f"{who} could not start: {why}"
-            failure = Failure(kind=FailureKind.OTHER, what=what)
+            failure = Failure(
+                kind=FailureKind.OTHER, what=f"{who} could not start: {why}"
+            )
     else:
         name = SIGNALS.get(what.removesuffix(" (core dumped)"))
         text = f"{who} {were} ended by {name} ({what})" if name else f"{who}: {what}"

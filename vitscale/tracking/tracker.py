@@ -99,10 +99,10 @@ class Tracker:
             for store in settings.also
         }
         self._journal = Journal(self.folder / JOURNAL_NAME, resume_step=resume_step)
-        last_step = self._journal.last_step
-        if resume_step - last_step >= settings.log_every_steps:
+        if resume_step - self._journal.last_step >= settings.log_every_steps:
             say(
-                f"{JOURNAL_NAME} has no lines of steps {last_step + 1} to {resume_step}"
+                f"{JOURNAL_NAME} has no lines of steps "
+                f"{self._journal.last_step + 1} to {resume_step}"
             )
 
         version = source_version()
