@@ -19,15 +19,16 @@ try:
 
     import numpy as np
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     from data_prep.duplicates.reading import (
+        check_keys,
         compare,
         describe,
         image_of,
         list_images,
         list_samples,
-        source_paths,
     )
     from data_prep.duplicates.similar import (
         NUM_FREQUENCIES,
@@ -82,15 +83,18 @@ def main() -> None:
     arguments = parse_arguments()
     folder = local_folder(arguments.shards, where="SHARDS")
     samples = list_samples(folder)
-    paths = source_paths(folder, samples["name"])
+    check_keys(folder, samples)
     # Others come first: of two copies the first is kept.
     others = [local_folder(path, where="--against") for path in arguments.against]
     images = pa.concat_tables([*map(list_images, others), samples])
     num_others = len(images) - len(samples)
 
-    hashes = np.frombuffer(b"".join(images["blake3"].to_pylist()), "<u8").reshape(-1, 4)
-    first = first_equal(hashes)
-    positions = np.arange(len(images))
+    # Equal as stored, or before they were converted.
+    first = positions = np.arange(len(images))
+    for column in ("blake3", "original"):
+        hashes = b"".join(images[column].to_pylist())
+        equal = first_equal(np.frombuffer(hashes, "<u8").reshape(-1, 4))
+        first = np.minimum(first, equal)
     is_exact = first != positions
     alike = np.where(is_exact, 1.0, np.nan)
     if arguments.similar:
@@ -98,12 +102,15 @@ def main() -> None:
 
     is_copy = first != positions
     own = slice(num_others, None)
+    copied = pa.array(first[own], mask=~is_copy[own])
     table = pa.table(
         {
             "key": samples["name"],
-            "path": paths,
+            "path": samples["path"],
             "keep": ~is_copy[own],
-            "copy_of": images["name"].take(pa.array(first[own], mask=~is_copy[own])),
+            "copy_of": images["name"].take(copied),
+            "class": samples["class"],
+            "class_of_copied": images["class"].take(copied),
             "similarity": pa.array(alike[own], pa.float32(), from_pandas=True),
         }
     )
@@ -130,6 +137,15 @@ def main() -> None:
         f"{folder}: {len(samples):,} images, {num_copies:,} of them copies: "
         f"{num_copies - len(similar):,} with equal bytes, {len(similar):,} similar{of_others}"
     )
+    # Other sets may name their classes in another way.
+    ours = table.filter(pa.array(first[own] >= num_others))
+    mixed = ours.filter(pc.not_equal(ours["class"], ours["class_of_copied"]))
+    if len(mixed):
+        row = mixed.slice(0, 1).to_pylist()[0]
+        print(
+            f"note: {len(mixed):,} copies have another class than the image that they copy: "
+            f"{row['path']!r} is {row['class']!r}, {row['copy_of']!r} {row['class_of_copied']!r}"
+        )
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
     keys, table = (quote(str(output / name)) for name in (KEYS_NAME, TABLE_NAME))
     print(

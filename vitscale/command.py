@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -99,6 +98,8 @@ def start(words: Sequence[str]) -> None:
     if name in HELP:
         show("vitscale", COMMANDS)
     elif name == "--version":
+        from importlib.metadata import version
+
         print(f"vitscale {version('vitscale')}")
     elif name in ("configs", "completion") and {*HELP} & {*rest}:
         print(f"usage: vitscale {name} [WORD ...]\n\n{COMMANDS[name][1]}")

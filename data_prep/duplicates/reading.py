@@ -29,10 +29,14 @@ from vitscale.distributed.atomic_files import blake3_of_file
 
 TRAIN = "train"
 # An image is `length` bytes of `file` from `offset` on; its name is a key of shards, or a path.
+# `original` is the hash of its bytes in the source, which may have been converted.
 IMAGES = pa.schema(
     [
         ("name", pa.string()),
+        ("path", pa.string()),
+        ("class", pa.string()),
         ("blake3", pa.binary(32)),
+        ("original", pa.binary(32)),
         ("file", pa.dictionary(pa.int32(), pa.binary())),
         ("offset", pa.int64()),
         ("length", pa.int64()),
@@ -56,15 +60,17 @@ def list_images(folder: Path) -> pa.Table:
     below = files_below(folder, follow_links=True)
     files = sorted(path for path in below if is_image_name(os.path.basename(path)))
     try:
+        digests = [bytes.fromhex(blake3_of_file(file)) for file in files]
         rows = [
             {
                 "name": printable(file),
-                "blake3": bytes.fromhex(blake3_of_file(file)),
+                "blake3": digest,
+                "original": digest,
                 "file": os.fsencode(file),
                 "offset": 0,
                 "length": os.path.getsize(file),
             }
-            for file in files
+            for file, digest in zip(files, digests, strict=True)
         ]
     except OSError as error:
         where = printable(str(error.filename or folder))
@@ -77,7 +83,10 @@ def list_images(folder: Path) -> pa.Table:
 
 
 def list_samples(folder: Path) -> pa.Table:
-    """List all samples of a shard folder: splits other than `train` first, to keep them."""
+    """List all samples of a shard folder: splits other than `train` first, to keep them.
+
+    Path, class and hash in the source are those of the ledger. Raises UserError.
+    """
     columns = ["split", "key", "blake3", "shard", "offset", "length"]
     table = pq.read_table(folder / INDEX_NAME, columns=columns)
     in_train = pc.equal(table["split"].cast(pa.string()), TRAIN).to_numpy()
@@ -87,27 +96,38 @@ def list_samples(folder: Path) -> pa.Table:
     files = pa.DictionaryArray.from_arrays(
         shards.indices, pa.array(map(os.fsencode, tars))
     )
-    columns = [table["key"], table["blake3"], files, table["offset"], table["length"]]
+    columns = ["split", "key", "path", "class", "blake3"]
+    ledger = pq.read_table(folder / LEDGER_NAME, columns=columns)
+    ledger = ledger.filter(pc.is_valid(ledger["key"])).combine_chunks()
+    ours = pc.index_in(_sample_names(table), value_set=_sample_names(ledger))
+    ledger = ledger.take(ours)
+    made = {
+        "name": table["key"],
+        "path": ledger["path"],
+        "class": ledger["class"].cast(pa.string()),
+        "original": ledger["blake3"],
+        "file": files,
+    }
+    columns = [made[n] if n in made else table[n] for n in IMAGES.names]
     return pa.table(columns, schema=IMAGES)
 
 
-def source_paths(folder: Path, keys: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the path in the source of each sample, from the ledger.
+def _sample_names(table: pa.Table) -> pa.Array:
+    """SPLIT/KEY of samples: tars of others may have a key in several splits."""
+    split = table["split"].cast(pa.string())
+    names = pc.binary_join_element_wise(split, table["key"], "/")
+    return names.combine_chunks()
 
-    Raises UserError if samples share a key, since what is written goes by key.
-    """
-    ledger = pq.read_table(folder / LEDGER_NAME, columns=["key", "path"])
-    ledger = ledger.filter(pc.is_valid(ledger["key"])).combine_chunks()
-    if len(ledger["key"].unique()) < len(ledger):
+
+def check_keys(folder: Path, samples: pa.Table) -> None:
+    """Raise UserError if samples share a key, since what is written goes by key."""
+    if len(samples["name"].unique()) < len(samples):
         raise UserError(
             "samples of several splits have the same keys, by which copies are left out",
             where=str(folder),
             next_step="index the tars of each split alone by source.splits, and name the index "
             "of the others by --against",
         )
-    return ledger["path"].take(
-        pc.index_in(keys, value_set=ledger["key"].combine_chunks())
-    )
 
 
 def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:

@@ -86,13 +86,12 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
 
 def info_of(manifest: Manifest) -> dict[str, Any]:
     """`_info.json` in the form timm's WebDataset reader takes."""
+    root = location_of(manifest.shards_root)
     info = {
         name: {
             "name": name,
             "num_samples": entry.num_samples,
-            "filenames": [
-                str(Path(manifest.shards_root, shard.name)) for shard in entry.shards
-            ],
+            "filenames": [str(root / shard.name) for shard in entry.shards],
             "shard_lengths": list(entry.shard_lengths),
         }
         for name, entry in manifest.splits.items()

@@ -106,14 +106,16 @@ def repeated_files(rows: pa.Table, order: np.ndarray, *, source: Path) -> np.nda
 
 
 def check_listed(
-    work: WorkFolder, census: Census, *, listed: Outcomes, num_left: int
-) -> None:
+    work: WorkFolder, census: Census, *, rejected: pa.Table, num_left: int
+) -> Outcomes:
     """Raise UserError for unknown classes, classes without images, and no images at all.
 
-    listed: inputs that are rejected already.
+    rejected: inputs that are rejected already, whose sums are returned.
     num_left: classes that `min_images_per_class` leaves.
     """
     run, labels, found = work.run, load_labels(work.run.labels), census.images
+    listed = Outcomes()
+    listed.add(rejected)
     labels.check(census.unknown, found=found)
     if not found:
         raise UserError(
@@ -128,14 +130,18 @@ def check_listed(
     empty = sorted(map(str, named - found.keys()))
     ignored = run.labels.values == "none" or labels.map or labels.space
     where, what, advice = "source.path", "", ""
+    is_left_out = pc.equal(rejected["reason"], "left_out")
+    dropped = left_out(run.source.leave_out)
+    lost = dropped.keys() - rejected["path"].filter(is_left_out).to_pylist()
     if empty and not ignored:
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
         what = f"{len(empty)} of {len(named)} classes hold no images: {shown}"
         advice = "remove these classes, or add their images"
-    elif left_out(run.source.leave_out) and not listed.reasons["left_out"]:
-        where, what = (
-            "source.leave_out",
-            f"{run.source.leave_out!r} names no image of the source",
+    elif lost:
+        where = "source.leave_out"
+        what = (
+            f"{len(lost):,} of the {len(dropped):,} copies in {run.source.leave_out!r} are no "
+            f"images of the source, by their paths, such as {min(lost)!r}"
         )
         advice = (
             "take what `vitscale prepare duplicates` wrote for shards of this source"
@@ -145,6 +151,7 @@ def check_listed(
         advice = "check the source, or lower source.min_images_per_class"
     if what:
         raise UserError(what, where=where, next_step=advice)
+    return listed
 
 
 def check_classes(census: Census, *, labels: LabelSettings, are_values: bool) -> None:

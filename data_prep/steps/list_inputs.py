@@ -74,10 +74,28 @@ ROW_SCHEMA = pa.schema(
 
 
 def list_containers(work: WorkFolder, unit: str) -> None:
-    source = open_source(work.run.source, work.run.labels)
-    write_json(
-        work.path / unit, [astuple(container) for container in source.containers()]
-    )
+    containers = open_source(work.run.source, work.run.labels).containers()
+    _check_names(containers)
+    write_json(work.path / unit, [astuple(container) for container in containers])
+
+
+def _check_names(containers: Sequence[Container]) -> None:
+    """Raise UserError if two names become the same class, since bytes become text as \\xNN."""
+    escaped = dict[str, str]()
+    for box in containers:
+        name = os.path.basename(box.path)
+        if box.class_name and printable(name) != name:
+            escaped[box.class_name] = name
+    for box in containers:
+        name = os.path.basename(box.path)
+        other = escaped.get(box.class_name or "", name)
+        if name != other:
+            raise UserError(
+                f"{os.fsencode(box.path)!r} and {os.fsencode(other)!r} would be one class, "
+                f"{box.class_name!r}",
+                where="source.path",
+                next_step="rename one of the two",
+            )
 
 
 def read_containers(work: WorkFolder) -> list[Container]:

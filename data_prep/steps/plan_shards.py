@@ -108,9 +108,8 @@ def plan_shards(work: WorkFolder, unit: str) -> None:
     rows = _with(rows, "reason", pc.if_else(is_small, "small_class", rows["reason"]))
     kept = pc.is_null(rows["reason"]).to_numpy()
 
-    listed, rejected = Outcomes(), _rejected(work, rows, order[~kept[order]])
-    listed.add(rejected)
-    check_listed(work, census, listed=listed, num_left=len(present))
+    rejected = _rejected(work, rows, order[~kept[order]])
+    listed = check_listed(work, census, rejected=rejected, num_left=len(present))
     settings = work.run.labels
     are_values = open_source(source, settings).has_label_values
     check_classes(take_census([rows]), labels=settings, are_values=are_values)

@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,14 @@ from vitscale.config.errors import (
     WorkerError,
 )
 from vitscale.config.text_files import read_named
+from vitscale.data.folders import files_below
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.label_spaces import LABEL_SPACES
 from vitscale.distributed.atomic_files import fsync_folder, write_json
 from vitscale.distributed.fork_server import SIGNALS
 from vitscale.distributed.processes import environment_number, num_cores, num_gpus
 from vitscale.distributed.worker_processes import Workers
-from vitscale.runs.data_prep import DataPrepRun
+from vitscale.runs.data_prep import DataPrepRun, SourceSettings
 from vitscale.tracking.journal import item_progress
 
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
@@ -66,6 +68,8 @@ WAIT_S = 0.2
 # Between two lines about what is waited for.
 SAY_WAIT_S = 30.0
 OWNERS_SHOWN = 4
+# A source up to these sizes takes one process 0.2 s, and to start others takes as long.
+SMALL_FILES, SMALL_BYTES = 64, 8 << 20
 IMPORTS = ("data_prep.steps.finish", "pyarrow.parquet", "PIL.JpegImagePlugin")
 
 
@@ -386,7 +390,8 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
     if made is None:
         open_work_folder(work)
         try:
-            run_steps(work, steps, num_workers=run.num_workers or num_cores())
+            num_workers = 1 if _is_small(run.source) else num_cores()
+            run_steps(work, steps, num_workers=run.num_workers or num_workers)
         except UserError as error:
             if error.kind is FailureKind.BAD_INPUT:
                 with suppress(OSError):
@@ -416,6 +421,20 @@ def make_output(run: DataPrepRun, steps: Sequence[Step]) -> None:
         f"  {classes}, {time.monotonic() - start:.1f} s, ledger.parquet names every input"
     )
     print(f"next: {training_command(work.output, manifest, gpus=num_gpus())}")
+
+
+def _is_small(source: SourceSettings) -> bool:
+    """Return True if one process is done with the source before others would have started."""
+    # The images of a table are elsewhere.
+    if source.kind == "path_table":
+        return False
+    with suppress(OSError):
+        root = Path(source.path).expanduser()
+        below = [str(root)] if root.is_file() else files_below(root, follow_links=True)
+        files = list(islice(below, SMALL_FILES + 1))
+        num_bytes = sum(map(os.path.getsize, files))
+        return len(files) <= SMALL_FILES and num_bytes <= SMALL_BYTES
+    return False
 
 
 def find_existing(work: WorkFolder) -> Manifest | None:

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil  # noqa: F401  # for `descendants`, which may be needed while storage is gone
+
 from launch.jobs.attempts import (
     Ending,
     Outcome,

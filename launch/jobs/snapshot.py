@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 
 import blake3
@@ -85,7 +84,7 @@ def read_code(root: Path = PROJECT_ROOT) -> Code:
     }
     version = source_version(root)
     # Without a version an empty record: git may know another project around the job folder.
-    record = {} if version is None else asdict(version)
+    record = {} if version is None else version._asdict()
     return code | {RECORD_NAME: json_text(record).encode()}
 
 

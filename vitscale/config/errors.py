@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from enum import StrEnum
 from typing import ClassVar
 
@@ -210,6 +209,8 @@ def not_read(error: OSError, where: str, *, next_step: str) -> UserError:
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
+    from difflib import get_close_matches  # for errors alone
+
     return next(iter(get_close_matches(name, known, n=1)), None)
 
 

@@ -395,7 +395,10 @@ def load_run(
         site = read_site(errors=found) if with_site else Source({}, {})
         known = {k: v for k, v in site.values.items() if k in run_type.model_fields}
         layers = [Source(known, site.places), *files, given]
-        merged = reduce(partial(merge, group=tree_of(run_type)), layers)
+        # The tree tells groups of a choice apart; to make it takes as long as all else here.
+        names = (path for layer in layers for path in layer.places if len(path) > 1)
+        tree = tree_of(run_type) if any(path[-1] == NAME for path in names) else None
+        merged = reduce(partial(merge, group=tree), layers)
         merged = Source(_with_home(merged.values), merged.places)
         run = run_type.model_validate({"# card": _card(path)} | merged.values)
         if not found:

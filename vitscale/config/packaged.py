@@ -6,16 +6,11 @@ The name of a configuration is its path: `deit/b16` is configs/deit/b16.yaml.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import subprocess
 from contextlib import suppress
-from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # setup.py puts the stages and configs/ here in a wheel.
@@ -60,6 +55,8 @@ def find_config(path: str) -> str:
 
 def similar_configs(path: str) -> str | None:
     """The next step after an unknown name or path: the names that end like it, or are similar."""
+    from difflib import get_close_matches  # for errors alone
+
     name = path.removeprefix("configs/").removesuffix(".yaml")
     names = [each for each in config_names() if each.endswith(f"/{name}")]
     names = names[:5] or get_close_matches(name, config_names(), n=5, cutoff=0.5)
@@ -68,8 +65,7 @@ def similar_configs(path: str) -> str | None:
     return None if path.endswith((".yaml", ".yml")) else "`vitscale configs` lists all"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceVersion:
+class SourceVersion(NamedTuple):
     """A commit, and how the code differs from it."""
 
     commit: str
@@ -80,6 +76,8 @@ class SourceVersion:
     @property
     def short(self) -> str:
         """The commit in 12 characters; if the code differs from it, + and a hash of how."""
+        import hashlib
+
         changes = (
             f"+{hashlib.sha256(self.patch.encode()).hexdigest()[:8]}"
             if self.patch
@@ -90,6 +88,10 @@ class SourceVersion:
 
 def source_version(root: Path = PROJECT_ROOT) -> SourceVersion | None:
     """The version of the code in `root`; None outside a checkout and a snapshot, or without git."""
+    # Imported here, not at the start of every command.
+    import json
+    import subprocess
+    from importlib.metadata import version
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]

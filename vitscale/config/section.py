@@ -7,13 +7,30 @@ The tree is pydantic's JSON schema without references. A node is the schema of a
 
 from __future__ import annotations
 
+import ast
+import inspect
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, NamedTuple, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_serializer
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_serializer,
+)
 from pydantic.functional_serializers import SerializerFunctionWrapHandler
-from pydantic.json_schema import SkipJsonSchema
+from pydantic.json_schema import JsonSchemaValue, SkipJsonSchema
+from pydantic_core import CoreSchema
+
+# Plugins would be searched for in all installed packages, at every start.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 KeyPath = tuple[str, ...]
 Node = dict[str, Any]
@@ -43,12 +60,41 @@ class Section(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describe fields by the docstrings below them.
+
+        Not with `use_attribute_docstrings`, which reads the source at the start of every command.
+        """
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for each in cls.__mro__:
+            texts = _docstrings_in(each.__module__) if issubclass(each, Section) else {}
+            for (section, name), text in texts.items():
+                if section == each.__name__ and name in properties:
+                    properties[name].setdefault("description", text)
+        return schema
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, what is wrong and what to do) for each conflict between values."""
         yield from ()
+
+
+@cache
+def _docstrings_in(module: str) -> dict[tuple[str, str], str]:
+    """(class, field) -> the text below it."""
+    found = {}
+    for section in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+        if isinstance(section, ast.ClassDef):
+            for field, text in pairwise(section.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    doc = inspect.cleandoc(ast.literal_eval(text.value))
+                    found[section.name, ast.unparse(field.target)] = doc
+    return found
 
 
 class Run(Section):

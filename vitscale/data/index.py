@@ -32,7 +32,6 @@ from vitscale.data.remote import (
     prefix_of_hash,
     read_chunks,
 )
-from vitscale.data.settings import RemoteSettings
 from vitscale.distributed.atomic_files import retried_read
 from vitscale.images.jpeg.entry_points import (
     FOLDER_NAME,
@@ -42,6 +41,8 @@ from vitscale.images.jpeg.entry_points import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from vitscale.data.settings import RemoteSettings
 
 MAX_SHOWN = 10
 FORMAT_VERSION: Literal[2] = 2
@@ -304,6 +305,9 @@ def read_split(
     key: the setting that names the split. check_files: False where another rank checks them.
     Raises UserError, with all problems at once.
     """
+    # Here: data preparation reads manifests alone, and has no such settings.
+    from vitscale.data.settings import RemoteSettings
+
     folder = location_of(folder)
     manifest = read_manifest(folder)
     if split not in manifest.splits:

@@ -15,9 +15,12 @@ SPLIT_OF_NAME = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout"), "test"),
 }
-# Parts of other names of splits, such as seg_train, trainset, PublicTest, test2, val_images.
-OF_TRAIN = re.compile("train|trn", re.I)
-OF_OTHERS = re.compile("val|dev|te?st|hold", re.I)
+# Parts of other names of splits, such as seg_train, trainset, PublicTest, test2, val_images, and
+# imagesTr and labelsTs of medical images.
+OF_TRAIN = re.compile("train|trn|(image|label|mask)s?_?tr$", re.I)
+OF_OTHERS = re.compile("val|dev|te?st|hold|(image|label|mask)s?_?ts$", re.I)
+# Folders of pictures and of their annotations are no classes either.
+OF_PARTS = re.compile("(image|label|mask)s?_?(tr|ts|val|train|test)", re.I)
 # In the name of a file, a word like trainval, testset or testA. Not valley, contest or developer.
 WORD_OF_SPLIT = re.compile(
     rf"[a-z]*train[a-z]*|({'|'.join(SPLIT_OF_NAME)}|trn|tst)(sets?|s|data|images?|[a-z])?"
@@ -45,6 +48,7 @@ def splits_of_folders(root: Path) -> dict[str, str]:
     nested = {name for name in like_splits if folders_in(root / name)}
     are_splits = has_both and 2 * len(like_splits) >= len(names)
     are_splits = are_splits or (are_all and (nested or len(keywords) == len(names)))
+    are_splits = are_splits or (are_all and any(map(OF_PARTS.fullmatch, names)))
     if "train" in splits and nested.intersection(keywords):
         others = (name for name in names if name not in like_splits)
         are_splits = (

@@ -104,17 +104,11 @@ class MaskedOptimizer(torch.optim.Optimizer):
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, values | {"fused": True})
 
-    def update(
-        self,
-        parameters: Tensors,
-        gradients: Tensors,
-        state: State,
-        group: dict[str, Any],
-    ) -> tuple[Tensors, State]:
-        """New parameters, and the new tensors of `state_dtypes`. Changes nothing in place.
+    def update(self, gradients: Tensors, state: State, group: dict[str, Any]) -> State:
+        """The new tensors of `state_dtypes`, and the parameters. Changes nothing in place.
 
-        The lists have one tensor for each parameter. `state["step"]` counts this update too. group:
-        the options of these parameters, such as `lr`.
+        Each list of `state` has one tensor for each parameter: those of `state_dtypes`, `parameter`
+        itself, and `step`, which counts this update too. group: the options, such as `lr`.
         """
         raise NotImplementedError
 
@@ -146,26 +140,20 @@ class MaskedOptimizer(torch.optim.Optimizer):
                 for name, dtype in self.state_dtypes.items():
                     first_state[name] = torch.zeros_like(parameter, dtype=dtype)
                 self.state[parameter] = first_state
-        state: State = {
-            name: [self.state[parameter][name] for parameter in parameters]
-            for name in ("step", *self.state_dtypes)
-        }
+        state: State = {"parameter": parameters}
+        for name in ("step", *self.state_dtypes):
+            state[name] = [self.state[parameter][name] for parameter in parameters]
         torch._foreach_add_(state["step"], 1.0 - skipped)
 
         gradients: Any = [parameter.grad for parameter in parameters]
         if self.grad_scale is not None:
             gradients = torch._foreach_div(gradients, self.grad_scale)
-        changed, new_state = self.update(parameters, gradients, state, group)
 
         # The device decides, value by value: to ask it would stop the host at every update.
         is_kept = skipped.bool()
-        old_tensors = [*parameters]
-        new_tensors = [*changed]
-        for name in self.state_dtypes:
-            old_tensors += state[name]
-            new_tensors += new_state[name]
-        for old, new in zip(old_tensors, new_tensors, strict=True):
-            torch.where(is_kept, old, new.to(old.dtype), out=old)
+        for name, tensors in self.update(gradients, state, group).items():
+            for old, new in zip(state[name], tensors, strict=True):
+                torch.where(is_kept, old, new.to(old.dtype), out=old)
 
 
 def adam_directions(
@@ -205,13 +193,7 @@ class Bf16MomentumAdamW(MaskedOptimizer):
 
     state_dtypes = {"exp_avg": torch.bfloat16, "exp_avg_sq": None}
 
-    def update(
-        self,
-        parameters: Tensors,
-        gradients: Tensors,
-        state: State,
-        group: dict[str, Any],
-    ) -> tuple[Tensors, State]:
+    def update(self, gradients: Tensors, state: State, group: dict[str, Any]) -> State:
         beta1, beta2 = group["betas"]
         rounded_beta1 = torch.tensor(beta1, dtype=torch.bfloat16).item()
         decayed_means = torch._foreach_mul(state["exp_avg"], rounded_beta1)
@@ -222,8 +204,8 @@ class Bf16MomentumAdamW(MaskedOptimizer):
         changed = adam_directions(means, squares, state["step"], group)
         torch._foreach_mul_(changed, -group["lr"])
         decay = 1 - group["lr"] * group["weight_decay"]
-        torch._foreach_add_(changed, torch._foreach_mul(parameters, decay))
-        return changed, {"exp_avg": means, "exp_avg_sq": squares}
+        torch._foreach_add_(changed, torch._foreach_mul(state["parameter"], decay))
+        return {"parameter": changed, "exp_avg": means, "exp_avg_sq": squares}
 
 
 class Lamb(MaskedOptimizer):
@@ -237,13 +219,8 @@ class Lamb(MaskedOptimizer):
 
     state_dtypes = {"exp_avg": None, "exp_avg_sq": None}
 
-    def update(
-        self,
-        parameters: Tensors,
-        gradients: Tensors,
-        state: State,
-        group: dict[str, Any],
-    ) -> tuple[Tensors, State]:
+    def update(self, gradients: Tensors, state: State, group: dict[str, Any]) -> State:
+        parameters = state["parameter"]
         beta1, beta2 = group["betas"]
         means = torch._foreach_lerp(state["exp_avg"], gradients, 1 - beta1)
         squares = second_moments(state["exp_avg_sq"], gradients, beta2)
@@ -260,4 +237,4 @@ class Lamb(MaskedOptimizer):
 
         torch._foreach_mul_(changed, -group["lr"])
         torch._foreach_add_(changed, parameters)
-        return changed, {"exp_avg": means, "exp_avg_sq": squares}
+        return {"parameter": changed, "exp_avg": means, "exp_avg_sq": squares}

@@ -102,7 +102,7 @@ def launch_problems(
     for key, text in _texts_of(launch):
         if not text.replace("\t", " ").isprintable():
             yield (key, f"{text!r} is not one line of printable text")
-        elif found := SECRET_ASSIGNMENT.search(text):
+        elif found := re.search(SECRET_ASSIGNMENT, text):
             name = found["name"]
             yield (
                 key,

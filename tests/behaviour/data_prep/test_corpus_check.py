@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from data_prep.duplicates.reading import source_paths
+from data_prep.duplicates.reading import check_keys, list_samples
 from data_prep.make_shards import STEPS
 from data_prep.steps.work import WorkFolder, find_existing, run_steps
 from data_prep.verification import check_folder
@@ -108,6 +108,22 @@ def test_a_class_that_training_never_sees_is_refused(kind: str, tmp_path: Path) 
     text = refused(tmp_path, source)
     assert re.search(message, text), text
     assert "val/" in text and ".png" in text, "an image of the class is named"
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        (b"train/caf\xe9", b"train/caf\\xe9"),
+        (b"train/caf\xe9", b"val/caf\\xe9"),
+        (b"train/a\x01", b"train/a\\x01"),
+    ],
+)
+def test_names_that_become_one_class_are_refused(
+    name: bytes, other: bytes, tmp_path: Path
+) -> None:
+    images = {os.fsdecode(folder): 1 for folder in (b"train/ant", name, other)}
+    text = refused(tmp_path, write_folder(tmp_path / "in", images))
+    assert f"{other!r} and {name.partition(b'/')[2]!r} would be one class" in text
 
 
 def test_a_space_may_have_classes_without_training_images(tmp_path: Path) -> None:
@@ -384,7 +400,7 @@ def test_keys_that_tars_share_get_the_name_of_their_tar(
     keys = sample_keys(split, range(split.num_samples))
     assert len(set(keys)) == 120 and keys[25] == "1/005"
     rows = pq.read_table(indexed / "ledger.parquet").to_pylist()
-    paths = source_paths(indexed, pa.chunked_array([keys])).to_pylist()
+    paths = list_samples(indexed)["path"].to_pylist()
     assert paths == [f"{key.replace('/', '.tar/')}.png" for key in keys]
     assert {row["key"] for row in rows} == set(keys)
     # A list takes the samples that it names, by the bytes in the tars.
@@ -415,7 +431,7 @@ def test_keys_of_two_splits_are_refused_where_copies_are_left_out(
     for split in ("train", "val"):
         assert sample_keys(read_split(tmp_path / "index", split=split), [0]) == ["0"]
     with pytest.raises(UserError, match="samples of several splits have the same keys"):
-        source_paths(tmp_path / "index", pa.chunked_array([["0"]]))
+        check_keys(tmp_path / "index", list_samples(tmp_path / "index"))
 
 
 def test_a_list_refuses_an_index_whose_keys_repeat(

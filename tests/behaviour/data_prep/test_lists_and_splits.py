@@ -62,6 +62,9 @@ test
 train2017 val2017 annotations
 bounding_box_train bounding_box_test query gt_bbox
 training_data
+imagesTr imagesTs labelsTr
+imagesTr labelsTr
+image_ts label_ts
 """.splitlines()
 
 

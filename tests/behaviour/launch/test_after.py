@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -12,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
-from launch.jobs import after, queue
+from launch.jobs import after
 from launch.jobs.after import (
     blamed_node,
     classify,
@@ -57,7 +57,6 @@ GONE = Failure(
 )
 EXITED = "srun: error: n1: task 0: Exited with exit code 1"
 KILLED = "srun: error: n2: task 1: Killed"
-NO_FILE = "/env/python: No such file or directory"
 BY = "rank 1 on n2 was ended by"
 KILL = f"{BY} SIGKILL (Killed)"
 FIRST = f"srun: got SIGCONT\nsrun: error: n2: task 1: {{what}}\n{EXITED}"
@@ -125,26 +124,23 @@ def test_the_cause_is_what_the_best_report_says(
     assert found.ending is Ending.FAILED
 
 
-@pytest.mark.parametrize(
-    ("log", "code", "last", "why"),
-    [
-        (
-            "run/slurm/17/17_1_log.out",
-            2,
-            f"slurmstepd-n2: error: execve(): {NO_FILE}",
-            NO_FILE,
-        ),
-        # Of an array, and of a shell.
-        (
-            "17_1_log.out",
-            126,
-            "sh: 1: exec: x: Permission denied",
-            "sh: 1: exec: x: Permission denied",
-        ),
-        ("17_1_log.out", 127, f"sh: 1: exec: {NO_FILE}", f"sh: 1: exec: {NO_FILE}"),
-        ("17_1_log.out", 2, f"error: {NO_FILE}", None),
-    ],
-)
+# The log of the task, its exit code, what it ends with, and why it could not start.
+NOT_STARTED = yaml.safe_load("""
+- - run/slurm/17/17_1_log.out
+  - 2
+  - "slurmstepd-n2: error: execve(): /env/python: No such file or directory"
+  - "/env/python: No such file or directory"
+# Of an array, and of a shell.
+- - 17_1_log.out
+  - 127
+  - "sh: 1: exec: /env/python: No such file or directory"
+  - "sh: 1: exec: /env/python: No such file or directory"
+- [17_1_log.out, 126, "sh: 1: x: Permission denied", "sh: 1: x: Permission denied"]
+- [17_1_log.out, 2, "error: /env/python: No such file or directory", null]
+""")
+
+
+@pytest.mark.parametrize(("log", "code", "last", "why"), NOT_STARTED)
 def test_a_node_without_python_is_blamed(
     tmp_path: Path, log: str, code: int, last: str, why: str | None
 ) -> None:
@@ -232,42 +228,6 @@ def test_a_training_with_its_last_checkpoint_is_done_whatever_srun_says(
         assert outcome(tmp_path, "", code=137).ending is ending
 
 
-@pytest.mark.parametrize(
-    ("message", "calls", "is_requeued"),
-    [
-        ("", 1, True),
-        ("Unable to contact slurm controller (connect failure)", 3, True),
-        ("Socket timed out on send/recv operation", 3, True),
-        ("Job is pending execution for job 17", 1, True),  # by a preemption
-        ("Requested operation is presently disabled", 1, False),
-        ("Invalid job id specified", 1, False),
-        ("Access/permission denied", 1, False),
-        ("Invalid user id for job 17", None, False),  # until the deadline
-    ],
-)
-def test_only_a_refusal_that_may_pass_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, message: str, calls: int | None, is_requeued: bool
-) -> None:
-    asked = []
-
-    def ask(*command: str) -> str:
-        asked.append(command[1:])
-        tries = asked.count(("requeue", "17"))
-        passes = not message or (is_requeued and tries == 3)
-        if command[1] == "requeue" and not passes:
-            raise queue.NoAnswerError(message)
-        return "JobId=17 JobState=RUNNING"
-
-    monkeypatch.setattr(queue, "ask_slurm", ask)
-    monkeypatch.setattr(queue, "PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(queue, "REQUEUE_SECONDS", 0.2)
-    assert queue.requeue("17") == (None if is_requeued else message)
-    assert calls in (asked.count(("requeue", "17")), None)
-    # Without an answer about the site's epilog, the longer wait.
-    is_early = asked[-1] == ("update", "JobId=17", "StartTime=now+20")
-    assert is_early == is_requeued
-
-
 # ---- again or not -----------------------------------------------------------------------------
 
 
@@ -293,23 +253,27 @@ def refusal(found: Sequence[Attempt], *, requeues: int = 9) -> str | None:
 FAIL_0, STOP_0, FAIL_5 = (Ending.FAILED, 0), (Ending.STOPPED, 0), (Ending.FAILED, 5)
 
 
-@pytest.mark.parametrize(
-    ("row", "restarted"),
-    [
-        ([FAIL_0] * 3, True),
-        ([FAIL_0] * 4, False),
-        ([FAIL_0, FAIL_0, FAIL_0, FAIL_5], True),
-        ([FAIL_0, FAIL_5, FAIL_0, FAIL_0, FAIL_0], False),
-        # A preemption neither counts nor ends the row.
-        ([FAIL_0, FAIL_0, STOP_0, FAIL_0, FAIL_0], False),
-        ([*[FAIL_0] * 4, STOP_0], True),
-        ([STOP_0] * 9, True),
-        ([STOP_0] * 10, False),
-        ([FAIL_5] * 10, False),
-    ],
-)
-def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) -> None:
-    assert (refusal(attempts(*row)) is None) is restarted
+# How attempts ended, with the steps that each gained, and whether another one follows.
+ROWS = yaml.safe_load("""
+- [failed 0, failed 0, failed 0, again]
+- [failed 0, failed 0, failed 0, failed 0, end]
+- [failed 0, failed 0, failed 0, failed 5, again]
+- [failed 0, failed 5, failed 0, failed 0, failed 0, end]
+# A preemption neither counts nor ends the row.
+- [failed 0, failed 0, stopped 0, failed 0, failed 0, end]
+- [failed 0, failed 0, failed 0, failed 0, stopped 0, again]
+- [&s stopped 0, *s , *s , *s , *s , *s , *s , *s , *s , again]
+- [*s , *s , *s , *s , *s , *s , *s , *s , *s , *s , end]
+- [&f failed 5, *f , *f , *f , *f , *f , *f , *f , *f , *f , end]
+""")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_restarts_have_limits(row: list[str]) -> None:
+    *endings, follows = row
+    pairs = [each.split() for each in endings]
+    found = attempts(*((Ending(ending), int(gained)) for ending, gained in pairs))
+    assert (refusal(found) is None) == (follows == "again")
 
 
 def test_another_job_and_storage_do_not_count() -> None:
@@ -365,52 +329,6 @@ def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
         file.truncate(2 * shutil.disk_usage(tmp_path).free)  # takes no space itself
         assert "bytes free, not" in str(storage_refusal(tmp_path))
     assert len(list(step.parent.iterdir())) == 2
-
-
-def test_the_log_says_what_follows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = f"JobState=RUNNING Partition=p NumNodes=1 EndTime={time.time() + 50:.0f}"
-
-    def ask(program: str, *arguments: str) -> str:
-        if program == "sinfo":
-            return "n1 n2"
-        return arguments[-1] if "hostnames" in arguments else fields
-
-    def follows(folder: str, line: str, *, restart: int = 0, job: str = "17") -> str:
-        """What is said, and the code of the job; without a line srun ended with 0 or SIGKILL."""
-        monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
-        options = argparse.Namespace(
-            run_folder=tmp_path / folder, job=job, code=137 if folder == "run" else 0,
-            signal_delay=30, max_requeues=9, fewest_nodes=None, script=Path("17.sh"),
-        )  # fmt: skip
-        code = after.after(options, line.splitlines())
-        return f"{capsys.readouterr().err}code {code}"
-
-    monkeypatch.setattr(queue, "ask_slurm", ask)
-    monkeypatch.setattr(after.time, "sleep", lambda _: pytest.fail("no time is left"))
-    moved = follows("moved", "")
-    assert "was moved or removed" in moved and moved.endswith("code 74")
-    run = tmp_path / "run"
-    # The folder of an array's task is made at its start.
-    assert "requeueing job 17_3 (1 of 9)" in follows("run", KILLED, job="17_3")
-    first = follows("run", KILLED)
-    assert "requeueing job 17 (1 of 9)" in first and "excluded" not in first
-    second = follows("run", KILLED, restart=1)
-    assert "requeueing job 17 (2 of 9)" in second
-    assert "n2 is excluded from job 17: its last two attempts failed there" in second
-    record_failure(run, replace(ERROR, kind=FailureKind.NODE, attempt="17/2"))
-    assert "n2 is excluded from job 17: it lacks" in follows("run", KILLED, restart=2)
-    # The time limit comes before storage may be back.
-    full = run / "checkpoints/step-00000010/rank-00000.safetensors"
-    full.parent.mkdir(parents=True)
-    with open(full, "wb") as file:
-        file.truncate(2 * shutil.disk_usage(tmp_path).free)
-    record_failure(run, replace(STORAGE, attempt="17/3"))
-    assert "requeueing job 17 (4 of 9)" in follows("run", EXITED, restart=3)
-    record_start(run, first_step=0, total_steps=10)
-    (full.parent / "manifest.json").touch()
-    assert follows("run", "", restart=4) == "code 0"
 
 
 # ---- the record --------------------------------------------------------------------------------

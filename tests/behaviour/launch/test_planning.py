@@ -145,15 +145,15 @@ def test_subsets_and_mixtures_are_counted_as_in_training(tmp_path: Path) -> None
         check_data(run, data_facts(run))
 
 
-@pytest.mark.parametrize(
-    ("tasks", "nodes", "workers", "refused"),
-    [
-        (1, 1, 4, None),
-        (4, 1, 0, None),
-        (2, 1, 3, "fewer tars (4) than loader processes (6 = "),
-        (1, "1-8", 2, "fewer tars (4) than loader processes (16 = "),
-    ],
-)
+TARS = yaml.safe_load("""
+- [1, 1, 4, null]
+- [4, 1, 0, null]
+- [2, 1, 3, "fewer tars (4) than loader processes (6 = "]
+- [1, 1-8, 2, "fewer tars (4) than loader processes (16 = "]
+""")
+
+
+@pytest.mark.parametrize(("tasks", "nodes", "workers", "refused"), TARS)
 def test_tars_without_an_index_are_enough_for_the_loader_processes(
     tasks: int, nodes: Any, workers: int, refused: str | None
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch.jobs.preparation import check_job, job_folder, prepare_job, submitting
 from launch.jobs.snapshot import kept_code
@@ -179,15 +180,7 @@ def test_preparations_of_different_outputs_have_different_job_folders(
         values = {"output": output, "source": {"path": "images"}}
         return job_folder(DataPrepRun.model_validate(values), cluster="slurm")
 
-    outputs = [
-        "shards",
-        "a/shards",
-        "b/shards",
-        "a/b/shards",
-        "/a/shards",
-        "~/shards",
-        "../shards",
-    ]
+    outputs = "shards a/shards b/shards a/b/shards /a/shards ~/shards ../shards".split()
     assert len({folder_of(output) for output in outputs}) == len(outputs)
     same = ["a/shards", "./a/shards/", "b/../a/shards", str(tmp_path / "a/shards")]
     assert len({folder_of(output) for output in same}) == 1
@@ -213,14 +206,14 @@ OVERRIDES = dict(
     WORLD_SIZE=8 LOCAL_RANK=3
     """.split()
 )
-OF_SITE = {
-    "SBATCH_ACCOUNT": ("other", {"account": "mine"}),
-    "SBATCH_PARTITION": ("login", {"partition": "gpu"}),
-    "SBATCH_MEM_PER_NODE": ("100M", {"mem_gb": 8}),
-    "SBATCH_MEM_PER_CPU": ("1M", {"mem_gb": 8}),
-    "SBATCH_QOS": ("low", {"sbatch": {"qos": "high"}}),
-    "SBATCH_RESERVATION": ("x", {"sbatch": {"reservation": "y"}}),
-}
+OF_SITE: dict[str, Any] = yaml.safe_load("""
+SBATCH_ACCOUNT: [other, {account: mine}]
+SBATCH_PARTITION: [login, {partition: gpu}]
+SBATCH_MEM_PER_NODE: [100M, {mem_gb: 8}]
+SBATCH_MEM_PER_CPU: [1M, {mem_gb: 8}]
+SBATCH_QOS: [low, {sbatch: {qos: high}}]
+SBATCH_RESERVATION: [x, {sbatch: {reservation: y}}]
+""")
 Submit = Callable[[LaunchSettings], dict[str, str]]
 CLUSTER = {"SLURM_CONF": "/etc/slurm/slurm.conf", "SLURM_CLUSTERS": "c1"}
 

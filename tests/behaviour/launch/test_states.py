@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launch.comparison.runs import load_runs
-from launch.jobs import queue, states
+from launch.jobs import queue
 from launch.jobs.attempts import ATTEMPT, Ending, Outcome, begin_attempt, end_attempt
-from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, user_jobs
+from launch.jobs.queue import NoAnswerError, QueuedJob, jobs_of, requeue, user_jobs
 from launch.jobs.states import (
     RunState,
     as_text,
     find_runs,
-    follow_run,
     jobs_for,
     line_of,
     read_state,
@@ -195,31 +195,6 @@ def test_a_job_without_nodes_waits_for_what_slurm_says(run: RunFolder) -> None:
         assert words in run.line(job("PENDING", reason=reason))
 
 
-def test_a_run_is_followed_to_its_end(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def answers() -> Iterator[list[QueuedJob]]:
-        yield [job("RUNNING", job_id=f"{JOB}_1")]
-        yield [job("PENDING")]
-        log = run.folder / f"slurm/{JOB}/{JOB}_0_log.out"
-        log.write_text("line\n" * 30)
-        yield [job("RUNNING")]
-        yield []
-        yield [job("RUNNING")]
-        raise KeyboardInterrupt
-
-    asked = answers()
-    monkeypatch.setattr(states, "known_jobs", lambda: next(asked))
-    monkeypatch.setattr(states, "FOLLOW_SECONDS", 0.0)
-    with pytest.raises(UserError, match="several tasks, each with its own log"):
-        follow_run(run.folder)
-    assert follow_run(run.folder) == 1
-    assert capsys.readouterr().out.count("line\n") == 30
-    assert follow_run(run.folder) == 130
-    shown = capsys.readouterr().out
-    assert shown.count("line\n") == 20 and f"job {JOB} continues" in shown
-
-
 def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
     live = [
         job("PENDING", job_id=f"{JOB}_2"),
@@ -293,20 +268,15 @@ def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
         find_runs([])
 
 
-@pytest.mark.parametrize(
-    ("names", "report"),
-    [
-        (
-            ["images"],
-            "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit",
-        ),
-        (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
-        (
-            ["x", "runs/vit/config.yaml"],
-            "(?s)no such run: x.*no such run: runs/vit/config.yaml",
-        ),
-    ],
-)
+NO_RUNS = yaml.safe_load(r"""
+- [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
+- [[vitt], 'no such run: vitt\n.*\n.*did you mean vit\?']
+- - [x, runs/vit/config.yaml]
+  - "(?s)no such run: x.*no such run: runs/vit/config.yaml"
+""")
+
+
+@pytest.mark.parametrize(("names", "report"), NO_RUNS)
 def test_a_name_that_is_no_run_is_an_error(
     here: Path, names: list[str], report: str
 ) -> None:
@@ -369,22 +339,58 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
         user_jobs()
 
 
-@pytest.mark.parametrize(
-    ("up", "before", "fewest", "excluded"),
-    [
-        ("n1 n2 n3", "(null)", None, "n2"),
-        ("n1 n2", "(null)", None, None),
-        ("n1 n2", "(null)", 1, "n2"),
-        ("n1 n2 n3 n4", "n4", None, "n2,n4"),
-        ("n1 n2 n3", "n3", None, None),
-    ],
-)
+# How often SLURM refuses, every two seconds, and why; whether the job is queued in the end.
+REFUSALS = yaml.safe_load("""
+- [0, '', true]
+- [149, Unable to contact slurm controller (connect failure), true]
+- [152, Unable to contact slurm controller (connect failure), false]
+- [1, Socket timed out on send/recv operation, true]
+- [999, Invalid user id for job 17, false]
+# By a preemption.
+- [1, Job is pending execution for job 17, true]
+# No repetition changes it.
+- [1, Requested operation is presently disabled, false]
+- [1, Invalid job id specified, false]
+- [1, Access/permission denied, false]
+""")
+
+
+@pytest.mark.parametrize(("times", "text", "is_queued"), REFUSALS)
+def test_requeueing_is_tried_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, times: int, text: str, is_queued: bool
+) -> None:
+    left = iter([text] * times)
+
+    asked = []
+
+    def ask(program: str, *arguments: str) -> str:
+        asked.append(arguments)
+        if arguments == ("requeue", "17") and (refusal := next(left, "")):
+            raise NoAnswerError(refusal)
+        return "JobId=17 JobState=RUNNING"
+
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    monkeypatch.setattr(time, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(queue, "ask_slurm", ask)
+    assert requeue("17") == (None if is_queued else text)
+    # Without an answer about the site's epilog, the longer wait.
+    assert (("update", "JobId=17", "StartTime=now+20") in asked) == is_queued
+
+
+# The nodes that are up, those excluded before, on how few the job can start, and then excluded.
+EXCLUSIONS = yaml.safe_load("""
+- [n1 n2 n3, (null), null, n2]
+- [n1 n2, (null), null, null]
+- [n1 n2, (null), 1, n2]
+- [n1 n2 n3 n4, n4, null, 'n2,n4']
+- [n1 n2 n3, n3, null, null]
+""")
+
+
+@pytest.mark.parametrize(("up", "before", "fewest", "excluded"), EXCLUSIONS)
 def test_a_node_is_excluded_if_enough_others_are_up(
-    monkeypatch: pytest.MonkeyPatch,
-    up: str,
-    before: str,
-    fewest: int | None,
-    excluded: str | None,
+    monkeypatch, up: str, before: str, fewest: int | None, excluded: str | None
 ) -> None:
     """Else the job, which had two nodes, would wait for ever."""
     asked: list[tuple[str, ...]] = []
@@ -464,29 +470,30 @@ def attempts_of(folder: Path, *endings: Ending | None) -> None:
             end_attempt(attempt, folder, Outcome(ending=ending, reason="", exit_code=0))
 
 
-@pytest.mark.parametrize(
-    ("script", "endings", "asks"),
-    [
-        (None, [], False),
-        (None, [Ending.DONE], False),
-        ("before", [Ending.DONE], False),
-        ("before", [], True),
-        ("before", [None], True),
-        ("before", [Ending.STOPPED], True),
-        ("before", [Ending.FAILED], True),
-        ("before", [Ending.DONE, None], True),
-        ("after", [Ending.DONE], True),
-    ],
-)
+# When its script was submitted, how its attempts ended, and whether SLURM is asked.
+ASKED = yaml.safe_load("""
+- [null, [], false]
+- [null, [done], false]
+- [before, [done], false]
+- [before, [], true]
+- [before, [null], true]
+- [before, [stopped], true]
+- [before, [failed], true]
+- [before, [done, null], true]
+- [after, [done], true]
+""")
+
+
+@pytest.mark.parametrize(("script", "endings", "asks"), ASKED)
 def test_slurm_is_asked_only_for_runs_without_an_end(
     script: str | None,
-    endings: list[Ending | None],
+    endings: list[str | None],
     asks: bool,
     squeue: Path,
     tmp_path: Path,
 ) -> None:
     folder = logged_run(tmp_path / "run")
-    attempts_of(folder, *endings)
+    attempts_of(folder, *(ending and Ending(ending) for ending in endings))
     if script is not None:
         (folder / "slurm").mkdir()
         (folder / "slurm/.submission_file_1.sh").touch()

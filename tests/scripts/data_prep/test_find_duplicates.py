@@ -147,6 +147,30 @@ def test_images_of_an_evaluation_set_are_found(
     assert "no such folder" in find(shards, "--against", tmp_path / "missing", rc=2)
 
 
+def test_converted_originals_and_other_classes_are_found(tmp_path: Path) -> None:
+    original = encoded(picture(1).convert("CMYK"), "JPEG", quality=90)
+    for name in ("cat/a.jpg", "dog/b.jpg", "dog/c.jpg"):
+        write(tmp_path / "images" / name, original)
+    write(tmp_path / "images/cat/other.png", encoded(picture(2), "PNG"))
+    write(tmp_path / "seen/original.jpg", original)
+    make_shards(tmp_path / "images", tmp_path / "shards", *CHECKS)
+    assert {row["status"] for row in ledger(tmp_path / "shards").values()} == {
+        "repaired",
+        "kept",
+    }
+
+    text = find(tmp_path / "shards")
+    rows = rows_of(tmp_path / "shards-duplicates").values()
+    pairs = [(row["class"], row["class_of_copied"]) for row in rows if not row["keep"]]
+    num_mixed = sum(one != other for one, other in pairs)
+    assert len(pairs) == 2 and num_mixed in (1, 2)
+    assert f"note: {num_mixed} copies have another class" in text
+
+    # The shards have none of the bytes of the evaluation set.
+    text = find(tmp_path / "shards", "--against", tmp_path / "seen")
+    assert "3 of an image of --against" in text and "another class" not in text
+
+
 def test_a_full_disk_is_an_error_of_storage(
     made: tuple[Path, Path], small_disk: Path
 ) -> None:
@@ -194,9 +218,14 @@ def test_a_list_of_other_images_is_refused(
     source, shards = made
     find(shards, "--output", tmp_path / "found")
     write(tmp_path / "others/cat/a.png", encoded(picture(7), "PNG"))
+    (copy,) = (
+        path for path, row in rows_of(tmp_path / "found").items() if not row["keep"]
+    )
+    # Another corpus, and another layout of the same one.
     options = (f"source.leave_out={tmp_path}/found/duplicates.parquet", *CHECKS)
-    text = make_shards(tmp_path / "others", tmp_path / "again", *options, rc=2)
-    assert "names no image of the source" in text
+    for other in (tmp_path / "others", source / "train"):
+        text = make_shards(other, tmp_path / "again", *options, rc=2)
+        assert "1 of the 1 copies in" in text and repr(copy) in text
     options = (SPLITS, *CHECKS, "source.leave_out=missing")
     text = make_shards(source, tmp_path / "again", *options, rc=2)
     assert "source.leave_out" in text and "cannot be read" in text

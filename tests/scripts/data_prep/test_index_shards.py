@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import shutil
 import tarfile
@@ -302,6 +303,8 @@ def test_tars_at_a_url_are_indexed_in_place(
         found, local = (read_manifest(tmp_path / name) for name in ("index", "local"))
         assert found.splits == local.splits and found.shards_root == server.url
         assert found.index_blake3 == local.index_blake3
+        info = json.loads((tmp_path / "index/_info.json").read_text())["splits"]
+        assert info["train"]["filenames"][0].startswith(f"{server.url}/")
         remote = RemoteSettings(cache_path=str(tmp_path / "cache"))
         entries = read_split(
             str(tmp_path / "index"), split="train", remote_settings=remote

@@ -155,13 +155,11 @@ def test_a_signal_stops_with_a_checkpoint(
 def test_ranks_do_not_obey_what_the_shell_says_of_another_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stale = {
-        "MASTER_ADDR": "192.0.2.1",
-        "WORLD_SIZE": "64",
-        "GLOO_SOCKET_IFNAME": "ib7",
-    }
-    stale |= {"NCCL_SOCKET_IFNAME": "ib7", "LOCAL_SIZE": "8", "LOCAL_RANK": "7"}
-    stale |= {"SLURM_PROCID": "3", "VITSCALE_SITE": "site.yaml"}
+    words = """
+    MASTER_ADDR=192.0.2.1 WORLD_SIZE=64 GLOO_SOCKET_IFNAME=ib7 NCCL_SOCKET_IFNAME=ib7
+    LOCAL_SIZE=8 LOCAL_RANK=7 SLURM_PROCID=3 VITSCALE_SITE=site.yaml
+    """.split()
+    stale = dict(word.split("=") for word in words)
     for name, value in stale.items():
         monkeypatch.setenv(name, value)
     stage = f"""
