@@ -250,8 +250,8 @@ def failure_of_task(
         if what == "Out Of Memory":
             text = f"{who} ran out of memory and {were} killed"
         failure = Failure(kind=FailureKind.KILLED, what=text)
-    is_of_node = failure.kind in (FailureKind.OTHER, FailureKind.KILLED)
-    if set(nodes) & set("[,") or not is_of_node:
+    is_of_ranks = failure.kind not in (FailureKind.OTHER, FailureKind.KILLED)
+    if is_of_ranks or set(nodes) & set("[,"):
         return failure
     return replace(failure, rank=first, node=nodes)
 

@@ -539,10 +539,10 @@ def _record_end(run_folder: str | None, error: BaseException | None) -> None:
     known = read_failures(run_folder, attempt=os.environ[ATTEMPT_VARIABLE])
     if any(report.reported_by == rank for report in known):
         return
-    line = str(error).partition("\n")[0]
     failure = Failure(
         kind=FailureKind.OTHER,
-        what=f"rank {rank} on {node} ended with an error: {type(error).__name__}: {line}",
+        what=f"rank {rank} on {node} ended with an error: "
+        f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
         rank=rank,
         node=node,
         reported_by=rank,
