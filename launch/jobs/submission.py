@@ -480,7 +480,7 @@ class StageJob:
             where = f"job {task.job_id} on {', '.join(nodes)}"
             print(f"{now} attempt {attempt.number} of the run, {where}", flush=True)
             print(self.heading(task.num_tasks), flush=True)
-        code = run_in_process(self.arguments, self.run_folder)
+        code = run_in_process(self.arguments, self.run_folder or "")
         skip_teardown(code)
         if code:
             # The script has reported its error; no traceback is needed.
@@ -507,7 +507,7 @@ def _enter_task() -> JobEnvironment:
     return environment
 
 
-def run_in_process(arguments: list[str], run_folder: str | None = None) -> int:
+def run_in_process(arguments: list[str], run_folder: str) -> int:
     """Run a script in this process as `python ARGUMENTS` would. Returns its exit code.
 
     run_folder: where an error that leaves it is recorded, if the script has not.
@@ -531,9 +531,9 @@ def run_in_process(arguments: list[str], run_folder: str | None = None) -> int:
     return 0
 
 
-def _record_end(run_folder: str | None, error: BaseException | None) -> None:
-    """Record what ended this rank before it could: a broken package, for example."""
-    if run_folder is None or error is None:
+def _record_end(run_folder: str, error: BaseException | None) -> None:
+    """Record what ended one of several ranks before it could: a broken package, for example."""
+    if error is None or os.environ["WORLD_SIZE"] == "1":
         return
     rank, node = int(os.environ["RANK"]), node_name()
     known = read_failures(run_folder, attempt=os.environ[ATTEMPT_VARIABLE])
