@@ -24,6 +24,7 @@ def evaluate(run: EvaluateRun) -> None:
     from vitscale.distributed.watchdog import watched_ranks
 
     folder = Path(run.folder)
+    # The watchdog already writes into the folder, so it is checked first.
     check_folder(folder)
     with watched_ranks(folder, run.compute) as watchdog, watchdog.reporting():
         evaluate_run(run, watchdog.world)
@@ -31,15 +32,16 @@ def evaluate(run: EvaluateRun) -> None:
 
 def main() -> None:
     argv = sys.argv[1:]
-    of_run = settings_of_run(argv)
+    overrides = settings_of_run(argv)
     command = load_command(
         EvaluateRun,
         program="vitscale evaluate",
         description="Evaluate a trained model on a folder of shards.\n"
         "Without a configuration: on the data of its run, by the evaluations of its run.\n"
         "`vitscale` starts a process for each GPU, or --num-procs N.",
-        argv=of_run + argv,
-        needs_config=not of_run,
+        # The user's own words come last, so that they win.
+        argv=overrides + argv,
+        needs_config=not overrides,
         examples=(
             "vitscale evaluate init=runs/demo-finetune",
             "vitscale evaluate eval/features init=FILE",

@@ -49,18 +49,21 @@ def check_folder(folder: Path) -> None:
 
 def check_results(path: Path, description: Mapping[str, Any]) -> None:
     """Raise UserError if the results at `path` have another description."""
-    there, now = json.loads(path.read_text()), json.loads(json_text(description))
-    changes = changed_settings(there, now, purpose="evaluation")
-    if changes:
-        rows = (
-            f"\n    {key}: there {shorten(old or 'unknown')}, now {shorten(new or 'nothing')}"
-            for key, (old, new) in changes.items()
-        )
-        raise UserError(
-            f"has the results of another evaluation{''.join(rows)}",
-            where=str(path.parent),
-            next_step="choose a name for this one (name=...)",
-        )
+    old_values = json.loads(path.read_text())
+    # As JSON, since tuples and lists are the same there.
+    new_values = json.loads(json_text(description))
+    changes = changed_settings(old_values, new_values, purpose="evaluation")
+    if not changes:
+        return
+    rows = [
+        f"\n    {key}: there {shorten(old or 'unknown')}, now {shorten(new or 'nothing')}"
+        for key, (old, new) in changes.items()
+    ]
+    raise UserError(
+        f"has the results of another evaluation{''.join(rows)}",
+        where=str(path.parent),
+        next_step="choose a name for this one (name=...)",
+    )
 
 
 def evaluate_run(run: EvaluateRun, world: World) -> None:
@@ -71,63 +74,51 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     folder = Path(run.folder)
     say: Callable[[str], None] = print if world.is_first else lambda _: None
     model = open_model(**run.source(), world=world)
-    train, val = once_per_node(
-        lambda: splits(run),
-        is_maker=world.local_rank == 0,
-        gather=gather_objects,
-    )
-    num_images = sum(each.num_samples for each in (*train, val))
-    subject = Subject(
-        model=model.for_inference(
-            world, precision=run.compute.precision, num_images=num_images
-        ),
-        train=train,
-        val=val,
-        # Read as the model expects its images.
-        data=DataSettings(
-            path=run.data.path,
-            global_batch=run.compute.batch,
-            num_workers=run.data.num_workers,
-            remote=run.data.remote,
-            **model.preprocessing.data_values(),
-        ),
-        image_size=model.preprocessing.image_size,
-        micro_batch=run.compute.batch,
-        num_outputs=model.num_classes,
-        classes=model.classes,
-        folder=folder / FILES,
-    )
-    evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
-    said = {each.check(subject) for each in evaluations} - {""}
-    description = describe(run, model, val)
+    subject = _subject(run, model, world)
+
+    # All checks come before the folder is touched: its results may be the only ones.
+    evaluations = [EVALUATIONS[settings.name](settings) for settings in run.evaluate]
+    matches = {evaluation.check(subject) for evaluation in evaluations}
+
+    # The same folder may be used again, but only for the same evaluation.
+    description = describe(run, model, subject.val)
     if run.output is None and (folder / RESULTS).exists():
         check_results(folder / RESULTS, description)
+
     say(f"evaluating {model.source}")
-    for how in sorted(said):
-        say(f"the classes of model and shards: {how}")
-    for part in train:
+    for match in sorted(matches - {""}):
+        say(f"the classes of model and shards: {match}")
+    for part in subject.train:
         if part.note:
             say(part.note)
-    if train:
+    if subject.train:
         say(
             f"probes learn from {subject.num_train:,} images of {run.data.train_split!r}"
         )
+
     with (
         run_folder_lock(folder, world=world),
         open_tracker(run, model, world) as tracker,
     ):
+        # Files of an evaluation that is no longer in the list would look like its results.
         if world.is_first:
             shutil.rmtree(folder / FILES, ignore_errors=True)
-        names = ", ".join(each.name for each in run.evaluate)
-        images = f"{val.num_samples} images of {run.data.evaluated}"
+        # The first result may take minutes, so a person reads here what is coming.
+        names = ", ".join(settings.name for settings in run.evaluate)
+        images = f"{subject.val.num_samples} images of {run.data.evaluated}"
         say(f"{subject.image_size} px: {images}; {names}")
-        rows, start = list[Row](), time.perf_counter()
+
+        # One line when each is done, as probes take minutes.
+        rows: list[Row] = []
+        start = time.perf_counter()
         for settings, metrics in zip(
             run.evaluate, results(evaluations, subject), strict=True
         ):
             rows += as_rows(settings.name, metrics, image_size=subject.image_size)
             seconds = time.perf_counter() - start
             say(f"{subject.image_size} px: {settings.name} after {seconds:.1f} s")
+
+        # The results become a point of the training's own curve, at the checkpoint's step.
         tracker.log(
             {f"val/{row['metric']}": row["value"] for row in rows},
             step=model.run.checkpoint.step if model.run else 0,
@@ -137,50 +128,94 @@ def evaluate_run(run: EvaluateRun, world: World) -> None:
     say(f"\n{table(rows)}\n\nresults: {folder / RESULTS}, .csv, .md")
 
 
+def _subject(run: EvaluateRun, model: TrainedModel, world: World) -> Subject:
+    """The model beside the splits that it is evaluated on. Collective."""
+    # One process of a node opens the splits, and the others read what it has cached.
+    train, val = once_per_node(
+        lambda: splits(run),
+        is_maker=world.local_rank == 0,
+        gather=gather_objects,
+    )
+    num_images = sum(split.num_samples for split in (*train, val))
+
+    # The images are read as the model expects them, whatever the run's data say.
+    data = DataSettings(
+        path=run.data.path,
+        global_batch=run.compute.batch,
+        num_workers=run.data.num_workers,
+        remote=run.data.remote,
+        **model.preprocessing.data_values(),
+    )
+    return Subject(
+        model=model.for_inference(
+            world, precision=run.compute.precision, num_images=num_images
+        ),
+        train=train,
+        val=val,
+        data=data,
+        image_size=model.preprocessing.image_size,
+        micro_batch=run.compute.batch,
+        num_outputs=model.num_classes,
+        classes=model.classes,
+        folder=Path(run.folder) / FILES,
+    )
+
+
 def splits(run: EvaluateRun) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
     """Open the splits that probes learn from (none without a probe) and the evaluated split.
 
     Raises UserError.
     """
     data = DataSettings(global_batch=run.compute.batch, **run.data.model_dump())
-    has_probe = any(EVALUATIONS[each.name].needs != "logits" for each in run.evaluate)
-    if not has_probe and (val := open_val_split(data)):
+    needs = {EVALUATIONS[settings.name].needs for settings in run.evaluate}
+    if needs == {"logits"} and data.val_split is not None:
+        val = open_val_split(data)
+        assert val is not None
         return (), val
+
     # As a training opens them; the seed decides the order alone.
     opened = open_training_set(data, seed=0)
-    val = opened.dev if data.val_split is None else open_val_split(data)
+    val = opened.dev
+    if data.val_split is not None:
+        val = open_val_split(data)
     assert val is not None
-    return opened.parts if has_probe else (), val
+    if needs == {"logits"}:
+        return (), val
+    return opened.parts, val
 
 
 def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str, Any]:
     """Describe the evaluated model and data, as JSON values."""
+    model_values = {
+        "source": model.source,
+        "step": model.run.checkpoint.step if model.run else None,
+        "architecture": model.arch.description(),
+        "precision": run.compute.precision,
+        "averaged": model.run is not None and model.run.averaged,
+        "preprocessing": model.preprocessing.data_values(),
+    }
+    data_values = {
+        "path": str(val.folder),
+        "split": run.data.val_split or run.data.evaluated,
+        "images": val.num_samples,
+        "fingerprint": val.fingerprint,
+        "classes": len(val.classes),
+    }
+
+    # A choice that keeps every sample is left out, so that a new key does not make older results
+    # those of another evaluation.
     chosen = run.data.model_dump(mode="json", include=set(CHOOSING))
+    for key, value in chosen.items():
+        if value not in (None, [], 0, 100):
+            data_values[key] = value
+
     return {
         "name": run.name,
-        "model": {
-            "source": model.source,
-            "step": model.run.checkpoint.step if model.run else None,
-            "architecture": model.arch.description(),
-            "precision": run.compute.precision,
-            "averaged": model.run is not None and model.run.averaged,
-            "preprocessing": model.preprocessing.data_values(),
-        },
-        "data": {
-            "path": str(val.folder),
-            "split": run.data.val_split or run.data.evaluated,
-            "images": val.num_samples,
-            "fingerprint": val.fingerprint,
-            "classes": len(val.classes),
-            **{
-                key: value
-                for key, value in chosen.items()
-                if value not in (None, [], 0, 100)
-            },
-        },
+        "model": model_values,
+        "data": data_values,
         "evaluate": [
-            each.model_dump(mode="json", exclude={"every_steps"})
-            for each in run.evaluate
+            settings.model_dump(mode="json", exclude={"every_steps"})
+            for settings in run.evaluate
         ],
     }
 
@@ -190,6 +225,7 @@ def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker
 
     Collective.
     """
+    # Without this the other ranks would wait for one that cannot write.
     with errors_on_all_ranks("cannot be written", run.folder, tried=world.is_first):
         if world.is_first:
             write_text(Path(run.folder) / "config.yaml", run_to_yaml(run))
@@ -217,8 +253,13 @@ def as_rows(
             "image_size": image_size,
             "evaluation": evaluation,
             "metric": metric,
+            "value": float(value),
+            "low": None,
+            "high": None,
+            "images": None,
         }
-        row |= {"value": float(value), "low": None, "high": None, "images": None}
+
+        # The interval of a share follows from the number of its images.
         if isinstance(value, Share):
             row["low"], row["high"] = value.interval()
             row["images"] = value.images
@@ -228,20 +269,28 @@ def as_rows(
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown with aligned columns, then why a metric has no interval."""
-    lines = [HEADINGS, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, tuple("-" * width for width in widths))
-    found = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines]
-    return "\n".join([*found, *(f"\n{why}" for why in _reasons(rows))])
+    # Aligned, so that the same text reads well in a terminal and on a web page.
+    cells = [HEADINGS, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, tuple("-" * width for width in widths))
+    lines = [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in cells]
+    for reason in _reasons(rows):
+        lines.append(f"\n{reason}")
+    return "\n".join(lines)
 
 
 def write_results(
     folder: Path, rows: Sequence[Row], *, description: Mapping[str, Any]
 ) -> None:
     """Write results.json, with `description`, results.csv and results.md."""
-    # JSON has no NaN.
-    valid = [{key: None if x != x else x for key, x in row.items()} for row in rows]
+    # JSON has no NaN, the one value that differs from itself.
+    valid = [
+        {key: None if cell != cell else cell for key, cell in row.items()}
+        for row in rows
+    ]
     write_json(folder / RESULTS, {**description, "results": valid})
+
+    # A spreadsheet would run the name of a class that looks like a formula.
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -255,28 +304,32 @@ def _reasons(rows: Sequence[Row]) -> Iterator[str]:
     without = [row["metric"] for row in rows if row["low"] is None]
     if "class_mean_top1" in without:
         yield "class_mean_top1 has no interval: it is a mean over classes"
-    if any(
-        metric.startswith("few_shot") and metric.endswith("_top1") for metric in without
-    ):
+    # Its spread over draws is a metric of its own and says more than an interval would.
+    few_shot = [metric for metric in without if metric.startswith("few_shot")]
+    if any(metric.endswith("_top1") for metric in few_shot):
         yield "few_shotK_top1 has no interval: it is a mean over draws, with few_shotK_std"
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    interval = (
-        ""
-        if row["low"] is None
-        else f"{_spelled(row['low'])} to {_spelled(row['high'])}"
+    interval = ""
+    images = ""
+    if row["low"] is not None:
+        interval = f"{_spelled(row['low'])} to {_spelled(row['high'])}"
+        images = str(row["images"])
+    return (
+        str(row["image_size"]),
+        row["evaluation"],
+        row["metric"],
+        _spelled(row["value"]),
+        interval,
+        images,
     )
-    images = "" if row["images"] is None else str(row["images"])
-    first = (str(row["image_size"]), row["evaluation"], row["metric"])
-    return (*first, _spelled(row["value"]), interval, images)
 
 
 def _spelled(value: float) -> str:
+    # Fixed digits would show a small loss as 0.0000, and a large one with digits of no meaning.
     if 0 < abs(value) < 0.001:
         return f"{value:.1e}"
-    return (
-        f"{value:.4f}"
-        if not math.isfinite(value) or abs(value) < 100
-        else f"{value:.1f}"
-    )
+    if abs(value) >= 100 and math.isfinite(value):
+        return f"{value:.1f}"
+    return f"{value:.4f}"

@@ -28,7 +28,11 @@ def export(run: ExportRun) -> None:
 
     check_export(run)
     model = open_model(**run.source())
-    record = read_record(model.run.folder) if model.run is not None else None
+    record = None
+    if model.run is not None:
+        record = read_record(model.run.folder)
+
+    # An export takes long, so what its last step needs is looked for first.
     if run.mlflow and (record is None or record.uri is None):
         raise UserError(
             "no MLflow run trained this model",
@@ -38,10 +42,15 @@ def export(run: ExportRun) -> None:
         )
     for line in write_folder(run, model):
         print(line)
+    # Last, so that a server that does not answer cannot cost the export.
     if run.mlflow and model.run is not None:
         folder = Path(run.output)
-        place = f"exported/{folder.name}"
-        upload(model.run.folder, sorted(folder.iterdir()), place=place, say=print)
+        upload(
+            model.run.folder,
+            sorted(folder.iterdir()),
+            place=f"exported/{folder.name}",
+            say=print,
+        )
 
 
 def main() -> None:

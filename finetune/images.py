@@ -58,11 +58,9 @@ class Images:
 
     def label_name(self, label: int) -> str | None:
         """The true class, where the shards have it."""
-        return (
-            None
-            if self.index is None or label == NO_LABEL
-            else self.index.classes[label]
-        )
+        if self.index is None or label == NO_LABEL:
+            return None
+        return self.index.classes[label]
 
     def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
         if self.index is not None:
@@ -86,7 +84,9 @@ def shard_folder(paths: Sequence[str]) -> str | None:
             where="images",
             allowed="image files and folders of images, or one shard folder",
         )
-    return shards[0] if shards else None
+    if not shards:
+        return None
+    return shards[0]
 
 
 def find_files(given: Sequence[str]) -> Images:
@@ -94,30 +94,36 @@ def find_files(given: Sequence[str]) -> Images:
 
     Raises UserError for a path that does not exist, and if there are no images.
     """
-    missing = [each for each in given if not os.path.exists(each)]
+    # All of them in one message, as a list of files often has several wrong names.
+    missing = [path for path in given if not os.path.exists(path)]
     if missing:
-        what = f"no such file or folder: {', '.join(map(repr, missing))}"
-        raise UserError(what, where="images")
+        raise UserError(
+            f"no such file or folder: {', '.join(map(repr, missing))}", where="images"
+        )
+
+    # A file that is named is read whatever its name; in a folder the name decides.
     paths: list[str] = []
     num_left_out = 0
-    for each in given:
-        if not os.path.isdir(each):
-            paths.append(each)
+    for path in given:
+        if not os.path.isdir(path):
+            paths.append(path)
             continue
         try:
-            below = list(files_below(each))
+            below = list(files_below(path))
         except OSError as error:
-            what = f"cannot be read ({error.strerror})"
-            raise UserError(what, where=str(error.filename)) from None
-        images = [path for path in below if _suffix(path) in SUFFIXES | OTHER_SUFFIXES]
+            raise UserError(
+                f"cannot be read ({error.strerror})", where=str(error.filename)
+            ) from None
+        # A photograph in an unknown format is listed as unreadable; a text file is no image at all.
+        images = [file for file in below if _suffix(file) in SUFFIXES | OTHER_SUFFIXES]
         paths += sorted(images, key=os.fsencode)
         num_left_out += len(below) - len(images)
+
     if not paths:
-        what = (
-            f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files"
-        )
         raise UserError(
-            what, where="images", allowed=f"names in .{', .'.join(sorted(SUFFIXES))}"
+            f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files",
+            where="images",
+            allowed=f"names in .{', .'.join(sorted(SUFFIXES))}",
         )
     return Images(paths=paths, num_left_out=num_left_out)
 
@@ -132,7 +138,8 @@ class FileSamples(Samples):
     def __init__(
         self, paths: Sequence[str], *, settings: DataSettings, image_size: int
     ) -> None:
-        self.paths, self.image_size = paths, image_size
+        self.paths = paths
+        self.image_size = image_size
         self.resize = EvaluationResize(settings, image_size=image_size)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
@@ -141,6 +148,7 @@ class FileSamples(Samples):
             data = _bounded_bytes(path)
             self.resize(data, out, pixels_HW3=converted_pixels(data))
         except (OSError, ValueError) as error:
+            # One image must not end a command over thousands; the table has its reason.
             out.zero_()
             return NO_LABEL, [Unreadable(0, position, path, reason_of(error))]
         return NO_LABEL, []
@@ -150,6 +158,7 @@ def converted_pixels(data: bytes) -> torch.Tensor | None:
     """The pixels of an image that was not prepared, as decoded from shards, uint8 [H, W, 3]; None
     for an image that decoders turn into the same pixels, faster. Raises like `open_image`."""
     with open_image(data) as image:
+        # The decoders of shards know neither EXIF nor transparency; a plain JPEG has neither.
         if data.startswith(b"\xff\xd8\xff") and orientation(image) == UPRIGHT:
             return None
         return torch.from_numpy(rgb_pixels(image))
@@ -157,10 +166,12 @@ def converted_pixels(data: bytes) -> torch.Tensor | None:
 
 def _bounded_bytes(path: str) -> bytes:
     """The content of a regular file of bounded size. Raises OSError or ValueError."""
-    if (suffix := _suffix(path)) in OTHER_SUFFIXES:
+    suffix = _suffix(path)
+    if suffix in OTHER_SUFFIXES:
         raise ValueError(
             f"{suffix.upper()} is not read; convert it to JPEG, PNG or WebP"
         )
+
     # A pipe must not wait for its writer.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:
@@ -169,4 +180,5 @@ def _bounded_bytes(path: str) -> bytes:
             raise ValueError("is not a file")
         if status.st_size > MAX_FILE_BYTES:
             raise ValueError(f"{status.st_size:,} bytes; at most {MAX_FILE_BYTES:,}")
+        # The file may grow while it is read.
         return file.read(MAX_FILE_BYTES)

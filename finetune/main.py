@@ -33,9 +33,8 @@ def train(run: FinetuneRun) -> None:
         for step in session.steps():  # from the checkpoint's step
             for batch in session.micro_batches(step):
                 loss = objective.loss(session.engine, batch)
-                session.update(
-                    loss
-                )  # backward; the optimiser steps after the last micro-batch
+                # Backward; the optimiser steps after the last micro-batch.
+                session.update(loss)
             session.end_step(step)  # log, evaluate, save; ends here when preempted
 
 

@@ -13,7 +13,8 @@ from vitscale.objectives.objective import Distillation, Objective, Supervised
 if TYPE_CHECKING:
     from vitscale.training.session import TrainingSession
 
-SHEET_ROWS, SHEET_COLUMNS = 4, 8
+SHEET_ROWS = 4
+SHEET_COLUMNS = 8
 
 
 class PredictionsDrawn(Objective):
@@ -27,43 +28,52 @@ class PredictionsDrawn(Objective):
         from vitscale.data.samples import EvaluationSamples
         from vitscale.evaluation.sheet import caption, save_figure, sheet
 
-        index, engine, size = session.val_index, session.engine, session.arch.image_size
+        index = session.val_index
         if index is None:
             return
+
+        # Evenly spaced, since neighbours in a split may be of one class.
         count = min(SHEET_ROWS * SHEET_COLUMNS, index.num_samples)
-        chosen = torch.linspace(0, index.num_samples - 1, count).long().tolist()
+        numbers = torch.linspace(0, index.num_samples - 1, count).long().tolist()
+        size = session.arch.image_size
         samples = EvaluationSamples(index, settings=session.run.data, image_size=size)
         images = torch.empty(count, 3, size, size, dtype=torch.uint8)
-        for row, sample in zip(images, chosen, strict=True):
-            samples.fill(sample, row)
+        for image, number in zip(images, numbers, strict=True):
+            samples.fill(number, image)
+
+        # On all ranks, since under ZeRO 3 a forward pass gathers weights.
+        engine = session.engine
         engine.eval()
         with torch.no_grad():
-            predicted = (
-                engine.logits(images.to(engine.world.device)).argmax(dim=1).tolist()
-            )
+            logits = engine.logits(images.to(engine.world.device))
         engine.train()
         if not engine.world.is_first:
             return
-        labels = [int(index.label[sample]) for sample in chosen]
+
+        predicted = logits.argmax(dim=1).tolist()
+        labels = [int(index.label[number]) for number in numbers]
+        # Names of ImageNet's classes are lists of synonyms, too long for a small picture.
         names = {
             label: caption(index.classes[label], width=18, num_lines=2)
             for label in {*predicted, *labels}
         }
-        cells = [
-            (
-                names[guess]
-                if guess == label
-                else f"{names[guess]}\nis: {names[label]}",
-                label != guess,
-                image,
-            )
-            for guess, label, image in zip(predicted, labels, images, strict=True)
+
+        # Where the prediction is right, its name is the true one.
+        cells = []
+        num_right = 0
+        for guess, label, image in zip(predicted, labels, images, strict=True):
+            text = names[guess]
+            if guess == label:
+                num_right += 1
+            else:
+                text += f"\nis: {names[label]}"
+            cells.append((text, guess != label, image))
+
+        rows = [
+            cells[start : start + SHEET_COLUMNS]
+            for start in range(0, count, SHEET_COLUMNS)
         ]
-        right = sum(not is_wrong for _, is_wrong, _ in cells)
-        title = (
-            f"Test images with the predicted class: {right} of {count} right, in black"
-        )
-        rows = [cells[at : at + SHEET_COLUMNS] for at in range(0, count, SHEET_COLUMNS)]
+        title = f"Test images with the predicted class: {num_right} of {count} right, in black"
         path = session.folder / "pictures" / "test_predictions.png"
         save_figure(sheet(title, rows, height=2.0), path)
 
@@ -81,6 +91,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "distillation": DistilledTransfer,
 }
 
+# mypy cannot follow a type that is built from a dict.
 if TYPE_CHECKING:
     ObjectiveSettings = NamedSection
 else:

@@ -24,6 +24,7 @@ def predict(run: PredictRun) -> None:
     from vitscale.distributed.watchdog import watched_ranks
     from vitscale.evaluation.trained_model import open_model
 
+    # A wrong path should fail at once, not after a large model was loaded.
     inputs = find_inputs(run)
     with watched_ranks(None, run.compute) as watchdog, watchdog.reporting():
         model = open_model(**run.source(), world=watchdog.world)

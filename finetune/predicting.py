@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
+import torch
 
 from finetune.images import Images, find_files, shard_folder
 from finetune.settings import PredictRun
@@ -44,10 +45,12 @@ def find_inputs(run: PredictRun) -> Images:
     if shards is None:
         images = find_files(run.images)
     else:
-        split = read_split(
+        index = read_split(
             shards, split=run.split, key="split", remote_settings=run.remote
         )
-        images = Images(index=split)
+        images = Images(index=index)
+
+    # Thousands of lines in a terminal are an output that was forgotten.
     if run.output is None and images.total > MAX_PRINTED:
         raise UserError(
             f"{images.total:,} images and no output",
@@ -71,25 +74,22 @@ def predict_images(
             where=model.source,
             next_step="fine-tune it with vitscale finetune, and give that run",
         )
+    # A model of two classes has no five most probable ones.
     top = min(run.top, model.num_classes)
     names, no_accuracy = output_names(model, images)
     chunks = predictions(run, model, images, world, top=top, names=names)
     if run.output is None:
         rows = _on_all_ranks(run, lambda: [row for chunk in chunks for row in chunk])
-        for row in (row for part in gather_objects(rows) for row in part):
-            label = f" ({row['label']})" if row["label"] is not None else ""
-            reason = (
-                f": cannot be read: {row['error']}" if row["error"] is not None else ""
-            )
-            yield visible(f"{row['image']}{label}{reason}")
-            for rank in range(1, top + 1) if not reason else ():
-                yield visible(f"  {row[f'p_{rank}']:7.2%}  {row[f'class_{rank}']}")
+        for rows_of_rank in gather_objects(rows):
+            for row in rows_of_rank:
+                yield from _lines(row, top=top)
         return
+
+    # Each rank writes a Parquet file; the first joins them in the order of the images. The name is
+    # a new one, as a command that was killed may have left a folder.
     output = Path(run.output).absolute()
-    # Each rank writes a Parquet file; the first joins them in the order of the images.
-    parts = output.with_name(
-        gather_objects(f".{output.name}.{uuid.uuid4().hex[:8]}.parts")[0]
-    )
+    name = gather_objects(f".{output.name}.{uuid.uuid4().hex[:8]}.parts")[0]
+    parts = output.with_name(name)
 
     def write_part() -> None:
         make_folders(parts)
@@ -99,6 +99,7 @@ def predict_images(
 
     try:
         _on_all_ranks(run, write_part)
+        # Only now do all ranks know that no part is missing.
         counts = _on_all_ranks(
             run,
             lambda: _join(parts, output) if world.is_first else None,
@@ -123,8 +124,8 @@ def _on_all_ranks(
     with errors_on_all_ranks("cannot be written", str(run.output), tried=tried):
         try:
             return work()
-        except OSError as caught:
-            raise not_written(caught, f"output={run.output}") from None
+        except OSError as error:
+            raise not_written(error, f"output={run.output}") from None
 
 
 def output_names(model: TrainedModel, images: Images) -> tuple[Sequence[str], str]:
@@ -133,21 +134,39 @@ def output_names(model: TrainedModel, images: Images) -> tuple[Sequence[str], st
     Outputs that are classes of the shards have the names that the labels have.
     """
     names = list(model.class_names)
-    classes = () if images.index is None else images.index.classes
-    if not classes:
+    if images.index is None or not images.index.classes:
         return names, ""
+    classes = images.index.classes
     try:
-        found = column_of_each_class(
+        matched = column_of_each_class(
             model.classes, classes, num_outputs=model.num_classes
         )
     except UserError as error:
         return names, error.what
-    if lacking := found.lacking(classes):
-        what = f"{len(lacking):,} of {len(classes):,} classes of the shards are none of the model's"
-        return names, f"{what}, such as {lacking[0]!r}"
-    for name, column in zip(classes, found.columns, strict=True):
+
+    # The accuracy over the classes that the model knows would look like that over all.
+    lacking = matched.lacking(classes)
+    if lacking:
+        return names, (
+            f"{len(lacking):,} of {len(classes):,} classes of the shards are none of the model's, "
+            f"such as {lacking[0]!r}"
+        )
+    for name, column in zip(classes, matched.columns, strict=True):
         names[column] = name
     return names, ""
+
+
+def _lines(row: Row, *, top: int) -> Iterator[str]:
+    """What is printed about one image. File names come from outside: no control characters."""
+    heading = row["image"]
+    if row["label"] is not None:
+        heading += f" ({row['label']})"
+    if row["error"] is not None:
+        yield visible(f"{heading}: cannot be read: {row['error']}")
+        return
+    yield visible(heading)
+    for rank in range(1, top + 1):
+        yield visible(f"  {row[f'p_{rank}']:7.2%}  {row[f'class_{rank}']}")
 
 
 def predictions(
@@ -160,11 +179,12 @@ def predictions(
     names: Sequence[str],
 ) -> Iterator[list[Row]]:
     """Yield the predictions for this rank's images, in order, CHUNK_ROWS at a time."""
-    start, stop = (
-        images.total * rank // world.world_size for rank in (world.rank, world.rank + 1)
-    )
+    start = images.total * world.rank // world.world_size
+    stop = images.total * (world.rank + 1) // world.world_size
     size = run.compute.batch
-    positions = [range(at, min(stop, at + size)) for at in range(start, stop, size)]
+    positions = [
+        range(first, min(stop, first + size)) for first in range(start, stop, size)
+    ]
     settings = DataSettings(
         path=run.images[0],
         global_batch=size,
@@ -172,49 +192,71 @@ def predictions(
         remote=run.remote,
         **model.preprocessing.data_values(),
     )
+    # Ranks take neighbouring images, so that each reads its own part of a shard.
     samples = images.samples(settings, image_size=model.preprocessing.image_size)
-    pinned = world.device.type == "cuda"
     network = model.for_inference(
         world, precision=run.compute.precision, num_images=images.total
     )
+
     pending: list[Row] = []
     with open_batches(
-        samples, positions, batch=size, settings=settings, pin_memory=pinned
+        samples,
+        positions,
+        batch=size,
+        settings=settings,
+        pin_memory=world.device.type == "cuda",
     ) as batches:
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = network.logits(cpu_batch.to(world.device).images)
-            if not logits_BC.isfinite().all():
-                raise UserError(
-                    "the model's outputs are not finite (NaN or infinity)",
-                    where=model.source,
-                    next_step="give an earlier checkpoint, or other weights",
-                )
-            # Shares of their own need not sum to 1.
-            shares_BC = (
-                logits_BC.sigmoid() if model.independent else logits_BC.softmax(dim=1)
-            )
-            # Ranked by the logits: many shares are rounded to 0 or 1.
-            ranked_BK = logits_BC.topk(top, dim=1).indices
-            shares_BK = shares_BC.gather(1, ranked_BK)
-            errors = {each.sample: each.error for each in cpu_batch.unreadable}
+            shares_BK, ranked_BK = _ranked(logits_BC, model, top=top)
+            errors = {image.sample: image.error for image in cpu_batch.unreadable}
+            # Shards have a class for each label; files have none, so the column stays empty.
             labels = map(images.label_name, cpu_batch.labels.tolist())
             for number, label, shares, ranked in zip(
                 numbers, labels, shares_BK.tolist(), ranked_BK.tolist(), strict=True
             ):
                 row: Row = {"label": label, "error": errors.get(number)}
-                for rank in range(top) if number not in errors else ():
-                    row |= {
-                        f"class_{rank + 1}": names[ranked[rank]],
-                        f"p_{rank + 1}": shares[rank],
-                    }
                 pending.append(row)
+                # The batch has blank pixels for an image that cannot be read.
+                if number in errors:
+                    continue
+                for rank in range(top):
+                    row[f"class_{rank + 1}"] = names[ranked[rank]]
+                    row[f"p_{rank + 1}"] = shares[rank]
+
+            # Keys are looked up for many images at once: each look-up reads a part of the index.
             if len(pending) >= CHUNK_ROWS or numbers.stop == stop:
-                found = images.names(range(numbers.stop - len(pending), numbers.stop))
+                done = range(numbers.stop - len(pending), numbers.stop)
                 yield [
                     {"image": name, **row}
-                    for name, row in zip(found, pending, strict=True)
+                    for name, row in zip(images.names(done), pending, strict=True)
                 ]
                 pending = []
+
+
+def _ranked(
+    logits_BC: torch.Tensor, model: TrainedModel, *, top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shares of the most probable classes, and these classes, each [B, top].
+
+    Raises UserError where an output is not finite.
+    """
+    if not logits_BC.isfinite().all():
+        raise UserError(
+            "the model's outputs are not finite (NaN or infinity)",
+            where=model.source,
+            next_step="give an earlier checkpoint, or other weights",
+        )
+
+    # A model that was trained with a sigmoid gives each class a probability of its own.
+    if model.independent:
+        shares_BC = logits_BC.sigmoid()
+    else:
+        shares_BC = logits_BC.softmax(dim=1)
+
+    # Ranked by the logits: many shares are rounded to 0 or 1.
+    ranked_BK = logits_BC.topk(top, dim=1).indices
+    return shares_BC.gather(1, ranked_BK), ranked_BK
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -222,14 +264,11 @@ def predictions(
 
 def schema(top: int) -> pa.Schema:
     """top: classes of each image."""
-    pairs = [(f"class_{rank}", f"p_{rank}") for rank in range(1, top + 1)]
-    names = ["image", "label", *(name for pair in pairs for name in pair), "error"]
-    return pa.schema(
-        [
-            (name, pa.float32() if name.startswith("p_") else pa.string())
-            for name in names
-        ]
-    )
+    # Types are fixed, since a first batch without labels would make that column of type null.
+    fields = [("image", pa.string()), ("label", pa.string())]
+    for rank in range(1, top + 1):
+        fields += [(f"class_{rank}", pa.string()), (f"p_{rank}", pa.float32())]
+    return pa.schema([*fields, ("error", pa.string())])
 
 
 def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
@@ -237,23 +276,30 @@ def _join(parts: Path, output: Path) -> tuple[Counter[str], list[str]]:
 
     Returns the numbers of images, and a sentence on each of the first unreadable ones.
     """
+    # The names of the parts are the ranks, which read the images in this order.
     files = [pq.ParquetFile(part) for part in sorted(parts.iterdir())]
     is_parquet = output.suffix == ".parquet"
     kind = pq.ParquetWriter if is_parquet else pa_csv.CSVWriter
-    counts, errors = Counter[str](), list[str]()
+    counts = Counter[str]()
+    errors: list[str] = []
+
+    # Part by part: the table of a whole corpus does not fit into memory.
     with atomic_file(output) as file, kind(file, files[0].schema_arrow) as writer:
         for table in _row_groups(files):
             writer.write_table(table if is_parquet else _csv_cells(table))
 
-            seen = table.select(("image", "label", "class_1", "error"))
-            for image, label, guess, error in zip(
-                *(column.to_pylist() for column in seen.columns), strict=True
-            ):
-                labelled = error is None and label is not None
-                counts.update(images=1, unread=error is not None, labelled=labelled)
-                counts.update(right=labelled and guess == label)
-                if error is not None and len(errors) < SHOWN_ERRORS:
-                    errors.append(visible(f"unreadable: {image}: {error}"))
+            reported = table.select(("image", "label", "class_1", "error"))
+            columns = [column.to_pylist() for column in reported.columns]
+            for image, label, guess, error in zip(*columns, strict=True):
+                counts["images"] += 1
+                if error is not None:
+                    counts["unread"] += 1
+                    if len(errors) < SHOWN_ERRORS:
+                        errors.append(visible(f"unreadable: {image}: {error}"))
+                elif label is not None:
+                    counts["labelled"] += 1
+                    if guess == label:
+                        counts["right"] += 1
     return counts, errors
 
 
@@ -265,6 +311,7 @@ def _row_groups(files: Sequence[pq.ParquetFile]) -> Iterator[pa.Table]:
 
 
 def _csv_cells(table: pa.Table) -> pa.Table:
+    # A spreadsheet would run the name of a class or file that looks like a formula.
     columns = [
         pa.array(map(csv_cell, column.to_pylist()), column.type)
         for column in table.columns
@@ -281,9 +328,10 @@ def _report(
     no_accuracy: str,
 ) -> Iterator[str]:
     yield f"{output}: {count['images']:,} images, {count['unread']:,} of them unreadable"
+    labelled = count["labelled"]
     if no_accuracy:
         yield f"no accuracy: {no_accuracy}"
-    elif labelled := count["labelled"]:
+    elif labelled:
         yield f"top-1 {count['right'] / labelled:.2%} of {labelled:,} images with a label"
     if left_out:
         yield f"left out {left_out:,} files that are no images by their name"

@@ -39,6 +39,7 @@ class FinetuneRun(TrainingRun):
     def make_objective(self) -> Objective:
         return OBJECTIVES[self.objective.name](self.objective, seed=self.seed)
 
+    # The objective knows which models and data it can train on.
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
         yield from self.make_objective().problems(self)

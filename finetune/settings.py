@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,13 +23,14 @@ from vitscale.tracking.settings import TrackingSettings, tracking_problems
 TABLES = (".csv", ".parquet")
 # Keys of `data` that choose samples.
 CHOOSING = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent")
-# Needs images, or the weights alone.
+# Whether a picture needs images, or the weights alone.
 PICTURES = {
     "patch_filters": False,
     "position_similarity": False,
     "attention_distance": True,
     "attention_rollout": True,
 }
+# mypy cannot follow a type that is built from a dict.
 if TYPE_CHECKING:
     PictureName = str
 else:
@@ -102,15 +104,21 @@ class ModelRun(Run):
     @field_serializer("model")
     def _chosen(self, model: ModelSettings | None) -> dict[str, Any] | None:
         # A key in the file of a job wins, so those that nobody set are left out.
-        chosen = model.model_fields_set if model is not None else ()
-        return {key: value for key, value in model or () if key in chosen} or None
+        if model is None:
+            return None
+        values = {key: value for key, value in model if key in model.model_fields_set}
+        return values or None
 
     def source(self) -> dict[str, Any]:
         """Arguments of `open_model`."""
-        names = ("init", "model", "image_size", "position_embedding")
-        pixels = self.preprocessing.model_dump(exclude_none=True)
-        same = {name: getattr(self, name) for name in names}
-        return {**same, "weights": self.init_weights, "preprocessing": pixels}
+        return {
+            "init": self.init,
+            "weights": self.init_weights,
+            "model": self.model,
+            "image_size": self.image_size,
+            "position_embedding": self.position_embedding,
+            "preprocessing": self.preprocessing.model_dump(exclude_none=True),
+        }
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -174,17 +182,21 @@ class EvaluateRun(ModelRun):
                 "data.val_split",
                 "null evaluates the part of dev_percent; set one of the two",
             )
-        names = [each.name for each in self.evaluate]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            yield (
-                "evaluate",
-                f"{name} is listed twice; its metrics would have the same names",
-            )
-        for each in self.evaluate:
-            if each.every_steps is not None:
+
+        # Metrics are named after their evaluation, so the second would replace the first.
+        counts = Counter(settings.name for settings in self.evaluate)
+        for name, count in sorted(counts.items()):
+            if count > 1:
                 yield (
                     "evaluate",
-                    f"{each.name}: every_steps is for trainings; remove it",
+                    f"{name} is listed twice; its metrics would have the same names",
+                )
+        # One evaluation is one point in time.
+        for settings in self.evaluate:
+            if settings.every_steps is not None:
+                yield (
+                    "evaluate",
+                    f"{settings.name}: every_steps is for trainings; remove it",
                 )
         yield from tracking_problems(self.tracking)
         yield from launch_problems(self.launch)
@@ -196,48 +208,65 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     Other shards are evaluated whole. Of weights outside a run folder: a name, and classification.
     None where a configuration is given. Raises UserError if nothing is there.
     """
-    init = next((word[5:] for word in reversed(argv) if word.startswith("init=")), None)
-    if init is None or any(word.partition("=")[0] == "--config" for word in argv):
+    if any(word.partition("=")[0] == "--config" for word in argv):
         return []
-    init = os.path.expanduser(init)
+    given = [word for word in argv if word.startswith("init=")]
+    if not given:
+        return []
+    init = os.path.expanduser(given[-1].removeprefix("init="))
     if not init.startswith("hf://") and not Path(init).exists():
+        # It raises, and names what is there instead.
         resolve_weights(init)
-    files = [
-        each / "config.yaml"
-        for each in (Path(init), Path(init).absolute().parent.parent)
-    ]
-    path = next((each for each in files if each.is_file()), None)
-    config: Any = (
-        read_yaml(path.read_text(), name=str(path)).values if path else None
-    ) or {}
+
+    # `init` is a run folder, or a checkpoint below the `checkpoints` of one.
+    config: dict[str, Any] = {}
+    for folder in (Path(init), Path(init).absolute().parent.parent):
+        path = folder / "config.yaml"
+        if path.is_file():
+            config = read_yaml(path.read_text(), name=str(path)).values or {}
+            break
+
+    # The run's own evaluations have a schedule, which means nothing here.
     evaluations = [
-        {key: value for key, value in each.items() if key != "every_steps"}
-        for each in config.get("evaluate") or [{"name": "classification"}]
+        {key: value for key, value in settings.items() if key != "every_steps"}
+        for settings in config.get("evaluate") or [{"name": "classification"}]
     ]
-    name = f"{config.get('name', Path(init).stem)}-evaluation"
-    values = {"name": name, "evaluate": evaluations, **_samples_of_run(config, argv)}
+    values = {
+        "name": f"{config.get('name', Path(init).stem)}-evaluation",
+        "evaluate": evaluations,
+        **_samples_of_run(config, argv),
+    }
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _samples_of_run(config: Mapping[str, Any], argv: Sequence[str]) -> dict[str, Any]:
     """The settings of the run's own images, and its precision."""
-    used: dict[str, Any] = config.get("data") or {}
-    cache = (used.get("remote") or {}).get("cache_path")
-    precision = (config.get("engine") or {}).get("precision", "auto")
-
-    found = {
-        f"data.{key}": used.get(key) for key in ("path", "train_split", "val_split")
+    # The file is the user's and not yet validated: any section may be missing.
+    data: dict[str, Any] = config.get("data") or {}
+    values = {
+        f"data.{key}": data[key]
+        for key in ("path", "train_split", "val_split")
+        if data.get(key) is not None
     }
-    chosen = {f"data.{key}": used.get(key) for key in CHOOSING if used.get(key)}
-    # The dev part was evaluated instead of the split.
-    chosen |= {"data.val_split": None} if used.get("dev_percent") else {}
-    found = {key: value for key, value in found.items() if value is not None}
-    is_own = not any(word.startswith("data.path=") for word in argv)
-    found |= chosen if is_own else {}
-    found |= {} if cache is None else {"data.remote.cache_path": cache}
-    return found | (
-        {"compute.precision": precision} if precision in ("bf16", "fp32") else {}
-    )
+
+    # Keys and classes that choose samples of the run's shards mean nothing in others.
+    if not any(word.startswith("data.path=") for word in argv):
+        for key in CHOOSING:
+            if data.get(key):
+                values[f"data.{key}"] = data[key]
+        # The dev part was evaluated instead of the split.
+        if data.get("dev_percent"):
+            values["data.val_split"] = None
+
+    cache = (data.get("remote") or {}).get("cache_path")
+    if cache is not None:
+        values["data.remote.cache_path"] = cache
+
+    # fp16 is for training alone: it needs a loss scale.
+    precision = (config.get("engine") or {}).get("precision")
+    if precision in ("bf16", "fp32"):
+        values["compute.precision"] = precision
+    return values
 
 
 # ---- predictions, exports, pictures --------------------------------------------------------------
@@ -262,6 +291,7 @@ class PredictRun(ModelRun):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
+        # The ending chooses the format, so an unknown one cannot be written.
         if self.output is not None and not self.output.endswith(TABLES):
             yield ("output", f"{self.output!r} does not end in {' or '.join(TABLES)}")
 

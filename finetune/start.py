@@ -23,6 +23,8 @@ from vitscale.models.weights.transfer import (
     transfer_weights,
 )
 
+# Settings that any weights fit, whatever their value.
+FREE_KEYS = ("image_size", "num_classes", "layer_norm_eps", "gelu")
 # Fewer matches than this share are a mistake, not a few missing classes.
 MIN_SHARE = 0.5
 QKV = "blocks.0.attn.qkv.weight"
@@ -37,105 +39,148 @@ def load_initial_weights(
     """
     if run.init is None:
         return None, []
-    found, source = read_source(run.init, weights=run.init_weights, model=run.model)
-    messages = [f"starting from {found.format}"]
-    refuse_other_heads(found, model, arch)
+    weights, source = read_source(run.init, weights=run.init_weights, model=run.model)
+    messages = []
+    if source is not None:
+        messages += source.warnings
+    messages.append(f"starting from {weights.format}")
+
+    # Shapes do not show the number of heads, so nothing else would notice another one.
+    refuse_other_heads(weights, model, arch)
     if run.keep_head:
-        found, said = with_head(found, class_names(run.data), keep=run.keep_head)
-        messages += said
+        weights, head_messages = with_head(
+            weights, class_names(run.data), keep=run.keep_head
+        )
+        messages += head_messages
     try:
         left_out = transfer_weights(
             model,
-            found,
+            weights,
             grid=arch.grid,
             convention=run.position_embedding,
             keep_head=bool(run.keep_head),
             resize_patches=run.init_patch == "resize",
         )
     except UserError as error:
-        advice = None if source else _keys_that_fit(found, arch)
-        next_step = advice or error.next_step
+        # The user cannot look up the architecture of external weights; their shapes tell it.
+        next_step = error.next_step
+        if source is None:
+            next_step = _keys_that_fit(weights, arch) or next_step
         raise UserError(
             error.what, where=error.where, allowed=error.allowed, next_step=next_step
         ) from None
-    if left_out := [*left_out, *found.left_out]:
-        what = (
-            f"{len(left_out)} tensors that this model does not have: {_first(left_out)}"
+
+    # Reading leaves out tensors that no model has; the transfer those that this one lacks.
+    left_out = [*left_out, *weights.left_out]
+    if left_out:
+        messages.append(
+            f"left out {len(left_out)} tensors that this model does not have: {_first(left_out)}"
         )
-        messages.append(f"left out {what}")
-    messages += _differences(found, run, arch)
+    messages += _differences(weights, run, arch)
     if source is not None:
-        return run.init, [*source.warnings, *messages]
-    return found.where, messages
+        return run.init, messages
+    return weights.where, messages
 
 
 def _first(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:3])}{', ...' if names[3:] else ''}"
+    shown = [*names[:3]]
+    if len(names) > 3:
+        shown.append("...")
+    return ", ".join(shown)
 
 
-def _keys_that_fit(found: Weights, mine: Architecture) -> str | None:
+def _keys_that_fit(weights: Weights, arch: Architecture) -> str | None:
     """The keys of `model` that these weights need, where they can be inferred."""
     try:
-        wanted, _ = inferred_model(found, chosen=None)
+        expected, _ = inferred_model(weights, chosen=None)
     except UserError:
         return None
-    if wanted.name != mine.name:
-        return f"set 'model={json.dumps(wanted.model_dump(mode='json', exclude_unset=True))}'"
-    free = ("image_size", "num_classes", "layer_norm_eps", "gelu")
-    changes = [
-        f"model.{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for key, value in wanted.model_dump(exclude_unset=True).items()
-        if key not in free and value != getattr(mine, key)
-        if not (key == "layer_scale" and value and mine.model_dump()[key])
-    ]
-    return f"these weights need {' '.join(changes)}" if changes else None
+
+    # The keys of one family mean nothing in another, so a whole section is given.
+    if expected.name != arch.name:
+        values = expected.model_dump(mode="json", exclude_unset=True)
+        return f"set 'model={json.dumps(values)}'"
+
+    changes = []
+    for key, value in expected.model_dump(exclude_unset=True).items():
+        current = getattr(arch, key)
+        if key in FREE_KEYS or value == current:
+            continue
+        # The weights replace the initial value of a layer scale; they only need to have one.
+        if key == "layer_scale" and value and current:
+            continue
+        shown = str(value).lower() if isinstance(value, bool) else value
+        changes.append(f"model.{key}={shown}")
+    if not changes:
+        return None
+    return f"these weights need {' '.join(changes)}"
 
 
-def refuse_other_heads(found: Weights, model: nn.Module, arch: Architecture) -> None:
+def refuse_other_heads(weights: Weights, model: nn.Module, arch: Architecture) -> None:
     """Raise UserError where the same tensors would be cut into another number of heads."""
-    expected, mine = found.known.get("num_heads"), getattr(arch, "num_heads", None)
-    own, given = model.state_dict().get(QKV), found.tensors.get(QKV)
-    if None in (expected, mine) or expected == mine or own is None or given is None:
+    expected = weights.known.get("num_heads")
+    current = getattr(arch, "num_heads", None)
+    if expected is None or current is None or expected == current:
         return
-    if own.shape == given.shape:
-        raise UserError(
-            f"these weights have {expected} attention heads, and this run {mine}: the tensors fit, "
-            "but would compute something else",
-            where="model.num_heads",
-            next_step=f"set model.num_heads={expected}",
-        )
+
+    # Tensors of other shapes are refused anyway, with all that does not fit.
+    given = weights.tensors.get(QKV)
+    target = model.state_dict().get(QKV)
+    if given is None or target is None or given.shape != target.shape:
+        return
+    raise UserError(
+        f"these weights have {expected} attention heads, and this run {current}: the tensors fit, "
+        "but would compute something else",
+        where="model.num_heads",
+        next_step=f"set model.num_heads={expected}",
+    )
 
 
-def _differences(found: Weights, run: FinetuneRun, arch: Architecture) -> Iterator[str]:
+def _differences(
+    weights: Weights, run: FinetuneRun, arch: Architecture
+) -> Iterator[str]:
     """Yield settings in which the run differs from the weights without a difference in shapes."""
-    # A new head may well see another pool.
-    left_out = () if run.keep_head else ("pool",)
-    left_out = (*left_out, "name", "image_size")
-    expected = {
-        f"model.{key}": found.known[key] for key in found.known if key not in left_out
-    }
-    expected |= {f"data.{key}": found.preprocessing[key] for key in ("mean", "std")}
-    for key, value in expected.items():
-        section, _, name = key.partition(".")
-        mine = getattr(arch if section == "model" else run.data, name, value)
-        if _in_evaluation(mine) != _in_evaluation(value):
-            shown, own = (list(x) if isinstance(x, tuple) else x for x in (value, mine))
-            said = "probably expect" if found.assumes(name) else "expect"
-            yield f"these weights {said} {key}={shown}; this run has {own}"
+    # The image size is expected to differ, and a new head may well see another pool.
+    skipped = {"name", "image_size"}
+    if not run.keep_head:
+        skipped.add("pool")
+    known = {key: value for key, value in weights.known.items() if key not in skipped}
+    # The colours are always known: a format that does not say has a convention.
+    colors = {key: weights.preprocessing[key] for key in ("mean", "std")}
+
+    for section, settings, expected in (
+        ("model", arch, known),
+        ("data", run.data, colors),
+    ):
+        for name, value in expected.items():
+            current = getattr(settings, name, value)
+            if _in_evaluation(current) == _in_evaluation(value):
+                continue
+            # What a format leaves out is a guess from its convention.
+            verb = "probably expect" if weights.assumes(name) else "expect"
+            yield (
+                f"these weights {verb} {section}.{name}={_listed(value)}; "
+                f"this run has {_listed(current)}"
+            )
 
 
 def _in_evaluation(value: Any) -> Any:
     """Arguments of timm without those of dropout and drop path, which act in training alone."""
     if not isinstance(value, dict):
         return value
-    return {name: each for name, each in value.items() if "drop" not in name}
+    return {name: argument for name, argument in value.items() if "drop" not in name}
+
+
+def _listed(value: Any) -> Any:
+    """A value as it is written in YAML."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 # ---- rows of a head -----------------------------------------------------------------------------
 
 
 def with_head(
-    found: Weights, target: Sequence[str], *, keep: bool | str
+    weights: Weights, target: Sequence[str], *, keep: bool | str
 ) -> tuple[Weights, list[str]]:
     """Return the weights with the rows of their classifiers for `target`, in its order, and a
     message about them.
@@ -146,49 +191,58 @@ def with_head(
     Raises UserError without a head, where classes are not found or their names are not as many as
     the rows, and with `slice` where fewer than half of them are.
     """
-    weights, where = found.tensors, found.where
-    heads = head_layers(weights, timm_name=found.known.get("model"))
+    heads = head_layers(weights.tensors, timm_name=weights.known.get("model"))
     if not heads:
+        # The transfer refuses them, with a table of all that is missing.
         if keep != "slice":
-            return found, []  # the table of misfits says so
+            return weights, []
         raise UserError(
             "contains no classifier to slice",
-            where=where,
+            where=weights.where,
             next_step="set keep_head=false",
         )
-    num_rows = len(weights[f"{heads[0]}.weight"])
-    names = found.names_of(num_rows)
+
+    # All heads of a model have the same classes, so the first one stands for them.
+    num_rows = len(weights.tensors[f"{heads[0]}.weight"])
+    names = weights.names_of(num_rows)
     try:
         matched = column_of_each_class(names, target, num_outputs=num_rows)
     except UserError:
+        # Without names only the number can be compared, and the order is the user's word.
         if keep == "slice" or num_rows != len(target):
             raise
-        said = f"kept the head, whose {num_rows:,} classes have no names: "
-        said += "taken in the shards' order"
-        return found, [said]
+        return weights, [
+            f"kept the head, whose {num_rows:,} classes have no names: "
+            "taken in the shards' order"
+        ]
+
     missing = matched.lacking(target)
-    num_found = len(target) - len(missing)
-    is_too_few = num_found < MIN_SHARE * len(target)
-    if is_too_few or (keep != "slice" and (missing or num_rows != len(target))):
+    num_kept = len(target) - len(missing)
+    is_same = num_rows == len(target) and not missing
+    if num_kept < MIN_SHARE * len(target) or not (is_same or keep == "slice"):
         raise UserError(
             f"its {num_rows:,} classes ({', '.join((names or ())[:2]) or 'unknown'}, ...) include "
-            f"{num_found:,} of the {len(target):,} that are wanted ({', '.join(target[:2])}, ...)",
-            where=where,
+            f"{num_kept:,} of the {len(target):,} that are wanted ({', '.join(target[:2])}, ...)",
+            where=weights.where,
             allowed="the same classes with keep_head=true; with keep_head=slice at least half of "
             "them, matched by name",
             next_step="name the classes of the shards alike, or set keep_head=slice or false",
         )
+
+    # A negative column has no row of its own; what indexing gives for it is replaced.
     columns = torch.tensor(matched.columns)
-    tensors = dict(weights)
+    is_missing = columns < 0
+    tensors = dict(weights.tensors)
     for head in heads:
-        kernel, bias = (
-            weights[f"{head}.weight"][columns],
-            weights[f"{head}.bias"][columns],
-        )
-        kernel[columns < 0] = 0
-        bias[columns < 0] = bias[columns >= 0].min()
+        kernel = tensors[f"{head}.weight"][columns]
+        kernel[is_missing] = 0
+        bias = tensors[f"{head}.bias"][columns]
+        bias[is_missing] = bias[~is_missing].min()
         tensors |= {f"{head}.weight": kernel, f"{head}.bias": bias}
-    kept = f"kept {num_found:,} of {len(target):,} classes of the head"
-    how = f", {matched.how}" if matched.how else ""
-    zero = f"; zero weights for {_first(missing)}" if missing else ""
-    return replace(found, tensors=tensors), [f"{kept}{how}{zero}"]
+
+    message = f"kept {num_kept:,} of {len(target):,} classes of the head"
+    if matched.how:
+        message += f", {matched.how}"
+    if missing:
+        message += f"; zero weights for {_first(missing)}"
+    return replace(weights, tensors=tensors), [message]

@@ -22,6 +22,7 @@ def visualize(run: VisualizeRun) -> None:
     from finetune.inspection.run import draw_pictures
     from vitscale.distributed.world import process_group
 
+    # One process draws all; others, if a launcher started them, only take part in the world.
     compute = run.compute
     with process_group(
         device=compute.device,

@@ -22,10 +22,16 @@ def model_card(
 ) -> str:
     """Return the card as Markdown. repository: OWNER/NAME to load the model from, if any."""
     task = "image-classification" if model.num_classes else "image-feature-extraction"
-    tags = ["vitscale", model.arch.name]
-    # What the Hugging Face Hub reads of a card.
-    front = {"library_name": form.hub_library, "pipeline_tag": task, "tags": tags}
-    title = (model.run and model.run.config.get("name")) or model.arch.title
+    title = model.arch.title
+    if model.run is not None:
+        title = model.run.config.get("name") or title
+
+    # The Hugging Face Hub chooses the code and the widget of the page by these keys.
+    front = {
+        "library_name": form.hub_library,
+        "pipeline_tag": task,
+        "tags": ["vitscale", model.arch.name],
+    }
     sections = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n# {title}",
         "\n".join(_facts(model)),
@@ -33,51 +39,69 @@ def model_card(
         *form.notes(model),
         f"Written by vitscale; {checked}.",
         "## Images\n" + "\n".join(_images(model)),
-        *(() if model.run is None else _training(model.run)),
-        "## Licence\nNot stated. Name the licence of the weights here before you publish them.",
     ]
+    if model.run is not None:
+        sections += _training(model.run)
+
+    # Only the owner of the weights can state one.
+    sections.append(
+        "## Licence\nNot stated. Name the licence of the weights here before you publish them."
+    )
     return "\n\n".join(sections) + "\n"
 
 
 def _usage(form: Format, model: TrainedModel, repository: str | None) -> str:
     usage = form.usage(model)
-    for local, scheme in (
-        ("local-dir:", "hf-hub:"),
-        ('load_model("', f'load_model("{HUB}'),
-    ):
-        if repository is not None:
-            usage = usage.replace(f"{local}FOLDER", f"{scheme}{repository}")
-    return usage.replace('"FOLDER"', f'"{repository or "FOLDER"}"')
+    if repository is None:
+        return usage
+    # A folder here and a repository have other schemes in timm and in `load_model`.
+    usage = usage.replace("local-dir:FOLDER", f"hf-hub:{repository}")
+    usage = usage.replace('load_model("FOLDER', f'load_model("{HUB}{repository}')
+    return usage.replace('"FOLDER"', f'"{repository}"')
 
 
 def _facts(model: TrainedModel) -> Iterator[str]:
-    arch, number = model.arch, sum(each.numel() for each in model.network.parameters())
+    arch = model.arch
     sizes = arch.summary
     if isinstance(arch, ViTSettings):
         sizes = (
             f"{arch.depth} blocks of width {arch.width:,} with {arch.num_heads} heads, patches of "
             f"{arch.patch_size} px, {sizes}"
         )
-    yield f"- model: {arch.title}, {number:,} parameters: {sizes}"
+    num_values = sum(values.numel() for values in model.network.parameters())
+    yield f"- model: {arch.title}, {num_values:,} parameters: {sizes}"
     yield f"- weights from: {model.source}"
-    names = model.classes or ()
-    shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
-    yield f"- classes: {model.num_classes or 'no head'}{f' ({shown})' if shown else ''}"
+
+    # The names of 21,000 classes would bury the rest of the card.
+    classes = str(model.num_classes or "no head")
+    if model.classes:
+        names = ", ".join(model.classes[:MAX_NAMES])
+        if len(model.classes) > MAX_NAMES:
+            names += ", ..."
+        classes += f" ({names})"
+    yield f"- classes: {classes}"
 
 
 def _images(model: TrainedModel) -> Iterator[str]:
-    how = model.preprocessing
-    size, kind = f"{how.image_size} x {how.image_size} px", how.eval_interpolation
-    if how.eval_resize == "squash":
-        yield f"- the whole image is resized to {size} ({kind})"
+    pixels = model.preprocessing
+
+    # In words, for users of libraries that do not read the preprocessing from a file.
+    size = f"{pixels.image_size} x {pixels.image_size} px"
+    if pixels.eval_resize == "squash":
+        yield f"- the whole image is resized to {size} ({pixels.eval_interpolation})"
     else:
-        larger = f"{floor(how.image_size / how.eval_crop_fraction)} px"
+        # The crop is a fraction of the resized side, and libraries round that side down.
+        larger = f"{floor(pixels.image_size / pixels.eval_crop_fraction)} px"
         side = f"the short side is resized to {larger}"
-        if how.eval_resize.startswith("squash_crop"):
+        if pixels.eval_resize.startswith("squash_crop"):
             side = f"the whole image is resized to a square of {larger}"
-        yield f"- {side} ({kind}), and the centre {size} cut out"
-    yield f"- RGB, (x / 255 - mean) / std with mean {list(how.mean)} and std {list(how.std)}"
-    if not how.eval_antialias and how.eval_interpolation != "area":
+        yield f"- {side} ({pixels.eval_interpolation}), and the centre {size} cut out"
+    yield (
+        f"- RGB, (x / 255 - mean) / std with mean {list(pixels.mean)} and std {list(pixels.std)}"
+    )
+
+    # Nobody would suspect the resize of a small difference in accuracy.
+    if not pixels.eval_antialias and pixels.eval_interpolation != "area":
         yield (
             "- the training run evaluated without antialiasing, as tf.image.resize; Pillow always "
             "antialiases, so results on large images differ a little from the run's"
@@ -86,21 +110,26 @@ def _images(model: TrainedModel) -> Iterator[str]:
 
 def _training(run: SourceRun) -> Iterator[str]:
     """Yield sections on the training run, with each metric's last value up to the checkpoint."""
-    step, described = run.checkpoint.step, run.checkpoint.description
+    step = run.checkpoint.step
+    description = run.checkpoint.description
     yield (
         f"## Training\n"
         f"- data: {redact(str(run.config['data']['path']))}\n"
         f"- steps: {step:,}\n"
-        f"- fingerprint of the training data: {described.get('data_fingerprint')}\n"
-        f"- SHA-256 of the label map: {described.get('label_map_sha256')}"
+        f"- fingerprint of the training data: {description.get('data_fingerprint')}\n"
+        f"- SHA-256 of the label map: {description.get('label_map_sha256')}"
     )
+
+    # Later rows are of weights that this folder does not have.
     results: dict[str, float] = {}
     path = run.folder / JOURNAL_NAME
-    for row, _ in read_rows(path) if path.exists() else ():
-        if row.step <= step:
-            results |= {
-                key: value for key, value in row.metrics.items() if key[:4] == "val/"
-            }
+    if path.exists():
+        for row, _ in read_rows(path):
+            if row.step > step:
+                continue
+            for name, value in row.metrics.items():
+                if name.startswith("val/"):
+                    results[name] = value
     if results:
         rows = "\n".join(
             f"| {name} | {value:.4f} |" for name, value in sorted(results.items())
@@ -109,5 +138,7 @@ def _training(run: SourceRun) -> Iterator[str]:
             f"## Results\nOf the run, on its validation split at its own image size; `val/ema_` is "
             f"of the average of the weights.\n\n| Metric | Value |\n|---|---|\n{rows}"
         )
+
+    # The card is for strangers: passwords and tokens are taken out of it.
     text = shared_yaml(run.config).rstrip()
     yield f"## Configuration\n<details>\n\n```yaml\n{text}\n```\n\n</details>"

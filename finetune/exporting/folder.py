@@ -45,6 +45,7 @@ def check_export(run: ExportRun) -> None:
     check_folder(run.output)
     check_packages(run.to)
     if run.push is not None:
+        # This raises without a token. The upload comes last, after minutes of work.
         with hub_errors(run.push, where=f"push={run.push}"):
             build_hf_headers(token=True)  # raises without a token
 
@@ -61,6 +62,7 @@ def check_folder(output: str) -> None:
 
 def check_packages(to: str) -> None:
     """Raise UserError if a package needed to write the format is missing."""
+    # Found without an import, which takes seconds for some of them.
     missing = [
         name for name in EXPORTS[to].needs if importlib.util.find_spec(name) is None
     ]
@@ -74,18 +76,23 @@ def check_packages(to: str) -> None:
 
 def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
     """Export, and yield lines to print. If it raises, nothing is left behind."""
+    # The message offers only formats that would work, as most models have one that does.
     form = EXPORTS[run.to]()
-    if problems := [what for what, is_there in form.unlike(model).items() if is_there]:
-        fitting = (
-            to for to, each in EXPORTS.items() if not any(each().unlike(model).values())
-        )
-        others = [f"--to {to}" for to in fitting]
+    problems = _problems(form, model)
+    if problems:
+        fitting = [
+            f"--to {name}"
+            for name, other in EXPORTS.items()
+            if not _problems(other(), model)
+        ]
         raise UserError(
             f"{run.to} cannot express this model: it has {'; '.join(problems)}",
             where=model.source,
-            allowed=", ".join(others) or "no format",
-            next_step=f"use {others[0]}" if others else None,
+            allowed=", ".join(fitting) or "no format",
+            next_step=f"use {fitting[0]}" if fitting else None,
         )
+
+    # Written beside its place and moved there in one step, so that a folder that exists is whole.
     final = Path(run.output).absolute()
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -95,9 +102,13 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
         checked = _check(form, model, temporary)
         card = model_card(form, model, checked=checked, repository=run.push)
         write_text(temporary / "README.md", card)
+
+        # Libraries write some of the files, and do not flush them to the disk.
         for path in temporary.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
+
+        # Someone may have filled the folder in the meantime.
         check_folder(run.output)
         commit_folder(temporary, final)
     except BaseException as error:
@@ -105,17 +116,21 @@ def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
         if isinstance(error, OSError):
             raise not_written(error, f"output={run.output}") from None
         raise
+
     yield f"exported {model.source}"
     yield checked
     for path in sorted(final.iterdir()):
         yield f"  {run.output}/{path.name}  {path.stat().st_size:,} bytes"
     yield "load it:"
-    yield from (
-        f"  {line}"
-        for line in form.usage(model).replace("FOLDER", run.output).split("\n")
-    )
+    for line in form.usage(model).replace("FOLDER", run.output).split("\n"):
+        yield f"  {line}"
     if run.push is not None:
         yield _push(run.output, run.push)
+
+
+def _problems(form: Format, model: TrainedModel) -> list[str]:
+    """Features of the model that the format cannot express."""
+    return [feature for feature, has_it in form.unlike(model).items() if has_it]
 
 
 def _push(folder: str, name: str) -> str:
@@ -128,11 +143,12 @@ def _push(folder: str, name: str) -> str:
     ):
         hub = HfApi()
         hub.create_repo(name, private=True, exist_ok=True)
+        # Files of another format would stay beside the new ones, and describe another model.
         commit = hub.upload_folder(
             repo_id=name,
             folder_path=folder,
             commit_message="Export by vitscale",
-            delete_patterns=[*DESCRIPTIONS, "model.*"],  # of another format
+            delete_patterns=[*DESCRIPTIONS, "model.*"],
         )
     return f"pushed {HUB}{name}@{commit.oid}"
 
@@ -140,6 +156,7 @@ def _push(folder: str, name: str) -> str:
 @torch.no_grad()
 def _check(form: Format, model: TrainedModel, folder: Path) -> str:
     """Compare logits of the written folder with the model's, on noise. Raises UserError."""
+    # Noise reaches every weight, and needs no images here.
     random = torch.Generator().manual_seed(0)
     size = model.preprocessing.image_size
     images_B3SS = torch.randn(CHECKED_IMAGES, 3, size, size, generator=random)
@@ -150,16 +167,17 @@ def _check(form: Format, model: TrainedModel, folder: Path) -> str:
             where=model.source,
             next_step="export an earlier checkpoint",
         )
-    found = form.logits(model, folder, images_B3SS)
-    if found is None:
+
+    logits = form.logits(model, folder, images_B3SS)
+    if logits is None:
         return (
             f"not checked: {form.library} is not installed (pip install {form.library})"
         )
-    difference, largest = (
-        float((found - expected).abs().max()),
-        float(expected.abs().max()),
-    )
+    difference = float((logits - expected).abs().max())
+    largest = float(expected.abs().max())
     allowed = TOLERANCE * max(1.0, largest)
+
+    # A difference of NaN is not within the tolerance either.
     if not difference <= allowed:
         raise UserError(
             f"{form.library} gives other logits: difference {difference:.1e}, largest logit "
@@ -168,5 +186,5 @@ def _check(form: Format, model: TrainedModel, folder: Path) -> str:
             allowed=f"{allowed:.1e}",
             next_step="export to another format (--to safetensors), and report this",
         )
-    what = "logits" if model.num_classes else "features"
-    return f"checked: the same {what} in {form.library}, largest difference {difference:.1e}"
+    outputs = "logits" if model.num_classes else "features"
+    return f"checked: the same {outputs} in {form.library}, largest difference {difference:.1e}"

@@ -52,6 +52,7 @@ class Format:
 
 def save_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
     """Write a safetensors file; `save_file` would let its owner alone read it."""
+    # Safetensors has no strides, so a transposed view must be copied first.
     contiguous = {name: value.contiguous() for name, value in weights.items()}
     write_bytes(path, save(contiguous, metadata={"format": "pt"}))
 
@@ -59,6 +60,7 @@ def save_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
 def weights_of(model: TrainedModel) -> dict[str, torch.Tensor]:
     """All weights under timm's names, which are ours; fixed positions as learned ones."""
     weights = dict(model.network.state_dict())
+    # Other libraries compute no positions, and a buffer is not in the state.
     positions = getattr(model.network, "pos_embed", None)
     if isinstance(positions, torch.Tensor):
         weights["pos_embed"] = positions.detach()

@@ -35,23 +35,26 @@ class HuggingFaceFormat(Format):
         arch: Any = model.arch
         if not isinstance(arch, ViTSettings):
             return {f"a model of the family {arch.name}": True}
-        kind, pool, has_scale = _kind(arch), arch.pool, arch.layer_scale is not None
-        found = {
+        kind = _kind(arch)
+        has_scale = arch.layer_scale is not None
+        features = {
             "a representation layer": arch.representation_layer,
             "attention heads of a width of their own": arch.attention_width
             != arch.width,
         }
         if not kind.startswith("dinov2"):
-            return found | {
-                f"pool={pool}": pool != "cls",
+            return features | {
+                f"pool={arch.pool}": arch.pool != "cls",
                 f"layer scale or SwiGLU in a {kind}": has_scale or arch.mlp != "gelu",
             }
-        reads_class_token = pool == "cls" and model.num_classes == 0
-        return found | {
+
+        # DINOv2's head reads the class token and the mean of the patches; its model has no pool.
+        is_pooled_alike = arch.pool == "cls_mean"
+        if model.num_classes == 0 and arch.pool == "cls":
+            is_pooled_alike = True
+        return features | {
             "registers or two pooled tokens without layer scale": not has_scale,
-            f"pool={pool} beside layer scale or registers": not (
-                pool == "cls_mean" or reads_class_token
-            ),
+            f"pool={arch.pool} beside layer scale or registers": not is_pooled_alike,
             f"an MLP of {arch.mlp_width} hidden channels for {arch.width}": (
                 _mlp_width(arch) != arch.mlp_width
             ),
@@ -71,8 +74,10 @@ class HuggingFaceFormat(Format):
             return None
         import transformers
 
+        # Bars of the library would run through the lines of the export.
         transformers.utils.logging.disable_progress_bar()
         kind: Any = getattr(transformers, _class_name(model))
+        # Loaded as a user would, from the files alone.
         theirs = kind.from_pretrained(
             folder, local_files_only=True, **_options(model)
         ).eval()
@@ -80,17 +85,16 @@ class HuggingFaceFormat(Format):
         if model.num_classes:
             logits: torch.Tensor = outputs.logits
             return logits
+
+        # A model without a head returns all tokens, and its users pool them.
         tokens_BLD = outputs.last_hidden_state
-        return torch.cat(
-            [tokens_BLD[:, a:b].mean(dim=1) for a, b in _pooled(model)], dim=1
-        )
+        means = [tokens_BLD[:, start:end].mean(dim=1) for start, end in _pooled(model)]
+        return torch.cat(means, dim=1)
 
     def usage(self, model: TrainedModel) -> str:
-        kind = (
-            "AutoModelForImageClassification"
-            if model.num_classes
-            else _class_name(model)
-        )
+        kind = _class_name(model)
+        if model.num_classes:
+            kind = "AutoModelForImageClassification"
         more = "".join(f", {key}={value}" for key, value in _options(model).items())
         return (
             f"from transformers import AutoImageProcessor, {kind}\n"
@@ -100,13 +104,16 @@ class HuggingFaceFormat(Format):
         )
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
-        if model.num_classes == 0:
-            means = [
-                f"`last_hidden_state[:, {a}:{b or ''}].mean(1)`"
-                for a, b in _pooled(model)
-            ]
-            feature = " and ".join(means) + (", concatenated" if len(means) > 1 else "")
-            yield f"The model has no head. An image's feature is {feature}."
+        if model.num_classes:
+            return
+        means = [
+            f"`last_hidden_state[:, {start}:{end or ''}].mean(1)`"
+            for start, end in _pooled(model)
+        ]
+        feature = " and ".join(means)
+        if len(means) > 1:
+            feature += ", concatenated"
+        yield f"The model has no head. An image's feature is {feature}."
 
 
 def _kind(arch: ViTSettings) -> str:
@@ -115,15 +122,17 @@ def _kind(arch: ViTSettings) -> str:
         return "deit"
     if arch.num_registers:
         return "dinov2_with_registers"
-    return (
-        "dinov2" if arch.pool == "cls_mean" or arch.layer_scale is not None else "vit"
-    )
+    if arch.pool == "cls_mean" or arch.layer_scale is not None:
+        return "dinov2"
+    return "vit"
 
 
 def _class_name(model: TrainedModel) -> str:
     arch: Any = model.arch
     start, classifier = CLASSES[_kind(arch)]
-    return start + (classifier if model.num_classes else "Model")
+    if model.num_classes == 0:
+        return f"{start}Model"
+    return start + classifier
 
 
 def _pooled(model: TrainedModel) -> list[tuple[int, int | None]]:
@@ -131,40 +140,55 @@ def _pooled(model: TrainedModel) -> list[tuple[int, int | None]]:
     arch: Any = model.arch
     if arch.pool == "cls_mean":
         return [(0, 1), (arch.num_prefix_tokens, None)]
-    return [(0, 2 if arch.distillation_token else 1)]
+    # DeiT is the only one with two tokens before the patches.
+    if arch.distillation_token:
+        return [(0, 2)]
+    return [(0, 1)]
 
 
 def _options(model: TrainedModel) -> dict[str, Any]:
     """Arguments of `from_pretrained`: these two families would add a pooler with random weights."""
     arch: Any = model.arch
-    has_pooler = model.num_classes == 0 and _kind(arch) in ("vit", "deit")
-    return {"add_pooling_layer": False} if has_pooler else {}
+    if model.num_classes == 0 and _kind(arch) in ("vit", "deit"):
+        return {"add_pooling_layer": False}
+    return {}
 
 
 def _mlp_ratio(arch: Any) -> int:
     """The whole number that DINOv2's config stores; gated MLPs have two thirds of it."""
-    return round(arch.mlp_width / arch.width * (1.5 if arch.mlp == "swiglu" else 1))
+    ratio = arch.mlp_width / arch.width
+    if arch.mlp == "swiglu":
+        ratio *= 1.5
+    return round(ratio)
 
 
 def _mlp_width(arch: Any) -> int:
     """The hidden channels that transformers computes from DINOv2's `mlp_ratio`."""
     hidden: int = arch.width * _mlp_ratio(arch)
-    return (int(hidden * 2 / 3) + 7) // 8 * 8 if arch.mlp == "swiglu" else hidden
+    if arch.mlp == "swiglu":
+        # Two thirds, rounded up to a multiple of 8.
+        hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
+    return hidden
 
 
 def _weights(model: TrainedModel) -> dict[str, torch.Tensor]:
     """Rename the weights for transformers. A class token without a position gets a zero one."""
     arch: Any = model.arch
-    weights, kind = weights_of(model), _kind(arch)
-    if weights["pos_embed"].shape[1] == arch.num_patches:
-        none_11D = torch.zeros_like(weights["pos_embed"][:, :1])
-        weights["pos_embed"] = torch.cat([none_11D, weights["pos_embed"]], dim=1)
+    kind = _kind(arch)
+    weights = weights_of(model)
+    positions_1LD = weights["pos_embed"]
+    if positions_1LD.shape[1] == arch.num_patches:
+        zero_11D = torch.zeros_like(positions_1LD[:, :1])
+        weights["pos_embed"] = torch.cat([zero_11D, positions_1LD], dim=1)
     named = to_huggingface(weights, kind, gated=arch.mlp == "swiglu")
+
+    # It is used for masked patches alone, but transformers warns where it is missing.
     if kind.startswith("dinov2"):
-        # What masked patches of a pre-training there would be.
         named[f"{kind}.embeddings.mask_token"] = torch.zeros(1, arch.width)
     if model.num_classes:
         return named
+
+    # The class without a head has no prefix for its one part.
     return {name.removeprefix(f"{kind}."): value for name, value in named.items()}
 
 
@@ -188,38 +212,46 @@ def _config(model: TrainedModel) -> dict[str, Any]:
         "attention_probs_dropout_prob": 0.0,
         "id2label": {str(label): name for label, name in enumerate(model.class_names)},
         "label2id": {name: label for label, name in enumerate(model.class_names)},
-        **({"problem_type": "multi_label_classification"} if model.independent else {}),
     }
+    if model.independent:
+        config["problem_type"] = "multi_label_classification"
+
+    # DINOv2's configuration has a whole ratio instead of a width.
     if not kind.startswith("dinov2"):
         return config | {"intermediate_size": arch.mlp_width}
-    config |= {"mlp_ratio": _mlp_ratio(arch), "use_swiglu_ffn": arch.mlp == "swiglu"}
-    return config | (
-        {"num_register_tokens": arch.num_registers} if arch.num_registers else {}
-    )
+    config["mlp_ratio"] = _mlp_ratio(arch)
+    config["use_swiglu_ffn"] = arch.mlp == "swiglu"
+    if arch.num_registers:
+        config["num_register_tokens"] = arch.num_registers
+    return config
 
 
-def _preprocessor(how: Preprocessing) -> dict[str, Any]:
+def _preprocessor(pixels: Preprocessing) -> dict[str, Any]:
     """ViTImageProcessor squashes; BitImageProcessor resizes the short side, DeiTImageProcessor the
     whole image, and both crop."""
-    square = {"height": how.image_size, "width": how.image_size}
-    larger = math.floor(how.image_size / how.eval_crop_fraction)
+    # The side before the crop is rounded down there, too.
+    square = {"height": pixels.image_size, "width": pixels.image_size}
+    larger = math.floor(pixels.image_size / pixels.eval_crop_fraction)
     kind, size = {
         "squash": ("ViT", square),
         "center_crop": ("Bit", {"shortest_edge": larger}),
         "squash_crop": ("DeiT", {"height": larger, "width": larger}),
-    }[how.eval_resize.removesuffix("_down")]
-    crop = {} if kind == "ViT" else {"do_center_crop": True, "crop_size": square}
+    }[pixels.eval_resize.removesuffix("_down")]
+    crop = {}
+    if kind != "ViT":
+        crop = {"do_center_crop": True, "crop_size": square}
+
     return {
         "image_processor_type": f"{kind}ImageProcessor",
         "size": size,
         **crop,
         "do_resize": True,
-        "resample": FILTERS[how.eval_interpolation],
+        "resample": FILTERS[pixels.eval_interpolation],
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(how.mean),
-        "image_std": list(how.std),
+        "image_mean": list(pixels.mean),
+        "image_std": list(pixels.std),
         # Without it grey and transparent images raise.
         "do_convert_rgb": True,
     }

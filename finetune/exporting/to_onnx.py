@@ -32,8 +32,10 @@ class OnnxFormat(Format):
     def write(self, model: TrainedModel, folder: Path) -> None:
         import onnx
 
-        size, path = model.preprocessing.image_size, folder / GRAPH_NAME
-        num_bytes = sum(4 * p.numel() for p in model.network.parameters())
+        size = model.preprocessing.image_size
+        path = folder / GRAPH_NAME
+        num_bytes = sum(4 * values.numel() for values in model.network.parameters())
+
         # The exporter prints and warns about its own parts.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
@@ -48,11 +50,13 @@ class OnnxFormat(Format):
                 verbose=False,
             )
         write_description(model, folder)
+
+        # A graph is often passed on alone, so it also carries what its users need.
         graph = onnx.load(path, load_external_data=False)
-        known = {"preprocessing": json.dumps(asdict(model.preprocessing))}
+        metadata = {"preprocessing": json.dumps(asdict(model.preprocessing))}
         if model.classes is not None:
-            known["classes"] = json.dumps(model.classes)
-        onnx.helper.set_model_props(graph, known)
+            metadata["classes"] = json.dumps(model.classes)
+        onnx.helper.set_model_props(graph, metadata)
         onnx.save(graph, path)
 
     def logits(
@@ -64,21 +68,23 @@ class OnnxFormat(Format):
         import onnxruntime
 
         options: Any = onnxruntime.SessionOptions()
+        # It warns about parts of the graph that it merges, which is no concern of the user.
         options.log_severity_level = 3  # errors
         graph: Any = onnxruntime.InferenceSession(
             folder / GRAPH_NAME, options, providers=["CPUExecutionProvider"]
         )
-        parts = (images_B3SS[:1], images_B3SS[1:])
-        found = [
-            torch.from_numpy(graph.run(None, {"images": p.numpy()})[0]) for p in parts
+        # A batch size that was fixed while tracing would show here.
+        logits = [
+            torch.from_numpy(graph.run(None, {"images": part_B3SS.numpy()})[0])
+            for part_B3SS in (images_B3SS[:1], images_B3SS[1:])
         ]
-        return torch.cat(found)
+        return torch.cat(logits)
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
+        outputs = "classes" if model.num_classes else "channels"
         yield (
             "Input `images`: fp32 [batch, 3, height, width], resized and normalised as below. "
-            f"Output `{_output(model)}`: fp32 [batch, "
-            f"{'classes' if model.num_classes else 'channels'}]. Its metadata has the "
+            f"Output `{_output(model)}`: fp32 [batch, {outputs}]. Its metadata has the "
             "names of the classes and the preprocessing as JSON."
         )
 

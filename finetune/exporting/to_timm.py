@@ -31,6 +31,7 @@ class TimmFormat(Format):
         arch: Any = model.arch
         if isinstance(arch, TimmSettings):
             return {}
+        # Another epsilon would go unnoticed: the tensors fit, and the logits differ.
         eps = arch.layer_norm_eps
         return {
             f"pool={arch.pool}": arch.pool not in POOLS,
@@ -50,8 +51,8 @@ class TimmFormat(Format):
     def logits(
         self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
     ) -> torch.Tensor | None:
-        found: torch.Tensor = built_by_timm(folder)(images_B3SS)
-        return found
+        logits: torch.Tensor = built_by_timm(folder)(images_B3SS)
+        return logits
 
     def usage(self, model: TrainedModel) -> str:
         return (
@@ -70,67 +71,81 @@ class TimmFormat(Format):
 
 def _config(model: TrainedModel) -> dict[str, Any]:
     arch: Any = model.arch
+    # timm's own models keep their name; ours are one of its functions with other sizes.
     if isinstance(arch, TimmSettings):
         theirs: Any = pretrained_config(arch.model)
-        size = {"img_size": arch.image_size} if theirs.fixed_input_size else {}
-        name, arguments = arch.model.partition(".")[0], {**size, **arch.arguments}
+        name = arch.model.partition(".")[0]
+        arguments = dict(arch.arguments)
+        # Models without a fixed size refuse the argument.
+        if theirs.fixed_input_size:
+            arguments = {"img_size": arch.image_size, **arguments}
         layers = {
             key: getattr(theirs, key)
             for key in ("fixed_input_size", "first_conv", "classifier")
         }
     else:
         name, arguments = _vit(arch)
-        heads = ["head", "head_dist"] if arch.distillation_token else "head"
         layers = {
             "fixed_input_size": True,
             "first_conv": "patch_embed.proj",
-            "classifier": heads,
+            "classifier": ["head", "head_dist"] if arch.distillation_token else "head",
         }
-    names = {} if model.classes is None else {"label_names": list(model.classes)}
-    return {
+
+    config = {
         "architecture": name,
         "num_classes": model.num_classes,
         "num_features": model.network.num_features,
         "model_args": arguments,
+        # The first and last layer are named for those who replace them.
         "pretrained_cfg": {
             "num_classes": model.num_classes,
             **layers,
             **_preprocessing(model.preprocessing),
         },
-        **names,
     }
+    if model.classes is not None:
+        config["label_names"] = list(model.classes)
+    return config
 
 
-def _preprocessing(how: Preprocessing) -> dict[str, Any]:
+def _preprocessing(pixels: Preprocessing) -> dict[str, Any]:
     """Return the preprocessing in the form of timm's `pretrained_cfg`."""
-    is_whole = how.eval_resize == "squash"
-    is_center = how.eval_resize.startswith("center_crop")
+    # A squash resizes to the final size, so timm must not crop.
+    crop_fraction = pixels.eval_crop_fraction
+    if pixels.eval_resize == "squash":
+        crop_fraction = 1.0
+    is_center = pixels.eval_resize.startswith("center_crop")
     return {
-        "input_size": [3, how.image_size, how.image_size],
-        "mean": list(how.mean),
-        "std": list(how.std),
-        "interpolation": INTERPOLATIONS[how.eval_interpolation],
-        "crop_pct": 1.0 if is_whole else how.eval_crop_fraction,
+        "input_size": [3, pixels.image_size, pixels.image_size],
+        "mean": list(pixels.mean),
+        "std": list(pixels.std),
+        "interpolation": INTERPOLATIONS[pixels.eval_interpolation],
+        "crop_pct": crop_fraction,
         "crop_mode": "center" if is_center else "squash",
     }
 
 
 def _vit(arch: Any) -> tuple[str, dict[str, Any]]:
     """Return a model function of timm, and the arguments that replace its sizes."""
-    is_gated = arch.mlp == "swiglu"
-    arguments: dict[str, Any] = {
+    # timm has SwiGLU in DINOv2's largest model alone, and counts gates as hidden channels.
+    name = "vit_base_patch16_224"
+    mlp_ratio = arch.mlp_ratio
+    activation = "gelu_tanh" if arch.gelu == "tanh" else "gelu"
+    if arch.mlp == "swiglu":
+        name = "vit_giant_patch14_dinov2"
+        mlp_ratio = 2 * arch.mlp_ratio
+        activation = "silu"
+    if arch.distillation_token:
+        name = "deit_base_distilled_patch16_224"
+
+    return name, {
         "img_size": arch.image_size,
         "patch_size": arch.patch_size,
         "embed_dim": arch.width,
         "depth": arch.depth,
         "num_heads": arch.num_heads,
-        # timm counts gates as hidden channels.
-        "mlp_ratio": (2 if is_gated else 1) * arch.mlp_ratio,
-        "act_layer": "silu"
-        if is_gated
-        else "gelu_tanh"
-        if arch.gelu == "tanh"
-        else "gelu",
+        "mlp_ratio": mlp_ratio,
+        "act_layer": activation,
         "global_pool": POOLS[arch.pool],
         "class_token": arch.has_class_token,
         "reg_tokens": arch.num_registers,
@@ -139,6 +154,3 @@ def _vit(arch: Any) -> tuple[str, dict[str, Any]]:
         "fc_norm": arch.pool_norm,
         "final_norm": True,
     }
-    if arch.distillation_token:
-        return "deit_base_distilled_patch16_224", arguments
-    return "vit_giant_patch14_dinov2" if is_gated else "vit_base_patch16_224", arguments

@@ -46,14 +46,15 @@ class NpzFormat(SafetensorsFormat):
         if arch.name != "vit":
             return {f"a model of the family {arch.name}": True}
         _, unnamed = _google(model)
+        # Google's models have a class token only where the head reads it.
+        has_unread_token = arch.pool != "cls" and arch.has_class_token
         return {
             f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}": bool(
                 unnamed
             ),
             f"pool={arch.pool}": arch.pool == "cls_mean",
             f"mlp={arch.mlp}": arch.mlp != "gelu",
-            "a class token that no head reads": arch.pool != "cls"
-            and arch.has_class_token,
+            "a class token that no head reads": has_unread_token,
         }
 
     def notes(self, model: TrainedModel) -> Iterator[str]:
@@ -65,7 +66,8 @@ class NpzFormat(SafetensorsFormat):
         named, _ = _google(model)
         # Sorted, so that equal weights give equal bytes.
         arrays: Any = {
-            n: np.ascontiguousarray(named[n].float().numpy()) for n in sorted(named)
+            name: np.ascontiguousarray(named[name].float().numpy())
+            for name in sorted(named)
         }
         np.savez(folder / "model.npz", **arrays)
         write_description(model, folder)

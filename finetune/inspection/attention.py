@@ -37,10 +37,10 @@ OPACITY = 0.65
 
 def attention_modules(network: nn.Module) -> list[Any]:
     """timm's attention of each block, first layer first; empty for a model without any."""
-    blocks = getattr(network, "blocks", ())
-    return [
-        block.attn for block in blocks if hasattr(getattr(block, "attn", None), "qkv")
+    attentions = [
+        getattr(block, "attn", None) for block in getattr(network, "blocks", ())
     ]
+    return [attention for attention in attentions if hasattr(attention, "qkv")]
 
 
 def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -52,7 +52,10 @@ def attention_by_head(attention: Any, x_BTD: torch.Tensor) -> Iterator[torch.Ten
         -1, (3, attention.num_heads, attention.head_dim)
     )
     q_BTHE, k_BTHE, _ = qkv_BT3HE.unbind(2)
-    q_BTHE, k_BTHE = attention.q_norm(q_BTHE).float(), attention.k_norm(k_BTHE).float()
+
+    # In half precision the weights of a row would not sum to 1.
+    q_BTHE = attention.q_norm(q_BTHE).float()
+    k_BTHE = attention.k_norm(k_BTHE).float()
     for head in range(attention.num_heads):
         k_BET = k_BTHE[:, :, head].transpose(1, 2)
         scores_BTT = torch.bmm(q_BTHE[:, :, head] * attention.scale, k_BET)
@@ -75,14 +78,13 @@ def read_attention(
 
         return read
 
-    modules = attention_modules(model.network)
-    handles = [
-        each.register_forward_pre_hook(hook(layer))
-        for layer, each in enumerate(modules)
-    ]
+    handles = []
+    for layer, attention in enumerate(attention_modules(model.network)):
+        handles.append(attention.register_forward_pre_hook(hook(layer)))
     try:
         model.forward(images_B3SS, "features")
     finally:
+        # A hook that stays would read the attention of every later forward pass.
         for handle in handles:
             handle.remove()
 
@@ -94,8 +96,8 @@ def patch_attention(p_BTT: torch.Tensor, *, num_prefix_tokens: int) -> torch.Ten
     """
     p_BLL = p_BTT[:, num_prefix_tokens:, num_prefix_tokens:]
     sums_BL1 = p_BLL.sum(dim=-1, keepdim=True)
-    uniform = 1 / p_BLL.shape[-1]
-    return torch.where(sums_BL1 > 0, p_BLL / sums_BL1, torch.full_like(p_BLL, uniform))
+    uniform_BLL = torch.full_like(p_BLL, 1 / p_BLL.shape[-1])
+    return torch.where(sums_BL1 > 0, p_BLL / sums_BL1, uniform_BLL)
 
 
 # ---- distance -----------------------------------------------------------------------------------
@@ -103,9 +105,11 @@ def patch_attention(p_BTT: torch.Tensor, *, num_prefix_tokens: int) -> torch.Ten
 
 def patch_distances(grid: tuple[int, int], *, stride: int) -> torch.Tensor:
     """Distances between the centres of all patches in pixels, fp32 [L, L]."""
-    rows, columns = (torch.arange(each, dtype=torch.float32) * stride for each in grid)
+    rows = torch.arange(grid[0], dtype=torch.float32) * stride
+    columns = torch.arange(grid[1], dtype=torch.float32) * stride
+    # The distances depend on the grid alone, and are the same for every head and image.
     centres_L2 = torch.cartesian_prod(rows, columns)
-    # Not by a matrix product, which loses digits of small distances.
+    # A matrix product would lose digits of small distances.
     return torch.cdist(
         centres_L2, centres_L2, compute_mode="donot_use_mm_for_euclid_dist"
     )
@@ -128,8 +132,10 @@ def head_distances(
 
     batches: uint8 images [B, 3, S, S] on the CPU.
     """
-    modules, device = attention_modules(model.network), model.world.device
+    device = model.world.device
+    modules = attention_modules(model.network)
     distances_LL = patch_distances(grid, stride=stride).to(device)
+    # In fp64, since the sum over many images loses the digits of each.
     sums_NH = torch.zeros(len(modules), modules[0].num_heads, dtype=torch.float64)
     num_images = 0
 
@@ -137,6 +143,7 @@ def head_distances(
         p_BLL = patch_attention(p_BTT, num_prefix_tokens=num_prefix_tokens)
         sums_NH[layer, head] += float(mean_distance(p_BLL, distances_LL).sum())
 
+    # Only sums are kept: the matrices of all images would not fit into memory.
     for images_B3SS in batches:
         read_attention(model, images_B3SS.to(device), add)
         num_images += len(images_B3SS)
@@ -148,28 +155,35 @@ def draw_distance(subject: Visualized) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
     arch = subject.vit
-    grid, stride = arch.grid, arch.patch_size
     _, images_B3SS = subject.sheet(MEASURED_IMAGES)
     distances_NH = head_distances(
         subject.model,
         images_B3SS.split(subject.attention_batch),
-        grid=grid,
-        stride=stride,
+        grid=arch.grid,
+        stride=arch.patch_size,
         num_prefix_tokens=arch.num_prefix_tokens,
     )
     depth, num_heads = distances_NH.shape
+
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.add_subplot()
     for head in range(num_heads):
         axes.plot(
             range(depth), distances_NH[:, head], "o", markersize=5, alpha=0.8, zorder=2
         )
-    uniform = float(patch_distances(grid, stride=stride).mean())
-    label = f"uniform attention: {uniform:.1f} px"
+
+    # A head that looks everywhere alike is at this line, so heads below it look near by.
+    uniform = float(patch_distances(arch.grid, stride=arch.patch_size).mean())
     axes.axhline(
-        uniform, color="grey", linewidth=1, linestyle=(0, (4, 3)), zorder=1, label=label
+        uniform,
+        color="grey",
+        linewidth=1,
+        linestyle=(0, (4, 3)),
+        zorder=1,
+        label=f"uniform attention: {uniform:.1f} px",
     )
     axes.legend(loc="lower right", frameon=False, fontsize=8)
+
     axes.set_ylim(0, max(1.12 * uniform, 1.05 * float(distances_NH.max())))
     axes.set_xlim(-0.5, depth - 0.5)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -194,10 +208,13 @@ def rolled_out(
 
     Half of a layer is the identity. Overwrites `mean_BTT`.
     """
+    # In place: with several hundred tokens a second matrix is what does not fit.
     mixed_BTT = mean_BTT.mul_(1 - RESIDUAL)
     mixed_BTT.diagonal(dim1=1, dim2=2).add_(RESIDUAL)
     mixed_BTT /= mixed_BTT.sum(dim=-1, keepdim=True)
-    return mixed_BTT if product_BTT is None else torch.bmm(mixed_BTT, product_BTT)
+    if product_BTT is None:
+        return mixed_BTT
+    return torch.bmm(mixed_BTT, product_BTT)
 
 
 @torch.no_grad()
@@ -206,18 +223,19 @@ def attention_rollout(model: InferenceModel, images_B3SS: torch.Tensor) -> torch
 
     images: uint8 on the model's device. Layer by layer: no other matrix is kept.
     """
-    num_heads = [each.num_heads for each in attention_modules(model.network)]
+    num_heads = [attention.num_heads for attention in attention_modules(model.network)]
     product: torch.Tensor | None = None
-    sums: list[torch.Tensor] = []
+    sum_BTT: torch.Tensor  # of the heads of one layer
 
+    # Heads come in order, so that the sum of one layer is complete before the next one begins.
     def add(layer: int, head: int, p_BTT: torch.Tensor) -> None:
-        nonlocal product
+        nonlocal product, sum_BTT
         if head == 0:
-            sums.append(p_BTT)
+            sum_BTT = p_BTT
         else:
-            sums[0] += p_BTT
+            sum_BTT += p_BTT
         if head == num_heads[layer] - 1:
-            product = rolled_out(product, sums.pop() / num_heads[layer])
+            product = rolled_out(product, sum_BTT.div_(num_heads[layer]))
 
     read_attention(model, images_B3SS, add)
     assert product is not None
@@ -235,7 +253,10 @@ def patch_weights(
 
     From the row of the class token, which is the first; pooled: from the mean of the patches' rows.
     """
-    rows_BXT = rollout_BTT[:, num_prefix_tokens:] if pooled else rollout_BTT[:, :1]
+    # A pooled model has no token that gathers the image, so all patches count alike.
+    rows_BXT = rollout_BTT[:, :1]
+    if pooled:
+        rows_BXT = rollout_BTT[:, num_prefix_tokens:]
     weights_BL = rows_BXT.mean(dim=1)[:, num_prefix_tokens:]
     return (weights_BL / weights_BL.amax(dim=1, keepdim=True)).unflatten(1, grid)
 
@@ -244,33 +265,39 @@ def draw_rollout(subject: Visualized) -> Figure:
     from matplotlib import colormaps
 
     arch = subject.vit
-    titles, images_B3SS = subject.sheet(subject.run.num_images)
     is_pooled = arch.pool != "cls"
-    weights_BRC = torch.cat(
-        [
-            patch_weights(
-                attention_rollout(subject.model, some_B3SS.to(subject.device)),
-                num_prefix_tokens=arch.num_prefix_tokens,
-                grid=arch.grid,
-                pooled=is_pooled,
-            ).cpu()
-            for some_B3SS in images_B3SS.split(subject.attention_batch)
-        ]
-    )
+    titles, images_B3SS = subject.sheet(subject.run.num_images)
+    weights = []
+    for batch_B3SS in images_B3SS.split(subject.attention_batch):
+        rollout_BTT = attention_rollout(subject.model, batch_B3SS.to(subject.device))
+        weights_BRC = patch_weights(
+            rollout_BTT,
+            num_prefix_tokens=arch.num_prefix_tokens,
+            grid=arch.grid,
+            pooled=is_pooled,
+        )
+        weights.append(weights_BRC.cpu())
     weights_B1SS = F.interpolate(
-        weights_BRC[:, None], size=images_B3SS.shape[2:], mode="bilinear"
+        torch.cat(weights)[:, None], size=images_B3SS.shape[2:], mode="bilinear"
     )
+
+    # The colours of the heat would mix with those of the image, so that one is grey.
     heat = torch.from_numpy(colormaps["inferno"](weights_B1SS[:, 0].numpy())[..., :3])
     grey_B1SS = images_B3SS.float().mean(dim=1, keepdim=True)
     blended_B3SS = grey_B1SS.lerp(255 * heat.permute(0, 3, 1, 2).float(), OPACITY)
+
+    captions = [caption(title, width=14) for title in titles]
+    empty = [""] * len(titles)
     rows: list[list[Cell]] = []
-    for name, names, pixels in (
-        ("image", [caption(title, width=14) for title in titles], images_B3SS),
-        ("rollout", [""] * len(titles), blended_B3SS.byte()),
-        ("image ×\nrollout", [""] * len(titles), (images_B3SS * weights_B1SS).byte()),
+    for heading, texts, pixels in (
+        ("image", captions, images_B3SS),
+        ("rollout", empty, blended_B3SS.byte()),
+        ("image ×\nrollout", empty, (images_B3SS * weights_B1SS).byte()),
     ):
-        cells = zip(names, [False] * len(names), pixels, strict=True)
-        rows.append([(name, False, None), *cells])
+        row: list[Cell] = [(heading, False, None)]
+        row += [(text, False, image) for text, image in zip(texts, pixels, strict=True)]
+        rows.append(row)
+
     depth = len(attention_modules(subject.model.network))
     source = "the mean of all patches" if is_pooled else "the class token"
     text = f"Attention rollout: what {source} draws on through all {depth} layers; bright: most"

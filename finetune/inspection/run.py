@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,26 +37,27 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
     loaded = open_model(**run.source())
     subject = Visualized(run, loaded, world)
     print(f"model: {loaded.source}")
-    missing = {
-        name: why
-        for name in PICTURES
-        if (why := reason_unavailable(name, subject)) is not None
-    }
-    has = [name for name in PICTURES if name not in missing]
+
+    # A picture that is asked for by name is an error if it cannot be drawn; else it is left out.
+    reasons = {name: reason_unavailable(name, subject) for name in PICTURES}
+    available = [name for name, reason in reasons.items() if reason is None]
     for name in run.pictures:
-        if name in missing:
+        reason = reasons[name]
+        if reason is not None:
             raise UserError(
-                missing[name],
+                reason,
                 where=f"pictures: {name}",
-                allowed=", ".join(has),
+                allowed=", ".join(available),
                 next_step="remove it from pictures",
             )
-    for why in dict.fromkeys(missing.values()) if not run.pictures else ():
-        print(
-            f"left out {', '.join(name for name in missing if missing[name] == why)}: {why}"
-        )
+    if run.pictures:
+        available = [name for name in available if name in run.pictures]
+    else:
+        _print_left_out(reasons)
+
     written = []
-    for name in [name for name in has if not run.pictures or name in run.pictures]:
+    for name in available:
+        # Each is written when it is drawn: an error in the last one costs no other.
         path = subject.folder / f"{name}.png"
         try:
             save_figure(DRAW[name](subject), path)
@@ -64,21 +65,32 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
             raise not_written(error, f"output={path}") from None
         written.append(path)
         print(f"wrote {path}", flush=True)
-    if subject.skipped:
-        skipped = dict.fromkeys(subject.skipped)
-        print(
-            f"skipped {len(skipped)} unreadable images; the first: {next(iter(skipped))}"
-        )
+
+    # Several pictures skip the same image.
+    skipped = [*dict.fromkeys(subject.skipped)]
+    if skipped:
+        print(f"skipped {len(skipped)} unreadable images; the first: {skipped[0]}")
     if run.mlflow and loaded.run is not None:
         upload(loaded.run.folder, written, say=print)
     return written
 
 
+def _print_left_out(reasons: Mapping[str, str | None]) -> None:
+    """One line for each reason. reasons: by the picture; None where it can be drawn."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason is not None:
+            names_by_reason.setdefault(reason, []).append(name)
+    for reason, names in names_by_reason.items():
+        print(f"left out {', '.join(names)}: {reason}")
+
+
 def reason_unavailable(name: str, subject: Visualized) -> str | None:
     """Return the reason that a picture cannot be drawn, or None."""
+    # Only these models are known to have one position for each patch and timm's attention.
     if name != "patch_filters" and not isinstance(subject.loaded.arch, ViTSettings):
-        what = "positions" if name == "position_similarity" else "attention"
-        return f"only models of the family vit show their {what}"
+        subjects = "positions" if name == "position_similarity" else "attention"
+        return f"only models of the family vit show their {subjects}"
     if PICTURES[name]:
         try:
             subject.images  # noqa: B018  # opens them

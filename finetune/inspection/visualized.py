@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,9 @@ class Visualized:
 
     def __init__(self, run: VisualizeRun, loaded: TrainedModel, world: World) -> None:
         """Raises UserError if `images` is given and cannot be opened."""
-        self.run, self.loaded, self.device = run, loaded, world.device
+        self.run = run
+        self.loaded = loaded
+        self.device = world.device
         self.model = loaded.for_inference(
             world, precision=run.compute.precision, num_images=0
         )
@@ -46,12 +49,14 @@ class Visualized:
 
     @property
     def folder(self) -> Path:
+        # Pictures of a training are found beside its report.
         if self.run.output is not None:
             return Path(self.run.output)
         source = self.loaded.run
-        return (
-            Path("runs/visualize") if source is None else source.folder
-        ) / "pictures"
+        folder = Path("runs/visualize")
+        if source is not None:
+            folder = source.folder
+        return folder / "pictures"
 
     @property
     def vit(self) -> ViTSettings:
@@ -62,6 +67,7 @@ class Visualized:
     @property
     def attention_batch(self) -> int:
         """Images of a forward pass whose attention is read."""
+        # Memory is bounded twice: by the activations, and by the matrices of attention.
         by_pixels = MAX_PIXELS // self.loaded.arch.image_size**2
         by_attention = MAX_ATTENTION // self.vit.num_tokens**2
         return max(1, min(self.run.compute.batch, by_pixels, by_attention))
@@ -69,35 +75,43 @@ class Visualized:
     @cached_property
     def images(self) -> Images:
         """Open the images to draw. Raises UserError if there are none."""
-        run, source = self.run, self.loaded.run
-        if not run.images and source is None:
+        given = self.run.images
+        data: dict[str, Any] = {}
+        if self.loaded.run is not None:
+            data = self.loaded.run.config["data"]
+        elif not given:
             raise UserError(
                 "a weight file does not say which images it was trained on",
                 where="images",
                 next_step="set images=PATH",
             )
-        data = {} if source is None else source.config["data"]
-        given = run.images or (str(data["path"]),)
-        path = shard_folder(given)
-        if path is None and not run.images:
+
+        path = shard_folder(given or (str(data["path"]),))
+        if path is None and not given:
             raise UserError(
-                f"the shards that the run was trained on are not here: {given[0]}",
+                f"the shards that the run was trained on are not here: {data['path']}",
                 where="images",
                 next_step="start in the folder that has them, or set images=PATH",
             )
-        if path is None and run.split is not None:
+        if path is None and self.run.split is not None:
             raise UserError(
                 "only shards have splits, and images are files",
-                where=f"split={run.split}",
+                where=f"split={self.run.split}",
                 next_step="remove split, or set images to a shard folder",
             )
         if path is None:
-            return find_files(run.images)
-        # The run's validation split, else the first one.
-        splits = tuple(read_manifest(path).splits)
-        wanted = data.get("val_split") or "test"
-        split = run.split or (wanted if wanted in splits else splits[0])
-        index = read_split(path, split=split, key="split", remote_settings=run.remote)
+            return find_files(given)
+
+        # Other shards than the run's may have other splits.
+        split = self.run.split
+        if not split:
+            split = data.get("val_split") or "test"
+            splits = tuple(read_manifest(path).splits)
+            if split not in splits:
+                split = splits[0]
+        index = read_split(
+            path, split=split, key="split", remote_settings=self.run.remote
+        )
         return Images(index=index)
 
     def sheet(self, count: int) -> tuple[list[str], torch.Tensor]:
@@ -105,23 +119,29 @@ class Visualized:
 
         Raises UserError if none of them can be read.
         """
-        how, images = self.loaded.preprocessing, self.images
-        settings = DataSettings(path="", global_batch=1, **how.data_values())
-        samples = images.samples(settings, image_size=how.image_size)
+        preprocessing = self.loaded.preprocessing
+        size = preprocessing.image_size
+        settings = DataSettings(path="", global_batch=1, **preprocessing.data_values())
+        images = self.images
+        samples = images.samples(settings, image_size=size)
         count = min(count, images.total)
-        pixels = torch.empty(
-            count, 3, how.image_size, how.image_size, dtype=torch.uint8
-        )
+        pixels = torch.empty(count, 3, size, size, dtype=torch.uint8)
+
+        # An image that cannot be read leaves its row to the next one.
         titles: list[str] = []
-        for number in (place * images.total // count for place in range(count)):
+        for position in range(count):
+            number = position * images.total // count
+            # Remote shards are fetched for the drawn images alone.
             samples.prefetch([number])
             label, unreadable = samples.fill(number, pixels[len(titles)])
             if not unreadable:
                 titles.append(self._title(number, label))
-            for each in unreadable:
-                (name,) = images.names([number])
-                where = name if name == each.shard else f"{name} in {each.shard}"
-                self.skipped.append(f"{where}: {each.error}")
+            for problem in unreadable:
+                (where,) = images.names([number])
+                if where != problem.shard:
+                    where = f"{where} in {problem.shard}"
+                self.skipped.append(f"{where}: {problem.error}")
+
         if not titles:
             where, error = self.skipped[0].rsplit(": ", 1)
             raise UserError(
@@ -136,10 +156,9 @@ class Visualized:
         index = self.images.index
         if index is not None:
             return self.images.label_name(label) or f"{index.split} {number}"
+        # People sort photographs into folders by class, but not those that they name themselves.
         folder = Path(self.images.paths[number]).absolute().parent
         roots = {Path(root).absolute() for root in self.run.images}
-        return (
-            folder.name
-            if roots & {*folder.parents}
-            else Path(self.images.names([number])[0]).stem
-        )
+        if roots & {*folder.parents}:
+            return folder.name
+        return Path(self.images.names([number])[0]).stem

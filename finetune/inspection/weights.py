@@ -8,6 +8,7 @@ Shapes: D filters, p pixels a side, K components.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,12 @@ from finetune.inspection.visualized import Visualized
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ROWS, COLUMNS = 4, 7
+ROWS = 4
+COLUMNS = 7
 GREY = 0.5
 # All tiles of a 14 x 14 grid; of a larger one fewer, since their pixels would be too small.
-MAX_TILES, FEWER_TILES = 14, 8
+MAX_TILES = 14
+FEWER_TILES = 8
 GAP = 0.12  # of a tile, between tiles
 MIN_SIDE = 24  # pixels of a tile, so that gaps can be smaller than a patch
 
@@ -40,28 +43,31 @@ def principal_components(
     _, singular_K, components_KX = torch.linalg.svd(
         points_DX - points_DX.mean(dim=0), full_matrices=False
     )
-    variances_K = singular_K.square()
+
+    # Singular values that are nothing but rounding have directions without a meaning.
     noise = torch.finfo(torch.float32).eps * singular_K.max()
-    count = min(count, max(1, int((singular_K > noise).sum())))
+    rank = int((singular_K > noise).sum())
+    count = min(count, max(1, rank))
+
     components_KX = components_KX[:count]
     largest_K1 = components_KX.gather(
         1, components_KX.abs().argmax(dim=1, keepdim=True)
     )
     components_KX = components_KX * largest_K1.sign()
-    shares_K = variances_K[:count] / variances_K.sum().clamp(
-        min=torch.finfo(torch.float64).tiny
-    )
-    return components_KX.unflatten(1, filters_D3pp.shape[1:]), shares_K
+
+    # Equal filters have no variance at all.
+    variances_K = singular_K.square()
+    total = variances_K.sum().clamp(min=torch.finfo(torch.float64).tiny)
+    components_K3pp = components_KX.unflatten(1, filters_D3pp.shape[1:])
+    return components_K3pp, variances_K[:count] / total
 
 
 def first_filters(network: nn.Module) -> torch.Tensor:
     """Filters of the first convolution on colours [D, 3, p, p], on the CPU."""
-    first = next(
-        each
-        for each in network.modules()
-        if isinstance(each, nn.Conv2d) and each.in_channels == 3
-    )
-    return first.weight.detach().cpu().double()
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d) and module.in_channels == 3:
+            return module.weight.detach().cpu().double()
+    raise AssertionError("no convolution on colours")
 
 
 def draw_filters(subject: Visualized) -> Figure:
@@ -75,6 +81,8 @@ def draw_filters(subject: Visualized) -> Figure:
         shown_3pp = GREY + GREY * component_3pp / component_3pp.abs().max()
         axes.imshow(shown_3pp.permute(1, 2, 0).numpy(), interpolation="nearest")
         axes.set_axis_off()
+
+    # Colours can be compared within a filter, but not between filters.
     side = filters_D3pp.shape[-1]
     text = (
         f"{len(components_K3pp)} principal components of the {len(filters_D3pp)} first filters of "
@@ -95,6 +103,7 @@ def position_similarity(pos_LD: torch.Tensor, *, grid: tuple[int, int]) -> torch
     two dimensions choose the tile.
     """
     num_patches = grid[0] * grid[1]
+    # The last rows are the patches; prefix tokens have no place in the grid.
     unit_LD = F.normalize(pos_LD[-num_patches:].float(), dim=1)
     return (unit_LD @ unit_LD.T).unflatten(1, grid).unflatten(0, grid)
 
@@ -102,30 +111,34 @@ def position_similarity(pos_LD: torch.Tensor, *, grid: tuple[int, int]) -> torch
 def draw_positions(subject: Visualized) -> Figure:
     from matplotlib.figure import Figure
 
-    grid = subject.vit.grid
+    rows, columns = subject.vit.grid
     network: Any = subject.model.network
     pos_1LD: torch.Tensor = network.pos_embed  # learned, or a fixed buffer
-    similarity_RCRC = position_similarity(pos_1LD[0].detach().cpu(), grid=grid)
-    num_tiles = (
-        grid[0] if grid[0] <= MAX_TILES else FEWER_TILES
-    )  # a side; grids are square
-    shown = [round(i * (grid[0] - 1) / max(1, num_tiles - 1)) for i in range(num_tiles)]
-    scale = -(-MIN_SIDE // grid[0])
-    side = scale * grid[0]
-    gap = round(GAP * side)
-    tiles = (
-        similarity_RCRC[shown][:, shown]
-        .repeat_interleave(scale, 2)
-        .repeat_interleave(scale, 3)
+    similarity_RCRC = position_similarity(
+        pos_1LD[0].detach().cpu(), grid=(rows, columns)
     )
+
+    # Grids are square: one number of tiles a side, the first and the last patch among them.
+    num_tiles = rows
+    if rows > MAX_TILES:
+        num_tiles = FEWER_TILES
+    last = max(1, num_tiles - 1)
+    shown = [round(number * (rows - 1) / last) for number in range(num_tiles)]
+
+    scale = math.ceil(MIN_SIDE / rows)
+    side = scale * rows
+    gap = round(GAP * side)
+    tiles = similarity_RCRC[shown][:, shown]
+    tiles = tiles.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
     tiles = F.pad(tiles, (0, gap, 0, gap), value=float("nan"))
     canvas = tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)[:-gap, :-gap]
+
     figure = Figure(figsize=(6.6, 5.9), layout="constrained")
     axes = figure.add_subplot()
     image = axes.imshow(
         canvas.numpy(), vmin=-1, vmax=1, cmap="viridis", interpolation="nearest"
     )
-    centres = [i * (side + gap) + side / 2 for i in range(len(shown))]
+    centres = [number * (side + gap) + side / 2 for number in range(num_tiles)]
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_ticks(centres, labels=[str(number + 1) for number in shown])
         axis.set_tick_params(length=0)
@@ -133,9 +146,11 @@ def draw_positions(subject: Visualized) -> Figure:
     axes.set_xlabel("Input patch column")
     axes.spines[:].set_visible(False)
     figure.colorbar(image, ax=axes, label="Cosine similarity", shrink=0.8)
-    kept = (
-        "" if max(grid) <= MAX_TILES else f"; {len(shown)} × {len(shown)} of them shown"
+
+    text = (
+        f"Position embeddings of {rows} × {columns} patches: similarity to all others"
     )
-    text = f"Position embeddings of {grid[0]} × {grid[1]} patches: similarity to all others{kept}"
+    if num_tiles < rows:
+        text += f"; {num_tiles} × {num_tiles} of them shown"
     figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
     return figure

@@ -39,6 +39,7 @@ class Preprocess:
 
     def __call__(self, image: Image.Image) -> torch.Tensor:
         """Any Pillow image -> fp32 [3, S, S]: upright, over white, resized, cropped, normalised."""
+        # The same code as in evaluations, so that a prediction here is the one of the table.
         resized = torch.empty(3, self.image_size, self.image_size, dtype=torch.uint8)
         self._resize(b"", resized, pixels_HW3=torch.from_numpy(rgb_pixels(image)))
         return self._normalize(resized)
@@ -180,6 +181,7 @@ class ShardDataset(Dataset[tuple[Any, int]]):
                 unreadable_sample(self._index, number, error),
                 next_step="check the storage; vitscale prepare verify names every damaged shard",
             ) from None
+        # Transforms of torchvision take Pillow images, not arrays.
         image: Any = Image.fromarray(pixels_HW3.numpy())
         if self.transform:
             image = self.transform(image)

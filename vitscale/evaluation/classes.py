@@ -103,6 +103,7 @@ def _columns(
 
     A name that two outputs or two classes have is the name of none.
     """
+    # Which of the two is meant, nobody can tell.
     ambiguous: set[str | None] = {None}
     for names in (outputs, classes):
         counts = Counter(names)
@@ -163,6 +164,7 @@ def _in_order(names: Sequence[str] | None, count: int) -> Sequence[str] | None:
             return None
         return known_space(space)
 
+    # Lists of other libraries are compared word by word: a few of their names differ.
     for name in LABEL_SPACES | SUBSETS:
         ids = known_space(name)
         if len(ids) == count:
@@ -182,6 +184,7 @@ def _by_word(names: Sequence[str], among: Sequence[str]) -> list[str | None]:
     by_words: dict[frozenset[str], set[str]] = {}
     by_term: dict[str, set[str]] = {}
     for synset in among:
+        # Two synsets may share one word, but rarely all.
         terms = _terms(_words()[synset])
         by_words.setdefault(terms, set()).add(synset)
         for term in terms:
@@ -204,6 +207,7 @@ def _by_word(names: Sequence[str], among: Sequence[str]) -> list[str | None]:
 
 def _terms(words: str) -> frozenset[str]:
     """`Great_white shark, white shark: a fish` -> {great white shark, white shark}."""
+    # Folder names have underscores for spaces, and some lists a definition behind the words.
     plain = _plain(words).casefold().replace("_", " ").partition(": ")[0]
     return frozenset(term.strip() for term in plain.split(","))
 

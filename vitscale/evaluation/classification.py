@@ -132,4 +132,5 @@ class Classification(PassEvaluation):
 
 
 def _mean(total: float, images: float) -> str:
+    # Without images there is no share; a 0 would look like a bad one.
     return f"{total / images:.6f}" if images else ""

@@ -58,6 +58,7 @@ class Confusion(PassEvaluation):
 
         from vitscale.distributed.world import gather_rows
 
+        # The cells of 21,000 classes would be a matrix of 477 million; those that occur are few.
         rows_N4 = gather_rows(torch.cat(self._rows)).cpu().numpy()
         self._rows = []
         predictions_N3 = rows_N4[rows_N4[:, 3] > 0, :3]  # label, guess, sample
@@ -67,6 +68,7 @@ class Confusion(PassEvaluation):
         shares = {
             label: cells[label, label] / number for label, number in images.items()
         }
+        # Equally bad classes are ordered by label: the choice must not depend on the ranks.
         by_share = sorted(shares, key=lambda label: (shares[label], label))
         worst = by_share[: self.settings.num_classes]
         self._write_cells(cells)
@@ -83,6 +85,7 @@ class Confusion(PassEvaluation):
         """Confusions first, the most frequent ones at the top; then the right predictions."""
         classes = self._subject.val.classes
         lines: list[tuple[object, ...]] = [("class", "predicted", "images")]
+        # Equally frequent cells are ordered by label and guess.
         for (label, guess), number in sorted(
             cells.items(), key=lambda cell: (len({*cell[0]}) == 1, -cell[1], cell[0])
         ):
@@ -110,9 +113,11 @@ class Confusion(PassEvaluation):
             row: list[Any] = [(f"{name(label)}\n{share:.0%} right", False, None)]
             for guess, sample in wrong:
                 pixels = torch.empty(3, size, size, dtype=torch.uint8)
+                # Read again from the shards: the pixels of a pass are not kept.
                 samples.fill(sample, pixels)
                 row.append((name(guess), True, pixels))
             rows.append(row)
+        # Pictures tell an error of the labels from one of the model.
         title = "Worst classes: images that were taken for the class above them"
         save_figure(sheet(title, rows, height=1.6), path)
 

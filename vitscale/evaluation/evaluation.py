@@ -107,6 +107,7 @@ class Features:
         """The rows of all ranks, ordered by sample. Collective."""
         from vitscale.distributed.world import gather_objects
 
+        # Which rank computed a row must not decide the order of the bank.
         whole = Features.joined(gather_objects(self))
         return whole.rows(np.argsort(whole.samples))
 
@@ -123,6 +124,7 @@ class Features:
         """
         import torch
 
+        # In parts, since scores of all rows and classifiers would not fit into memory.
         correct = []
         for values_BD, labels_B in zip(
             self.values_ND.split(size), self.labels_N.split(size), strict=True
@@ -164,6 +166,7 @@ class Subject:
 
         if self.folder is None:
             return
+        # Without this the other ranks would wait for one that cannot write.
         is_first = self.model.world.is_first
         with errors_on_all_ranks(
             "cannot be written", self.folder / name, tried=is_first
@@ -174,6 +177,7 @@ class Subject:
 
     def write_table(self, name: str, rows: Iterable[Sequence[Any]]) -> None:
         """Write a CSV file, as `write`. Collective."""
+        # The whole table in memory, so that the file is written in one piece.
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(
             map(csv_cell, row) for row in rows
@@ -193,6 +197,7 @@ class Subject:
         from vitscale.data.loader import evaluation_batches
 
         model = self.model
+        # Classification reports each head; the mean alone would hide a head that learns nothing.
         has_two_heads = output == "logits" and "heads" in model.known_outputs
         batches = evaluation_batches(
             index,
@@ -253,6 +258,7 @@ class Subject:
             rows.append(kept)
         missing = np.setdiff1d(samples, computed)
 
+        # Samples are counted over all parts, and each part numbers its own from 0.
         offset = 0
         for part in parts:
             numbers = missing[missing >= offset] - offset
@@ -282,6 +288,7 @@ class Share(float):
 
     def __new__(cls, count: float, images: float) -> Share:
         """NaN without images."""
+        # A number, so that journals and tables need not know of shares.
         share = super().__new__(cls, count / images if images else math.nan)
         share.images = round(images)
         return share
@@ -385,6 +392,8 @@ def results(
     evaluations: Sequence[Evaluation], subject: Subject
 ) -> Iterator[dict[str, float]]:
     """Metrics of each evaluation, in their order. Collective; equal on every rank."""
+
+    # Reading the images costs far more than what is counted of the logits.
     in_pass = [
         evaluation
         for evaluation in evaluations
@@ -456,6 +465,7 @@ def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
 
 def check_head(subject: Subject, *, name: str) -> None:
     """Raise UserError where the model has no head or the shards have no labels."""
+    # Shards without labels have no classes, and every metric of logits compares with them.
     if not subject.val.classes:
         raise UserError(
             f"{name} needs labels, but the shards of {subject.val.folder} have none",

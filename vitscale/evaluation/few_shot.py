@@ -97,6 +97,7 @@ def class_orders(labels_N: np.ndarray, *, seed: int) -> list[np.ndarray]:
 
     One generator for all classes, one permutation each, in the order of labels, as in big_vision.
     """
+    # The first K of an order are the images of K shots, so that more shots contain the fewer.
     random = np.random.default_rng(seed)
     by_class = np.argsort(labels_N, kind="stable")
     ends = np.searchsorted(labels_N[by_class], np.unique(labels_N), side="right")
@@ -124,6 +125,7 @@ def fit_ridge(
         scaled_ND = (values_ND.double() - mean_D) / (std_D + 1e-5)
         return torch.nn.functional.pad(scaled_ND, (0, 1), value=CONSTANT)
 
+    # The normal equations: their size is the width, however many images there are.
     x_ND = standardized(features_ND)
     gram_DD = x_ND.T @ x_ND
     gram_DD.diagonal().add_(l2)

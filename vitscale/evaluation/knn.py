@@ -46,6 +46,7 @@ class Knn(Probe):
         device = subject.model.world.device
         ks = (settings.k, *settings.also_k)
         samples = evenly_spaced(subject.num_train, at_most=settings.max_bank_images)
+        # Each rank computed a part, and a neighbour may be in any of them.
         bank = subject.features("train", samples=samples).gathered()
         bank_ND = normalize(bank.values_ND.to(device), dim=1)
         labels_N = bank.labels_N.to(device)
@@ -83,5 +84,6 @@ class Knn(Probe):
 
 def evenly_spaced(total: int, *, at_most: int | None) -> np.ndarray:
     """Numbers of at most so many of `total` samples, int64, increasing."""
+    # A class whose images lie together in the shards must not be missing in the bank.
     count = min(at_most or total, total)
     return np.arange(count) * total // count

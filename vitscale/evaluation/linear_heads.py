@@ -125,6 +125,7 @@ class LinearHeads(Probe):
 
 def dev_split(num: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Random samples to train on, and those that choose the head: at least one of each."""
+    # Both sides get an image, however few there are.
     order = permutation(num, key=stream_key("dev split", seed))
     num_dev = min(max(1, round(num * fraction)), num - 1)
     return np.sort(order[num_dev:]), np.sort(order[:num_dev])
@@ -197,6 +198,7 @@ def train_heads(
     for step, drawn in zip(range(settings.steps), batches, strict=False):
         rows = row_of[chosen[drawn]]
         rows = torch.from_numpy(rows[rows >= 0]).to(device)
+        # A rank that holds none of the batch adds zeros: all must take part in the sum.
         gradient_HCD = _gradient(
             weights_HCD, values_ND[rows], labels_N[rows], batch=batch
         )

@@ -82,6 +82,7 @@ def _imagenet_columns(subject: Subject) -> ClassMap:
     classes = known_space("imagenet_1k")
     num_outputs = subject.num_outputs
     matched = column_of_each_class(subject.classes, classes, num_outputs=num_outputs)
+    # An image of a class that the model lacks could only be wrong.
     lacking = matched.lacking(classes)
     if lacking:
         raise UserError(
@@ -98,6 +99,7 @@ def image_numbers(index: SplitIndex) -> np.ndarray:
 
     Raises UserError where a key does not have the original name.
     """
+    # The sets are listed by the number in an image's name, not by a key.
     numbers = []
     for key in sample_keys(index, range(index.num_samples)):
         match = NAME.search(key)
@@ -117,6 +119,7 @@ def _label_table() -> np.ndarray:
     """int64 [50,000, labels]: the set of each image, filled up with -1."""
     path = timm_file("imagenet_real_labels.json", where="evaluate")
     sets = json.loads(path.read_text())
+    # Of one width, so that a GPU can look up the sets of a batch.
     table = np.full((len(sets), max(map(len, sets))), -1, np.int64)
     for row, labels in zip(table, sets, strict=True):
         row[: len(labels)] = labels

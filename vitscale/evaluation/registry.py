@@ -35,6 +35,7 @@ EVALUATIONS: dict[str, type[Evaluation]] = {
 if TYPE_CHECKING:
     from vitscale.engine.engine import Engine
 
+    # mypy cannot follow a type that is built from a dict.
     EvaluationSettings = SettingsBase
 else:
     EvaluationSettings = choice_of(EVALUATIONS)
@@ -71,6 +72,7 @@ class ScheduledEvaluations:
     def due(self, step: int, *, is_last: bool) -> list[Evaluation]:
         if is_last:
             return self._evaluations
+        # Each evaluation has a pace of its own: probes cost far more than a pass.
         due = []
         for evaluation in self._evaluations:
             every_steps = evaluation.settings.every_steps

@@ -22,6 +22,7 @@ def sheet(title: str, rows: Sequence[Sequence[Cell]], *, height: float) -> Figur
     """Draw rows of images with captions. height: of a row, in inches."""
     from matplotlib.figure import Figure
 
+    # The longest row decides; others end with a gap.
     columns = max(map(len, rows), default=1)
     size = (columns * 1.3, len(rows) * height + 0.5)
     figure = Figure(figsize=size, layout="constrained")
@@ -62,5 +63,6 @@ def caption(name: str, *, width: int, num_lines: int = 1) -> str:
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a PNG; makes the folder of `path`. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A viewer that is open reads the old picture or the new one, never half of it.
     with atomic_file(path) as file:
         figure.savefig(file, format="png", dpi=DPI)

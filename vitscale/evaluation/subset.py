@@ -82,12 +82,14 @@ class Subset(PassEvaluation):
 
         Raises UserError where names do not fit.
         """
+        # Positions and outputs are two matches: labels of the shards, and names of the model.
         check_head(subject, name="subset")
         shards = subject.val.classes
         competing = shards
         if self.settings.classes != "shards":
             competing = known_space(self.settings.classes)
         positions = column_of_each_class(competing, shards, num_outputs=len(competing))
+        # A label without a place among the competing classes could not be scored.
         _refuse(
             positions.lacking(shards),
             what=f"not among the classes of {self.settings.classes}",

@@ -80,6 +80,7 @@ class InferenceModel:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """dtype: of the weights, which are rounded in place, and of the forward pass."""
+        # A model that is only applied needs no gradients, which would take memory.
         self.network = network.eval().requires_grad_(False).to(world.device)
         self.world = world
         self.dtype = dtype
@@ -146,6 +147,7 @@ class TrainedModel:
     @property
     def class_names(self) -> tuple[str, ...]:
         """Class names by label, or `class 0`, ... if unknown."""
+        # Tables have a text for each class.
         unnamed = (f"class {label}" for label in range(self.num_classes))
         return self.classes or tuple(unnamed)
 
@@ -213,6 +215,7 @@ def open_model(
     # DINOv2's folders make smaller images than their positions are for.
     image_size = image_size or source.preprocessing.get("image_size")
     if image_size is not None:
+        # The positions are resized by the transfer below.
         arch = arch.model_copy(update={"image_size": image_size})
         problem = dict(arch.problems()).get("model.image_size")
         if problem:
@@ -292,6 +295,7 @@ def read_source(
     data = sections.data
     pixels = {name: getattr(data, name) for name in ("mean", "std", *PREPROCESSING)}
     pixels["eval_interpolation"] = data.eval_interpolation or data.interpolation
+    # Sigmoid losses train a probability for each class, which need not sum to 1.
     loss = (config.get("objective") or {}).get("loss")
     rows, columns = checkpoint.description["grid"]
     found = Weights(
@@ -337,6 +341,8 @@ def _refuse_other_paths(path: Path, *, where: str, key: str) -> None:
 
 def _known(arch: Architecture) -> dict[str, Any]:
     """Values of `model` that the shapes of a run's tensors do not show."""
+
+    # Other settings are in the shapes, or act in training alone.
     names = {
         "vit": ("num_heads", "gelu", "layer_norm_eps", "pool"),
         "timm": ("model", "arguments"),
@@ -356,9 +362,12 @@ def _read_config(
 
     Raises UserError where the file is missing or describes another model.
     """
+
+    # The checkpoint says what its tensors are; config.yaml says how the run was set up.
     described = checkpoint.description["architecture"]
     try:
         values: Any = read_yaml(path.read_text(), name=str(path)).values
+        # Other sections are of the training, and may have keys that no longer exist.
         sections = _Sections.model_validate(
             {key: values[key] for key in ("model", "data")}
         )

@@ -21,31 +21,35 @@ def num_parameters(arch: ViTSettings) -> int:
 
     Source: Dosovitskiy et al. 2021, section 3.1; ViT-B/16 with 1,000 classes has 86,567,656.
     """
-    d, m = arch.width, arch.mlp_width
+    d = arch.width
+    m = arch.mlp_width
     patch = arch.patch_values * d + d
     tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
-    representation = d * d + d if arch.representation_layer else 0
-    head = arch.num_classifiers * (
-        arch.feature_width * arch.num_classes + arch.num_classes
-    )
+    last_norm = 2 * d
+
+    # Every classifier has the same size, and the representation layer comes before one alone.
+    classifier = arch.feature_width * arch.num_classes + arch.num_classes
+    head = arch.num_classifiers * classifier
+    if arch.representation_layer:
+        head += d * d + d
     if arch.pool == "map":  # a query, Q, K, V and output, a norm and an MLP
         head += d + 4 * (d * d + d) + 2 * d + (d * m + m) + (m * d + d)
-    return (
-        patch
-        + tokens
-        + arch.depth * block_parameters(arch)
-        + 2 * d
-        + representation
-        + head
-    )
+    return patch + tokens + arch.depth * block_parameters(arch) + last_norm + head
 
 
 def block_parameters(arch: ViTSettings) -> int:
-    d, a, m = arch.width, arch.attention_width, arch.mlp_width
-    inner = 2 if arch.mlp == "swiglu" else 1
-    mlp = inner * (d * m + m) + (m * d + d)
-    block = 2 * (2 * d) + (3 * d * a + 3 * a) + (a * d + d) + mlp
-    return block + (2 * d if arch.layer_scale else 0)
+    d = arch.width
+    a = arch.attention_width
+    m = arch.mlp_width
+    norms = 2 * (2 * d)
+    attention = (3 * d * a + 3 * a) + (a * d + d)
+    mlp = (d * m + m) + (m * d + d)
+    if arch.mlp == "swiglu":  # gates beside the values
+        mlp += d * m + m
+    block = norms + attention + mlp
+    if arch.layer_scale:
+        block += 2 * d
+    return block
 
 
 def train_flops_per_image(arch: ViTSettings, *, num_tokens: int | None = None) -> int:
@@ -60,18 +64,23 @@ def train_flops_per_image(arch: ViTSettings, *, num_tokens: int | None = None) -
     d = arch.width
     patch = arch.num_patches * arch.patch_values * d
     head = arch.num_classifiers * arch.feature_width * arch.num_classes
-    head += d * d if arch.representation_layer else 0
+    if arch.representation_layer:
+        head += d * d
     if arch.pool == "map":  # one query attends to the patches
         num_seen = (num_tokens or arch.num_tokens) - arch.num_prefix_tokens
         head += num_seen * (2 * d * d + 2 * d) + 2 * d * d + 2 * d * arch.mlp_width
+
+    # The embedding and the head see an image once, the blocks one after another.
     return 3 * 2 * (arch.depth * block_multiply_adds(arch, num_tokens) + patch + head)
 
 
 def block_multiply_adds(arch: ViTSettings, num_tokens: int | None = None) -> int:
     """Count one block's forward pass; num_tokens: all by default."""
-    d, a, m = arch.width, arch.attention_width, arch.mlp_width
+    d = arch.width
+    a = arch.attention_width
     num_tokens = num_tokens or arch.num_tokens
-    mlp = (3 if arch.mlp == "swiglu" else 2) * d * m
+    num_matrices = 3 if arch.mlp == "swiglu" else 2
+    mlp = num_matrices * d * arch.mlp_width
     return num_tokens * (4 * d * a + mlp) + 2 * num_tokens**2 * a
 
 
@@ -90,10 +99,15 @@ def activation_bytes_per_image(
     input and one block in full. num_tokens: that the blocks see, all by default.
     """
     num_tokens = num_tokens or arch.num_tokens
-    mlp = (8 if arch.mlp == "swiglu" else 4) * arch.mlp_width
+    mlp = 4 * arch.mlp_width
+    if arch.mlp == "swiglu":
+        mlp *= 2
     block = num_tokens * (10 * arch.width + 8 * arch.attention_width + mlp)
-    inputs = arch.depth * num_tokens * 2 * arch.width
-    total = inputs + block if activation_checkpointing else arch.depth * block
+    total = arch.depth * block
+
+    # The backward pass recomputes one block after another from its input.
+    if activation_checkpointing:
+        total = arch.depth * num_tokens * 2 * arch.width + block
     return total * ACTIVATION_SCALE[precision]
 
 
@@ -140,39 +154,45 @@ def memory_estimate(
     ZeRO stage 1 spreads master weights and optimiser states over the ranks, stage 2 gradients too,
     stage 3 everything: Rajbhandari et al. 2020 (ZeRO), section 3.1 and figure 1.
     """
-    count, head = (
-        costs.num_parameters(arch),
-        arch.num_classes * (arch.feature_width + 1),
-    )
+    # One fp32 rank runs without stages 1 and 2: there is nothing to shard.
     if precision == "fp32" and world_size == 1 and zero_stage < 3:
-        zero_stage = (
-            0  # one fp32 rank runs without stages 1 and 2: there is nothing to shard
-        )
-    # Stage 0 computes in bf16 by autocast. ZeRO keeps an fp32 copy of the part that a rank updates.
+        zero_stage = 0
+
+    # Stage 0 computes in bf16 by autocast, from fp32 weights.
     is_low = precision != "fp32" and zero_stage > 0
-    # At stage 1 in fp32 that copy is the weights themselves.
-    master = 4 if is_low or zero_stage >= 2 else 0
-    weight = 2 if is_low else 4
-    parameters = -(-count * weight // (world_size if zero_stage == 3 else 1))
+    weight_bytes = 2 if is_low else 4
+
+    # ZeRO keeps an fp32 copy of the part that a rank updates; at stage 1 in fp32 that copy is the
+    # weights themselves.
+    master_bytes = 4 if is_low or zero_stage >= 2 else 0
+
+    def on_one_rank(total: int, *, sharded_from: int) -> int:
+        """The rank with the most: shares are rounded up."""
+        num_ranks = world_size if zero_stage >= sharded_from else 1
+        return -(-total // num_ranks)
+
+    count = costs.num_parameters(arch)
+    parameters = on_one_rank(count * weight_bytes, sharded_from=3)
     if zero_stage == 3:
-        parameters += weight * min(count, GATHERED_AHEAD)
-    if is_low:  # what rounding took from the last layer, whole on every rank
-        parameters += 2 * head
-    elif precision != "fp32":  # autocast's copy
+        parameters += weight_bytes * min(count, GATHERED_AHEAD)
+    if is_low:
+        # What rounding took from the last layer is whole on every rank.
+        parameters += 2 * arch.num_classes * (arch.feature_width + 1)
+    elif precision != "fp32":
+        # Autocast's copy.
         parameters += 2 * count
-    # Micro-batches are summed in fp32, at stage 1 beside the gradients of the last one.
-    gradient = 4
-    gradient_ranks = world_size if zero_stage >= 2 else 1
     if zero_stage == 1 and is_low:
+        # Micro-batches are summed in fp32, beside the gradients of the last one.
         parameters += 2 * count
+
+    optimizer = count * (master_bytes + optimizer_bytes)
+    activations = costs.activation_bytes_per_image(
+        arch, precision=precision, activation_checkpointing=activation_checkpointing
+    )
     return MemoryEstimate(
         parameters=parameters,
-        gradients=gradient * -(-count // gradient_ranks) + weight * bucket_elements,
-        optimizer=-(
-            -count * (master + optimizer_bytes) // (world_size if zero_stage else 1)
-        ),
-        activations=micro_batch
-        * costs.activation_bytes_per_image(
-            arch, precision=precision, activation_checkpointing=activation_checkpointing
-        ),
+        gradients=4 * on_one_rank(count, sharded_from=2)
+        + weight_bytes * bucket_elements,
+        optimizer=on_one_rank(optimizer, sharded_from=1),
+        activations=micro_batch * activations,
     )

@@ -15,9 +15,8 @@ MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
 DEIT_STD = 0.02
 TOKEN_STD = 0.02  # of DeiT and MAE
-REGISTER_STD = (
-    1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
-)
+# DINOv2, init_weights; never zero, or all registers would stay equal.
+REGISTER_STD = 1e-6
 # Matrices of one layer of timm, by the end of its name.
 FUSED = {"qkv": 3, "kv": 2}
 
@@ -40,6 +39,7 @@ def initialize(
     value they were built with. What few models have is drawn last, so that it changes no other
     weight of the same seed.
     """
+    # The order of the draws is part of the result: another one gives other weights for a seed.
     random = torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
         if isinstance(module, nn.LayerNorm):
@@ -49,6 +49,7 @@ def initialize(
             nn.init.zeros_(module.bias)
             _draw_dense(name, module, scheme, random)
     _draw_patches(model.patch_embed.proj, scheme, random)
+
     if isinstance(model.pos_embed, nn.Parameter):
         nn.init.normal_(model.pos_embed, std=position_std, generator=random)
     if model.cls_token is not None:
@@ -62,8 +63,9 @@ def initialize(
         nn.init.normal_(model.dist_token, std=std, generator=random)
     if model.attn_pool is not None:  # big_vision, models/vit.py, MAPHead
         nn.init.xavier_uniform_(model.attn_pool.latent[0], generator=random)
+
+    # With zero weights every class starts at the same probability.
     for last in last_layers(model):
-        # With zero weights every class starts at the same probability.
         nn.init.zeros_(last.weight)
         nn.init.constant_(last.bias, head_bias)
         if head_std > 0:
@@ -83,13 +85,17 @@ def _draw_dense(
     if scheme == "deit":
         nn.init.normal_(layer.weight, std=DEIT_STD, generator=random)
         return
-    if scheme == "vit" and name == "head.0":
+    if scheme == "mae":
+        nn.init.xavier_uniform_(layer.weight, generator=random)
+        return
+
+    if name == "head.0":
         _lecun_normal(layer.weight, random)
     else:
-        num_parts = FUSED.get(name.rpartition(".")[2], 1) if scheme == "vit" else 1
+        num_parts = FUSED.get(name.rpartition(".")[2], 1)
         for part in layer.weight.chunk(num_parts):
             nn.init.xavier_uniform_(part, generator=random)
-    if scheme == "vit" and ".mlp." in name:
+    if ".mlp." in name:
         nn.init.normal_(layer.bias, std=MLP_BIAS_STD, generator=random)
 
 
@@ -117,6 +123,10 @@ def _lecun_normal(weight: torch.Tensor, random: torch.Generator) -> None:
 
 def last_layers(model: VisionTransformer) -> list[nn.Linear]:
     """Last layers of the head and of the distillation head, if any; empty without classes."""
-    heads = [model.head, getattr(model, "head_dist", None)]
-    lasts = [head[-1] if isinstance(head, nn.Sequential) else head for head in heads]
-    return [last for last in lasts if isinstance(last, nn.Linear)]
+    lasts = []
+    for head in (model.head, getattr(model, "head_dist", None)):
+        # A representation layer comes before the last one.
+        last = head[-1] if isinstance(head, nn.Sequential) else head
+        if isinstance(last, nn.Linear):
+            lasts.append(last)
+    return lasts

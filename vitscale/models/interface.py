@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,6 +37,8 @@ class InFp32:
     took from it. The layer adds it, so it uses the weights that the optimiser updates.
     """
 
+    weight: torch.Tensor
+    bias: Any
     remainders: Mapping[str, torch.Tensor] = {}
 
     def forward(self, features_BX: torch.Tensor) -> torch.Tensor:
@@ -44,18 +47,17 @@ class InFp32:
             with torch.autocast(device, enabled=False):
                 return self.forward(features_BX)
         dtype = torch.promote_types(features_BX.dtype, torch.float32)
-        weight, bias = (getattr(self, name).to(dtype) for name in ("weight", "bias"))
+        weight = self.weight.to(dtype)
+        bias = self.bias.to(dtype)
         if self.remainders:
-            weight, bias = (
-                weight + self.remainders["weight"],
-                bias + self.remainders["bias"],
-            )
+            weight = weight + self.remainders["weight"]
+            bias = bias + self.remainders["bias"]
         if weight.ndim == 2:
             return nn.functional.linear(features_BX.to(dtype), weight, bias)
+
         # GPUs may round the inputs of convolutions to TF32.
-        logits_BC = nn.functional.linear(
-            features_BX.flatten(1).to(dtype), weight.flatten(1), bias
-        )
+        features_BD = features_BX.flatten(1).to(dtype)
+        logits_BC = nn.functional.linear(features_BD, weight.flatten(1), bias)
         return logits_BC[..., None, None]
 
 
@@ -70,6 +72,7 @@ class ConvClassifier(InFp32, nn.Conv2d):
 def classify_in_fp32(*lasts: nn.Module) -> None:
     """Make last layers fp32 ones in place; leaves what stands for no layer, such as Identity."""
     kinds = {nn.Linear: Classifier, nn.Conv2d: ConvClassifier}
+    # The class changes and the tensors stay, so that names in checkpoints do too.
     for last in lasts:
         last.__class__ = kinds.get(type(last), type(last))
 
@@ -80,13 +83,15 @@ def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
     Last layers stay in fp32, and so does BatchNorm, whose variances bf16 would round by 0.4 %.
     """
     for module in model.modules():
-        if not isinstance(module, InFp32 | _BatchNorm):
-            for tensor in (
-                *module.parameters(recurse=False),
-                *module.buffers(recurse=False),
-            ):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.to(dtype)
+        if isinstance(module, InFp32 | _BatchNorm):
+            continue
+        # A module's own tensors: those of its parts follow with the parts.
+        for tensor in (
+            *module.parameters(recurse=False),
+            *module.buffers(recurse=False),
+        ):
+            if tensor.is_floating_point():
+                tensor.data = tensor.to(dtype)
 
 
 def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:
@@ -96,8 +101,9 @@ def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:
     """
     # Compiled code is executed; the folder that torch would choose may be another user's.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder() / "compiled"))
+
+    # Beyond the limit torch silently stops compiling.
     dynamo = torch._dynamo.config
-    # Beyond it torch silently stops compiling.
     dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
     for block in blocks:
         for name, module in list(block.named_modules()):
@@ -137,12 +143,22 @@ def refuse_misfits(
     """Raise UserError with a table of every missing, unknown or misshapen tensor."""
     rows = []
     for name in sorted(own.keys() | given.keys()):
-        ours = tuple(own[name].shape) if name in own else "lacks it"
-        theirs = tuple(given[name].shape) if name in given else "lacks it"
+        ours, theirs = (
+            tuple(tensors[name].shape) if name in tensors else "lacks it"
+            for tensors in (own, given)
+        )
         if ours != theirs:
             rows.append(f"    {name}: model {ours}, checkpoint {theirs}")
-    if rows:
-        more = [f"    ... {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
-        table = "\n".join(rows[:MAX_ROWS] + more)
-        what = f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{table}"
-        raise UserError(what, where=where, next_step=next_step)
+    if not rows:
+        return
+
+    # Two other models have hundreds of misfits, and the first dozen shows it.
+    table = rows[:MAX_ROWS]
+    if len(rows) > MAX_ROWS:
+        table.append(f"    ... {len(rows) - MAX_ROWS} more")
+    lines = "\n".join(table)
+    raise UserError(
+        f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{lines}",
+        where=where,
+        next_step=next_step,
+    )

@@ -17,6 +17,7 @@ def to_patches(images_B3SS: torch.Tensor, *, patch_size: int) -> torch.Tensor:
 
     The channel is last, unlike in the kernel of the patch embedding.
     """
+    # Each side is cut in two, patches and pixels; then the two of a kind come together.
     tiles = images_B3SS.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     return tiles.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
@@ -30,9 +31,8 @@ def to_images(patches_BLP: torch.Tensor, *, grid: tuple[int, int]) -> torch.Tens
 
 def take_patches(values_BLX: torch.Tensor, index_BK: torch.Tensor) -> torch.Tensor:
     """The patches `index_BK` of each image [B, K, X]."""
-    return values_BLX.gather(
-        1, index_BK[:, :, None].expand(-1, -1, values_BLX.shape[2])
-    )
+    index_BKX = index_BK[:, :, None].expand(-1, -1, values_BLX.shape[2])
+    return values_BLX.gather(1, index_BKX)
 
 
 def random_orders(draws_BL: np.ndarray) -> np.ndarray:

@@ -15,9 +15,10 @@ DINOV2_OFFSET = 0.1
 
 
 def _dinov2(x_1DRC: torch.Tensor, *, size: tuple[int, int]) -> torch.Tensor:
+    rows, columns = size
     factors = [
-        (new + DINOV2_OFFSET) / old
-        for new, old in zip(size, x_1DRC.shape[2:], strict=True)
+        (rows + DINOV2_OFFSET) / x_1DRC.shape[2],
+        (columns + DINOV2_OFFSET) / x_1DRC.shape[3],
     ]
     return F.interpolate(
         x_1DRC, scale_factor=factors, mode="bicubic", align_corners=False
@@ -59,10 +60,13 @@ def resize_position_embedding(
             f"prefix tokens and a {rows} x {columns} grid"
         )
     pos_LD = pos_LD.float()
+
     # Equal token counts are not equal grids (14 x 14 and 7 x 28), so the grids decide.
     if source_grid == target_grid:
         return pos_LD.clone()
-    prefix_LD, grid_LD = pos_LD[:num_prefix_tokens], pos_LD[num_prefix_tokens:]
+
+    prefix_LD = pos_LD[:num_prefix_tokens]
+    grid_LD = pos_LD[num_prefix_tokens:]
     grid_1DRC = grid_LD.reshape(1, rows, columns, -1).permute(0, 3, 1, 2)
     resized_1DRC = CONVENTIONS[convention](grid_1DRC, size=target_grid)
     resized_LD = resized_1DRC.permute(0, 2, 3, 1).flatten(0, 2)
@@ -104,18 +108,18 @@ def fixed_positions(
     architecture: a description, as in the checkpoint. Empty where positions are learned.
     """
     table = FIXED_POSITIONS.get(architecture.get("positions", "learned"))
-    return (
-        {}
-        if table is None
-        else {"pos_embed": table(grid, width=architecture["width"])[None]}
-    )
+    if table is None:
+        return {}
+    return {"pos_embed": table(grid, width=architecture["width"])[None]}
 
 
 def _sincos_table(grid: tuple[int, int], *, width: int, num_steps: int) -> torch.Tensor:
     assert width % 4 == 0
+    # In fp64, as NumPy computes them in both code bases.
     omega = 10_000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / num_steps)
-    y, x = torch.cartesian_prod(
-        *(torch.arange(side, dtype=torch.float64) for side in grid)
-    ).T
-    x_LD, y_LD = x[:, None] * omega, y[:, None] * omega
+    rows = torch.arange(grid[0], dtype=torch.float64)
+    columns = torch.arange(grid[1], dtype=torch.float64)
+    y, x = torch.cartesian_prod(rows, columns).T
+    x_LD = x[:, None] * omega
+    y_LD = y[:, None] * omega
     return torch.cat([x_LD.sin(), x_LD.cos(), y_LD.sin(), y_LD.cos()], dim=1).float()

@@ -42,6 +42,7 @@ def costs_of(arch: Architecture) -> Any:
 
 
 if TYPE_CHECKING:
+    # mypy cannot follow a type that is built from a dict.
     ModelSettings = Architecture
 else:
     ModelSettings = choice_of(MODELS, default="vit")

@@ -76,21 +76,24 @@ SIZES = {
     "H": (1280, 32, 16, 5120),
     "g": (1408, 40, 16, 6144),
 }
-PATCH_POOLS = ("gap", "map")  # which do not read the class token
+# Pools that do not read the class token.
+PATCH_POOLS = ("gap", "map")
 NUMBERS = ("width", "depth", "num_heads", "mlp_width", "patch_size")
-# What shapes and order of a checkpoint's tensors follow from, beside what `description` computes.
+# Settings that decide the shapes and the order of a checkpoint's tensors, beside those that
+# `description` computes.
 STRUCTURE = (
-    *(
-        "name",
-        "image_size",
-        "num_classes",
-        *NUMBERS,
-        "head_width",
-        "mlp",
-        "pool",
-        "pool_norm",
-    ),
-    *("positions", "num_registers", "distillation_token", "representation_layer"),
+    "name",
+    "image_size",
+    "num_classes",
+    *NUMBERS,
+    "head_width",
+    "mlp",
+    "pool",
+    "pool_norm",
+    "positions",
+    "num_registers",
+    "distillation_token",
+    "representation_layer",
 )
 
 
@@ -165,6 +168,7 @@ class ViTSettings(Architecture):
 
     def preset_numbers(self) -> dict[str, int]:
         """The five numbers of the preset; empty for null and for unreadable names."""
+        # The name is validated elsewhere, so a wrong one has no numbers here.
         size, _, patch = (self.preset or "").partition("/")
         if size not in SIZES or not patch.isdigit() or int(patch) == 0:
             return {}
@@ -172,18 +176,18 @@ class ViTSettings(Architecture):
 
     def numbers(self) -> dict[str, int]:
         """Width, depth, heads, MLP width and patch size, as far as they are known."""
-        chosen = {
-            name: getattr(self, name)
-            for name in NUMBERS
-            if getattr(self, name) is not None
-        }
+        chosen = {}
+        for name in NUMBERS:
+            if getattr(self, name) is not None:
+                chosen[name] = getattr(self, name)
         return self.preset_numbers() | chosen
 
     def resolved(self, *, num_classes: int) -> Self:
-        found = super().resolved(num_classes=num_classes)
-        return found.model_copy(update=self.numbers())
+        settings = super().resolved(num_classes=num_classes)
+        return settings.model_copy(update=self.numbers())
 
     def description(self) -> dict[str, Any]:
+        # The preset is left out: its name and its numbers mean the same model.
         return {key: getattr(self, key) for key in STRUCTURE} | {
             "class_position": self.has_class_position,
             "layer_scale": self.layer_scale is not None,
@@ -208,12 +212,11 @@ class ViTSettings(Architecture):
     @property
     def mlp_ratio(self) -> float:
         """`mlp_width` / `width`, with which timm's rounding down gives `mlp_width` again."""
+        # timm takes a ratio, multiplies and rounds down, which may lose a channel.
         ratio = self.mlp_width / self.width
-        return (
-            ratio
-            if int(self.width * ratio) == self.mlp_width
-            else ratio + 0.25 / self.width
-        )
+        if int(self.width * ratio) != self.mlp_width:
+            ratio += 0.25 / self.width
+        return ratio
 
     @property
     def has_class_token(self) -> bool:
@@ -233,11 +236,12 @@ class ViTSettings(Architecture):
     @property
     def num_prefix_tokens(self) -> int:
         """Class token, distillation token and registers, in this order before the patches."""
-        return (
-            int(self.has_class_token)
-            + int(self.distillation_token)
-            + self.num_registers
-        )
+        num_tokens = self.num_registers
+        if self.has_class_token:
+            num_tokens += 1
+        if self.distillation_token:
+            num_tokens += 1
+        return num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -248,14 +252,18 @@ class ViTSettings(Architecture):
         """Rows of the learned position embedding; 0 when positions are fixed."""
         if self.positions != "learned":
             return 0
-        own = int(self.has_class_token and self.has_class_position) + int(
-            self.distillation_token
-        )
-        return self.num_patches + own
+
+        # Registers have no positions.
+        num_rows = self.num_patches
+        if self.has_class_token and self.has_class_position:
+            num_rows += 1
+        if self.distillation_token:
+            num_rows += 1
+        return num_rows
 
     @property
     def num_classifiers(self) -> int:
-        return 1 + int(self.distillation_token)
+        return 2 if self.distillation_token else 1
 
     @property
     def feature_width(self) -> int:
@@ -273,29 +281,60 @@ class ViTSettings(Architecture):
                 "for example L/16",
             )
             return
+
+        # The rest needs every number.
         numbers = self.numbers()
-        if missing := sorted(set(NUMBERS) - set(numbers)):
+        missing = sorted(set(NUMBERS) - set(numbers))
+        if missing:
             yield (
                 "model",
                 f"without a preset these are needed too: {', '.join(missing)}",
             )
             return
-        width, heads = numbers["width"], numbers["num_heads"]
+        yield from self._size_problems(numbers)
+        yield from self._token_problems()
+
+    def _size_problems(self, numbers: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """Numbers that do not divide each other."""
+        width = numbers["width"]
+        heads = numbers["num_heads"]
         if width % heads and self.head_width is None:
             yield (
                 "model.num_heads",
                 f"{heads} heads do not divide width {width} (remainder {width % heads}); change "
                 "one of them, or set model.head_width",
             )
+
+        # A quarter of the channels each: sine and cosine, of x and of y.
         if self.positions != "learned" and (width % 4 or width < 8):
             yield (
                 "model.positions",
                 f"{self.positions} needs a width of 8 or more that 4 divides, not {width}; "
                 "set positions=learned or another width",
             )
+
+        side = self.image_size
+        patch = numbers["patch_size"]
+        if side < patch:
+            yield (
+                "model.image_size",
+                f"{side} px hold no patch of {patch} px; give at least {patch}",
+            )
+        elif side % patch:
+            below = side // patch * patch
+            yield (
+                "model.image_size",
+                f"{side} px is not a multiple of the {patch} px patch (remainder {side % patch}); "
+                f"nearest: {below} or {below + patch}",
+            )
+
+    def _token_problems(self) -> Iterator[tuple[str, str]]:
+        """Tokens and pools that do not go together."""
         if self.pool not in PATCH_POOLS and self.class_token is False:
-            what = f"false, but pool={self.pool} reads it"
-            yield ("model.class_token", f"{what}; set it to null, or pool=gap")
+            yield (
+                "model.class_token",
+                f"false, but pool={self.pool} reads it; set it to null, or pool=gap",
+            )
         if self.pool != "gap" and self.pool_norm:
             yield ("model.pool_norm", "is for pool=gap; set it to false, or pool=gap")
         if self.pool == "cls_mean" and self.representation_layer:
@@ -303,37 +342,41 @@ class ViTSettings(Architecture):
                 "model.representation_layer",
                 "is not for pool=cls_mean; set it to false",
             )
-        is_plain = (
+
+        # No published model with registers or fixed positions has one.
+        can_have_position = (
             self.has_class_token
             and self.positions == "learned"
             and not self.num_registers
         )
-        if self.class_position and not is_plain:
-            what = "is for a class token with learned positions and without registers"
-            yield ("model.class_position", f"{what}; set it to null or false")
-        if self.distillation_token:
-            # DeiT has class token, distillation token and patches, all with positions, two heads.
-            needed = {"pool": "cls", "positions": "learned", "num_registers": 0}
-            for key, value in {**needed, "representation_layer": False}.items():
-                if getattr(self, key) != value:
-                    shown = str(value).lower()
-                    yield (
-                        f"model.{key}",
-                        f"a distillation token needs {shown}; set it to {shown}",
-                    )
-            if self.class_position is False:
+        if self.class_position and not can_have_position:
+            yield (
+                "model.class_position",
+                "is for a class token with learned positions and without registers; set it to "
+                "null or false",
+            )
+
+        # DeiT has class token, distillation token and patches, all with positions, two heads.
+        if not self.distillation_token:
+            return
+        needed = {
+            "pool": "cls",
+            "positions": "learned",
+            "num_registers": 0,
+            "representation_layer": False,
+        }
+        for key, value in needed.items():
+            if getattr(self, key) != value:
+                shown = str(value).lower()
                 yield (
-                    "model.class_position",
-                    "a distillation token needs true; set it to null",
+                    f"model.{key}",
+                    f"a distillation token needs {shown}; set it to {shown}",
                 )
-        side, patch = self.image_size, numbers["patch_size"]
-        if side < patch:
-            what = f"{side} px hold no patch of {patch} px"
-            yield ("model.image_size", f"{what}; give at least {patch}")
-        elif side % patch:
-            below = side // patch * patch
-            what = f"{side} px is not a multiple of the {patch} px patch (remainder {side % patch})"
-            yield ("model.image_size", f"{what}; nearest: {below} or {below + patch}")
+        if self.class_position is False:
+            yield (
+                "model.class_position",
+                "a distillation token needs true; set it to null",
+            )
 
 
 # Arguments of timm.create_model that have a setting, or that would load or download weights.
@@ -374,6 +417,7 @@ class TimmSettings(Architecture):
         return {key: getattr(self, key) for key in keys}
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        # Two places for one setting could contradict each other.
         for name in self.arguments:
             if name in SETTINGS:
                 yield (

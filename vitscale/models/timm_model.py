@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +47,8 @@ class TimmModel(nn.Module):
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
         assert output in self.known_outputs and not inputs, (output, *inputs)
-        if (
-            images_B3SS.is_cuda
-        ):  # whose convolutions are faster so; every layer keeps the layout
+        # Convolutions on GPUs are faster so, and every layer keeps the layout.
+        if images_B3SS.is_cuda:
             images_B3SS = images_B3SS.contiguous(memory_format=torch.channels_last)
         if output == "logits":
             return super().forward(images_B3SS)
@@ -68,43 +68,54 @@ class TimmModel(nn.Module):
 
         Raises UserError for weights that do not fit; then nothing was loaded.
         """
-        left_out = () if keep_head else tuple(f"{name}." for name in self.classifiers)
-        own, given = (
-            {
-                n: t
-                for n, t in each.items()
-                if not n.startswith(left_out) and COUNTER not in n
-            }
-            for each in (self.state_dict(), weights)
-        )
+        left_out: tuple[str, ...] = ()
+        next_step = "give weights of the same model of timm"
+        if keep_head:
+            next_step += " and the same classes, or keep_head=false"
+        else:
+            left_out = tuple(f"{name}." for name in self.classifiers)
+        own = _compared(self.state_dict(), left_out)
+        given = _compared(weights, left_out)
+
+        # timm's own function changes positions and kernels to the sizes of the model.
         resample = getattr(
             sys.modules[type(self).__module__], "checkpoint_filter_fn", None
         )
-        is_resized = own.keys() <= given.keys() and any(
-            tensor.shape != given[name].shape for name, tensor in own.items()
-        )
-        has_other_patches = any(
-            _differ_in_pixels(tensor, given.get(name)) for name, tensor in own.items()
-        )
-        if (
-            resample is not None
-            and is_resized
-            and (resize_patches or not has_other_patches)
-        ):
-            given = resample(given, self)
-        next_step = "give weights of the same model of timm"
-        next_step += " and the same classes, or keep_head=false" if keep_head else ""
-        if resample is not None and has_other_patches:
-            next_step += "; or set init_patch=resize"
+        if resample is not None:
+            has_other_patches = any(
+                _differ_in_pixels(tensor, given.get(name))
+                for name, tensor in own.items()
+            )
+            if has_other_patches:
+                next_step += "; or set init_patch=resize"
+            has_all = own.keys() <= given.keys()
+            is_same = has_all and all(
+                tensor.shape == given[name].shape for name, tensor in own.items()
+            )
+            if has_all and not is_same and (resize_patches or not has_other_patches):
+                given = resample(given, self)
+
         refuse_misfits(own, given, where=where, next_step=next_step)
         self.load_state_dict(given, strict=False)
 
 
+def _compared(
+    tensors: Mapping[str, torch.Tensor], left_out: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    """The tensors that a model and its weights must both have."""
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if not name.startswith(left_out) and COUNTER not in name
+    }
+
+
 def _differ_in_pixels(own: torch.Tensor, given: torch.Tensor | None) -> bool:
     """Whether these are kernels of patches of another size, alike but for rows and columns."""
-    if (
-        given is None or not own.ndim == given.ndim == 4 or len(own) == 1
-    ):  # one: positions
+    if given is None or not own.ndim == given.ndim == 4:
+        return False
+    # With a first dimension of 1 they are positions in two dimensions.
+    if len(own) == 1:
         return False
     return own.shape != given.shape and own.shape[:2] == given.shape[:2]
 
@@ -115,7 +126,10 @@ def build_model(arch: TimmSettings, *, seed: int) -> TimmModel:
     timm's initial values, but those of the last layers: zero weights, or N(0, head_std).
     Raises UserError for an unknown name, and for arguments and image sizes that timm refuses.
     """
+    # It raises for what timm refuses, before any memory is taken.
     _measured(arch)
+
+    # timm draws from torch's own state, which the run must not see move.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = _create(arch)
@@ -133,11 +147,15 @@ def _create(arch: TimmSettings) -> TimmModel:
     if config.fixed_input_size and arch.image_size != config.input_size[-1]:
         arguments["img_size"] = arch.image_size
     model: Any = timm.create_model(arch.model, pretrained=False, **arguments)
+
+    # The class gets our interface; its module stays timm's, where resampling looks for functions.
     kind = type(model)
     model.__class__ = type(
         kind.__name__, (TimmModel, kind), {"__module__": kind.__module__}
     )
     model.classifiers = classifiers(config) if arch.num_classes else ()
+
+    # Names are gone when the optimiser asks, so each parameter says it itself.
     undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
     for name, parameter in model.named_parameters():
         parameter.is_undecayed = name in undecayed
@@ -150,26 +168,32 @@ def pretrained_config(name: str, *, where: str = "model.model") -> PretrainedCfg
 
     Raises UserError for names that timm does not have.
     """
-    try:
-        config = get_pretrained_cfg(name) if timm.is_model(name) else None
-    except RuntimeError:  # it has the model, but not the tag after the dot
-        config = None
-    if config is None:
-        close = nearest(name.partition(".")[0], timm.list_models())
-        raise UserError(
-            f"timm has no model {name!r}",
-            where=where,
-            allowed=f"{close}, or another of timm.list_models()"
-            if close
-            else "timm.list_models()",
-            next_step="correct the name",
-        )
-    return config
+    config = None
+    if timm.is_model(name):
+        # timm has the model, but maybe not the tag after the dot.
+        with suppress(RuntimeError):
+            config = get_pretrained_cfg(name)
+    if config is not None:
+        return config
+
+    allowed = "timm.list_models()"
+    close = nearest(name.partition(".")[0], timm.list_models())
+    if close:
+        allowed = f"{close}, or another of {allowed}"
+    raise UserError(
+        f"timm has no model {name!r}",
+        where=where,
+        allowed=allowed,
+        next_step="correct the name",
+    )
 
 
 def classifiers(config: PretrainedCfg) -> tuple[str, ...]:
+    # timm states one name, several, or none.
     names: Any = config.classifier
-    return (names,) if isinstance(names, str) else tuple(names or ())
+    if isinstance(names, str):
+        return (names,)
+    return tuple(names or ())
 
 
 class _Measured(NamedTuple):
@@ -192,6 +216,7 @@ def _measured(arch: TimmSettings) -> _Measured:
     except UserError:
         raise
     except Exception as error:  # timm's models raise any kind
+        # Messages of torch go on with stacks and advice.
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise UserError(
             f"timm cannot run {arch.model} on images of {arch.image_size} px ({reason})",
@@ -200,12 +225,15 @@ def _measured(arch: TimmSettings) -> _Measured:
         ) from None
     if arch.num_classes and output.shape != (1, arch.num_classes):
         raise UserError(f"timm's {arch.model} is not a classifier", where="model.model")
+
+    # timm numbers layers from the input; layer decay counts from the classifier.
     layers = None
     if hasattr(model, "group_matcher"):
-        layers = group_parameters(
+        groups = group_parameters(
             model, model.group_matcher(coarse=False), reverse=True
         )
-        layers = {name: max(layers.values()) - layer for name, layer in layers.items()}
+        last = max(groups.values())
+        layers = {name: last - layer for name, layer in groups.items()}
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return _Measured(num_parameters, counter.get_total_flops(), layers)
 
@@ -233,8 +261,11 @@ def layers_above(name: str, arch: TimmSettings) -> int:
     """Layers from the one that holds this parameter up to the classifier, as timm divides them."""
     layers = _measured(arch).layers_above
     if layers is None:
-        what = f"timm does not define the layers of {arch.model}"
-        raise UserError(what, where="optim.layer_decay", next_step="set it to 1")
+        raise UserError(
+            f"timm does not define the layers of {arch.model}",
+            where="optim.layer_decay",
+            next_step="set it to 1",
+        )
     return layers[name]
 
 

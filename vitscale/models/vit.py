@@ -42,9 +42,12 @@ class PatchProduct(nn.Conv2d):
     """
 
     def forward(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        return (self.product if images_B3SS.is_cuda else super().forward)(images_B3SS)
+        if images_B3SS.is_cuda:
+            return self.product(images_B3SS)
+        return super().forward(images_B3SS)
 
     def product(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        # The order of the kernel's own values: channel, row, column.
         rows, columns = self.kernel_size
         tiles = images_B3SS.unflatten(3, (-1, columns)).unflatten(2, (-1, rows))
         patches_BRCP = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3)
@@ -76,33 +79,33 @@ class ViT(VisionTransformer):
         assert output in self.known_outputs and not inputs, (output, *inputs)
         if output == "blocks":
             return self.block_features(images_B3SS)
+
+        # `pre_logits` stops timm before the whole head, also before a representation layer.
         tokens_BLD: torch.Tensor = self.forward_features(images_B3SS)
-        found_BX: torch.Tensor = self.forward_head(
+        values_BX: torch.Tensor = self.forward_head(
             tokens_BLD, pre_logits=output != "logits"
         )
         if output == "representation":
             head: Any = self.head
-            found_BX = head[1](head[0](found_BX))
-        return found_BX
+            values_BX = head[1](head[0](values_BX))
+        return values_BX
 
     @property
     def known_outputs(self) -> tuple[str, ...]:
         """Outputs of `forward` besides `objective`."""
-        has_layer = isinstance(self.head, RepresentationHead)
-        has_blocks = self.cls_token is not None and len(self.blocks) >= NUM_BLOCKS
-        return (
-            "logits",
-            "features",
-            *["representation"] * has_layer,
-            *["blocks"] * has_blocks,
-        )
+        names = ["logits", "features"]
+        if isinstance(self.head, RepresentationHead):
+            names.append("representation")
+        if self.cls_token is not None and len(self.blocks) >= NUM_BLOCKS:
+            names.append("blocks")
+        return tuple(names)
 
     def block_features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """The class token of the last `NUM_BLOCKS` blocks, the last one first, then the mean patch
         token of the last, each through the last norm: [B, (NUM_BLOCKS + 1) * width]. DINOv2,
         `eval/linear.py`.
         """
-        found: Any = self.forward_intermediates(
+        blocks: Any = self.forward_intermediates(
             images_B3SS,
             indices=NUM_BLOCKS,
             norm=True,
@@ -110,22 +113,26 @@ class ViT(VisionTransformer):
             output_fmt="NLC",
             intermediates_only=True,
         )
-        patches_BLD = found[-1][0]
-        tokens = [prefix_BPD[:, 0] for _, prefix_BPD in reversed(found)]
+        # DINOv2 concatenates the last block first.
+        patches_BLD = blocks[-1][0]
+        tokens = [prefix_BPD[:, 0] for _, prefix_BPD in reversed(blocks)]
         return torch.cat([*tokens, patches_BLD.mean(dim=1)], dim=1)
 
     def pool(self, x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
         """Tokens [B, L, width] -> what the head sees."""
+        # timm's attention pooling and its own callers name a type.
         if pool_type is not None or not self.pools_both:
             pooled: torch.Tensor = super().pool(x, pool_type)
             return pooled
-        return torch.cat([x[:, 0], x[:, self.num_prefix_tokens :].mean(dim=1)], dim=1)
+        mean_BD = x[:, self.num_prefix_tokens :].mean(dim=1)
+        return torch.cat([x[:, 0], mean_BD], dim=1)
 
     def run_blocks(self, tokens_BLD: torch.Tensor) -> torch.Tensor:
         """All blocks and the last norm, on any tokens with their positions."""
-        return self.norm(
-            run_blocks(self.blocks, tokens_BLD, recompute=self.grad_checkpointing)
+        tokens_BLD = run_blocks(
+            self.blocks, tokens_BLD, recompute=self.grad_checkpointing
         )
+        return self.norm(tokens_BLD)
 
 
 class DistilledViT(ViT, VisionTransformerDistilled):
@@ -153,13 +160,12 @@ def run_blocks(
     blocks: nn.Sequential, tokens_BLD: torch.Tensor, *, recompute: bool = False
 ) -> torch.Tensor:
     """Run blocks in order. recompute: recompute their activations in the backward pass."""
-    run = (
-        partial(checkpoint_seq, blocks)
-        if recompute and torch.is_grad_enabled()
-        else blocks
-    )
-    through: torch.Tensor = run(tokens_BLD)
-    return through
+    # Without gradients there is no backward pass to recompute for.
+    if recompute and torch.is_grad_enabled():
+        tokens_BLD = checkpoint_seq(blocks, tokens_BLD)
+    else:
+        tokens_BLD = blocks(tokens_BLD)
+    return tokens_BLD
 
 
 def _attention(head_width: int | None) -> type[nn.Module]:
@@ -179,10 +185,18 @@ def build_model(arch: ViTSettings, *, seed: int) -> ViT:
 
     Input: normalised images [B, 3, rows, columns]; output: logits [B, num_classes].
     """
-    swiglu: Any = SwiGLUPacked
+    # timm counts the gates of SwiGLU as hidden channels.
+    mlp_layer: Any = Mlp
+    mlp_ratio = arch.mlp_ratio
+    activation: Any = partial(
+        nn.GELU, approximate="tanh" if arch.gelu == "tanh" else "none"
+    )
+    if arch.mlp == "swiglu":
+        mlp_layer = SwiGLUPacked
+        mlp_ratio = 2 * arch.mlp_ratio
+        activation = nn.SiLU
+
     family = DistilledViT if arch.distillation_token else ViT
-    is_gated = arch.mlp == "swiglu"
-    gelu = partial(nn.GELU, approximate="tanh" if arch.gelu == "tanh" else "none")
     model = family(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
@@ -208,20 +222,22 @@ def build_model(arch: ViTSettings, *, seed: int) -> ViT:
         attn_layer=_attention(arch.head_width),
         drop_path_rate=arch.drop_path,
         weight_init="skip",
-        # timm counts gates as hidden channels.
-        mlp_ratio=(2 if is_gated else 1) * arch.mlp_ratio,
-        mlp_layer=swiglu if is_gated else Mlp,
-        act_layer=nn.SiLU if is_gated else gelu,
+        mlp_ratio=mlp_ratio,
+        mlp_layer=mlp_layer,
+        act_layer=activation,
     )
     model.patch_embed.proj.__class__ = PatchProduct
+
+    # Heads that timm does not have.
     if arch.pool == "cls_mean":
         model.pools_both = True
         if arch.num_classes:
             model.add_module("head", nn.Linear(arch.feature_width, arch.num_classes))
     if arch.representation_layer:
         model.add_module("head", RepresentationHead(arch.width, arch.num_classes))
+
+    # Fixed positions are where timm adds learned ones: no parameter, and in no checkpoint.
     if arch.positions in FIXED_POSITIONS:
-        # Where timm adds learned ones; no parameter, and in no checkpoint.
         pos_LD = FIXED_POSITIONS[arch.positions](arch.grid, width=arch.width)
         del model.pos_embed
         model.register_buffer("pos_embed", pos_LD[None], persistent=False)
@@ -229,12 +245,17 @@ def build_model(arch: ViTSettings, *, seed: int) -> ViT:
         for block in model.blocks:
             block.drop_path1 = DropPath(arch.drop_path)
             block.drop_path2 = DropPath(arch.drop_path)
+
+    # Only now are all modules there that need initial values.
+    position_std = POSITION_STD
+    if arch.position_init == "big_vision":
+        position_std = arch.width**-0.5
     initialize(
         model,
         seed=seed,
         head_bias=arch.head_bias,
         head_std=arch.head_std,
-        position_std=POSITION_STD if arch.position_init == "vit" else arch.width**-0.5,
+        position_std=position_std,
         scheme=arch.weight_init,
     )
     classify_in_fp32(*last_layers(model))
@@ -254,8 +275,9 @@ def layers_above(name: str, arch: ViTSettings) -> int:
     """
     if name.startswith("blocks."):
         return arch.depth - int(name.split(".")[1])
-    embedding = ("patch_embed.", *TOKENS)
-    return arch.depth + 1 if name.startswith(embedding) else 0
+    if name.startswith(("patch_embed.", *TOKENS)):
+        return arch.depth + 1
+    return 0
 
 
 def checkpoint_activations(model: nn.Module) -> None:

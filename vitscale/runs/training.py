@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from vitscale.config.errors import UserError
-from vitscale.config.section import Run, Section
+from vitscale.config.section import NamedSection, Run, Section
 from vitscale.data.settings import DataSettings, data_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EvaluationSettings
@@ -62,10 +62,18 @@ class TrainingRun(Run):
     launch: LaunchSettings = LaunchSettings()
     deepspeed: dict[str, Any] = {}
     """Raw DeepSpeed keys, merged over the generated configuration. For experts."""
+    stage: str
+    """Name of the stage; a concrete type has one value."""
+    objective: NamedSection
+    """Prediction target of the training, and its loss; a concrete type lists the choices."""
 
     @property
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
+
+    def make_objective(self) -> Any:
+        """Make the `Objective` that `objective` names."""
+        raise NotImplementedError
 
     def starts_from(self) -> str | None:
         """Path of the weights that a new run starts from; None: random ones."""

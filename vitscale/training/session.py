@@ -333,7 +333,7 @@ class TrainingSession:
             folder,
             settings=run.tracking,
             name=run.name,
-            stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
+            stage=run.stage,
             tags=tags,
             resume_step=self.start_step,
             is_writer=is_first,
@@ -693,11 +693,11 @@ def compatibility_key(
     """
     optim = run.optim
     return {
-        "stage": run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
+        "stage": run.stage,
         "architecture": arch.description(),
         "grid": list(arch.grid),
         "num_prefix_tokens": arch.num_prefix_tokens,
-        "objective": run.objective.name,  # type: ignore[attr-defined]  # as `stage`
+        "objective": run.objective.name,
         "optimizer": optim.name,
         "layer_decay": optim.layer_decay,
         "weight_decay_mode": optim.weight_decay_mode,

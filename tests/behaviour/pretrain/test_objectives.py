@@ -43,82 +43,60 @@ model: {width: 16, depth: 1, num_heads: 2, mlp_width: 24, patch_size: 4, image_s
 optim: {lr: 0.001}
 schedule: {steps: 10}
 """)
-MODEL = RUN["model"]
+PLAIN = Supervised(SupervisedSettings(), seed=0)
 MASKING = pytest.mark.parametrize(
     "section", [MAE, MASKED], ids=["mae", "masked patches"]
 )
-
-
 # Settings that an objective needs on the model of the tests of resuming.
 NEEDED: dict[str, tuple[str, ...]] = {
     "distillation": ("model.distillation_token=true",),
     "mae": (
-        *(
-            "objective.decoder_width=16",
-            "objective.decoder_depth=1",
-            "objective.decoder_heads=2",
-        ),
+        "objective.decoder_width=16",
+        "objective.decoder_depth=1",
+        "objective.decoder_heads=2",
         "model.positions=sincos2d_mae",
     ),
 }
 
 
-class PlainEngine:
-    """The forward pass of an engine, without DeepSpeed."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-
-    def normalized(self, images: torch.Tensor) -> torch.Tensor:
-        return (images.float() / 255 - 0.5) / 0.5
-
-    def forward(self, images: torch.Tensor, output: str, **inputs: Any) -> Any:
-        return self.model(self.normalized(images), output=output, **inputs)
-
-
-def opened(section: dict[str, Any], *, seed: int = 0) -> tuple[Any, Any]:
-    run = PretrainRun.model_validate(RUN | {"objective": section, "seed": seed})
-    objective = run.make_objective()
-    model = build_model(run, objective, run.model.resolved(num_classes=0))
-    for (
-        parameter
-    ) in model.objective.parameters():  # a head of zeros gives the trunk no gradients
-        torch.nn.init.normal_(
-            parameter, std=0.2, generator=torch.Generator().manual_seed(0)
-        )
-    return objective, PlainEngine(model)
+def opened(section: dict[str, Any], **changes: Any) -> Any:
+    run = PretrainRun.model_validate(RUN | {"objective": section, **changes})
+    return run, run.make_objective(), run.model.resolved(num_classes=0)
 
 
 def test_what_is_corrupted_depends_on_the_seed() -> None:
     """And on the position of each image, as what MAE removes: test_reference."""
-    found = []
+    predicted = []
     for seed in (0, 1):
-        objective, _ = opened(MASKED, seed=seed)
-        found.append(
-            objective.corruption(np.arange(8), torch.device("cpu"))["predicted_BK"]
-        )
-    assert not torch.equal(*found)
+        run, objective, arch = opened(MASKED, seed=seed)
+        build_model(run, objective, arch)
+        inputs = objective.corruption(np.arange(8), torch.device("cpu"))
+        predicted.append(inputs["predicted_BK"])
+    assert not torch.equal(*predicted)
 
 
 @MASKING
-def test_costs_are_those_of_the_module(section: dict[str, Any]) -> None:
-    objective, engine = opened(section)
-    arch: Any = ViTSettings(**MODEL).resolved(num_classes=0)
-    trained = [p for p in engine.model.parameters() if p.requires_grad]
-    assert objective.num_parameters(arch) == sum(p.numel() for p in trained)
-    plain = Supervised(SupervisedSettings(), seed=0)
-    kept, model = (
-        each.activation_bytes_per_image(
-            arch, precision="bf16", activation_checkpointing=False
-        )
-        for each in (objective, plain)
-    )
-    flops = objective.train_flops_per_image(arch) - plain.train_flops_per_image(arch)
-    if section is MASKED:  # a head on 8 of the 16 patches
-        assert flops == 6 * 8 * 16 * 512
-        assert kept - model == 8 * (2 * (16 + 512) + 8 * 512)
-    else:
-        assert kept == 5 * (18 * 16 + 4 * 24) + 17 * (18 * 8 + 4 * 32)
+def test_parameters_are_those_of_the_module(section: dict[str, Any]) -> None:
+    run, objective, arch = opened(section)
+    model = build_model(run, objective, arch)
+    counts = [p.numel() for p in model.parameters() if p.requires_grad]
+    assert objective.num_parameters(arch) == sum(counts)
+
+
+def test_costs_are_those_of_the_parts() -> None:
+    """The encoder of MAE sees 5 tokens, its decoder 17; the head of masked patches 8 of 16."""
+    options = {"precision": "bf16", "activation_checkpointing": False}
+    _, mae, arch = opened(MAE)
+    encoder = 5 * (18 * 16 + 4 * 24)
+    decoder = 17 * (18 * 8 + 4 * 32)
+    assert mae.activation_bytes_per_image(arch, **options) == encoder + decoder
+
+    _, masked, _ = opened(MASKED)
+    flops = masked.train_flops_per_image(arch) - PLAIN.train_flops_per_image(arch)
+    assert flops == 6 * 8 * 16 * 512
+    added = masked.activation_bytes_per_image(arch, **options)
+    added -= PLAIN.activation_bytes_per_image(arch, **options)
+    assert added == 8 * (2 * (16 + 512) + 8 * 512)
 
 
 @pytest.mark.parametrize(
@@ -132,25 +110,19 @@ def test_costs_are_those_of_the_module(section: dict[str, Any]) -> None:
 def test_costs_are_those_of_the_published_models(
     preset: str, encoder: int, decoder: int, ratio: float
 ) -> None:
-    run = PretrainRun.model_validate(
-        RUN
-        | {
-            "model": {"preset": preset, "positions": "sincos2d_mae"},
-            "objective": {"name": "mae"},
-        }
-    )
-    mae, plain = run.make_objective(), Supervised(SupervisedSettings(), seed=0)
-    arch = run.model.resolved(num_classes=0)
-    assert plain.num_parameters(arch) == encoder
+    model = {"preset": preset, "positions": "sincos2d_mae"}
+    _, mae, arch = opened({"name": "mae"}, model=model)
+    assert PLAIN.num_parameters(arch) == encoder
     assert mae.num_parameters(arch) == encoder + decoder
-    found = mae.train_flops_per_image(arch) / plain.train_flops_per_image(arch)
-    assert found == pytest.approx(ratio, abs=6e-4)
+    flops = mae.train_flops_per_image(arch) / PLAIN.train_flops_per_image(arch)
+    assert flops == pytest.approx(ratio, abs=6e-4)
+
     # Rounded down: 1 - 0.8 is below 0.2.
-    fifth = MaeSettings(mask_ratio=0.8)
-    assert (mae.settings.num_kept(196), fifth.num_kept(100)) == (49, 19)
-    masked = PretrainRun.model_validate(RUN | {"objective": MASKED}).make_objective()
-    arch = ViTSettings(preset="B/16").resolved(num_classes=0)
+    assert mae.settings.num_kept(196) == 49
+    assert MaeSettings(mask_ratio=0.8).num_kept(100) == 19
+
     # Without its head, the mask embedding and 768 x 512 + 512.
+    _, masked, arch = opened(MASKED, model={"preset": "B/16"})
     assert masked.num_parameters(arch) == 86_567_656 - 769_000 + 768 + 393_728
 
 
@@ -172,28 +144,29 @@ def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
         objective = WithLayer(run.objective, seed=seed)
         model: Any = build_model(run, objective, run.model.resolved(num_classes=2))
         weights.append(model.objective.weight.tolist())
-    assert weights[0] == weights[1] != weights[2]
+    assert weights[0] == weights[1]
+    assert weights[0] != weights[2]
 
 
 # ---- masked patches ------------------------------------------------------------------------------
 
-NUM_PATCHES, NUM_CORRUPTED, NUM_IMAGES = 196, 98, 1100
+NUM_PATCHES = 196
+NUM_CORRUPTED = 98
+NUM_IMAGES = 1100
 Corruption = dict[str, np.ndarray]
-SIZES: dict[str, Any] = {"image_size": 24, "patch_size": 8, "width": 24, "depth": 2}
-SIZES |= {"num_heads": 2, "mlp_width": 40}
 
 
-def drawn(positions: np.ndarray, *, key: int = 5, **changes: Any) -> Corruption:
-    num_patches = changes.pop("num_patches", NUM_PATCHES)
+def drawn(
+    num_images: int, *, num_patches: int = NUM_PATCHES, **changes: Any
+) -> Corruption:
     settings = MaskedPatchPredictionSettings(**changes)
-    return draw_corruption(
-        positions, settings=settings, num_patches=num_patches, key=key
-    )
+    positions = np.arange(num_images)
+    return draw_corruption(positions, settings=settings, num_patches=num_patches, key=5)
 
 
 @pytest.fixture(scope="module")
 def many() -> Corruption:
-    return drawn(np.arange(NUM_IMAGES))
+    return drawn(NUM_IMAGES)
 
 
 def test_exactly_half_of_each_image_is_corrupted(many: Corruption) -> None:
@@ -201,13 +174,18 @@ def test_exactly_half_of_each_image_is_corrupted(many: Corruption) -> None:
     assert (np.diff(many["predicted_BK"], axis=1) > 0).all()
     corrupted = np.zeros((NUM_IMAGES, NUM_PATCHES), dtype=bool)
     np.put_along_axis(corrupted, many["predicted_BK"], True, axis=1)
-    own = many["sources_BN"] == np.arange(NUM_PATCHES)
-    assert not (many["masked_BN"] & ~corrupted).any() and not (~own & ~corrupted).any()
-    # They are masked, swapped or kept; 5 sigma at 107,800 patches: 0.61 points for 80 %.
-    assert not (~own & many["masked_BN"]).any()
+
+    # No other patch changes, and no masked one is swapped too.
+    masked = many["masked_BN"]
+    swapped = many["sources_BN"] != np.arange(NUM_PATCHES)
+    assert not (masked & ~corrupted).any()
+    assert not (swapped & (masked | ~corrupted)).any()
+
+    # 5 sigma at 107,800 patches: 0.61 points for 80 %.
     total = NUM_IMAGES * NUM_CORRUPTED
-    for share, found in ((0.8, many["masked_BN"].sum()), (0.1, (~own).sum())):
-        assert abs(found / total - share) < 5 * math.sqrt(share * (1 - share) / total)
+    for share, count in ((0.8, masked.sum()), (0.1, swapped.sum())):
+        sigma = math.sqrt(share * (1 - share) / total)
+        assert abs(count / total - share) < 5 * sigma
 
 
 def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption) -> None:
@@ -219,8 +197,9 @@ def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption) ->
     chi_square = ((counts - expected) ** 2 / expected).sum()
     # Mean 194 and deviation sqrt(2 * 194) with 195 equally likely distances.
     assert abs(chi_square - 194) < 5 * math.sqrt(2 * 194)
+
     # No patch replaces two.
-    assert len(set(zip(images.tolist(), donors.tolist(), strict=True))) == len(images)
+    assert len(np.unique(images * NUM_PATCHES + donors)) == len(images)
 
 
 def test_colors_equal_a_slow_reference() -> None:
@@ -229,25 +208,28 @@ def test_colors_equal_a_slow_reference() -> None:
     # A channel's mean is exactly at the border of two levels, or at its ends.
     patches[0, 0] = [255, 0, 51]
     patches[0, 1, :, :, 0] = 255 * (np.arange(64).reshape(8, 8) % 8 < 3)
-    found = colors(torch.from_numpy(patches).flatten(2))
-    for b, k in np.ndindex(2, 3):
-        means = patches[b, k].reshape(-1, 3).astype(np.float64).mean(axis=0) / 255
-        r, g, blue = np.minimum(np.floor(8 * means), 7).astype(int)
-        assert found[b, k] == 64 * r + 8 * g + blue
+    classes = colors(torch.from_numpy(patches).flatten(2))
+    for image, patch in np.ndindex(2, 3):
+        means = patches[image, patch].astype(np.float64).mean(axis=(0, 1)) / 255
+        red, green, blue = np.minimum(np.floor(8 * means), 7)
+        assert classes[image, patch] == 64 * red + 8 * green + blue
 
 
-def test_patches_are_rows_with_channels_last_and_chance_loses_ln_512() -> None:
+def test_patches_are_rows_with_channels_last() -> None:
     images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
     patches = to_patches(images, patch_size=4)
     pixels = patches.unflatten(2, (4, 4, 3))
     for number in range(9):
-        top, left = 4 * (number // 3), 4 * (number % 3)
+        top = 4 * (number // 3)
+        left = 4 * (number % 3)
         expected = images[:, :, top : top + 4, left : left + 4].permute(0, 2, 3, 1)
         assert torch.equal(pixels[:, number], expected)
     assert torch.equal(to_images(patches, grid=(3, 3)), images)
-    loss, accuracy = color_loss(
-        torch.zeros(2, 3, 512), torch.tensor([[0, 1, 2], [3, 4, 5]])
-    )
+
+
+def test_chance_loses_ln_512() -> None:
+    right = torch.arange(6).view(2, 3)
+    loss, accuracy = color_loss(torch.zeros(2, 3, 512), right)
     assert (loss.item(), accuracy.item()) == pytest.approx((math.log(512), 1 / 6))
 
 
@@ -257,58 +239,42 @@ def test_patches_are_rows_with_channels_last_and_chance_loses_ln_512() -> None:
 )
 def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) -> None:
     """Corrupted image by image, before positions; read from each patch's own token."""
-    torch.manual_seed(0)
-    options = SIZES | options
-    settings = ViTSettings(**options)
-    arch = settings.resolved(num_classes=0)
-    model: Any = vit.build_model(arch, seed=0).eval()
-    model.objective = MaskedPatches(arch.width)
-    torch.nn.init.normal_(model.objective.head.weight)
-    if model.cls_token is not None:
-        torch.nn.init.normal_(model.cls_token)
-    corruption = drawn(
-        np.arange(3),
-        num_patches=9,
-        corrupted_share=0.667,
-        mask_share=0.4,
-        swap_share=0.4,
-    )
-    images = torch.randn(3, 3, arch.image_size, arch.image_size)
-    inputs = {n: torch.from_numpy(v) for n, v in corruption.items()}
-    found = model(images, output="objective", **inputs)
-    assert found.shape == (3, 6, 512)
-    prefix = arch.num_prefix_tokens
-    for b in range(3):
-        clean = model.patch_embed(images[b : b + 1])[0]
-        rows = []
-        for patch in range(9):
-            if corruption["masked_BN"][b, patch]:
-                rows.append(model.objective.mask_token[0, 0])
-            else:
-                rows.append(clean[corruption["sources_BN"][b, patch]])
-        tokens = model.norm(model.blocks(model._pos_embed(torch.stack(rows)[None])))[
-            0, prefix:
-        ]
-        for k, patch in enumerate(corruption["predicted_BK"][b]):
-            expected = tokens[patch] @ model.objective.head.weight.T
-            assert torch.allclose(found[b, k], expected, atol=1e-5)
+    model = small_model({"image_size": 24, "patch_size": 8, **options}).eval()
+    model.objective = MaskedPatches(16).double()
+    for parameter in model.objective.parameters():
+        torch.nn.init.normal_(parameter)
+    shares = {"corrupted_share": 0.667, "mask_share": 0.4, "swap_share": 0.4}
+    corruption = drawn(3, num_patches=9, **shares)
+    images = torch.randn(3, 3, 24, 24, dtype=torch.float64)
+    inputs = {name: torch.from_numpy(rows) for name, rows in corruption.items()}
+    logits = model(images, output="objective", **inputs)
+    assert logits.shape == (3, 6, 512)
+
+    for image in range(3):
+        clean = model.patch_embed(images[image : image + 1])[0]
+        patches = clean[inputs["sources_BN"][image]]
+        patches[inputs["masked_BN"][image]] = model.objective.mask_token[0, 0]
+        tokens = model.norm(model.blocks(model._pos_embed(patches[None])))[0]
+        tokens = tokens[model.num_prefix_tokens :][inputs["predicted_BK"][image]]
+        torch.testing.assert_close(logits[image], model.objective.head(tokens))
 
 
 # ---- MAE -----------------------------------------------------------------------------------------
 
-SMALL_DECODER = {"width": 8, "depth": 2, "num_heads": 2}
-SMALL = ViTSettings(
-    image_size=12, patch_size=4, width=16, depth=2, num_heads=2, mlp_width=24,
-    positions="sincos2d_mae", weight_init="mae", gelu="erf",
-)  # fmt: skip
+DECODER = {"width": 8, "depth": 2, "num_heads": 2}
+SMALL: dict[str, Any] = yaml.safe_load("""
+{image_size: 12, patch_size: 4, width: 16, depth: 2, num_heads: 2, mlp_width: 24, gelu: erf}
+""")
+FIXED = {"positions": "sincos2d_mae", "weight_init": "mae"}
 
 
-def small_model(settings: ViTSettings = SMALL) -> Any:
-    arch = settings.resolved(num_classes=0)
+def small_model(changes: dict[str, Any]) -> Any:
+    """With a decoder and random values everywhere: in biases and norms too."""
+    arch = ViTSettings(**SMALL | changes).resolved(num_classes=0)
     torch.manual_seed(1)
     model: Any = vit.build_model(arch, seed=0)
-    model.objective = MaskedAutoencoder(arch, **SMALL_DECODER)
-    for parameter in model.parameters():  # biases and norms too
+    model.objective = MaskedAutoencoder(arch, **DECODER)
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model.double()
 
@@ -316,27 +282,32 @@ def small_model(settings: ViTSettings = SMALL) -> Any:
 def slow_predictions(
     model: Any, images: torch.Tensor, *, kept_BK: torch.Tensor, **_: Any
 ) -> torch.Tensor:
-    """MAE's forward pass of image after image, patch after patch, for SMALL and SMALL_DECODER.
+    """MAE's forward pass of image after image, patch after patch, for SMALL and DECODER.
 
     Blocks, norms and dense layers are the model's own.
     """
-    side, p, mae = 3, 4, model.objective
-    of_encoder, of_decoder = (
-        mae_position_embedding((3, 3), width=w).double() for w in (16, 8)
-    )
-    embedding, predicted = model.patch_embed.proj, []
+    mae = model.objective
+    embedding = model.patch_embed.proj
+    encoder_positions = mae_position_embedding((3, 3), width=16).double()
+    decoder_positions = mae_position_embedding((3, 3), width=8).double()
+    predicted = []
     for image, kept in zip(images, kept_BK.tolist(), strict=True):
         encoded = [model.cls_token[0, 0]]
-        for place in kept:
-            row, column = divmod(place, side)
-            patch = image[:, row * p : (row + 1) * p, column * p : (column + 1) * p]
+        for number in kept:
+            top = 4 * (number // 3)
+            left = 4 * (number % 3)
+            patch = image[:, top : top + 4, left : left + 4]
             token = (embedding.weight * patch).sum(dim=(1, 2, 3)) + embedding.bias
-            encoded.append(token + of_encoder[place])
-        x = mae.embed(model.norm(model.blocks(torch.stack(encoded)[None])))[0]
-        tokens = [x[0]]
-        for place in range(9):
-            token = x[1 + kept.index(place)] if place in kept else mae.mask_token[0, 0]
-            tokens.append(token + of_decoder[place])
+            encoded.append(token + encoder_positions[number])
+        embedded = mae.embed(model.norm(model.blocks(torch.stack(encoded)[None])))[0]
+
+        # Every patch has a token again: its own, or the mask token.
+        tokens = [embedded[0]]
+        for number in range(9):
+            token = mae.mask_token[0, 0]
+            if number in kept:
+                token = embedded[1 + kept.index(number)]
+            tokens.append(token + decoder_positions[number])
         decoded = mae.predict(mae.norm(mae.blocks(torch.stack(tokens)[None])))
         predicted.append(decoded[0, 1:])
     return torch.stack(predicted)
@@ -347,43 +318,45 @@ def slow_predictions(
 def test_loss_and_gradients_equal_the_slow_version(
     normalized: bool, recompute: bool
 ) -> None:
-    model = small_model()
-    random = torch.Generator().manual_seed(2)
-    images = torch.randn(3, 3, 12, 12, generator=random, dtype=torch.float64)
-    noise = torch.rand(3, 9, generator=random, dtype=torch.float64).numpy()
+    model = small_model(FIXED)
     if recompute:
         vit.checkpoint_activations(model)
-    order = torch.from_numpy(random_orders(noise))
-    places = order.argsort(dim=1)
+    images = torch.randn(3, 3, 12, 12, dtype=torch.float64)
+    order = random_orders(torch.rand(3, 9).numpy())
+    order_BL = torch.from_numpy(order)
     predicted = model(
-        images, output="objective", kept_BK=order[:, :2], restore_BL=places
+        images,
+        output="objective",
+        kept_BK=order_BL[:, :2],
+        restore_BL=order_BL.argsort(dim=1),
     )
     loss = reconstruction_loss(
         predicted,
         to_patches(images, patch_size=4),
-        removed_BR=order[:, 2:],
+        removed_BR=order_BL[:, 2:],
         normalized=normalized,
     )
-    loss.backward()
-    found = [parameter.grad for parameter in model.parameters()]
-    right = masked_autoencoder(lambda _: order.numpy(), kept=2, normalized=normalized)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(loss, parameters)
+
+    right = masked_autoencoder(lambda _: order, kept=2, normalized=normalized)
     sample = Sample(images, torch.empty(0), np.arange(3))
     expected = right(partial(slow_predictions, model), images, sample)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    slow = torch.autograd.grad(expected, list(model.parameters()))
-    torch.testing.assert_close(found, list(slow), rtol=1e-4, atol=1e-6)
+    slow = torch.autograd.grad(expected, parameters)
+    torch.testing.assert_close(gradients, slow, rtol=1e-4, atol=1e-6)
 
 
 def test_positions_are_added_before_patches_are_removed() -> None:
     """All patches kept in another order: the features of a plain forward pass, in that order."""
-    model = small_model(SMALL.model_copy(update={"positions": "learned"}))
+    model = small_model({})
     images = torch.randn(2, 3, 12, 12, dtype=torch.float64)
     order = torch.stack([torch.randperm(9), torch.randperm(9)])
     encoded = encode_kept(model, images, kept_BK=order)
     plain = model.forward_features(images)
     torch.testing.assert_close(encoded[:, 0], plain[:, 0])
-    expected = torch.stack([plain[i, 1 + order[i]] for i in range(2)])
-    torch.testing.assert_close(encoded[:, 1:], expected)
+    for image in range(2):
+        torch.testing.assert_close(encoded[image, 1:], plain[image, 1 + order[image]])
 
 
 def test_ties_keep_their_order() -> None:
@@ -391,21 +364,23 @@ def test_ties_keep_their_order() -> None:
 
 
 def test_start_is_that_of_mae() -> None:
-    settings = SMALL.model_copy(update={"width": 64, "mlp_width": 256})
-    arch = settings.resolved(num_classes=0)
+    sizes = SMALL | FIXED | {"width": 64, "mlp_width": 256}
+    arch = ViTSettings(**sizes).resolved(num_classes=0)
     model: Any = vit.build_model(arch, seed=0)
     torch.manual_seed(0)
-    model.objective = MaskedAutoencoder(arch, width=64, depth=1, num_heads=2)
-    patch = model.patch_embed.proj.weight
+    mae = MaskedAutoencoder(arch, width=64, depth=1, num_heads=2)
+
+    # Xavier's bound, of Q, K and V as one matrix.
     fused = math.sqrt(6 / (64 + 3 * 64))
+    pixels = math.sqrt(6 / (64 + 48))
     for kernel, bound in (
-        (patch, math.sqrt(6 / (64 + 48))),
+        (model.patch_embed.proj.weight, pixels),
         (model.blocks[0].attn.qkv.weight, fused),
-        (model.objective.blocks[0].attn.qkv.weight, fused),
-        (model.objective.predict.weight, math.sqrt(6 / (64 + 48))),
+        (mae.blocks[0].attn.qkv.weight, fused),
+        (mae.predict.weight, pixels),
     ):
         assert 0.97 * bound < kernel.abs().max().item() <= bound
-    for token in (model.cls_token, model.objective.mask_token):
+    for token in (model.cls_token, mae.mask_token):
         assert token.std().item() == pytest.approx(0.02, rel=0.3)
         assert not vit.decayed("objective.mask_token", token)
-    assert not any(model.objective.blocks[0].mlp.fc1.bias)
+    assert not mae.blocks[0].mlp.fc1.bias.any()

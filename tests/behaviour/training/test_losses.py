@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,8 @@ from vitscale.objectives.objective import (
 )
 from vitscale.objectives.teacher import Teacher, open_teacher
 
-NAME, CLASSES = "test_efficientnet", 5
+NAME = "test_efficientnet"
+CLASSES = 5
 
 
 @pytest.mark.parametrize("kind", ["softmax", "sigmoid", "bce"])
@@ -49,9 +52,9 @@ def test_losses_equal_the_papers_formulas(
     if shares is not None:
         options["mixed_labels_B"] = labels.view(4, 2).flip(1).flatten()
         options["mix_lambda_B"] = torch.tensor(shares).repeat_interleave(2)
-    found = label_loss(logits, labels, **options)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected)
+    loss = label_loss(logits, labels, **options)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected)
 
 
 CLS = torch.tensor([[1.0, 0.0, -1.0]])
@@ -60,56 +63,54 @@ TEACHER = torch.tensor([[3.0, 1.0, 0.0]])
 
 
 def distilled(
-    batch: Batch, *, has_token: bool = True, **settings: Any
+    labels: tuple[int, int] = (1, 1),
+    *,
+    has_token: bool = True,
+    mixing: dict[str, torch.Tensor] | None = None,
+    **settings: Any,
 ) -> tuple[float, float]:
-    """The loss of a batch, whose logits are the hand-computed ones, and the agreement."""
+    """The loss of two images, whose logits are the hand-computed ones, and the agreement."""
     teacher: Any = {"weights": "runs/teacher"}
     values = DistillationSettings.model_validate({"teacher": teacher, **settings})
-    made: Any = Distillation(values, seed=0)
-    made.teacher = SimpleNamespace(logits=lambda images: TEACHER.expand(len(images), 3))
+
+    # The student has both heads' logits, or those of its one head.
+    objective: Any = Distillation(values, seed=0)
+    objective.teacher = SimpleNamespace(logits=lambda images: TEACHER.expand(2, 3))
     engine: Any = SimpleNamespace(
         known_outputs=("heads",) if has_token else (),
-        forward=lambda images, output: (
-            CLS.expand(len(images), 3),
-            DIST.expand(len(images), 3),
-        ),
-        logits=lambda images: DIST.expand(len(images), 3),
+        forward=lambda images, output: (CLS.expand(2, 3), DIST.expand(2, 3)),
+        logits=lambda images: DIST.expand(2, 3),
     )
-    return made.loss(engine, batch).item(), made.recorded[
-        "train/teacher_agreement"
-    ].item()
+    images = torch.zeros(2, 3, 4, 4)
+    batch = Batch(images, torch.tensor(labels), torch.ones(2), **mixing or {})  # type: ignore[arg-type]
+    loss = objective.loss(engine, batch)
+    return loss.item(), objective.recorded["train/teacher_agreement"].item()
 
 
 def test_each_head_learns_from_its_own_target() -> None:
     """Labels are mixed and smoothed, the teacher's are not. Numbers are computed by hand."""
-    batch = Batch(torch.zeros(2, 3, 4, 4), torch.tensor([1, 1]), torch.ones(2))
-    loss, agreement = distilled(batch)
-    assert (
-        loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6)
-        and agreement == 0
-    )
-    soft, _ = distilled(batch, kind="soft", alpha=0.1, tau=3.0)
+    loss, agreement = distilled()
+    assert loss == pytest.approx(0.5 * 1.407606 + 0.5 * 2.239545, abs=1e-6)
+    assert agreement == 0
+    soft, _ = distilled(kind="soft", alpha=0.1, tau=3.0)
     assert soft == pytest.approx(0.9 * 1.407606 + 0.1 * 3 * 0.545280, abs=1e-6)
-    one_head = 0.5 * label_loss(DIST, torch.tensor([1])) + 0.5 * hard_loss(
-        DIST, TEACHER
-    )
-    assert distilled(batch, has_token=False)[0] == pytest.approx(one_head.item())
-    mixing = {
-        "mixed_labels": torch.tensor([2, 1]),
-        "mix_lambda": torch.tensor([0.7, 0.7]),
-    }
-    mixed = Batch(
-        torch.zeros(2, 3, 4, 4), torch.tensor([1, 2]), torch.ones(2), **mixing
-    )
-    options: Any = {
-        "mixed_labels_B": mixed.mixed_labels,
-        "mix_lambda_B": mixed.mix_lambda,
-    }
+
+    # Without a distillation token one head learns both.
+    both = label_loss(DIST, torch.tensor([1])) + hard_loss(DIST, TEACHER)
+    assert distilled(has_token=False)[0] == pytest.approx(0.5 * both.item())
+
+    others = torch.tensor([2, 1])
+    shares = torch.tensor([0.7, 0.7])
     labelled = label_loss(
-        CLS.expand(2, 3), mixed.labels, smoothing=0.1, **options
-    ).item()
-    found, _ = distilled(mixed, label_smoothing=0.1)
-    assert found == pytest.approx(0.5 * labelled + 0.5 * 2.239545, abs=1e-6)
+        CLS.expand(2, 3),
+        torch.tensor([1, 2]),
+        smoothing=0.1,
+        mixed_labels_B=others,
+        mix_lambda_B=shares,
+    )
+    mixing = {"mixed_labels": others, "mix_lambda": shares}
+    mixed, _ = distilled((1, 2), mixing=mixing, label_smoothing=0.1)
+    assert mixed == pytest.approx(0.5 * labelled.item() + 0.5 * 2.239545, abs=1e-6)
 
 
 # ---- the teacher ------------------------------------------------------------------------------
@@ -119,17 +120,15 @@ def test_each_head_learns_from_its_own_target() -> None:
 def network() -> Any:
     torch.manual_seed(0)
     model = timm.create_model(NAME, num_classes=CLASSES)
-    model.train()(
-        torch.randn(8, 3, 64, 64)
-    )  # statistics that differ from the first ones
+    # A forward pass in training, so that statistics differ from the first ones.
+    model.train()(torch.randn(8, 3, 64, 64))
     return model.eval()
 
 
 def opened(
     path: Path,
     *,
-    num_classes: int = CLASSES,
-    classes: tuple[str, ...] | None = None,
+    classes: Sequence[str] = "01234",
     engine: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Teacher:
@@ -138,7 +137,7 @@ def opened(
     )
     return open_teacher(
         **chosen.model_dump(),
-        classes=classes or tuple(map(str, range(num_classes))),
+        classes=classes,
         world=WORLD,
         engine=EngineSettings.model_validate(engine or {}),
     )
@@ -151,57 +150,49 @@ def safetensors(network: Any, tmp_path: Path) -> Path:
 
 
 def images(size: int) -> torch.Tensor:
-    return torch.randint(
-        0,
-        256,
-        (2, 3, size, size),
-        dtype=torch.uint8,
-        generator=torch.Generator().manual_seed(1),
-    )
+    random = torch.Generator().manual_seed(1)
+    shape = (2, 3, size, size)
+    return torch.randint(256, shape, dtype=torch.uint8, generator=random)
 
 
 def test_logits_are_timms_on_the_teachers_own_pixels(
     network: Any, safetensors: Path
 ) -> None:
     pixels = images(160)
-    config = network.pretrained_cfg
-    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    mean = torch.tensor(network.pretrained_cfg["mean"]).view(3, 1, 1)
+    std = torch.tensor(network.pretrained_cfg["std"]).view(3, 1, 1)
     expected = network((pixels / 255 - mean) / std)
-    found = opened(safetensors).logits(pixels)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    logits = opened(safetensors).logits(pixels)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_teachers_classes_are_matched_by_name(
     network: Any, safetensors: Path
 ) -> None:
     names = ("ant", "bee", "cod", "dog", "eel")
-    (safetensors.parent / "classes.json").write_text(json.dumps(names))
-    pixels, order = images(160), (3, 1, 0, 4, 2)
-    same, other = (
-        opened(safetensors, classes=tuple(names[label] for label in labels))
-        for labels in (range(5), order)
-    )
-    assert torch.equal(other.logits(pixels), same.logits(pixels)[:, list(order)])
-    assert (same.messages, other.messages) == (
-        (),
-        ("the teacher's classes are matched by name",),
-    )
+    listed = safetensors.with_name("classes.json")
+    listed.write_text(json.dumps(names))
+    same = opened(safetensors, classes=names)
+    assert same.messages == ()
+
+    order = [3, 1, 0, 4, 2]
+    other = opened(safetensors, classes=[names[label] for label in order])
+    assert other.messages == ("the teacher's classes are matched by name",)
+    pixels = images(160)
+    assert torch.equal(other.logits(pixels), same.logits(pixels)[:, order])
+
     for classes, message in (
-        (
-            ("ant", "bee", "cod", "dog", "owl"),
-            "does not predict 1 of 5 classes, such as 'owl'",
-        ),
-        (tuple("01234"), "does not predict 5 of 5 classes"),
+        ((*names[:4], "owl"), "does not predict 1 of 5 classes, such as 'owl'"),
+        ("01234", "does not predict 5 of 5 classes"),
         (names[:4], "predicts 5 classes, but the label map has 4"),
     ):
         with pytest.raises(UserError, match=message):
             opened(safetensors, classes=classes)
-    (safetensors.parent / "classes.json").unlink()
-    assert (
-        opened(safetensors)
-        .messages[0]
-        .endswith("by position, since neither side has names")
-    )
+
+    # Without names on either side the order has to be the same.
+    listed.unlink()
+    (message,) = opened(safetensors).messages
+    assert message.endswith("by position, since neither side has names")
     with pytest.raises(UserError, match="outputs are unknown"):
         opened(safetensors, classes=names)
 
@@ -224,16 +215,14 @@ def test_the_teacher_learns_nothing(safetensors: Path) -> None:
     torch.manual_seed(3)
     before_state = torch.get_rng_state()
     teacher = opened(safetensors, image_size=64, engine={"precision": "bf16"})
-    before = {
-        name: value.clone()
-        for name, value in teacher.model.network.state_dict().items()
-    }
+    weights = copy.deepcopy(teacher.model.network.state_dict())
     logits = teacher.logits(images(64).float())
-    assert logits.dtype == torch.float32 and not logits.requires_grad
+    assert logits.dtype == torch.float32
+    assert not logits.requires_grad
     assert teacher.model.dtype == torch.bfloat16  # the run's
     assert not any(p.requires_grad for p in teacher.model.network.parameters())
     for name, value in teacher.model.network.state_dict().items():
-        assert torch.equal(value, before[name]), name
+        assert torch.equal(value, weights[name]), name
     assert torch.equal(torch.get_rng_state(), before_state)
 
 
@@ -246,11 +235,9 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
     compiled = opened(path, model="test_vit", engine={"compile": True})
     for each, is_compiled in ((teacher, False), (compiled, True)):
         network: Any = each.model.network
-        assert (
-            all(block._compiled_call_impl is not None for block in network.blocks)
-            == is_compiled
-        )
+        for block in network.blocks:
+            assert (block._compiled_call_impl is not None) == is_compiled
     with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
-        opened(path, model="test_vit", num_classes=7)
+        opened(path, model="test_vit", classes="0123456")
     with pytest.raises(UserError, match="timm cannot run test_vit on images of 65 px"):
         opened(path, model="test_vit", image_size=65)

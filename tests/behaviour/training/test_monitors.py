@@ -52,12 +52,12 @@ def names(samples: Sequence[tuple[int, int]]) -> list[str]:
 
 
 class Ranks:
-    """What rank 0 gathers: its own, and what `others` send; and what it says."""
+    """What rank 0 gathers: its own, and what `others` send; and what it prints."""
 
     def __init__(self) -> None:
         self.others: list[Any] = []
         self.sent: Any = None
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def gather(self, own: Any) -> list[Any]:
         self.sent = own
@@ -71,13 +71,17 @@ class Ranks:
             names=names,
             max_fraction=max_fraction,
             num_replaced=num_replaced,
-            say=self.said.append,
+            say=self.lines.append,
         )
 
     def skipped(self) -> SkippedUpdateMonitor:
-        start: dict[str, int] = {"start_step": 0, "num_skipped": 0}
         return SkippedUpdateMonitor(
-            data=DATA, names=names, plan=PLAN, say=self.said.append, **start
+            data=DATA,
+            names=names,
+            plan=PLAN,
+            say=self.lines.append,
+            start_step=0,
+            num_skipped=0,
         )
 
     def report(
@@ -87,12 +91,12 @@ class Ranks:
         other: Any = (),
         num_seen: int = 10,
     ) -> list[str]:
-        """What is said at step 10 of an epoch of 1,000 samples."""
+        """The lines that are printed at step 10 of an epoch of 1,000 samples."""
         self.others = [(len(other), list(other))]
-        self.said.clear()
+        self.lines.clear()
         monitor.add(own)
         monitor.report(10, num_seen=num_seen, num_samples=1000)
-        return self.said
+        return self.lines
 
 
 @pytest.fixture
@@ -109,21 +113,20 @@ def lost(*samples: int, part: int = 0) -> list[Unreadable]:
 
 def test_each_unreadable_sample_is_reported_once(ranks: Ranks) -> None:
     monitor = ranks.unreadable(0.1)
-    assert (
-        len(ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN))))
-        == UNREADABLE_SHOWN + 1
-    )
+    lines = ranks.report(monitor, [], lost(*range(UNREADABLE_SHOWN)))
+    assert len(lines) == UNREADABLE_SHOWN + 1
     assert ranks.report(monitor, lost(77, part=1)) == [
         "77.tar: sample 'key 77 of 1' was replaced: broken",
         "step 10: 11 samples replaced since step 0",
     ]
-    assert ranks.report(monitor, []) == [] and monitor.num_replaced == 11
+    assert ranks.report(monitor, []) == []
+    assert monitor.num_replaced == 11
+
     # Of many only the first are sent and named.
-    messages = ranks.report(monitor, lost(*range(50)), lost(90))
-    assert (
-        len(messages) == UNREADABLE_SHOWN + 1 and len(ranks.sent[1]) == UNREADABLE_SHOWN
-    )
-    assert messages[-1] == (
+    lines = ranks.report(monitor, lost(*range(50)), lost(90))
+    assert len(lines) == UNREADABLE_SHOWN + 1
+    assert len(ranks.sent[1]) == UNREADABLE_SHOWN
+    assert lines[-1] == (
         "step 10: 62 samples replaced since step 0; 41 of the last 51 are not named here"
     )
 
@@ -141,30 +144,29 @@ def test_too_many_unreadable_samples_end_the_run(ranks: Ranks) -> None:
 def test_samples_replaced_before_a_resume_count(ranks: Ranks) -> None:
     """A run that is stopped often may replace no more samples than one that is not."""
     monitor = ranks.unreadable(0.01, num_replaced=9)
-    assert (
-        ranks.report(monitor, lost(5))[-1]
-        == "step 10: 10 samples replaced since step 0"
-    )
+    lines = ranks.report(monitor, lost(5))
+    assert lines[-1] == "step 10: 10 samples replaced since step 0"
     with pytest.raises(UserError, match="11 samples could not be read, more than "):
         ranks.report(monitor, lost(6))
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("rank", "expected"),
+    [
+        (0, ["'train-00003'", "'train-00001'"]),
+        (1, ["number 3 of 'train'", "number 1 of 'train'"]),
+    ],
+)
 def test_the_index_is_read_on_the_rank_that_prints_alone(
-    tmp_path: Path, is_first: bool
+    tmp_path: Path, rank: int, expected: list[str]
 ) -> None:
     """Damaged or not: other ranks do not look at it."""
     folder = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=2)
     data = open_training_set(DataSettings(path=str(folder), global_batch=2), seed=0)
-    found = names_of(data, is_first=is_first)([(0, 3), (0, 1)])
-    assert found == (
-        ["'train-00003'", "'train-00001'"]
-        if is_first
-        else ["number 3 of 'train'", "number 1 of 'train'"]
-    )
-    log = opened(data, replace(WORLD, rank=0 if is_first else 1))
-    monitors = (log._skipped, log._unreadable)
-    assert [each._names_of([(0, 3)]) for each in monitors] == [found[:1]] * 2
+    assert names_of(data, is_first=rank == 0)([(0, 3), (0, 1)]) == expected
+    log = opened(data, replace(WORLD, rank=rank))
+    for monitor in (log._skipped, log._unreadable):
+        assert monitor._names_of([(0, 3)]) == expected[:1]
 
 
 # ---- rates ---------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ def opened(data: Any, world: World) -> IntervalLog:
     health = Health(skipped=0, longest=0, last_step=None, bad_micro_step=None)
     engine: Any = SimpleNamespace(world=world, health=lambda: health)
     run: Any = SimpleNamespace(data=SimpleNamespace(max_unreadable_fraction=1.0))
-    nothing: Any = lambda *_, **__: None  # noqa: E731
+    tracker: Any = None
     return IntervalLog(
         run,
         PLAN,
@@ -184,9 +186,9 @@ def opened(data: Any, world: World) -> IntervalLog:
         start_step=0,
         num_unreadable=0,
         flops_per_image=1.0,
-        tracker=nothing,
-        say=nothing,
-        profile=nothing,
+        tracker=tracker,
+        say=print,
+        profile=lambda: None,
     )
 
 
@@ -205,21 +207,27 @@ class Seconds:
         return work
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Seconds:
+    """With sums over two equal ranks."""
+    clock = Seconds()
+    monkeypatch.setattr(interval_log, "time", clock)
+    monkeypatch.setattr(interval_log, "sum_over_ranks", lambda own: 2 * own)
+    return clock
+
+
 @pytest.mark.parametrize("log_every", [1, 2, 3, 5])
 @pytest.mark.parametrize("evaluate_every", [0, 1, 2, 4])
 @pytest.mark.parametrize("save_every", [3, 100])
 def test_rates_leave_out_evaluations_and_saves(
     monkeypatch: pytest.MonkeyPatch,
+    clock: Seconds,
     log_every: int,
     evaluate_every: int,
     save_every: int,
 ) -> None:
     """Every interval has the same rate, however long what comes between its steps."""
-    clock, rates = Seconds(), list[float]()
-    monkeypatch.setattr(interval_log, "time", clock)
-    monkeypatch.setattr(
-        interval_log, "sum_over_ranks", lambda own: 2 * own
-    )  # two equal ranks
+    rates: list[float] = []
     log = opened(DATA, replace(WORLD, world_size=2))
     monkeypatch.setattr(
         log, "write", lambda step, lr: rates.append(log._speed()["vitals/images_per_s"])
@@ -243,34 +251,30 @@ def test_rates_leave_out_evaluations_and_saves(
         _evaluate=clock.spend(1000.0),
         _save=clock.spend(100.0),
     )
+
+    # The first step compiles, and shows in the first interval alone.
     batch: Any = SimpleNamespace(labels=range(6), unreadable=())
+    clock.now += 57.0
     for step in range(PLAN.total_steps):
-        clock.now += 60.0 if step == 0 else 3.0  # the first one compiles
+        clock.now += 3.0
         log.add_batch(batch)
         TrainingSession.end_step(session, step)
     if log_every == 1:
         assert rates.pop(0) == pytest.approx(2 * 6 / 60)
-    assert (
-        rates == [pytest.approx(2 * 6 / 3)] * len(rates)
-        and len(rates) >= 100 // log_every - 1
-    )
+    assert rates == [pytest.approx(2 * 6 / 3)] * len(rates)
+    assert len(rates) >= 100 // log_every - 1
 
 
 def test_the_share_of_time_spent_waiting_for_data_is_that_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Seconds,
 ) -> None:
-    clock = Seconds()
-    monkeypatch.setattr(interval_log, "time", clock)
-    monkeypatch.setattr(
-        interval_log, "sum_over_ranks", lambda own: 4 * own
-    )  # four equal ranks
-    log = opened(DATA, replace(WORLD, world_size=4))
-
-    log.add_batch(SimpleNamespace(labels=range(6), unreadable=()))  # type: ignore[arg-type]
+    log = opened(DATA, replace(WORLD, world_size=2))
+    batch: Any = SimpleNamespace(labels=range(6), unreadable=())
+    log.add_batch(batch)
     with log.waiting():
         clock.now += 2.0
     clock.now += 6.0
-    assert log._speed() == {"vitals/images_per_s": 4 * 6 / 8, "vitals/data_wait": 2 / 8}
+    assert log._speed() == {"vitals/images_per_s": 2 * 6 / 8, "vitals/data_wait": 2 / 8}
 
 
 def test_an_update_waits_until_a_save_has_read_the_weights() -> None:
@@ -298,18 +302,20 @@ def health(skipped: int, *, longest: int = 1) -> Health:
 
 def test_skipped_updates_are_reported_once_with_their_samples(ranks: Ranks) -> None:
     """Of a bad loss those that its rank read for the micro-step, else all of the step."""
-    monitor, ranks.others = ranks.skipped(), [1]
+    monitor = ranks.skipped()
+    ranks.others = [1]
     for _ in range(2):
         monitor.update(health(2), step=20, loss_scale=None)
     read = list(rank_batches(start=16, stop=24, rank=1, world_size=2, micro_batch=2))
-    assert read[1] == [22, 23] and ranks.said == [
+    assert read[1] == [22, 23]
+    assert ranks.lines == [
         "2 updates skipped, 2 since the start, the last at step 3: the loss was not finite "
         "on rank 1; samples 'key 22 of 0', 'key 23 of 0'"
     ]
     ranks.others = [None]
     monitor.update(health(3), step=30, loss_scale=None)
-    names = ", ".join(f"'key {sample} of 0'" for sample in range(16, 24))
-    assert ranks.said[1].endswith(f"the gradient was not finite; samples {names}")
+    samples = ", ".join(f"'key {sample} of 0'" for sample in range(16, 24))
+    assert ranks.lines[1].endswith(f"the gradient was not finite; samples {samples}")
 
 
 @pytest.mark.parametrize("scale", [None, 1.0])
@@ -330,7 +336,8 @@ def test_too_many_skipped_updates_in_a_row_end_the_run(
 def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     ranks: Ranks, interval: int
 ) -> None:
-    few, many = ranks.skipped(), ranks.skipped()
+    few = ranks.skipped()
+    many = ranks.skipped()
     for step in range(interval, 801, interval):
         few.update(health(step // 20), step=step, loss_scale=None)
     with pytest.raises(UserError, match=r"of the last \d+ updates were skipped"):
@@ -339,16 +346,12 @@ def test_every_second_update_skipped_ends_the_run_but_not_one_in_twenty(
     assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
 
 
-def test_means_by_name_are_over_ranks_and_finite_values(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        interval_log, "sum_over_ranks", lambda own: 2 * own
-    )  # two equal ranks
+def test_means_by_name_are_over_ranks_and_finite_values(clock: Seconds) -> None:
     means = IntervalMeans()
     for value in (1.0, math.nan, 3.0):
         means.add({"a": torch.tensor(value), "b": torch.tensor(math.inf)})
-    found = means.read()
-    assert found["a"] == 2.0 and math.isnan(found["b"])
+    averages = means.read()
+    assert averages["a"] == 2.0
+    assert math.isnan(averages["b"])
     means.add({"a": torch.tensor(5.0)})
     assert means.read() == {"a": 5.0}

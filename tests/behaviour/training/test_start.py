@@ -67,12 +67,10 @@ CHANGES["stage"] = {"type": FinetuneRun}
 
 
 def run_with(change: Mapping[str, Any]) -> Any:
-    values = dict(SECTIONS)
+    values = SECTIONS | {"seed": change.get("seed", 0)}
     for key in change.keys() & {"data", "model", "objective", "optim", "schedule"}:
         values[key] = {**SECTIONS.get(key, {}), **change[key]}
-    return change.get("type", PretrainRun).model_validate(
-        values | {"seed": change.get("seed", 0)}
-    )
+    return change.get("type", PretrainRun).model_validate(values)
 
 
 def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,10 +153,11 @@ def test_a_resume_refuses_settings_that_only_a_start_reads(
     """They would have no effect, and be recorded as the origin of the weights."""
 
     def with_value(value: Any) -> FinetuneRun:
+        change: Any = {key: value}
         section, _, name = key.rpartition(".")
-        values = {**SECTIONS, "model": dict(SECTIONS["model"])}
-        (values[section] if section else values)[name] = value
-        return FinetuneRun.model_validate(values)
+        if section:
+            change = {section: {**SECTIONS[section], name: value}}
+        return FinetuneRun.model_validate(SECTIONS | change)
 
     refuse_other_start(tmp_path, with_value(now))  # no configuration
     (tmp_path / "config.yaml").write_text(run_to_yaml(with_value(before)))
@@ -173,19 +172,11 @@ def test_a_start_may_be_spelled_otherwise(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "config.yaml").write_text(
-        run_to_yaml(FinetuneRun.model_validate({**SECTIONS, "init": "runs/a"}))
-    )
-    for init in (
-        "runs/a/",
-        "./runs/a",
-        f"{tmp_path}/runs/a",
-        "~/runs/a",
-        "runs/b/../a",
-    ):
-        refuse_other_start(
-            tmp_path, FinetuneRun.model_validate({**SECTIONS, "init": init})
-        )
+    absolute = f"{tmp_path}/runs/a"
+    start = FinetuneRun.model_validate({**SECTIONS, "init": "runs/a"})
+    (tmp_path / "config.yaml").write_text(run_to_yaml(start))
+    for init in ("runs/a/", "./runs/a", absolute, "~/runs/a", "runs/b/../a"):
+        refuse_other_start(tmp_path, start.model_copy(update={"init": init}))
 
 
 def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
@@ -193,11 +184,18 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
 ) -> None:
     """0.99 ** 458 is 1.002 %, 0.99 ** 459 is 0.992 %."""
     none = checkpoint_of({"ema": None})
-    assert not takes_average(none, "auto") and not takes_average(none, "model")
+    assert not takes_average(none, "auto")
+    assert not takes_average(none, "model")
     ema = {"ema": {"decay": 0.99, "warmup": False}}
-    early, late = (checkpoint_of(ema, engine={"num_averaged": n}) for n in (458, 459))
-    assert takes_average(early, "ema") and takes_average(late, "auto")
-    assert not takes_average(late, "model") and capsys.readouterr().err == ""
+    early = checkpoint_of(ema, engine={"num_averaged": 458})
+    late = checkpoint_of(ema, engine={"num_averaged": 459})
+    assert takes_average(early, "ema")
+    assert takes_average(late, "auto")
+    assert not takes_average(late, "model")
+
+    # Only where the choice is not the user's it is said.
+    assert capsys.readouterr().err == ""
+
     # With warm-up 2/11, 3/12, 4/13, 5/14, ... are kept: 1.4 % after three steps, 0.5 % after four.
     warm = {"ema": {"decay": 0.99, "warmup": True}}
     four = checkpoint_of(warm, engine={"num_averaged": 4})
@@ -205,9 +203,8 @@ def test_transfer_starts_from_the_average_if_saved_and_no_longer_random(
     three = checkpoint_of(warm, engine={"num_averaged": 3})
     assert not takes_average(three, "auto") and capsys.readouterr().err
     assert not takes_average(early, "auto")
-    assert (
-        "taking the raw weights, since 1% of their average" in capsys.readouterr().err
-    )
+    message = "taking the raw weights, since 1% of their average"
+    assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="contains no averaged weights"):
         takes_average(checkpoint_of({}), "ema")
 
@@ -217,13 +214,13 @@ def test_a_dev_cut_or_the_validation_split_is_evaluated(tmp_path: Path) -> None:
     whole = {"path": str(shards), "global_batch": 8, "val_split": None}
 
     def counts(**data: Any) -> tuple[int, int | None]:
-        run: Any = SimpleNamespace(
-            data=DataSettings.model_validate(whole | data), seed=0
-        )
+        settings = DataSettings.model_validate(whole | data)
+        run: Any = SimpleNamespace(data=settings, seed=0)
         training_set, evaluated = session._read_index(run)
         return training_set.num_samples, evaluated and evaluated.num_samples
 
-    assert counts() == (20, None) and counts(val_split="train") == (20, 20)
+    assert counts() == (20, None)
+    assert counts(val_split="train") == (20, 20)
     assert counts(dev_percent=10.0) == (18, 2)
 
 
@@ -233,34 +230,42 @@ def test_blocks_are_compiled_on_a_gpu_and_in_a_private_folder(
     def chosen(device: str, **engine: Any) -> bool:
         return is_compiled(EngineSettings.model_validate(engine), torch.device(device))
 
-    assert chosen("cuda") and not chosen("cuda", zero_stage=3) and not chosen("cpu")
-    assert chosen("cpu", compile=True) and not chosen("cuda", compile=False)
+    assert chosen("cuda")
+    assert not chosen("cuda", zero_stage=3)
+    assert not chosen("cpu")
+    assert chosen("cpu", compile=True)
+    assert not chosen("cuda", compile=False)
+
+    # torch's own function imports the compiler.
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(
-        torch, "compile", lambda call, **_: call
-    )  # which imports the compiler
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     network: Any = small_model().network
     assert network.blocks[0]._compiled_call_impl is None
     compile_blocks(network)
     assert network.blocks[0]._compiled_call_impl is not None
+
     # A command compiles where it has images enough for each GPU.
     monkeypatch.setattr(
         trained_model, "InferenceModel", lambda *given, dtype, **_: (*given, dtype)
     )
-    for device, images in (("cuda", 800_000), ("cuda", 799_999), ("cpu", 800_000)):
-        two, on_gpu = (
-            replace(WORLD, device=torch.device(device), world_size=2),
-            device == "cuda",
+    for device, images, compiles, dtype in (
+        ("cuda", 800_000, True, torch.bfloat16),
+        ("cuda", 799_999, False, torch.bfloat16),
+        ("cpu", 800_000, False, torch.float32),
+    ):
+        world = replace(WORLD, device=torch.device(device), world_size=2)
+        inference: Any = small_model().for_inference(
+            world, precision="auto", num_images=images
         )
-        found: Any = small_model().for_inference(
-            two, precision="auto", num_images=images
-        )
-        has_compiled = found[0].blocks[0]._compiled_call_impl is not None
-        assert has_compiled == (on_gpu and images == 800_000)
-        assert found[1] == (torch.bfloat16 if on_gpu else torch.float32)
+        call = inference[0].blocks[0]._compiled_call_impl
+        assert (call is not None) == compiles
+        assert inference[1] == dtype
+
+    # Compiled code is executed, so nobody else may write there.
     folder = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR")).parent
-    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
     with pytest.raises(UserError, match="not a folder that only you can use"):
         private_folder()

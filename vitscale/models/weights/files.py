@@ -47,14 +47,17 @@ EXTRA_TYPES: list[Any] = [argparse.Namespace, pathlib.PosixPath]
 BFLOAT16 = np.dtype("V2")
 # What loaders raise for files that are cut, changed or no such file.
 DAMAGE = (
-    *(ValueError, TypeError, LookupError, AttributeError, AssertionError, EOFError),
-    *(
-        RuntimeError,
-        MemoryError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ),
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    EOFError,
+    RuntimeError,
+    MemoryError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    zlib.error,
     SafetensorError,
 )
 # Names that stand for none: of transformers, of our exports, and of numbers as texts.
@@ -100,8 +103,10 @@ class Weights:
 
         Raises UserError where it names more outputs or fewer: then none of them is certain.
         """
-        if not num_outputs or self.classes is None or len(self.classes) == num_outputs:
-            return self.classes if num_outputs else None
+        if not num_outputs:
+            return None
+        if self.classes is None or len(self.classes) == num_outputs:
+            return self.classes
         raise UserError(
             f"{len(self.classes):,} names of classes for the model's {num_outputs:,} outputs",
             where=self.where,
@@ -111,12 +116,12 @@ class Weights:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"is not JSON ({error})", where=str(path)) from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError("contains no JSON object", where=str(path))
-    return found
+    return content
 
 
 def read_tensors(
@@ -129,23 +134,27 @@ def read_tensors(
     """
     try:
         if path.suffix == ".json":  # model.safetensors.index.json
-            found: dict[str, torch.Tensor] = {}
+            tensors: dict[str, torch.Tensor] = {}
+            # Only names beside the index: a path in it could lead anywhere.
             for name in sorted(set(read_json(path).get("weight_map", {}).values())):
-                found |= read_tensors(path.parent / Path(name).name)
-            return found
+                tensors |= read_tensors(path.parent / Path(name).name)
+            return tensors
+
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 return {
                     name.replace(COMPILED, ""): file.get_tensor(name).float()
                     for name in file.keys()
                 }
+
         if path.suffix == ".npz":
             _refuse_bomb(path)
             with np.load(path, allow_pickle=False) as arrays:
                 prefix = prefix_of(arrays.files)
-                names = [name for name in arrays.files if name.startswith(prefix)]
                 return {
-                    name.removeprefix(prefix): _in_fp32(arrays[name]) for name in names
+                    name.removeprefix(prefix): _in_fp32(arrays[name])
+                    for name in arrays.files
+                    if name.startswith(prefix)
                 }
     except DAMAGE as error:
         raise _refused(error, path) from None
@@ -170,8 +179,8 @@ def read_torch_file(path: Path, *, weights: str = "model") -> TorchFile:
     try:
         _refuse_bomb(path)
         with safe_globals(EXTRA_TYPES):
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        return _taken(found, path, weights=weights)
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        return _torch_file(content, path, weights=weights)
     except DAMAGE as error:
         raise _refused(error, path) from None
 
@@ -184,32 +193,44 @@ def _refuse_bomb(path: Path) -> None:
         check_expansion(content_bytes, file_bytes=path.stat().st_size, where=str(path))
 
 
-def _taken(content: Any, path: Path, *, weights: str) -> TorchFile:
-    keys = WEIGHT_KEYS if weights == "model" else (*AVERAGE_KEYS, *WEIGHT_KEYS)
+def _torch_file(content: Any, path: Path, *, weights: str) -> TorchFile:
+    # A training script saves the weights beside its own state, an export the weights alone.
     outer = content if isinstance(content, Mapping) else {}
-    key = next((key for key in keys if isinstance(outer.get(key), Mapping)), None)
-    average = key if key in AVERAGE_KEYS else None
+    keys: tuple[str, ...] = WEIGHT_KEYS
+    if weights != "model":
+        keys = (*AVERAGE_KEYS, *WEIGHT_KEYS)
+    average = None
+    for key in keys:
+        if isinstance(outer.get(key), Mapping):
+            content = outer[key]
+            if key in AVERAGE_KEYS:
+                average = key
+            break
     if weights == "ema" and average is None:
         raise no_average(path)
 
-    found = content if key is None else outer[key]
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         raise UserError("contains no named tensors", where=str(path))
-    odd = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
-    if odd:
-        allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
-        raise UserError(f"{odd[0]!r} is not a tensor", where=str(path), allowed=allowed)
+    for name, value in content.items():
+        if not isinstance(value, torch.Tensor):
+            raise UserError(
+                f"{name!r} is not a tensor",
+                where=str(path),
+                allowed=f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}",
+            )
+
     # A view may repeat a few stored bytes without end.
-    num_bytes = sum(value.numel() * value.element_size() for value in found.values())
+    num_bytes = sum(value.numel() * value.element_size() for value in content.values())
     check_expansion(num_bytes, file_bytes=path.stat().st_size, where=str(path))
     tensors = {
         str(name).replace(COMPILED, ""): value.detach().float()
-        for name, value in found.items()
+        for name, value in content.items()
     }
+
     # A namespace holds values only: its type was made by the reader, not by the file.
-    arguments = (
-        vars(outer["args"]) if isinstance(outer.get("args"), argparse.Namespace) else {}
-    )
+    arguments: Mapping[str, Any] = {}
+    if isinstance(outer.get("args"), argparse.Namespace):
+        arguments = vars(outer["args"])
     return TorchFile(tensors, arguments, average)
 
 
@@ -223,6 +244,7 @@ def no_average(path: Path) -> UserError:
 
 
 def _in_fp32(array: np.ndarray) -> torch.Tensor:
+    # NumPy has no such type; only the bits are kept.
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
     return torch.from_numpy(array.astype(np.float32, order="C"))
@@ -235,13 +257,15 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 def file_beside(described: Path, names: Collection[str]) -> Path:
     """The first of the files `names` beside a description of them."""
+    # A folder may have the same weights twice, and safetensors are preferred.
     for path in map(described.with_name, names):
         if path.is_file():
             return path
-    what, allowed = f"has {described.name}, but no weights", ", ".join(names)
-    next_step = "copy the whole folder, or export it with --to safetensors"
     raise UserError(
-        what, where=str(described.parent), allowed=allowed, next_step=next_step
+        f"has {described.name}, but no weights",
+        where=str(described.parent),
+        allowed=", ".join(names),
+        next_step="copy the whole folder, or export it with --to safetensors",
     )
 
 
@@ -249,28 +273,33 @@ def labels_in_order(names: Any) -> tuple[str, ...] | None:
     """Names by label, of a list or an object; None for placeholders and for gaps."""
     if isinstance(names, list):
         names = {str(label): name for label, name in enumerate(names)}
-    if not isinstance(names, dict) or set(names) != {
-        str(label) for label in range(len(names))
-    }:
+    if not isinstance(names, dict):
         return None
-    found = tuple(str(names[str(label)]) for label in range(len(names)))
-    is_named = all(
-        found != tuple(map(form.format, range(len(found)))) for form in PLACEHOLDERS
-    )
-    return found if is_named else None
+    labels = [str(label) for label in range(len(names))]
+    if set(names) != set(labels):
+        return None
+    in_order = tuple(str(names[label]) for label in labels)
+
+    # Placeholders would be matched with other placeholders by their number.
+    for placeholder in PLACEHOLDERS:
+        if in_order == tuple(placeholder.format(label) for label in labels):
+            return None
+    return in_order
 
 
 def _refused(error: Exception, path: Path) -> UserError:
     if isinstance(error, UserError):
         return error
     text = str(error)
-    if needs := REFUSED.search(text):
+    refusal = REFUSED.search(text)
+    if refusal:
         return UserError(
-            f"could run code, so nothing was loaded ({needs[0]})",
+            f"could run code, so nothing was loaded ({refusal[0]})",
             where=str(path),
             allowed="tensors, numbers, texts, argparse.Namespace and pathlib.PosixPath",
             next_step="ask for the weights alone, preferably as .safetensors",
         )
+    # The first sentence: torch adds advice to switch its checks off.
     reason = (text.splitlines() or [type(error).__name__])[0].split(". ")[0]
     return UserError(
         f"is damaged or not a weights file ({reason})",

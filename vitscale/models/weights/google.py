@@ -50,11 +50,9 @@ Row = tuple[str, str, Layout]
 def _layer(
     theirs: str, ours: str, kernel: Layout = DENSE, bias: Layout = VECTOR
 ) -> Iterator[Row]:
-    yield (
-        f"{theirs}/{'scale' if kernel is VECTOR else 'kernel'}",
-        f"{ours}.weight",
-        kernel,
-    )
+    # Flax's norms have a scale and no kernel.
+    kernel_name = "scale" if kernel is VECTOR else "kernel"
+    yield f"{theirs}/{kernel_name}", f"{ours}.weight", kernel
     yield f"{theirs}/bias", f"{ours}.bias", bias
 
 
@@ -67,14 +65,14 @@ def _attention(theirs: str, ours: str, *, query: str = "query") -> Iterator[Row]
 
 def _mlp(theirs: str, ours: str) -> Iterator[Row]:
     for number in (0, 1):
-        yield from _layer(
-            f"{theirs}/MlpBlock_0/Dense_{number}", f"{ours}.mlp.fc{number + 1}"
-        )
+        dense = f"{theirs}/MlpBlock_0/Dense_{number}"
+        yield from _layer(dense, f"{ours}.mlp.fc{number + 1}")
 
 
 def _rows() -> Iterator[Row]:
     """Yield the table with big_vision's numbers of the modules; {} is the number of the block."""
-    block, pool = "Transformer/encoderblock_{}", "MAPHead_0"
+    block = "Transformer/encoderblock_{}"
+    pool = "MAPHead_0"
     yield "cls", "cls_token", SAME
     yield "pos_embedding", "pos_embed", SAME
     yield from _layer("embedding", "patch_embed.proj", CONV)
@@ -107,23 +105,25 @@ def from_google(tensors: Mapping[str, torch.Tensor]) -> tuple[Tensors, int | Non
 
     Unknown tensors keep their names, which the table of misfits then lists.
     """
-    found: Tensors = {}
+    renamed: Tensors = {}
     num_heads = None
     for name, tensor in _unstacked(tensors):
+        # The three code bases have the positions in three modules.
         if re.fullmatch(r"(Transformer/)?(posembed_input/)?pos_embedding", name):
             name = "pos_embedding"
         template, number = numbered(name)
         if number:
             for new, old in NUMBERS:
                 template = template.replace(f"/{old}/", f"/{new}/")
+
         ours, layout = READ.get(template, (name, None))
         if layout is None or layout.num_dims != tensor.ndim:
-            found[name] = tensor
+            renamed[name] = tensor
             continue
         if layout is INTO_HEADS and number:
             num_heads = int(tensor.shape[1])
-        found[ours.format(number)] = layout.read(tensor).contiguous()
-    return joined(found), num_heads
+        renamed[ours.format(number)] = layout.read(tensor).contiguous()
+    return joined(renamed), num_heads
 
 
 def _unstacked(
@@ -146,15 +146,16 @@ def to_google(
 
     is_big_vision: else of vision_transformer.
     """
-    found: Tensors = {}
+    renamed: Tensors = {}
     unnamed = []
     for name, tensor in split(weights).items():
-        # A head with a hidden layer.
-        own = name.replace("head.0.", "pre_logits.").replace("head.2.", "head.")
-        template, number = numbered(own)
+        # Our representation layer and the head after it are one module.
+        template = name.replace("head.0.", "pre_logits.").replace("head.2.", "head.")
+        template, number = numbered(template)
         if template not in WRITE:
             unnamed.append(name)
             continue
+
         theirs, layout = WRITE[template]
         if is_big_vision:
             theirs = f"params/{theirs}"
@@ -163,5 +164,5 @@ def to_google(
         elif number:
             for new, old in NUMBERS:
                 theirs = theirs.replace(f"/{new}/", f"/{old}/")
-        found[theirs.format(number)] = layout.write(tensor, num_heads)
-    return found, unnamed
+        renamed[theirs.format(number)] = layout.write(tensor, num_heads)
+    return renamed, unnamed

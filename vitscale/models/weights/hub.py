@@ -26,24 +26,23 @@ def fetch(init: str, *, key: str) -> tuple[Path, str]:
     Raises UserError, or StorageError without a connection.
     """
     name, _, revision = init.removeprefix(HUB).partition("@")
-    where, patterns = f"{key}={init}", [*WEIGHTS, *DESCRIPTIONS, "model-*.safetensors"]
+    where = f"{key}={init}"
+    # A repository may also have pickles and code, which are never fetched.
+    patterns = [*WEIGHTS, *DESCRIPTIONS, "model-*.safetensors"]
     with hub_errors(name, where=where):
         folder = Path(
             snapshot_download(name, revision=revision or None, allow_patterns=patterns)
         )
+
     # Other programs may have put more into the cache, such as a pytorch_model.bin.
-    needed = WEIGHTS, DESCRIPTIONS[::2]
-    if not all(any((folder / each).is_file() for each in names) for names in needed):
-        what, allowed = (
-            "has no supported weights",
-            "safetensors of timm, transformers or",
-        )
-        next_step = (
-            f"choose another one, or download its weights and set {key} to the file"
-        )
-        raise UserError(
-            what, where=where, allowed=f"{allowed} vitscale", next_step=next_step
-        )
+    for names in (WEIGHTS, ("config.json", "vitscale.json")):
+        if not any((folder / name).is_file() for name in names):
+            raise UserError(
+                "has no supported weights",
+                where=where,
+                allowed="safetensors of timm, transformers or vitscale",
+                next_step=f"choose another one, or download its weights and set {key} to the file",
+            )
     return folder, f"{HUB}{name}@{folder.name}"
 
 
@@ -55,34 +54,30 @@ def hub_errors(name: str, *, where: str, then: str = "") -> Iterator[None]:
     """
     log_in = "run hf auth login, or set HF_TOKEN"
     try:
-        if "/" not in name:  # which the client takes for the user's own
+        # The client takes a name without an owner for the user's own.
+        if "/" not in name:
             raise errors.HFValidationError
         validate_repo_id(name)
         yield
     except Exception as error:  # of the client, of httpx, of hf_xet
-        kind, status = (
-            UserError,
-            getattr(getattr(error, "response", None), "status_code", 0),
-        )
+        # Tracebacks of the client are pages long; people need one sentence and the next step.
+        kind: type[UserError] = UserError
+        status = getattr(getattr(error, "response", None), "status_code", 0)
         if isinstance(error, errors.HFValidationError):
-            what, next_step = (
-                f"{name!r} is not OWNER/NAME",
-                "copy it from the repository's page",
-            )
+            what = f"{name!r} is not OWNER/NAME"
+            next_step = "copy it from the repository's page"
         elif isinstance(error, errors.RevisionNotFoundError):
-            what, next_step = (
-                "no such revision",
-                "name a branch, a tag or a commit of it",
-            )
+            what = "no such revision"
+            next_step = "name a branch, a tag or a commit of it"
         elif isinstance(error, errors.RepositoryNotFoundError):
             what = "no such repository, or one that is private or has terms to accept"
             next_step = f"correct the name, or {log_in}; terms are accepted on its page"
         elif status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):
-            what, next_step = "no token that allows it", f"{log_in} to one that does"
+            what = "no token that allows it"
+            next_step = f"{log_in} to one that does"
         else:
+            # Anything else may be gone at the next attempt.
+            kind = StorageError
             what = f"{constants.ENDPOINT} cannot be used ({short_reason(error)})"
-            kind, next_step = (
-                StorageError,
-                "check the network and HF_ENDPOINT, and try again",
-            )
+            next_step = "check the network and HF_ENDPOINT, and try again"
         raise kind(what, where=where, next_step=next_step + then) from None

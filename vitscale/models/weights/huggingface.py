@@ -75,12 +75,17 @@ FAMILIES: dict[
         _HEAD,
     ),
 }
-# Not of the trunk or its classifier: the pooler of plain models, the token for masked patches, the
-# decoder of MAE.
+# Parts of neither the trunk nor its classifier: the pooler of plain models, the token for masked
+# patches, the decoder of MAE.
 UNUSED = ("pooler.", "embeddings.mask_token", "decoder.")
 
-EPSILONS = {"dinov2": 1e-6, "dinov2_with_registers": 1e-6}
-EPSILONS |= {"vit": 1e-12, "vit_mae": 1e-12, "deit": 1e-12}
+EPSILONS = {
+    "vit": 1e-12,
+    "vit_mae": 1e-12,
+    "deit": 1e-12,
+    "dinov2": 1e-6,
+    "dinov2_with_registers": 1e-6,
+}
 # transformers' names of activations; it computes `gelu_new` and `gelu_fast` with tanh.
 GELUS = {
     "gelu": "erf",
@@ -97,13 +102,15 @@ def from_huggingface(tensors: Tensors, model_type: str) -> tuple[Tensors, list[s
     Raises KeyError for a model type that is not in `FAMILIES`.
     """
     prefix, below, beside = FAMILIES[model_type]
-    bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-    used = {
-        name: tensor for name, tensor in bare.items() if not name.startswith(UNUSED)
-    }
-    left_out = [
-        name for name in tensors if name.removeprefix(prefix).startswith(UNUSED)
-    ]
+    # Some of the folders have the trunk's tensors without the prefix.
+    used: Tensors = {}
+    left_out = []
+    for name, tensor in tensors.items():
+        bare = name.removeprefix(prefix)
+        if bare.startswith(UNUSED):
+            left_out.append(name)
+        else:
+            used[bare] = tensor
     return joined(_renamed(used, dict((*below, *beside)))), left_out
 
 
@@ -117,74 +124,71 @@ def to_huggingface(
     """
     prefix, below, beside = FAMILIES[model_type]
     # The last name counts where two have the same meaning.
-    names = {
-        ours: prefix + theirs for theirs, ours in (*below, *(_GATED if gated else ()))
-    }
+    if gated:
+        below = (*below, *_GATED)
+    names = {ours: prefix + theirs for theirs, ours in below}
     return _renamed(split(weights), names | {ours: theirs for theirs, ours in beside})
 
 
 def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         stem, part = re.fullmatch(r"(.*?)(\.weight|\.bias|)", name).groups()  # type: ignore[union-attr]  # always
         template, number = numbered(stem)
-        found[names[template].format(number) + part if template in names else name] = (
-            tensor
-        )
-    return found
+        if template in names:
+            name = names[template].format(number) + part
+        renamed[name] = tensor
+    return renamed
 
 
 def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
     """Read a folder. Raises UserError for another family of models, and for damaged files."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        what = (
-            f"describes a model of type {model_type!r}"
-            if model_type
-            else "names no model_type"
-        )
+        what = "names no model_type"
+        if model_type:
+            what = f"describes a model of type {model_type!r}"
         raise UserError(
             what,
             where=str(folder / CONFIG),
             allowed=f"{', '.join(FAMILIES)}, or a folder of timm, which has `architecture`",
             next_step="use weights of one of these",
         )
-    known, processor = _known(config, folder), folder / PREPROCESSOR
-    is_stated = processor.is_file()
-    preprocessing = (
-        huggingface_pixels(processor, model_type)
-        if is_stated
-        else assumed_pixels(model_type)
-    )
+
+    known = _known(config, folder)
+    assumed: tuple[str, ...] = ()
+    processor = folder / PREPROCESSOR
+    if processor.is_file():
+        preprocessing = huggingface_pixels(processor, model_type)
+    else:
+        preprocessing = assumed_pixels(model_type)
+        assumed = tuple(preprocessing)
+
     rows, columns = _pair(config.get("image_size", 224))
-    patch = _pair(config.get("patch_size", 16))
-    grid = (rows // patch[0], columns // patch[1])
+    patch_rows, patch_columns = _pair(config.get("patch_size", 16))
+    origin = f"Hugging Face's {model_type}"
+    size = preprocessing.get("image_size", max(rows, columns))
+    if size != max(rows, columns):
+        origin += f", at {size} px as its {PREPROCESSOR} says"
+
+    # A distillation token that no head reads (DeiTForImageClassification) is a register.
+    # Registers have no positions: those of both tokens are added to them.
     tensors, left_out = from_huggingface(read_folder(folder), model_type)
-    if (
-        "dist_token" in tensors
-        and "head.weight" in tensors
-        and "head_dist.weight" not in tensors
-    ):
-        # A distillation token that no head reads (DeiTForImageClassification) is a register.
-        # Registers have no positions: those of both tokens are added to them.
+    has_unread_token = "dist_token" in tensors and "head_dist.weight" not in tensors
+    if has_unread_token and "head.weight" in tensors:
         pos_1LD = tensors["pos_embed"]
         tensors["reg_token"] = tensors.pop("dist_token") + pos_1LD[:, 1:2]
         tensors["cls_token"] = tensors["cls_token"] + pos_1LD[:, :1]
         tensors["pos_embed"] = pos_1LD[:, 2:]
-    size = preprocessing.get("image_size", max(rows, columns))
-    other_size = (
-        f", at {size} px as its {PREPROCESSOR} says"
-        if size != max(rows, columns)
-        else ""
-    )
+
     return Weights(
         tensors=tensors,
-        format=f"Hugging Face's {model_type}{other_size}",
+        format=origin,
         known=known,
         preprocessing=preprocessing,
         classes=labels_in_order(config.get("id2label")),
-        grid=grid,
-        assumed=() if is_stated else preprocessing,
+        grid=(rows // patch_rows, columns // patch_columns),
+        assumed=assumed,
         left_out=tuple(left_out),
         independent=config.get("problem_type") == "multi_label_classification",
         # `interpolate_pos_encoding` there.
@@ -193,22 +197,26 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    rows, columns = (size, size) if isinstance(size, int) else size
+    if isinstance(size, int):
+        return size, size
+    rows, columns = size
     return int(rows), int(columns)
 
 
 def _known(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    # What config.json leaves out is transformers' own default.
+    epsilon = config.get("layer_norm_eps", EPSILONS[str(config["model_type"])])
     known: dict[str, Any] = {
         "num_heads": int(config["num_attention_heads"]),
-        # transformers' own defaults.
-        "layer_norm_eps": float(
-            config.get("layer_norm_eps", EPSILONS[str(config["model_type"])])
-        ),
+        "layer_norm_eps": float(epsilon),
     }
     if config.get("use_swiglu_ffn"):
         return known
     activation = config.get("hidden_act", "gelu")
     if activation not in GELUS:
-        what = f"hidden_act {activation!r} is not supported"
-        raise UserError(what, where=str(folder / CONFIG), allowed=", ".join(GELUS))
+        raise UserError(
+            f"hidden_act {activation!r} is not supported",
+            where=str(folder / CONFIG),
+            allowed=", ".join(GELUS),
+        )
     return known | {"gelu": GELUS[activation]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -13,7 +13,7 @@ Tensors = dict[str, torch.Tensor]
 FIRST_NAME = "patch_embed.proj.weight"
 # Around the model: DistributedDataParallel's, DINO's and DINOv2's, transformers' for timm's models.
 PREFIXES = ("module.", "teacher.", "backbone.", "model.", "timm_model.")
-# What DINO and DINOv2 train beside their backbone.
+# Modules that DINO and DINOv2 train beside their backbone.
 TRAINING_HEADS = ("head.mlp.", "head.last_layer.", "dino_head.", "ibot_head.")
 RENAMED = (
     # DeiT's own names (models_v2.py) of what timm calls layer scale.
@@ -37,40 +37,50 @@ FUSED = (
 
 def from_pytorch(tensors: Tensors) -> tuple[Tensors, list[str]]:
     """The tensors under our names, and the names that are left out: heads of DINO's training."""
-    found, left_out = dict(tensors), []
-    while FIRST_NAME not in found:
-        inside = [
-            p
-            for p in PREFIXES
-            if any(n.startswith(p) and n.endswith(FIRST_NAME) for n in found)
-        ]
-        if not inside:
+    inner = dict(tensors)
+    left_out: list[str] = []
+    while FIRST_NAME not in inner:
+        wrapped = [name for name in inner if name.endswith(FIRST_NAME)]
+        prefix = _first_prefix(wrapped)
+        if prefix is None:
             break
-        prefix = inside[0]
-        left_out += [name for name in found if not name.startswith(prefix)]
-        found = {
-            n.removeprefix(prefix): t for n, t in found.items() if n.startswith(prefix)
+        # Beside a backbone lies what was trained with it alone.
+        left_out += [name for name in inner if not name.startswith(prefix)]
+        inner = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in inner.items()
+            if name.startswith(prefix)
         }
-    left_out += [name for name in found if name.startswith(TRAINING_HEADS)]
-    kept = {}
-    for name, tensor in found.items():
-        if not name.startswith(TRAINING_HEADS):
-            for pattern, ours in RENAMED:
-                name = re.sub(rf"^{pattern}$", ours, name)
-            kept[name] = tensor
-    return kept, left_out
+
+    renamed = {}
+    for name, tensor in inner.items():
+        if name.startswith(TRAINING_HEADS):
+            left_out.append(name)
+            continue
+        for pattern, ours in RENAMED:
+            name = re.sub(rf"^{pattern}$", ours, name)
+        renamed[name] = tensor
+    return renamed, left_out
+
+
+def _first_prefix(names: Collection[str]) -> str | None:
+    """The first of `PREFIXES` that one of the names begins with."""
+    for prefix in PREFIXES:
+        if any(name.startswith(prefix) for name in names):
+            return prefix
+    return None
 
 
 def without_wrappers(tensors: Tensors) -> Tensors:
     """The tensors without the prefixes that all names have, such as DistributedDataParallel's."""
-    found = dict(tensors)
-    while prefix := next(
-        (p for p in PREFIXES if all(n.startswith(p) for n in found)), None
-    ):
-        if not found:
+    inner = dict(tensors)
+    while inner:
+        # One name without the prefix shows that it is a part of the model.
+        prefix = _first_prefix(inner)
+        if prefix is None or not all(name.startswith(prefix) for name in inner):
             break
-        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
-    return found
+        inner = {name.removeprefix(prefix): tensor for name, tensor in inner.items()}
+    return inner
 
 
 def with_representation(weights: Tensors) -> Tensors:
@@ -80,15 +90,16 @@ def with_representation(weights: Tensors) -> Tensors:
     """
     if not any(name.startswith(REPRESENTATION) for name in weights):
         return weights
-    layers = {REPRESENTATION: "head.0.", "head.": "head.2."}
-    found = {}
+    has_head = "head.weight" in weights
+    renamed = {}
     for name, tensor in weights.items():
-        layer = next(filter(name.startswith, layers), None)
-        if layer is None:
-            found[name] = tensor
-        elif "head.weight" in weights:
-            found[layers[layer] + name.removeprefix(layer)] = tensor
-    return found
+        if name.startswith(REPRESENTATION):
+            name = f"head.0.{name.removeprefix(REPRESENTATION)}"
+        elif name.startswith("head."):
+            name = f"head.2.{name.removeprefix('head.')}"
+        if has_head or not name.startswith("head."):
+            renamed[name] = tensor
+    return renamed
 
 
 def numbered(name: str) -> tuple[str, str]:
@@ -101,29 +112,26 @@ def numbered(name: str) -> tuple[str, str]:
 
 def joined(weights: Mapping[str, torch.Tensor]) -> Tensors:
     """`attn.query`, `.key` and `.value` as one `attn.qkv`, where all three are of one shape."""
-    found = dict(weights)
-    for where, parts, whole in FUSED:
+    whole = dict(weights)
+    for where, parts, fused in FUSED:
         pattern = re.compile(rf"({where})\.{parts[0]}\.(weight|bias)")
         for match in filter(None, map(pattern.fullmatch, weights)):
             names = [f"{match[1]}.{part}.{match[2]}" for part in parts]
-            if (
-                len(
-                    {weights[name].shape if name in weights else None for name in names}
-                )
-                == 1
-            ):
-                tensors = [found.pop(name) for name in names]
-                found[f"{match[1]}.{whole}.{match[2]}"] = torch.cat(tensors)
-    return found
+            # Else the table of misfits lists them, one by one.
+            shapes = {weights[name].shape for name in names if name in weights}
+            if all(name in weights for name in names) and len(shapes) == 1:
+                tensors = [whole.pop(name) for name in names]
+                whole[f"{match[1]}.{fused}.{match[2]}"] = torch.cat(tensors)
+    return whole
 
 
 def split(weights: Mapping[str, torch.Tensor]) -> Tensors:
     """The inverse of `joined`."""
-    found = dict(weights)
-    for where, parts, whole in FUSED:
-        pattern = re.compile(rf"({where})\.{whole}\.(weight|bias)")
+    single = dict(weights)
+    for where, parts, fused in FUSED:
+        pattern = re.compile(rf"({where})\.{fused}\.(weight|bias)")
         for match in filter(None, map(pattern.fullmatch, weights)):
-            chunks = found.pop(match[0]).chunk(len(parts))
+            chunks = single.pop(match[0]).chunk(len(parts))
             for part, values in zip(parts, chunks, strict=True):
-                found[f"{match[1]}.{part}.{match[2]}"] = values.contiguous()
-    return found
+                single[f"{match[1]}.{part}.{match[2]}"] = values.contiguous()
+    return single

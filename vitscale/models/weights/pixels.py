@@ -29,23 +29,26 @@ GOOGLE: dict[str, Any] = {
 # MAE, DeiT and DINOv2 evaluate on the centre of bicubically resized images.
 PYTORCH: dict[str, Any] = {**IMAGENET, **CENTRE, "eval_interpolation": "bicubic"}
 FILTERS = ("bilinear", "bicubic")
-WHOLE, CENTRED, SQUASHED_CENTRE = "squash", "center_crop", "squash_crop"
+WHOLE = "squash"
+CENTRED = "center_crop"
+SQUASHED_CENTRE = "squash_crop"
 
 
 def crop_fraction(crop: int, resized: int) -> float:
     """The share from which `crop` pixels a side and rounding down give `resized` pixels again."""
     fraction = crop / resized
-    return (
-        fraction
-        if math.floor(crop / fraction) == resized
-        else math.nextafter(fraction, 0)
-    )
+    # The quotient may be rounded up, and then a pixel is missing.
+    if math.floor(crop / fraction) != resized:
+        fraction = math.nextafter(fraction, 0)
+    return fraction
 
 
 def _three(values: Any) -> tuple[float, float, float]:
     """A value for each colour, or one for all of them."""
     given = list(values) if isinstance(values, list | tuple) else [values]
-    red, green, blue = map(float, given * 3 if len(given) == 1 else given)
+    if len(given) == 1:
+        given *= 3
+    red, green, blue = map(float, given)
     return red, green, blue
 
 
@@ -59,27 +62,34 @@ def timm_preprocessing(
 
     arguments: of timm's train.py, which win. Raises UserError for what no setting expresses.
     """
-    how = resolve_data_config(dict(arguments or {}), pretrained_cfg=dict(config))
+    steps = resolve_data_config(dict(arguments or {}), pretrained_cfg=dict(config))
     allowed = {"crop_mode": ("center", "squash"), "interpolation": FILTERS}
     for key, values in allowed.items():
-        if how[key] not in values:
-            what = f"unknown {key} {how[key]!r}"
-            raise UserError(what, where=where, allowed=", ".join(values))
-    fraction, (_, rows, columns) = float(how["crop_pct"]), how["input_size"]
-    if rows != columns or not 0 < fraction <= 1:
-        what = f"{rows} x {columns} px of a share {fraction:g} of the image are not supported"
-        raise UserError(what, where=where, allowed="square images, a share up to 1")
+        if steps[key] not in values:
+            raise UserError(
+                f"unknown {key} {steps[key]!r}", where=where, allowed=", ".join(values)
+            )
 
-    found = {
-        "mean": _three(how["mean"]),
-        "std": _three(how["std"]),
-        "eval_interpolation": how["interpolation"],
+    # Shares above 1 add a border, which no setting has.
+    fraction = float(steps["crop_pct"])
+    _, rows, columns = steps["input_size"]
+    if rows != columns or not 0 < fraction <= 1:
+        raise UserError(
+            f"{rows} x {columns} px of a share {fraction:g} of the image are not supported",
+            where=where,
+            allowed="square images, a share up to 1",
+        )
+
+    pixels = {
+        "mean": _three(steps["mean"]),
+        "std": _three(steps["std"]),
+        "eval_interpolation": steps["interpolation"],
     }
-    if how["crop_mode"] == "center":
-        return found | {"eval_resize": CENTRED, "eval_crop_fraction": fraction}
+    if steps["crop_mode"] == "center":
+        return pixels | {"eval_resize": CENTRED, "eval_crop_fraction": fraction}
     if fraction == 1:
-        return found | {"eval_resize": WHOLE}
-    return found | {"eval_resize": SQUASHED_CENTRE, "eval_crop_fraction": fraction}
+        return pixels | {"eval_resize": WHOLE}
+    return pixels | {"eval_resize": SQUASHED_CENTRE, "eval_crop_fraction": fraction}
 
 
 # ---- transformers --------------------------------------------------------------------------------
@@ -120,11 +130,9 @@ _OF_MODELS = {"vit": "ViT", "vit_mae": "ViT", "deit": "DeiT", "dinov2": "Bit"}
 
 def assumed_pixels(model_type: str) -> dict[str, Any]:
     """The pixels of a folder without a file: of ViTImageProcessor, or of the published folders."""
-    return (
-        {**HALF, "eval_interpolation": "bilinear"}
-        if model_type.startswith("vit")
-        else PYTORCH
-    )
+    if model_type.startswith("vit"):
+        return {**HALF, "eval_interpolation": "bilinear"}
+    return PYTORCH
 
 
 def huggingface_pixels(path: Path, model_type: str) -> dict[str, Any]:
@@ -139,62 +147,67 @@ def huggingface_pixels(path: Path, model_type: str) -> dict[str, Any]:
     if name is not None:
         kind = re.sub(r"(ImageProcessor|FeatureExtractor)(Fast|Pil)?$", "", str(name))
     if kind not in _PROCESSORS:
-        allowed = ", ".join(f"{each}ImageProcessor" for each in _PROCESSORS)
+        allowed = ", ".join(f"{known}ImageProcessor" for known in _PROCESSORS)
         raise _unsupported(path, f"image_processor_type {name!r}", allowed)
 
-    how = _DEFAULTS | _PROCESSORS[kind] | stated
-    others = [
-        key
-        for key in how
-        if key.startswith("do_") and how[key] and key not in _DEFAULTS
-    ]
-    if others:
-        raise _unsupported(
-            path, f"{others[0]}: true", "resize, centre crop, rescale, normalize"
-        )
-    if not how["do_resize"]:
+    # A step that nobody here knows would be left out without a word.
+    steps = _DEFAULTS | _PROCESSORS[kind] | stated
+    for key, value in steps.items():
+        if key.startswith("do_") and value and key not in _DEFAULTS:
+            raise _unsupported(
+                path, f"{key}: true", "resize, centre crop, rescale, normalize"
+            )
+    if not steps["do_resize"]:
         raise _unsupported(
             path, "do_resize: false", "true, since a model takes one image size"
         )
-    if how["resample"] not in RESAMPLES:
+    if steps["resample"] not in RESAMPLES:
         raise _unsupported(
-            path, f"resample {how['resample']!r}", "2 (bilinear), 3 (bicubic)"
+            path, f"resample {steps['resample']!r}", "2 (bilinear), 3 (bicubic)"
         )
 
     # Theirs: (pixel * factor - mean) / std. Ours: (pixel / 255 - mean) / std.
-    factor = 255 * float(how["rescale_factor"]) if how["do_rescale"] else 255.0
-    factor = 1.0 if math.isclose(factor, 1) else factor
-    mean = _three(how["image_mean"] if how["do_normalize"] else 0.0)
-    std = _three(how["image_std"] if how["do_normalize"] else 1.0)
-    found = {
+    factor = 255.0
+    if steps["do_rescale"]:
+        factor = 255 * float(steps["rescale_factor"])
+    if math.isclose(factor, 1):
+        factor = 1.0
+    mean = (0.0, 0.0, 0.0)
+    std = (1.0, 1.0, 1.0)
+    if steps["do_normalize"]:
+        mean = _three(steps["image_mean"])
+        std = _three(steps["image_std"])
+    pixels = {
         "mean": tuple(value / factor for value in mean),
         "std": tuple(value / factor for value in std),
-        "eval_interpolation": RESAMPLES[how["resample"]],
-        **_resize(how, path, keeps_aspect=kind in _SHORT_SIDES),
+        "eval_interpolation": RESAMPLES[steps["resample"]],
+        **_resize(steps, path, keeps_aspect=kind in _SHORT_SIDES),
     }
+
+    # A size that the file does not state is the class's, whatever the model's is.
     if not {"size", "crop_size"} & stated.keys():
-        # Then it is the class's, whatever the model's is.
-        del found["image_size"]
-    return found
+        del pixels["image_size"]
+    return pixels
 
 
 def _resize(
-    how: Mapping[str, Any], path: Path, *, keeps_aspect: bool
+    steps: Mapping[str, Any], path: Path, *, keeps_aspect: bool
 ) -> dict[str, Any]:
     """How the image gets its size, and the size. keeps_aspect: where `size` is one number."""
-    resized, is_short = _side(how["size"], path, is_short=keeps_aspect)
-    if not how["do_center_crop"]:
+    resized, is_short = _side(steps["size"], path, is_short=keeps_aspect)
+    if not steps["do_center_crop"]:
         if is_short:
             raise _unsupported(
                 path, "size: shortest_edge without a crop", "height and width"
             )
         return {"eval_resize": WHOLE, "image_size": resized}
 
-    crop, _ = _side(how["crop_size"], path, is_short=False)
+    crop, _ = _side(steps["crop_size"], path, is_short=False)
     if crop > resized:
         raise _unsupported(
             path, f"crops {crop} px of {resized} px", "a crop within the image"
         )
+    # Both round the resized side down.
     rule = f"{CENTRED if is_short else SQUASHED_CENTRE}_down"
     fraction = crop_fraction(crop, resized)
     return {"eval_resize": rule, "eval_crop_fraction": fraction, "image_size": crop}
@@ -206,11 +219,15 @@ def _side(size: Any, path: Path, *, is_short: bool) -> tuple[int, bool]:
         return size, is_short
     if isinstance(size, dict) and set(size) == {"shortest_edge"}:
         return int(size["shortest_edge"]), True
-    sides = list(size.values()) if isinstance(size, dict) else list(size)
-    names = set(size) if isinstance(size, dict) else {"height", "width"}
-    if names != {"height", "width"} or len(set(sides)) != 1:
+    # A list has no names of sides.
+    names = {"height", "width"}
+    sides = set(size)
+    if isinstance(size, dict):
+        names = set(size)
+        sides = set(size.values())
+    if names != {"height", "width"} or len(sides) != 1:
         raise _unsupported(path, f"size {size}", "a square, or shortest_edge")
-    return int(sides[0]), False
+    return int(sides.pop()), False
 
 
 def _unsupported(path: Path, what: str, allowed: str) -> UserError:

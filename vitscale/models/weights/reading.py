@@ -48,8 +48,8 @@ PREPROCESSING = (
     "eval_interpolation",
     "eval_antialias",
 )
-# What a file does not say, by format. Google: vision_transformer, models_vit.py. PyTorch: the
-# defaults of timm's models and of MAE, DeiT and DINOv2.
+# Defaults that a file leaves out, by format. Google: vision_transformer, models_vit.py. PyTorch:
+# timm's models, and MAE, DeiT and DINOv2.
 GOOGLE: dict[str, Any] = {
     "format": "Google's names",
     "known": {"gelu": "tanh", "layer_norm_eps": 1e-6},
@@ -83,15 +83,7 @@ def read_weights(
     if weights == "ema" and (path.is_dir() or path.suffix in WITHOUT_AVERAGE):
         raise no_average(path)
     try:
-        if not path.is_dir():
-            found = _read_file(path, timm_name, weights=weights)
-            found = replace(found, classes=_classes_beside(path))
-        elif (path / DESCRIPTION).is_file():
-            found = _read_exported(path)
-        elif "architecture" in (config := read_json(path / CONFIG)):
-            found = read_timm_folder(path, config, as_timm=timm_name is not None)
-        else:
-            found = read_huggingface_folder(path, config)
+        source = _read(path, timm_name, weights=weights)
     except UserError:
         raise
     except OSError as error:
@@ -106,44 +98,67 @@ def read_weights(
         TypeError,
         ValueError,
     ) as error:
-        what = f"the model's description is incomplete or invalid ({type(error).__name__}: {error})"
-        raise UserError(what, where=str(path)) from None
-    if not found.tensors:
+        raise UserError(
+            f"the model's description is incomplete or invalid ({type(error).__name__}: {error})",
+            where=str(path),
+        ) from None
+
+    if not source.tensors:
         raise UserError("contains no tensors", where=str(path))
-    if found.known.get("name") == "timm":
-        return replace(found, grid=(1, 1))
-    tensors = names.with_representation(found.tensors)
-    grid = _square_grid(tensors, path) if found.grid == NOT_STATED else found.grid
-    return replace(
-        found, tensors=tensors, grid=grid, left_out=tuple(sorted(found.left_out))
-    )
+    if source.known.get("name") == "timm":
+        return replace(source, grid=(1, 1))
+
+    tensors = names.with_representation(source.tensors)
+    grid = source.grid
+    if grid == NOT_STATED:
+        grid = _square_grid(tensors, path)
+    left_out = tuple(sorted(source.left_out))
+    return replace(source, tensors=tensors, grid=grid, left_out=left_out)
+
+
+def _read(path: Path, timm_name: str | None, *, weights: str) -> Weights:
+    """Weights of a file or a folder, whose JSON files say who wrote it."""
+    if not path.is_dir():
+        source = _read_file(path, timm_name, weights=weights)
+        return replace(source, classes=_classes_beside(path))
+    if (path / DESCRIPTION).is_file():
+        return _read_exported(path)
+    config = read_json(path / CONFIG)
+    if "architecture" in config:
+        return read_timm_folder(path, config, as_timm=timm_name is not None)
+    return read_huggingface_folder(path, config)
 
 
 def _read_file(path: Path, timm_name: str | None, *, weights: str) -> Weights:
     """Weights under their names in timm with `timm_name`, else under ours."""
     if path.suffix in WITHOUT_AVERAGE:
-        prefix_of = (lambda names: "") if timm_name else partial(_prefix, path=path)
+        # Google's files have more than the weights; timm's names have no such prefix.
+        prefix_of = partial(_prefix, path=path) if timm_name is None else lambda _: ""
         file = TorchFile(read_tensors(path, prefix_of=prefix_of), {}, None)
     else:
         file = read_torch_file(path, weights=weights)
-    found = _named(file, path, timm_name)
-    average = f", the average of the weights ({file.average})" if file.average else ""
-    return replace(found, format=f"{found.format}{average}")
+    source = _named(file, path, timm_name)
+    if file.average is None:
+        return source
+    origin = f"{source.format}, the average of the weights ({file.average})"
+    return replace(source, format=origin)
 
 
 def _named(file: TorchFile, path: Path, timm_name: str | None) -> Weights:
     """Find out whose tensors these are, and rename them."""
-    tensors, arguments = file.tensors, file.arguments
+    tensors = file.tensors
+    arguments = file.arguments
     trained = arguments.get("model")
-    if (
-        isinstance(trained, str)
-        and timm.is_model(trained)
-        and timm_name in (None, trained)
-    ):
-        as_timm = timm_name is not None
+    is_known = isinstance(trained, str) and timm.is_model(trained)
+    if is_known and timm_name in (None, trained):
         return read_timm_checkpoint(
-            tensors, arguments, as_timm=as_timm, where=f"{path}: args"
+            tensors,
+            arguments,
+            as_timm=timm_name is not None,
+            where=f"{path}: args",
         )
+
+    # The user says which model of timm it is, and the pixels are those of timm's own weights.
     if timm_name is not None:
         config = timm_model.pretrained_config(timm_name)
         return Weights(
@@ -154,36 +169,39 @@ def _named(file: TorchFile, path: Path, timm_name: str | None) -> Weights:
                 "model": timm_name,
                 "image_size": config.input_size[-1],
             },
-            # The pixels that timm's own weights expect.
             preprocessing=pixels.timm_preprocessing(asdict(config), where=timm_name),
             positions="timm",
         )
-    if path.suffix == ".npz" and not any(
-        name.endswith(names.FIRST_NAME) for name in tensors
-    ):
+
+    # An .npz may have our names, as an export writes them.
+    has_our_names = any(name.endswith(names.FIRST_NAME) for name in tensors)
+    if path.suffix == ".npz" and not has_our_names:
         tensors, num_heads = google.from_google(tensors)
-        found = Weights(tensors=tensors, **GOOGLE)
-        heads = {} if num_heads is None else {"num_heads": num_heads}
-        return replace(found, known={**found.known, **heads})
-    theirs = [
-        name for name in tensors if "embeddings.patch_embeddings.projection" in name
-    ]
-    if theirs:
-        has_config = (path.parent / CONFIG).is_file()
-        raise UserError(
-            f"has Hugging Face's names, such as {theirs[0]!r}; they need {CONFIG}",
-            where=str(path),
-            allowed="a folder with config.json and the weights",
-            next_step=f"set init={path.parent}"
-            if has_config
-            else f"put its {CONFIG} beside it",
-        )
+        source = Weights(tensors=tensors, **GOOGLE)
+        if num_heads is None:
+            return source
+        return replace(source, known={**source.known, "num_heads": num_heads})
+
+    # The number of heads and the pixels are in a file beside the weights.
+    for name in tensors:
+        if "embeddings.patch_embeddings.projection" in name:
+            next_step = f"put its {CONFIG} beside it"
+            if (path.parent / CONFIG).is_file():
+                next_step = f"set init={path.parent}"
+            raise UserError(
+                f"has Hugging Face's names, such as {name!r}; they need {CONFIG}",
+                where=str(path),
+                allowed="a folder with config.json and the weights",
+                next_step=next_step,
+            )
+
     tensors, left_out = names.from_pytorch(tensors)
-    found = Weights(tensors=tensors, left_out=tuple(left_out), **PYTORCH)
-    if ratio := arguments.get("eval_crop_ratio"):  # of DeiT
-        how = {**found.preprocessing, "eval_crop_fraction": float(ratio)}
-        found = replace(found, preprocessing=how)
-    return found
+    source = Weights(tensors=tensors, left_out=tuple(left_out), **PYTORCH)
+    crop_ratio = arguments.get("eval_crop_ratio")  # of DeiT
+    if crop_ratio:
+        own_pixels = {**source.preprocessing, "eval_crop_fraction": float(crop_ratio)}
+        source = replace(source, preprocessing=own_pixels)
+    return source
 
 
 def _classes_beside(path: Path) -> tuple[str, ...] | None:
@@ -192,13 +210,14 @@ def _classes_beside(path: Path) -> tuple[str, ...] | None:
     if not listed.is_file():
         return None
     content = json.loads(listed.read_text("utf-8"))
-    names = labels_in_order(content)
-    # Such as {"cat": 0}. A list without names, such as ["0", "1"], is one all the same.
-    if names is None and not isinstance(content, list):
+    classes = labels_in_order(content)
+    # An object such as {"cat": 0} would be ignored otherwise. A list without names, such as
+    # ["0", "1"], is one all the same.
+    if classes is None and not isinstance(content, list):
         raise UserError(
             "is no list", where=str(listed), allowed="a JSON list of names by label"
         )
-    return names
+    return classes
 
 
 def _prefix(stored: Collection[str], path: Path) -> str:
@@ -207,6 +226,8 @@ def _prefix(stored: Collection[str], path: Path) -> str:
     """
     if any(name.endswith(names.FIRST_NAME) for name in stored):
         return ""
+
+    # `opt/target/` has the optimiser's states beside it, which nobody needs here.
     for prefix in (
         "",
         "params/",
@@ -217,30 +238,40 @@ def _prefix(stored: Collection[str], path: Path) -> str:
     ):
         if f"{prefix}{google.FIRST_NAME}" in stored:
             return prefix
-    what = f"contains no {google.FIRST_NAME!r}; its first names: {', '.join(sorted(stored)[:3])}"
+    first = ", ".join(sorted(stored)[:3])
     raise UserError(
-        what, where=str(path), allowed="weights of vision_transformer or big_vision"
+        f"contains no {google.FIRST_NAME!r}; its first names: {first}",
+        where=str(path),
+        allowed="weights of vision_transformer or big_vision",
     )
 
 
 def _read_exported(folder: Path) -> Weights:
     """Weights and description of a folder that was exported here."""
     described = read_json(folder / DESCRIPTION)
-    version, known = described["format_version"], dict(described["model"])
+    version = described["format_version"]
+    known = dict(described["model"])
     rows, columns = map(int, described["grid"])
-    how, classes = described["preprocessing"], described["classes"]
-    preprocessing = {key: how[key] for key in PREPROCESSING}
-    preprocessing |= {key: tuple(map(float, how[key])) for key in ("mean", "std")}
-    classes = None if classes is None else tuple(map(str, classes))
+    stated = described["preprocessing"]
+    preprocessing = {key: stated[key] for key in PREPROCESSING}
+    for key in ("mean", "std"):
+        preprocessing[key] = tuple(map(float, stated[key]))
+    classes = described["classes"]
+    if classes is not None:
+        classes = tuple(map(str, classes))
+
+    # A later version may mean something else by the same keys.
     if version != FORMAT_VERSION:
-        what = f"format version {version!r} is unknown"
-        where = str(folder / DESCRIPTION)
-        raise UserError(what, where=where, allowed=str(FORMAT_VERSION))
+        raise UserError(
+            f"format version {version!r} is unknown",
+            where=str(folder / DESCRIPTION),
+            allowed=str(FORMAT_VERSION),
+        )
     path = file_beside(folder / DESCRIPTION, EXPORTED)
     timm_name = known["model"] if known.get("name") == "timm" else None
-    found = _read_file(path, timm_name, weights="model")
+    source = _read_file(path, timm_name, weights="model")
     return replace(
-        found,
+        source,
         known=known,
         grid=(rows, columns),
         preprocessing=preprocessing,
@@ -258,9 +289,17 @@ def _square_grid(tensors: names.Tensors, path: Path) -> tuple[int, int]:
     """
     if "pos_embed" not in tensors:
         return (1, 1)
-    num_rows = tensors["pos_embed"].shape[-2] if tensors["pos_embed"].ndim == 3 else 0
-    counts = (num_rows - 1, num_rows) if "cls_token" in tensors else (num_rows,)
-    for num_patches in (num_rows - 2,) if "dist_token" in tensors else counts:
+    num_rows = 0
+    if tensors["pos_embed"].ndim == 3:
+        num_rows = tensors["pos_embed"].shape[-2]
+
+    # A class token has a position or none; the shape of the positions alone tells which.
+    counts = [num_rows]
+    if "dist_token" in tensors:
+        counts = [num_rows - 2]
+    elif "cls_token" in tensors:
+        counts = [num_rows - 1, num_rows]
+    for num_patches in counts:
         side = math.isqrt(max(0, num_patches))
         if side and side * side == num_patches:
             return (side, side)

@@ -45,7 +45,31 @@ def read_timm_folder(
     """
     # Before timm 0.8 the keys of pretrained_cfg stood beside the architecture.
     described: Any = config.get("pretrained_cfg", config) or {}
-    where, name = str(folder / CONFIG), str(config["architecture"])
+    where = str(folder / CONFIG)
+    pixels = timm_preprocessing(described, where=where)
+    source = timm_weights(
+        read_folder(folder),
+        str(config["architecture"]),
+        arguments=config.get("model_args") or {},
+        input_size=described.get("input_size"),
+        as_timm=as_timm,
+        where=where,
+    )
+    assumed = tuple(pixels)
+    if "mean" in described and "std" in described:
+        assumed = ()
+    return replace(
+        source,
+        preprocessing=pixels,
+        classes=_class_names(config, described),
+        assumed=assumed,
+    )
+
+
+def _class_names(
+    config: Mapping[str, Any], described: Mapping[str, Any]
+) -> tuple[str, ...] | None:
+    """Names by label; the words of ImageNet's ids, where the folder has them too."""
     names = (
         config.get("label_names")
         or described.get("label_names")
@@ -54,25 +78,10 @@ def read_timm_folder(
     words = config.get("label_descriptions") or described.get("label_descriptions")
     if isinstance(names, list) and isinstance(words, dict):
         names = [
-            words.get(each, each) if SYNSET.fullmatch(str(each)) else each
-            for each in names
+            words.get(name, name) if SYNSET.fullmatch(str(name)) else name
+            for name in names
         ]
-    pixels = timm_preprocessing(described, where=where)
-    found = timm_weights(
-        read_folder(folder),
-        name,
-        arguments=config.get("model_args") or {},
-        input_size=described.get("input_size"),
-        as_timm=as_timm,
-        where=where,
-    )
-    is_stated = "mean" in described and "std" in described
-    return replace(
-        found,
-        preprocessing=pixels,
-        classes=labels_in_order(names),
-        assumed=() if is_stated else pixels,
-    )
+    return labels_in_order(names)
 
 
 def read_timm_checkpoint(
@@ -80,22 +89,32 @@ def read_timm_checkpoint(
 ) -> Weights:
     """Read what timm's train.py or DeiT's main.py saved: `arguments` of its command line, which say
     how the model was built and how its images were made."""
-    name, size = arguments["model"], arguments.get("input_size")
-    # In DeiT one number, which builds the model too.
-    own = {"img_size": size} if isinstance(size, int) else {}
-    pool = arguments.get("gp")
-    own |= {} if pool is None else {"global_pool": pool}
-    own |= arguments.get("model_kwargs") or {}
-
+    name = arguments["model"]
+    size = arguments.get("input_size")
+    model_arguments = dict(arguments.get("model_kwargs") or {})
+    if arguments.get("gp") is not None:
+        model_arguments = {"global_pool": arguments["gp"], **model_arguments}
     pixels = {key: arguments.get(key) for key in PIXEL_ARGUMENTS}
-    pixels |= {"img_size": size} if isinstance(size, int) else {"input_size": size}
     pixels["crop_pct"] = pixels["crop_pct"] or arguments.get("eval_crop_ratio")
+
+    # In DeiT one number, which builds the model too; in timm the shape of an image.
+    if isinstance(size, int):
+        model_arguments = {"img_size": size, **model_arguments}
+        pixels["img_size"] = size
+    else:
+        pixels["input_size"] = size
+
     config = asdict(pretrained_config(name, where=where))
-    found = timm_weights(
-        tensors, name, arguments=own, input_size=size, as_timm=as_timm, where=where
+    source = timm_weights(
+        tensors,
+        name,
+        arguments=model_arguments,
+        input_size=size,
+        as_timm=as_timm,
+        where=where,
     )
     return replace(
-        found,
+        source,
         preprocessing=timm_preprocessing(config, where=where, arguments=pixels),
         assumed=(),
         independent=bool(arguments.get("bce_loss")),
@@ -116,7 +135,8 @@ def timm_weights(
     arguments: of timm.create_model. input_size: pixels, as in `pretrained_cfg`.
     Raises UserError where timm does not know the model.
     """
-    published, arguments = pretrained_config(name, where=where), dict(arguments)
+    published = pretrained_config(name, where=where)
+    arguments = dict(arguments)
     origin = f"timm's {name}"
     model = None if as_timm else _plain_transformer(name, arguments)
     if model is not None:
@@ -129,9 +149,12 @@ def timm_weights(
             left_out=tuple(left_out),
             positions="timm",
         )
+
+    # Both have settings of their own; the classes are counted in the weights.
     size = arguments.pop("img_size", None) or input_size or published.input_size
-    arguments.pop("num_classes", None)  # counted in the weights
-    size = size if isinstance(size, int) else size[-1]
+    arguments.pop("num_classes", None)
+    if not isinstance(size, int):
+        size = size[-1]
     known = {"name": "timm", "model": name, "image_size": size, "arguments": arguments}
     return Weights(
         tensors=without_wrappers(tensors), format=origin, known=known, positions="timm"
@@ -151,20 +174,23 @@ def _plain_transformer(
             model: Any = timm.create_model(name, **{**arguments, "num_classes": 0})
     except Exception:  # any kind; the family timm says why
         return None
-    if not isinstance(model, VisionTransformer):
+    if not isinstance(model, VisionTransformer) or not _is_plain(model):
         return None
-    return model if _is_plain(model) and _has_tensors_of_vit(model) else None
+    if not _has_tensors_of_vit(model):
+        return None
+    return model
 
 
 def _has_tensors_of_vit(model: VisionTransformer) -> bool:
     """Whether the family vit has these tensors and no others: CLIP has a norm before the blocks."""
     grid = model.patch_embed.grid_size
-    found = Weights(tensors=model.state_dict(), known=_known(model), grid=grid)
+    source = Weights(tensors=model.state_dict(), known=_known(model), grid=grid)
     try:
-        settings, _ = inferred_model(found, chosen=None)
+        settings, _ = inferred_model(source, chosen=None)
     except UserError:
         return False
 
+    # Built without memory: only the shapes are compared.
     with torch.device("meta"):
         arch = settings.resolved(num_classes=0)
         ours = MODELS[arch.name].load().build_model(arch, seed=0)
@@ -172,12 +198,12 @@ def _has_tensors_of_vit(model: VisionTransformer) -> bool:
 
 
 def _shapes(model: VisionTransformer) -> dict[str, tuple[int, ...]]:
-    """Of all tensors. Another grid has other positions, but as many of tokens."""
-    found = {name: tuple(each.shape) for name, each in model.state_dict().items()}
-    if POSITIONS in found:
-        _, num_rows, width = found[POSITIONS]
-        found[POSITIONS] = (num_rows - model.patch_embed.num_patches, width)
-    return found
+    """By the name of each tensor. Another grid has other positions, but as many of tokens."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if POSITIONS in shapes:
+        _, num_rows, width = shapes[POSITIONS]
+        shapes[POSITIONS] = (num_rows - model.patch_embed.num_patches, width)
+    return shapes
 
 
 def _is_plain(model: VisionTransformer) -> bool:
@@ -188,14 +214,19 @@ def _is_plain(model: VisionTransformer) -> bool:
     if not isinstance(model.patch_embed, PatchEmbed) or model.pos_embed is None:
         return False
 
-    activation, is_gated = _activation(model), isinstance(block.mlp, GluMlp)
-    if activation not in ACTIVATIONS or is_gated != (ACTIVATIONS[activation] is None):
+    # SiLU is the activation of SwiGLU alone, and every other one of a plain MLP.
+    activation = _activation(model)
+    if activation not in ACTIVATIONS:
+        return False
+    if isinstance(block.mlp, GluMlp) != (ACTIVATIONS[activation] is None):
         return False
 
-    # The mean of the patches alone, and a norm after it but after no other pool.
-    pools_others = model.pool_include_prefix and model.num_prefix_tokens > 0
-    has_own_norm = model.global_pool == "avg" or isinstance(model.fc_norm, nn.Identity)
-    return model.global_pool in POOLS and not pools_others and has_own_norm
+    # The mean is of the patches alone, and a norm comes after it but after no other pool.
+    if model.pool_include_prefix and model.num_prefix_tokens > 0:
+        return False
+    if model.global_pool != "avg" and not isinstance(model.fc_norm, nn.Identity):
+        return False
+    return model.global_pool in POOLS
 
 
 def _activation(model: VisionTransformer) -> str:
@@ -206,10 +237,12 @@ def _activation(model: VisionTransformer) -> str:
 
 def _known(model: VisionTransformer) -> dict[str, Any]:
     block: Any = model.blocks[0]
-    known = {
+    known: dict[str, Any] = {
         "num_heads": int(block.attn.num_heads),
         "layer_norm_eps": float(block.norm1.eps),
         "pool": POOLS[model.global_pool],
     }
     gelu = ACTIVATIONS[_activation(model)]
-    return known | ({} if gelu is None else {"gelu": gelu})
+    if gelu is not None:
+        known["gelu"] = gelu
+    return known

@@ -20,57 +20,80 @@ from vitscale.models.settings import NUMBERS, PATCH_POOLS
 from vitscale.models.timm_model import TimmModel, classifiers, pretrained_config
 from vitscale.models.weights.files import Weights
 
-# What transfer leaves out: modules that only an objective trains and, unless kept, classifiers.
-# The last two: names of MAE's published files.
+# Modules that only an objective trains. The last two: names of MAE's published files.
 OBJECTIVE = ("objective.", "decoder_", "mask_token")
+# Classifiers, which transfer leaves out unless they are kept.
 HEADS = ("head.", "head_dist.")
 MAX_PREFIX_ROWS = 2
-POSITIONS, PATCH, CLASS = "pos_embed", "patch_embed.proj.weight", "cls_token"
+POSITIONS = "pos_embed"
+PATCH = "patch_embed.proj.weight"
+CLASS = "cls_token"
 # Width -> heads. The papers' sizes (ViT, DeiT, Zhai et al. 2022 (g, G), SigLIP's So400m, DINOv2's
 # g); other widths have heads of 64 channels, as most of these.
-ATTENTION_HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1152: 16, 1280: 16, 1408: 16}
-ATTENTION_HEADS |= {1536: 24, 1664: 16}
+ATTENTION_HEADS = {
+    192: 3,
+    384: 6,
+    768: 12,
+    1024: 16,
+    1152: 16,
+    1280: 16,
+    1408: 16,
+    1536: 24,
+    1664: 16,
+}
 HEAD_WIDTH = 64
 
 
 def inferred_model(
-    found: Weights, *, chosen: ModelSettings | None
+    source: Weights, *, chosen: ModelSettings | None
 ) -> tuple[ModelSettings, int]:
     """Settings of the model that the weights are of, and its number of classes (0: no head).
 
     chosen: settings whose keys win over what is inferred, one by one.
     Raises UserError for weights of another family, and where a size cannot be inferred.
     """
-    tensors, values = found.tensors, dict(found.known)
+    tensors = source.tensors
+    values = dict(source.known)
     is_timm = values.setdefault("name", "vit") == "timm"
     if not is_timm:
-        _refuse_other_families(tensors, found.where)
-        values = {**_transformer(found), **values}
+        _refuse_other_families(tensors, source.where)
+        values = {**_transformer(source), **values}
         values |= _pool(tensors, stated=values.get("pool"))
-    mine = (
-        {}
-        if chosen is None
-        else {key: getattr(chosen, key) for key in chosen.model_fields_set}
-    )
-    if mine.get("name", values["name"]) != values["name"]:
-        what = f"these weights are of the family {values['name']}, not {mine['name']}"
+
+    wanted = {}
+    if chosen is not None:
+        wanted = {key: getattr(chosen, key) for key in chosen.model_fields_set}
+    family = values["name"]
+    if wanted.get("name", family) != family:
         raise UserError(
-            what, where="model.name", next_step=f"set model.name={values['name']}"
+            f"these weights are of the family {family}, not {wanted['name']}",
+            where="model.name",
+            next_step=f"set model.name={family}",
         )
-    if mine.get("preset") is not None:  # its numbers win too
+    # The numbers of a preset win too.
+    if wanted.get("preset") is not None:
         values = {key: value for key, value in values.items() if key not in NUMBERS}
-    values |= mine
+    values |= wanted
+
+    # Tensors have the same shape whatever the number of heads.
     if "num_heads" not in values and "preset" not in values and not is_timm:
         width = int(values["width"])
         if width not in ATTENTION_HEADS and width % HEAD_WIDTH:
-            what = f"the number of attention heads at width {width} cannot be inferred"
-            raise UserError(what, where=found.where, next_step="set model.num_heads")
+            raise UserError(
+                f"the number of attention heads at width {width} cannot be inferred",
+                where=source.where,
+                next_step="set model.num_heads",
+            )
         values["num_heads"] = ATTENTION_HEADS.get(width, width // HEAD_WIDTH)
     if values.get("distillation_token"):
         values.pop("class_position", None)
+
+    # Classifiers of one model have as many rows.
+    num_classes = 0
     heads = head_layers(tensors, timm_name=values["model"] if is_timm else None)
-    num_classes = len(tensors[f"{heads[0]}.weight"]) if heads else 0
-    return _validated(values, found.where), num_classes
+    if heads:
+        num_classes = len(tensors[f"{heads[0]}.weight"])
+    return _validated(values, source.where), num_classes
 
 
 def head_layers(
@@ -88,6 +111,7 @@ def head_layers(
 
 
 def _refuse_other_families(weights: Mapping[str, torch.Tensor], where: str) -> None:
+    # Every Vision Transformer has these, whatever its options.
     needed = (
         PATCH,
         "blocks.0.norm1.weight",
@@ -95,10 +119,12 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], where: str) -> N
         "blocks.0.mlp.fc2.weight",
     )
     missing = [name for name in needed if name not in weights]
-    if missing or weights[PATCH].ndim != 4:
+    if not missing and weights[PATCH].ndim != 4:
+        missing = [PATCH]
+    if missing:
         first = ", ".join(sorted(weights)[:3])
         raise UserError(
-            f"contains no Vision Transformer: {missing[0] if missing else PATCH} is missing or has "
+            f"contains no Vision Transformer: {missing[0]} is missing or has "
             f"another shape; its first names: {first}",
             where=where,
             allowed="weights with the names of timm, Google, MAE, DeiT, DINOv2 or transformers, or "
@@ -106,64 +132,79 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], where: str) -> N
         )
 
 
-def _transformer(found: Weights) -> dict[str, Any]:
-    tensors, grid = found.tensors, found.grid
-    patch, hidden = (
-        tensors[PATCH].shape[-1],
-        tensors["blocks.0.mlp.fc2.weight"].shape[1],
-    )
-    is_gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
+def _transformer(source: Weights) -> dict[str, Any]:
+    tensors = source.tensors
+    width, *_, patch = tensors[PATCH].shape
+    mlp_width = tensors["blocks.0.mlp.fc2.weight"].shape[1]
+    is_gated = tensors["blocks.0.mlp.fc1.weight"].shape[0] == 2 * mlp_width
+
+    # Images here are square, and positions of another grid are resized. Without positions the
+    # nearest size to 224 px is taken.
+    image_size = max(source.grid) * patch
+    if source.grid == (1, 1):
+        image_size = 224 // patch * patch or patch
+
+    numbers = [
+        int(name.split(".")[1]) for name in tensors if re.match(r"blocks\.\d+\.", name)
+    ]
+    num_registers = 0
+    if "reg_token" in tensors:
+        num_registers = tensors["reg_token"].shape[1]
     values: dict[str, Any] = {
-        "width": tensors[PATCH].shape[0],
+        "width": width,
         "patch_size": patch,
-        # Images here are square, and positions of another grid are resized.
-        "image_size": max(grid) * patch
-        if grid != (1, 1)
-        else 224 // patch * patch or patch,
-        "depth": 1
-        + max(int(n.split(".")[1]) for n in tensors if re.match(r"blocks\.\d+\.", n)),
-        "mlp_width": hidden,
+        "image_size": image_size,
+        "depth": 1 + max(numbers),
+        "mlp_width": mlp_width,
         "mlp": "swiglu" if is_gated else "gelu",
         "representation_layer": "head.0.weight" in tensors,
-        "num_registers": tensors["reg_token"].shape[1] if "reg_token" in tensors else 0,
+        "num_registers": num_registers,
         "distillation_token": "dist_token" in tensors,
         # The value is where training starts; the weights replace it.
         "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in tensors else None,
     }
-    if "pos_embed" not in tensors:
+    if POSITIONS not in tensors:
         values["positions"] = "sincos2d"
-    elif "cls_token" in tensors and values["num_registers"] == 0:
-        values["class_position"] = tensors["pos_embed"].shape[1] > grid[0] * grid[1]
+    elif CLASS in tensors and num_registers == 0:
+        num_patches = math.prod(source.grid)
+        values["class_position"] = tensors[POSITIONS].shape[1] > num_patches
     return values
 
 
 def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[str, Any]:
     """Infer the pooling from the tensors. stated: the pooling that a configuration names."""
-    has_class_token = "cls_token" in weights
-    pool = stated or ("cls" if has_class_token else "gap")
+    has_class_token = CLASS in weights
+    pool = stated
+    if pool is None:
+        pool = "cls" if has_class_token else "gap"
+
+    # Some pools have tensors of their own, and DINOv2's classifiers see the class token and the
+    # mean of the patches.
+    head = weights.get("head.weight")
     if "attn_pool.latent" in weights:
         pool = "map"
     elif "fc_norm.weight" in weights:
         pool = "gap"
-    elif (head := weights.get("head.weight")) is not None and has_class_token:
-        # DINOv2's classifiers see the class token and the mean of the patches.
-        pool = "cls_mean" if head.shape[1] == 2 * weights[PATCH].shape[0] else pool
+    elif head is not None and has_class_token:
+        if head.shape[1] == 2 * weights[PATCH].shape[0]:
+            pool = "cls_mean"
+
     values: dict[str, Any] = {"pool": pool, "pool_norm": "fc_norm.weight" in weights}
-    return values | {"class_token": has_class_token} if pool in PATCH_POOLS else values
+    if pool in PATCH_POOLS:
+        values["class_token"] = has_class_token
+    return values
 
 
 def _validated(values: Mapping[str, Any], where: str) -> ModelSettings:
+    kind = MODELS[values["name"]].Settings
     try:
-        settings: ModelSettings = MODELS[values["name"]].Settings.model_validate(
-            dict(values)
-        )
+        settings: ModelSettings = kind.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, ("model", *first["loc"])))
         raise UserError(first["msg"], where=key, next_step=f"see {where}") from None
-    problems = [UserError(text, where=key) for key, text in settings.problems()]
-    if problems:
-        raise problems[0]
+    for key, text in settings.problems():
+        raise UserError(text, where=key)
     return settings
 
 
@@ -172,7 +213,7 @@ def _validated(values: Mapping[str, Any], where: str) -> ModelSettings:
 
 def transfer_weights(
     model: nn.Module,
-    found: Weights,
+    source: Weights,
     *,
     grid: tuple[int, int],
     convention: str,
@@ -189,57 +230,44 @@ def transfer_weights(
     Raises UserError with a table of every missing, unknown or misshapen tensor; then nothing was
     loaded.
     """
-    weights, where = found.tensors, found.where
+    where = source.where
     if isinstance(model, TimmModel):
         model.load_weights(
-            weights, where=where, keep_head=keep_head, resize_patches=resize_patches
+            source.tensors,
+            where=where,
+            keep_head=keep_head,
+            resize_patches=resize_patches,
         )
         return []
-    left_out = OBJECTIVE if keep_head else (*OBJECTIVE, *HEADS)
+
+    left_out: tuple[str, ...] = OBJECTIVE
+    next_step = "set the keys of `model` to those of the checkpoint's run"
+    if keep_head:
+        next_step += ", or keep_head=false"
+    else:
+        left_out = (*OBJECTIVE, *HEADS)
+    next_step += ", or model.name=timm for weights of another family"
     own, given = (
         {
             name: value
             for name, value in tensors.items()
             if not name.startswith(left_out)
         }
-        for tensors in (model.state_dict(), weights)
+        for tensors in (model.state_dict(), source.tensors)
     )
+
+    # Fixed positions are in no file, and a model that learns them starts from them.
     replaced = _replaced_norm(own, given)
-    given |= {name: value for name, value in found.computed.items() if name in own}
+    given |= {name: value for name, value in source.computed.items() if name in own}
     if POSITIONS in given:
-        # Class and distillation token may have a position, and registers never have one.
-        num_others = given[POSITIONS].shape[1] - math.prod(found.grid)
-        num_prefix_rows = min(max(0, num_others), MAX_PREFIX_ROWS)
-        try:
-            resized_LD = resize_position_embedding(
-                given[POSITIONS][0],
-                source_grid=found.grid,
-                target_grid=grid,
-                num_prefix_tokens=num_prefix_rows,
-                convention=found.positions if convention == "auto" else convention,
-            )
-        except ValueError as error:
-            raise UserError(str(error), where=where) from None
-        given[POSITIONS] = resized_LD[None]
-        if POSITIONS in own and CLASS in given:
-            # Add or remove the class token's position; their sum stays the same.
-            num_wanted = own[POSITIONS].shape[1] - math.prod(grid)
-            pos_1LD = given[POSITIONS]
-            if (num_prefix_rows, num_wanted) == (1, 0):
-                given[CLASS] = given[CLASS].float() + pos_1LD[:, :1]
-                given[POSITIONS] = pos_1LD[:, 1:]
-            elif (num_prefix_rows, num_wanted) == (0, 1):
-                given[POSITIONS] = torch.cat(
-                    [torch.zeros_like(pos_1LD[:, :1]), pos_1LD], dim=1
-                )
-    next_step = "set the keys of `model` to those of the checkpoint's run"
-    next_step += ", or keep_head=false" if keep_head else ""
-    next_step += ", or model.name=timm for weights of another family"
-    ours, theirs = (
-        tuple(each[PATCH].shape) if PATCH in each else () for each in (own, given)
-    )
+        if convention == "auto":
+            convention = source.positions
+        _resize_positions(given, own, source, grid=grid, convention=convention)
+
+    # Kernels that are alike but for the rows and columns of a patch.
+    ours = own[PATCH].shape if PATCH in own else ()
+    theirs = given[PATCH].shape if PATCH in given else ()
     if ours != theirs and ours[:2] == theirs[:2] and len(theirs) == 4:
-        # Alike but for the rows and columns of a patch.
         next_step += "; or set init_patch=resize"
         if resize_patches:
             # (B^T)^+ w, where B resizes a patch bilinearly: upwards, tokens of resized patches are
@@ -250,11 +278,51 @@ def transfer_weights(
                 interpolation="bilinear",
                 antialias=False,
             )
+
     refuse_misfits(own, given, where=where, next_step=next_step)
     model.load_state_dict(given, strict=False)
-    return sorted(
-        [*(name for name in weights if name.startswith(OBJECTIVE)), *replaced]
-    )
+    trained_alone = [name for name in source.tensors if name.startswith(OBJECTIVE)]
+    return sorted([*trained_alone, *replaced])
+
+
+def _resize_positions(
+    given: dict[str, torch.Tensor],
+    own: Mapping[str, torch.Tensor],
+    source: Weights,
+    *,
+    grid: tuple[int, int],
+    convention: str,
+) -> None:
+    """Resize the positions in `given` to the grid of the model, whose tensors `own` are.
+
+    Raises UserError where they do not fit the grid of their source.
+    """
+    # Class and distillation token may have a position, and registers never have one.
+    num_others = given[POSITIONS].shape[1] - math.prod(source.grid)
+    num_prefix_rows = min(max(0, num_others), MAX_PREFIX_ROWS)
+    try:
+        resized_LD = resize_position_embedding(
+            given[POSITIONS][0],
+            source_grid=source.grid,
+            target_grid=grid,
+            num_prefix_tokens=num_prefix_rows,
+            convention=convention,
+        )
+    except ValueError as error:
+        raise UserError(str(error), where=source.where) from None
+    pos_1LD = resized_LD[None]
+    given[POSITIONS] = pos_1LD
+    if POSITIONS not in own or CLASS not in given:
+        return
+
+    # Add or remove the class token's position; the sum of the two stays the same.
+    num_own_rows = own[POSITIONS].shape[1] - math.prod(grid)
+    if num_prefix_rows == 1 and num_own_rows == 0:
+        given[CLASS] = given[CLASS].float() + pos_1LD[:, :1]
+        given[POSITIONS] = pos_1LD[:, 1:]
+    elif num_prefix_rows == 0 and num_own_rows == 1:
+        zero_11D = torch.zeros_like(pos_1LD[:, :1])
+        given[POSITIONS] = torch.cat([zero_11D, pos_1LD], dim=1)
 
 
 def _replaced_norm(
