@@ -20,7 +20,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -251,7 +251,6 @@ class Storm:
     chain: Path
     """Of the stages' runs, on a disk that can hang."""
     shards: Path
-    database: Path
     rng: random.Random
     stage: int = 0
     """How many stages are done."""
@@ -325,12 +324,6 @@ class Storm:
             time.sleep(15)
         finally:
             subprocess.run(["fsfreeze", "--unfreeze", disk], check=True)
-
-    def mlflow_hung(self, command: str) -> None:
-        self.command(command)
-        with closing(sqlite3.connect(self.database, timeout=60)) as connection:
-            connection.execute("begin exclusive")
-            time.sleep(OUTAGE_S)
 
     def ports_taken(self) -> None:
         with ExitStack() as listeners:
@@ -506,8 +499,6 @@ FAULTS: dict[str, Fault] = {
     "memory_too_small": lambda storm: storm.node_broken("ulimit -v 2000000"),
     "storage_hung": partial(Storm.storage_hung, command="true"),
     "storage_hung_and_a_rank_killed": partial(Storm.storage_hung, command=KILL_A_RANK),
-    "mlflow_hung": partial(Storm.mlflow_hung, command="true"),
-    "mlflow_hung_at_a_start": partial(Storm.mlflow_hung, command=KILL_A_RANK),
     "package_broken": Storm.package_broken,
     "clock_shifted": Storm.clock_shifted,
     "node_dead_and_back": Storm.node_dead_and_back,
@@ -515,7 +506,7 @@ FAULTS: dict[str, Fault] = {
 }
 # Those after which the same attempt may go on, or that have waited for the next one.
 GO_ON = """
-suspended storage_hung mlflow_hung clock_shifted ports_taken munged_away_at_start
+suspended storage_hung clock_shifted ports_taken munged_away_at_start
 munged_away_at_step munged_away_at_save slurmctld_away_at_start slurmctld_away_at_step
 slurmctld_away_at_save slurmd_away_at_start slurmd_away_at_step slurmd_away_at_save
 """.split()
@@ -578,7 +569,6 @@ def test_interruptions_change_no_bit(
             folder=tmp_path,
             chain=chain,
             shards=digits_shards,
-            database=database,
             rng=rng,
         )
         storm.submit()
