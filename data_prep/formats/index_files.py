@@ -217,7 +217,7 @@ def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
     places = [
         f"data.path={quote(str(folder))}",
         *settings,
-        f"data.val_split={val_split}",
+        f"data.val_split={quote(val_split)}",
     ]
     if is_url(manifest.shards_root):
         places.append("data.remote.cache_path=FOLDER")

@@ -50,6 +50,7 @@ from launch.jobs.queue import (
     requeue,
     restart_count,
 )
+from launch.jobs.states import format_size
 from launch.jobs.submission import MAX_FRUITLESS_RESTARTS
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.events import Failure
@@ -390,8 +391,14 @@ def storage_refusal(folder: Path) -> str | None:
             sum(f.stat().st_size for f in step.iterdir())
             for step in place.glob("step-*")
         ]
-        free, needed = shutil.disk_usage(place).free, max(sizes, default=0)
-        return f"{place} has {free} bytes free, not {needed}" if free < needed else None
+        free = shutil.disk_usage(place).free
+        needed = max(sizes, default=0)
+        if free >= needed:
+            return None
+        return (
+            f"{place} has {format_size(free)} free, "
+            f"and a checkpoint needs {format_size(needed)}"
+        )
     except OSError as error:
         return f"{place} cannot be written ({error.strerror})"
     finally:

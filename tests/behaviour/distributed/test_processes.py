@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import signal
 import socket
@@ -30,6 +32,7 @@ from vitscale.distributed.processes import (
     free_port,
     is_alive,
     process_state,
+    quick_imports,
     threads_per_rank,
 )
 
@@ -181,6 +184,14 @@ if __name__ == "__main__":
     assert done.returncode == 75, done.stderr
     assert ("has not ended for 0.5 s" in done.stderr) == ("child" not in what)
     wait_until(lambda: not is_alive(int(done.stdout)))
+
+
+def test_garbage_is_collected_after_imports_that_fail() -> None:
+    with pytest.raises(ModuleNotFoundError), quick_imports():
+        assert not gc.isenabled()
+        importlib.import_module("no_such_module")
+    assert gc.isenabled() and gc.get_freeze_count()
+    gc.unfreeze()
 
 
 # ---- the server of worker processes: no threads, no signals, nothing of the main script ---------

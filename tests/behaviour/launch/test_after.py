@@ -29,6 +29,7 @@ from launch.jobs.attempts import (
     end_attempt,
     read_attempts,
 )
+from launch.jobs.states import format_size
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.events import (
     EVENTS_NAME,
@@ -327,7 +328,10 @@ def test_storage_needs_room_for_a_checkpoint(tmp_path: Path) -> None:
         file.truncate(1 << 16)
         assert storage_refusal(tmp_path) is None
         file.truncate(2 * shutil.disk_usage(tmp_path).free)  # takes no space itself
-        assert "bytes free, not" in str(storage_refusal(tmp_path))
+        assert " free, and a checkpoint needs " in str(storage_refusal(tmp_path))
+    sizes = "0 bytes|999 bytes|1 kB|293 kB|1 MB|12.5 GB|1 GB|2,000 TB"
+    numbers = (0, 999, 1000, 292_990, 999_600, 12_500_000_000, 999_500_000, 2e15)
+    assert "|".join(map(format_size, numbers)) == sizes
     assert len(list(step.parent.iterdir())) == 2
 
 

@@ -223,7 +223,7 @@ def test_a_run_that_fits_has_no_finding() -> None:
         "2.0 shards and 8 samples for each of 1 rank(s) x 2"
     )
     # 5.5 million parameters, each with two moments of AdamW.
-    assert found["disk"].detail.startswith("a checkpoint has 0.0617 GiB; ")
+    assert found["disk"].detail.startswith("a checkpoint has 66.3 MB; ")
 
 
 def test_damaged_shards_are_named(folder: Path) -> None:
@@ -247,7 +247,7 @@ UNFIT = yaml.safe_load("""
   - warning
   - t.pth does not exist here
 - [{output: file/run}, disk, error, cannot write to]
-- [{model: {preset: H/14, depth: 147456}}, disk, error, GiB needed]
+- [{model: {preset: H/14, depth: 147456}}, disk, error, TB needed]
 """)
 
 
