@@ -352,3 +352,14 @@ def test_what_the_loop_begins_is_progress_and_what_a_save_begins_is_not(
         dist.all_reduce(torch.zeros(1), group=group)
         begun.append(collectives_begun() - begun[0])
     assert begun[1:] == [1, 1, 2, 2]
+
+
+def test_events_of_a_node_are_in_the_order_of_their_lines(tmp_path: Path) -> None:
+    """Its clock was an hour ahead for one start, and n2's was right."""
+    folder = tmp_path / "events"
+    folder.mkdir()
+    for node, seconds in (("n1", (10, 20, 3620, 40)), ("n2", (15, 50))):
+        lines = [f'{{"event": "any", "time": {second}}}' for second in seconds]
+        (folder / f"{node}.jsonl").write_text("\n".join(lines))
+    times = [row["time"] for row in read_events(tmp_path)]
+    assert times == [10, 15, 20, 3620, 40, 50]
