@@ -128,11 +128,10 @@ def digit_files() -> Iterator[tuple[str, bytes]]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        what, step = (
+        raise UserError(
             "scikit-learn, which holds the digits, is missing",
-            "pip install scikit-learn",
-        )
-        raise UserError(what, next_step=step) from None
+            next_step="pip install scikit-learn",
+        ) from None
     digits = load_digits()
     test = _choose_test(digits.target)
     for i, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
@@ -240,9 +239,10 @@ def check_same_files(output: Path, contents: dict[str, bytes]) -> None:
     files = [path for path in output.rglob("*") if path.is_file()]
     found = {str(path.relative_to(output)): path.read_bytes() for path in files}
     if found != contents:
-        step = "choose another folder, or remove this one"
         raise UserError(
-            "exists already and holds other files", where=str(output), next_step=step
+            "exists already and holds other files",
+            where=str(output),
+            next_step="choose another folder, or remove this one",
         )
 
 

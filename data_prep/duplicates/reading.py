@@ -31,16 +31,16 @@ TRAIN = "train"
 # An image is `length` bytes of `file` from `offset` on; its name is a key of shards, or a path.
 # `original` is the hash of its bytes in the source, which may have been converted.
 IMAGES = pa.schema(
-    [
-        ("name", pa.string()),
-        ("path", pa.string()),
-        ("class", pa.string()),
-        ("blake3", pa.binary(32)),
-        ("original", pa.binary(32)),
-        ("file", pa.dictionary(pa.int32(), pa.binary())),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-    ]
+    {
+        "name": "string",
+        "path": "string",
+        "class": "string",
+        "blake3": pa.binary(32),
+        "original": pa.binary(32),
+        "file": pa.dictionary(pa.int32(), pa.binary()),
+        "offset": "int64",
+        "length": "int64",
+    }
 )
 
 
@@ -146,5 +146,7 @@ def image_of(row: Mapping[str, Any]) -> bytes:
     try:
         return read_shard(file, offset=row["offset"], num_bytes=row["length"])
     except OSError as error:
-        what = f"cannot be read ({error.strerror or error})"
-        raise UserError(what, where=printable(str(file))) from None
+        where = printable(str(file))
+        raise UserError(
+            f"cannot be read ({error.strerror or error})", where=where
+        ) from None

@@ -50,12 +50,15 @@ SETTLED = 0.9999
 
 def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
     """Return descriptors of encoded images, blank if undecodable, and how many are that."""
-    pictures = [grey_picture(content, side=SIDE_PX) for content in contents]
-    blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
-    found = [blank if picture is None else picture.pixels for picture in pictures]
-    return picture_descriptors(np.array(found)), sum(
-        picture is None for picture in pictures
-    )
+    pictures = np.zeros((len(contents), SIDE_PX, SIDE_PX), np.uint8)
+    num_lost = 0
+    for number, content in enumerate(contents):
+        picture = grey_picture(content, side=SIDE_PX)
+        if picture is None:
+            num_lost += 1
+        else:
+            pictures[number] = picture.pixels
+    return picture_descriptors(pictures), num_lost
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:

@@ -36,18 +36,18 @@ from vitscale.distributed.atomic_files import atomic_file, write_json, write_tex
 INFO_NAME, CARD_NAME = "_info.json", "README.md"
 _NAMES = pa.dictionary(pa.int32(), pa.string())
 INDEX_SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("split", _NAMES),
-        ("shard", _NAMES),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-        ("format", _NAMES),
-        ("label", pa.int32()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("blake3", pa.binary(32)),
-    ]
+    {
+        "key": "string",
+        "split": _NAMES,
+        "shard": _NAMES,
+        "offset": "int64",
+        "length": "int64",
+        "format": _NAMES,
+        "label": "int32",
+        "width": "int32",
+        "height": "int32",
+        "blake3": pa.binary(32),
+    }
 )
 
 # The same without dictionaries.
@@ -177,9 +177,10 @@ def tar_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[Pa
     root = folder_of_tars(folder, manifest)
     known = {shard.name for entry in manifest.splits.values() for shard in entry.shards}
     for name in (name for name in names if name not in known):
-        what = f"names the tar {name!r}, which {MANIFEST_NAME} does not have"
         raise UserError(
-            what, where=str(folder / INDEX_NAME), next_step="make the shards again"
+            f"names the tar {name!r}, which {MANIFEST_NAME} does not have",
+            where=str(folder / INDEX_NAME),
+            next_step="make the shards again",
         )
     return [root / name for name in names]
 
@@ -189,9 +190,12 @@ def local_folder(place: Location | str, *, where: str) -> Path:
     place = location_of(place, where=where)
     if isinstance(place, Path):
         return place
-    what = f"{place} is a URL, and only local folders can be read here"
-    step = "download the folder; if it has tars alone, index them with vitscale prepare index"
-    raise UserError(what, where=where, next_step=step)
+    raise UserError(
+        f"{place} is a URL, and only local folders can be read here",
+        where=where,
+        next_step="download the folder; if it has tars alone, index them with vitscale prepare "
+        "index",
+    )
 
 
 def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:

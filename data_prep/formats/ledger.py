@@ -54,16 +54,16 @@ BAD = frozenset(SOURCE_FAULTS) | frozenset(FAULTS)
 
 _TEXT = pa.dictionary(pa.int32(), pa.string())
 LEDGER_SCHEMA = pa.schema(
-    [
-        ("path", pa.string()),
-        ("split", _TEXT),
-        ("class", _TEXT),
-        ("status", _TEXT),
-        ("reason", _TEXT),
-        ("detail", pa.string()),
-        ("key", pa.string()),
-        ("blake3", pa.binary(32)),
-    ]
+    {
+        "path": "string",
+        "split": _TEXT,
+        "class": _TEXT,
+        "status": _TEXT,
+        "reason": _TEXT,
+        "detail": "string",
+        "key": "string",
+        "blake3": pa.binary(32),
+    }
 )
 
 

@@ -143,11 +143,11 @@ def load_space(space: str) -> tuple[str, ...]:
         if first.setdefault(name, number) != number:
             problem = f"{name!r} is already in line {first[name]}"
         if problem:
-            what, allowed = (
+            raise UserError(
                 f"{space}:{number}: {problem}",
-                "one class name per line, each once",
+                where=where,
+                allowed="one class name per line, each once",
             )
-            raise UserError(what, where=where, allowed=allowed)
     return tuple(first)
 
 
@@ -164,8 +164,11 @@ def read_map(file: str) -> dict[str, str]:
         elif row[0] in pairs:
             problem = f"{row[0]!r} is there already"
         if problem:
-            allowed = "two columns without a header: source class, class"
-            raise UserError(f"{file}:{line}: {problem}", where=where, allowed=allowed)
+            raise UserError(
+                f"{file}:{line}: {problem}",
+                where=where,
+                allowed="two columns without a header: source class, class",
+            )
         pairs[row[0]] = row[1]
     if not pairs:
         raise UserError(f"{file!r} is empty", where=where)
