@@ -46,7 +46,9 @@ except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
-TABLE_NAME, KEYS_NAME, PICTURE_NAME = "duplicates.parquet", "keep.txt", "pairs.png"
+TABLE_NAME = "duplicates.parquet"
+KEYS_NAME = "keep.txt"
+PICTURE_NAME = "pairs.png"
 NUM_PAIRS = 60
 DESCRIBED_ROWS = 1 << 8
 

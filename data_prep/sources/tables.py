@@ -33,7 +33,8 @@ from vitscale.data.split_names import SPLIT_OF_NAME
 from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
 # Rows that are read at a time: so many, or fewer, so that they cannot exceed so many bytes.
-PATH_ROWS, CELL_BYTES = 4096, 256 << 20
+PATH_ROWS = 4096
+CELL_BYTES = 256 << 20
 # Paths and labels repeat, and are packed much better than images.
 TEXT_EXPANSION = 1000
 DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -91,7 +92,8 @@ class ParquetImages(Source):
 
     def _columns(self, schema: pa.Schema, path: str) -> list[str]:
         """Columns to read. Raises UserError for missing columns and wrong types."""
-        image, label = self.settings.image_column, self.settings.label
+        image = self.settings.image_column
+        label = self.settings.label
         image_type = column_type(schema, image, path=path, key="source.image_column")
         columns = [image]
         if pa.types.is_struct(image_type):

@@ -64,8 +64,10 @@ from vitscale.data.order import check_mixed
 from vitscale.data.remote import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
 
-# The folder to commit, and the unit of its step, which is done when the output is there.
-FINAL, FINISHED = "final", "finish"
+# The folder to commit.
+FINAL = "final"
+# The unit of its step, which is done when the output is there.
+FINISHED = "finish"
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ def root_of_tars(tars: Location, *, output: Path) -> str:
     """
     if isinstance(tars, Url):
         return str(tars)
-    real, parent = tars.resolve(), output.resolve().parent
+    real = tars.resolve()
+    parent = output.resolve().parent
     if real.is_relative_to(parent):
         return os.path.relpath(real, parent / output.name)
     return str(real)

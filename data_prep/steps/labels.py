@@ -153,7 +153,8 @@ def load_space(space: str) -> tuple[str, ...]:
 
 def read_map(file: str) -> dict[str, str]:
     """Read a CSV or TSV file of two columns without a header. Raises UserError naming the line."""
-    suffix, where = Path(file).suffix.lower(), "labels.map"
+    where = "labels.map"
+    suffix = Path(file).suffix.lower()
     if suffix not in DELIMITERS:
         raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
     pairs: dict[str, str] = {}

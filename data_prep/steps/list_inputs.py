@@ -116,9 +116,10 @@ def list_units(work: WorkFolder) -> list[str]:
 
 def list_inputs(work: WorkFolder, unit: str) -> None:
     """List the containers of one unit; bytes that can be read only once go to its spool file."""
-    run, number = work.run, int(Path(unit).stem)
+    number = int(Path(unit).stem)
     inputs = _inputs(work, _of_units(work)[number])
-    temporary, spool = work.temporary("list"), work.temporary("spool")
+    temporary = work.temporary("list")
+    spool = work.temporary("spool")
     with (
         open(spool, "wb") as spooled,
         open(temporary, "wb") as file,
@@ -132,7 +133,7 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
                     item.spooled = True
                     spooled.write(item.data)
                 item.data = None
-            writer.write_table(rows_table(batch, seed=run.seed))
+            writer.write_table(rows_table(batch, seed=work.run.seed))
         num_spooled = spooled.tell()
     if num_spooled:
         work.commit(spool, f"spool/{number:06d}.bin")
@@ -142,7 +143,8 @@ def list_inputs(work: WorkFolder, unit: str) -> None:
 def _inputs(work: WorkFolder, containers: Sequence[Container]) -> Iterator[Input]:
     """Yield every input with its final class name, or the reason that its class rejects it."""
     source = open_source(work.run.source, work.run.labels)
-    labels, dropped = load_labels(work.run.labels), left_out(work.run.source.leave_out)
+    labels = load_labels(work.run.labels)
+    dropped = left_out(work.run.source.leave_out)
     for container in containers:
         for item in with_damage(container, source.inputs(container)):
             if item.reason is None and dropped and printable(item.path) in dropped:
@@ -239,13 +241,17 @@ def check_input(
             raise ChangedSource(os.fsdecode(name)) from None
         raise_if_outage(error, os.fsdecode(row["path"]))
         return CheckedImage("unreadable", b"")
+
+    # An image that is a file of its own may have grown, too.
     is_changed = len(data) != row["num_bytes"]
-    if row["spooled"] and is_changed:
-        raise OSError(errno.EIO, "the spool is too short")
-    if not row["spooled"]:
-        is_changed |= status.st_mtime_ns != row["modified_ns"]
-        is_changed |= not row["file"] and status.st_size != row["num_bytes"]
-    if is_changed:
+    if row["spooled"]:
+        if is_changed:
+            raise OSError(errno.EIO, "the spool is too short")
+    elif (
+        is_changed
+        or status.st_mtime_ns != row["modified_ns"]
+        or (not row["file"] and status.st_size != row["num_bytes"])
+    ):
         raise ChangedSource(os.fsdecode(name))
     return check_image(data, settings=work.run.images, convert=convert)
 

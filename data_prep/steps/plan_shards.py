@@ -36,7 +36,8 @@ from vitscale.data.index import NO_LABEL
 from vitscale.data.tar_writer import SAMPLE_OVERHEAD
 from vitscale.runs.data_prep import ShardSettings
 
-ROWS, REJECTED = "rows.arrow", "rejected.arrow"
+ROWS = "rows.arrow"
+REJECTED = "rejected.arrow"
 # Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
 # What writing a shard needs of its rows.

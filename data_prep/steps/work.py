@@ -59,7 +59,8 @@ from vitscale.tracking.journal import item_progress
 
 SETTINGS_NAME, FAILED_NAME = "settings.json", "failed.json"
 FOLDERS = ("claims", "list", "spool", "tars", "tmp")
-HEARTBEAT_NAME, HEARTBEAT_S = "alive", 5.0
+HEARTBEAT_NAME = "alive"
+HEARTBEAT_S = 5.0
 # A process is dead when its heartbeat is this old by the file system's clock. Nothing else tells:
 # a container that starts again has the host, the process ids and often the namespace of the last.
 DEAD_AFTER_S = 60.0
