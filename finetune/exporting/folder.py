@@ -47,7 +47,7 @@ def check_export(run: ExportRun) -> None:
     if run.push is not None:
         # This raises without a token. The upload comes last, after minutes of work.
         with hub_errors(run.push, where=f"push={run.push}"):
-            build_hf_headers(token=True)  # raises without a token
+            build_hf_headers(token=True)
 
 
 def check_folder(output: str) -> None:

@@ -239,16 +239,20 @@ def failure_of_task(
     who = f"{word} {ranks} on {nodes}"
     if exited := EXITED.match(what):
         code = int(exited[1])
-        if (why := not_started(log, code)) is None:
-            return ended_with(who, code)
-        failure = Failure(kind=FailureKind.OTHER, what=f"{who} could not start: {why}")
+        # A rank that ran has recorded why it ended, so this one did not come so far.
+        failure = ended_with(who, code)
+        if why := not_started(log, code):
+            failure = Failure(
+                kind=FailureKind.OTHER, what=f"{who} could not start: {why}"
+            )
     else:
         name = SIGNALS.get(what.removesuffix(" (core dumped)"))
         text = f"{who} {were} ended by {name} ({what})" if name else f"{who}: {what}"
         if what == "Out Of Memory":
             text = f"{who} ran out of memory and {were} killed"
         failure = Failure(kind=FailureKind.KILLED, what=text)
-    if set(nodes) & set("[,"):
+    is_of_ranks = failure.kind not in (FailureKind.OTHER, FailureKind.KILLED)
+    if is_of_ranks or set(nodes) & set("[,"):
         return failure
     return replace(failure, rank=first, node=nodes)
 

@@ -213,7 +213,8 @@ def newest_checkpoint(
     Raises UserError when there are some and none can be read, since starting over would overwrite
     them, and StorageError when storage fails.
     """
-    gather, complaints = ranks.get("gather", only_this_rank), list[str]()
+    gather = ranks.get("gather", only_this_rank)
+    complaints = list[str]()
     for path in gather(step_folders(folder))[0]:
         try:
             return read_checkpoint(path, **ranks), complaints
@@ -242,7 +243,8 @@ def resolve_weights(
     files.
     Returns it and a sentence for each newer one that is damaged. Raises UserError if there is none.
     """
-    folder, gather = Path(path), ranks.get("gather", only_this_rank)
+    folder = Path(path)
+    gather = ranks.get("gather", only_this_rank)
     is_one = STEP_FOLDER.fullmatch(folder.name) and (folder / MANIFEST).is_file()
     # As rank 0 sees it, so that all verify the same.
     if gather(bool(is_one))[0]:

@@ -81,7 +81,9 @@ class CheckpointStore:
     """
 
     def __init__(self, run_folder: Path, *, keep: int, world: World) -> None:
-        self.folder, self.keep, self.world = run_folder / "checkpoints", keep, world
+        self.folder = run_folder / "checkpoints"
+        self.keep = keep
+        self.world = world
         self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
         self._copied.set()
@@ -180,7 +182,8 @@ class CheckpointStore:
         Raises UserError, the same on all ranks, when it could not be. With `say`, storage may fail
         for an hour, and each save is a warning: the next one may succeed.
         """
-        save, self._save = self._save, None
+        save = self._save
+        self._save = None
         if save is None:
             return None
         try:
@@ -308,7 +311,8 @@ def _acquire(path: Path, descriptor: int) -> None:
         now = time.monotonic()
         holder = read_holder(path)
         if (beat := path.stat().st_mtime_ns) != last:
-            last, touched = beat, now
+            last = beat
+            touched = now
         is_gone = not holder or now - touched > SILENT_S
         # On one node flock is right, even just after a kill.
         is_here = bool(locked) and holder.endswith(f" on {node_name()}")
@@ -322,7 +326,8 @@ def _acquire(path: Path, descriptor: int) -> None:
             holder = read_holder(path)
             if holder == own:
                 return
-            last, touched = path.stat().st_mtime_ns, time.monotonic()
+            last = path.stat().st_mtime_ns
+            touched = time.monotonic()
         what = "another job is training in this run folder" + (
             f": {holder}" if holder else ""
         )
@@ -392,7 +397,8 @@ class HostCopy:
             end = 0
             for name in order:
                 tensor = tensors[name]
-                start, end = end, end + tensor.nbytes
+                start = end
+                end = end + tensor.nbytes
                 place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
                 place.copy_(tensor, non_blocking=True)
                 self._places[name] = place
@@ -461,10 +467,12 @@ def read_header(path: Path) -> list[Slice]:
     header.pop("__metadata__", None)
     slices = []
     for name, entry in header.items():
-        shape, start = tuple(entry["shape"]), 0
+        shape = tuple(entry["shape"])
+        start = 0
         num_elements = math.prod(shape)
         if piece := SLICE.fullmatch(name):
-            name, start = piece["name"], int(piece["start"])
+            name = piece["name"]
+            start = int(piece["start"])
             shape = tuple(int(size) for size in piece["shape"].split("x") if size)
         offset = LENGTH_BYTES + length + entry["data_offsets"][0]
         slices.append(
@@ -501,7 +509,8 @@ class SavedTensors:
 
     def part(self, name: str, start: int, num_elements: int) -> torch.Tensor:
         """Elements from `start` of a flattened tensor, on the CPU. Raises OSError."""
-        slices, stop = self._slices[name], start + num_elements
+        slices = self._slices[name]
+        stop = start + num_elements
         dtype = TORCH_DTYPES[slices[0].dtype]
         found = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8)
         num_read = 0
@@ -531,7 +540,8 @@ class SavedTensors:
             count = os.preadv(self._open[path], [left], offset)
             if count == 0:
                 raise OSError(f"{path} has become shorter")
-            left, offset = left[count:], offset + count
+            left = left[count:]
+            offset = offset + count
 
     def __enter__(self) -> SavedTensors:
         return self

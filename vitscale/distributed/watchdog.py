@@ -78,7 +78,8 @@ class Watchdog:
         self, world: World, *, timeout_min: float, folder: Path | None = None
     ) -> None:
         """folder: of the run, where failures are recorded."""
-        self.world, self.folder = world, folder
+        self.world = world
+        self.folder = folder
         self._store: Any = world.store
         self.step: int | None = None
         """Steps that this rank has done."""
@@ -88,7 +89,8 @@ class Watchdog:
         self._nodes = {world.rank: node_name()}
         # Marks that the device has not reached yet.
         self._ahead: deque[tuple[int, str, torch.cuda.Event | None]] = deque()
-        self._num_marks, self._reached = 0, (0, "starting")
+        self._num_marks = 0
+        self._reached = (0, "starting")
         self._num_beats = self._unanswered = 0
         self._has_lost = self._is_failing = self._is_store_lost = False
         # What the first ranks know: the last heartbeat of each rank and, in periods, how long it is
@@ -190,7 +192,8 @@ class Watchdog:
 
     def _failure(self, kind: FailureKind, what: str, ranks: Sequence[int]) -> Failure:
         """what: happened to these ranks, of which the first is named."""
-        rank, node = ranks[0], self._node(ranks[0])
+        rank = ranks[0]
+        node = self._node(ranks[0])
         more = f" (and {len(ranks) - 1} more)" if len(ranks) > 1 else ""
         return Failure(
             kind=kind,
@@ -229,7 +232,8 @@ class Watchdog:
             torch.cuda.set_device(self.world.device)  # or the thread would use GPU 0
         is_over = False
         while not is_over:
-            is_over, found = self._end.is_set(), None
+            is_over = self._end.is_set()
+            found = None
             try:
                 self._send(ended=is_over and not self._is_failing)
                 if not (is_over or self._is_failing):
@@ -247,7 +251,8 @@ class Watchdog:
             self._unanswered += 1
             limit_s = CONFIRM * self.period_s if self._is_store_lost else self.dead_s
             if (self._unanswered - 1) * self.period_s >= limit_s:
-                failure, world = self._silence([0], limit_s), self.world
+                failure = self._silence([0], limit_s)
+                world = self.world
                 if not self._is_failing and (
                     world.rank < FIRST_RANKS or world.local_rank == 0
                 ):
@@ -368,7 +373,8 @@ def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:
     if isinstance(error, UserError):
         where = f"{error.where}: " if error.where else ""
         return error.kind, where + error.what.splitlines()[0]
-    kind, line = FailureKind.OTHER, str(error).partition("\n")[0]
+    kind = FailureKind.OTHER
+    line = str(error).partition("\n")[0]
     if isinstance(error, DEVICE_ERRORS):
         kind = FailureKind.DEVICE
     elif isinstance(error, RuntimeError) and CONNECTION_LOST.search(str(error)):

@@ -33,7 +33,8 @@ class Workers:
         imports: modules that the function needs; none of them may be the main script.
         """
         self.num = num
-        self._function, self._pipes = function, list[Connection]()
+        self._function = function
+        self._pipes = list[Connection]()
         self._processes = list[BaseProcess]()
         if num == 1:
             return
@@ -62,7 +63,8 @@ class Workers:
                 for number, item in enumerate(items)
             )
             return
-        idle, busy = [*self._pipes], dict[Connection, tuple[int, Item]]()
+        idle = [*self._pipes]
+        busy = dict[Connection, tuple[int, Item]]()
         numbered = enumerate(items)
         while True:
             for number, item in islice(numbered, len(idle)):

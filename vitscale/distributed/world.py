@@ -326,7 +326,8 @@ def process_group(
     # Connects ranks when they first talk: to a few neighbours, not to all others.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     env = os.environ
-    local_rank, local_world = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
+    local_rank = int(env["LOCAL_RANK"])
+    local_world = int(env["LOCAL_WORLD_SIZE"])
     world = World(
         rank=int(env["RANK"]),
         world_size=int(env["WORLD_SIZE"]),

@@ -445,7 +445,6 @@ def _finite(batches: Iterable[Outputs], subject: Subject) -> Iterator[Outputs]:
     from vitscale.distributed.world import sum_over_ranks
 
     # Counted on the device: a batch must not wait for the one before.
-    # Counted on the device: a batch must not wait for the one before.
     counts = torch.zeros(2, dtype=torch.float64, device=subject.model.world.device)
     for batch in batches:
         is_finite_B = batch.values_BX.isfinite().flatten(1).all(dim=1)

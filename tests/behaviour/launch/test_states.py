@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from launch.comparison.runs import load_runs
 from launch.jobs import queue
@@ -31,6 +30,7 @@ from launch.jobs.states import (
 )
 from tests.support.levels import skip_or_fail
 from tests.support.run_folders import logged_run
+from tests.support.tables import refused, rows
 from vitscale.config.errors import UserError
 from vitscale.distributed.events import (
     FAILED,
@@ -120,6 +120,9 @@ def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
     run.log(4, ago=40)
     found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
     assert "last step 0:03:00 ago" in line_of(found, now=NOW + 140)
+    run.log(99, ago=35)  # a second before its end
+    found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
+    assert "left" not in line_of(found, now=NOW)
 
 
 def test_a_complete_run_is_finished(run: RunFolder) -> None:
@@ -409,23 +412,24 @@ def test_runs_are_found_by_name_and_by_folder(here: Path, monkeypatch) -> None:
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
     assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]
     monkeypatch.chdir(here / "images")
-    with pytest.raises(UserError, match="no such run: runs\n"):
+    with refused("no such run: runs\n"):
         find_runs([])
 
 
-NO_RUNS = yaml.safe_load(r"""
+NO_RUNS = r"""
+- [names, report]
 - [[images], "(?s)no run folder in images.*one of: chain/a, chain/b, submitted, vit"]
 - [[vitt], 'no such run: vitt\n.*\n.*did you mean vit\?']
 - - [x, runs/vit/config.yaml]
   - "(?s)no such run: x.*no such run: runs/vit/config.yaml"
-""")
+"""
 
 
-@pytest.mark.parametrize(("names", "report"), NO_RUNS)
+@rows(NO_RUNS)
 def test_a_name_that_is_no_run_is_an_error(
     here: Path, names: list[str], report: str
 ) -> None:
-    with pytest.raises(UserError, match=report):
+    with refused(report):
         find_runs(names)
 
 
@@ -495,7 +499,8 @@ def test_no_answer_says_why(squeue: Path, monkeypatch) -> None:
 
 
 # How often SLURM refuses, every two seconds, and why; whether the job is queued in the end.
-REFUSALS = yaml.safe_load("""
+REFUSALS = """
+- [times, text, is_queued]
 - [0, '', true]
 - [149, Unable to contact slurm controller (connect failure), true]
 - [152, Unable to contact slurm controller (connect failure), false]
@@ -507,10 +512,10 @@ REFUSALS = yaml.safe_load("""
 - [1, Requested operation is presently disabled, false]
 - [1, Invalid job id specified, false]
 - [1, Access/permission denied, false]
-""")
+"""
 
 
-@pytest.mark.parametrize(("times", "text", "is_queued"), REFUSALS)
+@rows(REFUSALS)
 def test_requeueing_is_tried_for_a_while(
     monkeypatch: pytest.MonkeyPatch, times: int, text: str, is_queued: bool
 ) -> None:
@@ -534,16 +539,17 @@ def test_requeueing_is_tried_for_a_while(
 
 
 # The nodes that are up, those excluded before, on how few the job can start, and then excluded.
-EXCLUSIONS = yaml.safe_load("""
+EXCLUSIONS = """
+- [up, before, fewest, excluded]
 - [n1 n2 n3, (null), null, n2]
 - [n1 n2, (null), null, null]
 - [n1 n2, (null), 1, n2]
 - [n1 n2 n3 n4, n4, null, 'n2,n4']
 - [n1 n2 n3, n3, null, null]
-""")
+"""
 
 
-@pytest.mark.parametrize(("up", "before", "fewest", "excluded"), EXCLUSIONS)
+@rows(EXCLUSIONS)
 def test_a_node_is_excluded_if_enough_others_are_up(
     monkeypatch, up: str, before: str, fewest: int | None, excluded: str | None
 ) -> None:

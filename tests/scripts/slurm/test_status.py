@@ -62,7 +62,7 @@ scontrol suspend @ | job @ is suspended and goes on by itself; an administrator:
 scontrol resume @; scancel --signal=STOP @ | is stopped by a signal .*: `?scancel --signal=CONT @
 scancel --signal=CONT @; scontrol requeuehold @ | paused .*: job @ is held .*: `scontrol release @`
 scontrol release @ | running for
-scontrol requeuehold state=specialexit @ | paused .*: job @ is held .*; next: `scontrol release @`
+scontrol requeuehold state=specialexit @ | paused .*: job @ is held.*; next: `scontrol release @`
 scontrol release @ | running for
 scancel --signal=USR2 @ | paused .*\\(BeginTime\\); it starts by itself
 scancel @ | stopped, .* signal; requeued, but job @ was cancelled \\(.* before the run started again
@@ -139,7 +139,7 @@ def test_status_and_follow_see_every_state(slurm, submit, tmp_path: Path) -> Non
         assert wait_for(RunState.FINISHED, step=4).restarts == {"stopped": 1}
         assert process.wait(timeout=PATIENCE_S) == 0
     told = [
-        r": queued .*: job \d+ held by its user",
+        r": queued .*: job \d+ is held by its user",
         r"attempt 1 of the run",
         r"step 2/4",
         r": paused .*: job \d+ ",
