@@ -102,6 +102,7 @@ def main() -> None:
     if arguments.similar:
         find_similar(images, first, alike, num_workers=arguments.num_workers)
 
+    # One row for each sample of the folder; the others are only what it is compared with.
     is_copy = first != positions
     own = slice(num_others, None)
     copied = pa.array(first[own], mask=~is_copy[own])
@@ -116,6 +117,8 @@ def main() -> None:
             "similarity": pa.array(alike[own], pa.float32(), from_pandas=True),
         }
     )
+
+    # The least similar pairs are the ones that may be wrong.
     kept = table.filter(table["keep"])["key"].to_pylist()
     similar = np.flatnonzero(is_copy & ~is_exact & (positions >= num_others))
     shown = similar[np.argsort(alike[similar], kind="stable")[:NUM_PAIRS]].tolist()

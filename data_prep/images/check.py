@@ -122,6 +122,8 @@ def _check(
         raise Rejected("empty")
     if len(data) > MAX_FILE_BYTES:
         raise Rejected("too_large")
+
+    # The first bytes and the header reject before pixels are decoded, which costs most.
     is_packed = data.startswith(GZIP)
     found.content = _unpacked(data) if is_packed else data
     format = format_of(found.content)
@@ -145,6 +147,8 @@ def _check(
     found.extension = SUFFIXES[format]
     found.width, found.height = image.size
     found.changes = ",".join(["gzip"] * is_packed + changes) or None
+
+    # Only decoding finds damage between the header and the end.
     try:
         if settings.check == "strict" and format == "JPEG":
             decode_strictly(found.content)

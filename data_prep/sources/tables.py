@@ -214,6 +214,8 @@ class PathTable(Source):
                 full, parse_options=parsing, convert_options=converting
             )
             _refuse_swallowed_rows(table, delimiter)
+
+        # Only columns that are there can be chosen; a column of splits need not be.
         for key, name in keys.items():
             column_type(table.schema, name, path=path, key=key)
         if not self.settings.splits and SPLIT_COLUMN in table.column_names:

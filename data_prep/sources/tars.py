@@ -83,6 +83,8 @@ class ClassTars(Source):
             except TarDefect as defect:
                 problem = f"cannot be read as a tar file to its end ({defect})"
                 found = {}
+
+        # Tars of one split lie beside each other.
         folders = {os.path.dirname(name) for name in found}
         if len(folders) > 1:
             problem = "has tars in several folders, which may be splits"
@@ -230,6 +232,8 @@ class WebDataset(Source):
                     sample[kind] = member
         except TarDefect as error:
             defect = error
+
+        # What was read before the damage counts.
         if sample:
             yield from self._sample(file, key, sample)
         if defect is not None:

@@ -269,7 +269,8 @@ def _commit(
     shards_root: str = ".",
 ) -> None:
     """Write all files but the tars and the ledger, then give the folder its name."""
-    check_settings(work)  # files that they name may have changed
+    # The files that the settings name may have changed since the work began.
+    check_settings(work)
     final = work.path / FINAL
     splits = {}
     tables = [tar.rows(classes) for tar in tars]
@@ -284,7 +285,8 @@ def _commit(
         lengths = [shard.samples for shard in shards]
         rows = pa.concat_tables(parts)
         hashes[split] = rows["blake3"]
-        if split == TRAIN and shards_root != ".":  # tars of others are not shuffled
+        # Tars of others were not shuffled here, and may hold one class after the other.
+        if split == TRAIN and shards_root != ".":
             check_mixed(
                 rows["label"].to_numpy(), shard_lengths=lengths, where="source.path"
             )
@@ -296,6 +298,8 @@ def _commit(
             ),
             shards=shards,
         )
+
+    # The card lies beside the tars that it describes.
     if shards_root == ".":
         formats = {
             name for table in tables for name in table["format"].unique().to_pylist()
@@ -320,5 +324,7 @@ def _commit(
             notes=tuple(notes_on(sorted_classes, hashes)),
         ),
     )
+
+    # One rename makes the output; what is left of the work is of no use then.
     commit_folder(final, work.output)
     shutil.rmtree(work.path, ignore_errors=True)

@@ -63,13 +63,10 @@ class Labels:
         if self.space is not None:
             assert self.known.issuperset(found)
             return self.space
+
         names = tuple(sorted(found))
-        if (
-            keep_numbers
-            and self.map is None
-            and names
-            and all(map(PLAIN_NUMBER.fullmatch, names))
-        ):
+        are_numbers = names and all(map(PLAIN_NUMBER.fullmatch, names))
+        if keep_numbers and self.map is None and are_numbers:
             return tuple(str(number) for number in range(max(map(int, names)) + 1))
         return names
 

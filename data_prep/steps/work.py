@@ -271,11 +271,14 @@ def _share(work: WorkFolder, step: Step, workers: Workers) -> None:
     sizes = dict(
         zip(units, step.images(work) if step.images else [1] * len(units), strict=True)
     )
+
     # Tasks do not all begin with the first unit, whose claim one alone gets.
     names = [name for name in ("SLURM_ARRAY_TASK_ID", "RANK") if os.environ.get(name)]
     task = environment_number(names[0], least=0) if names else 0
     first = task * workers.num % len(units)
     waiting = [*units[first:], *units[:first]]
+
+    # Each round tries all that is left: a unit that another process has may be free in the next.
     counted = "images" if step.images else "units"
     last_progress = time.monotonic()
     last_line = last_progress
