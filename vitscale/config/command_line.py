@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import mode
-from typing import Any, Generic, NamedTuple, NoReturn
+from typing import Generic, NamedTuple, NoReturn
 
 from vitscale.config.errors import UserError, UserErrors, did_you_mean
 from vitscale.config.loader import (
@@ -85,25 +85,31 @@ def load_command(
     options = options or {}
     switches = switches or {}
     by_stage = types_by_stage(run_types)
-    takes = (
-        f"[--config FILE] [key=value ...] {words_key.upper()}" if words_key else None
-    )
+
+    # One positional value or list has a name of its own; else it is the configuration.
+    usage = f"{program} CONFIG [key=value ...]"
+    if words_key is not None:
+        usage = f"{program} [--config FILE] [key=value ...] {words_key.upper()}"
     parser = _Parser(
-        usage=f"{program} {takes or 'CONFIG [key=value ...]'}",
+        usage=usage,
         description=description,
-        epilog="\n\n".join([EPILOG, "\n".join(f"  {each}" for each in examples)]),
+        epilog="\n".join([EPILOG, "", *(f"  {example}" for example in examples)]),
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
         allow_abbrev=False,
         add_help=False,
     )
     parser.set_defaults(overrides=[], switches=[])
-    parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or a name of `vitscale configs`"
-    )
+    text = "a YAML file, or a name of `vitscale configs`"
+    parser.add_argument("--config", metavar="FILE", help=text)
     for name, key in options.items():
-        repeated: Any = {"action": "append", "dest": "overrides", "metavar": "VALUE"}
-        text, override = f"the same as {key}=VALUE", f"{key}={{}}".format
-        parser.add_argument(name, type=override, help=text, **repeated)
+        parser.add_argument(
+            name,
+            dest="overrides",
+            action="append",
+            type=f"{key}={{}}".format,
+            metavar="VALUE",
+            help=f"the same as {key}=VALUE",
+        )
     for name, text in switches.items():
         parser.add_argument(
             name, dest="switches", action="append_const", const=name, help=text
@@ -114,42 +120,55 @@ def load_command(
     parser.add_argument("--help", "-h", nargs="*", metavar="NAME", help=text)
     # Launchers add it; the environment (LOCAL_RANK) is what counts.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    found, rest = parser.parse_known_args(argv)
-    if found.help is not None:
+    arguments, rest = parser.parse_known_args(argv)
+
+    if arguments.help is not None:
         reference = settings_reference(by_stage)
-        overview = f"{parser.format_help()}\n{_as_overview(reference)}"
-        print(as_markdown(reference, found.help) if found.help else overview)
+        if arguments.help:
+            print(as_markdown(reference, arguments.help))
+        else:
+            print(f"{parser.format_help()}\n{_as_overview(reference)}")
         raise SystemExit(0)
-    errors = []
+
+    # The parser leaves words and unknown switches in one list.
     known = ["--config", *options, *switches, "--print-config", "--help"]
-    for name in (word.partition("=")[0] for word in rest if word.startswith("-")):
-        what, step = f"unknown switch {name}", did_you_mean(name, known)
-        allowed = ", ".join(known)
-        errors.append(
-            UserError(what, where=COMMAND_LINE, allowed=allowed, next_step=step)
-        )
-    words = [word for word in rest if not word.startswith("-")]
-    overrides = [
-        word for word in words if words_key is None or "=" in word
-    ] + found.overrides
-    if plain := [word for word in words if words_key is not None and "=" not in word]:
-        takes_list = any(
-            is_list(tree_of(t)["properties"][words_key]) for t in by_stage.values()
-        )
-        # Quoted, because they are no YAML.
+    errors = []
+    overrides = []
+    plain = []
+    for word in rest:
+        if word.startswith("-"):
+            name = word.partition("=")[0]
+            error = UserError(
+                f"unknown switch {name}",
+                where=COMMAND_LINE,
+                allowed=", ".join(known),
+                next_step=did_you_mean(name, known),
+            )
+            errors.append(error)
+        elif words_key is None or "=" in word:
+            overrides.append(word)
+        else:
+            plain.append(word)
+    overrides += arguments.overrides
+
+    if plain:
+        # Several words are a list in any case, so that a key for one of them refuses them.
+        trees = map(tree_of, by_stage.values())
+        takes_list = any(is_list(tree["properties"][words_key]) for tree in trees)
         value = plain if takes_list or len(plain) > 1 else plain[0]
+        # Words are no YAML, so they are quoted.
         overrides.append(f"{words_key}={json.dumps(value, ensure_ascii=False)}")
-    if found.config is None and needs_config:
+
+    if arguments.config is None and needs_config:
         shown = examples or [f"{program} CONFIG  # vitscale configs lists them"]
         step = "\n    ".join(["one of", *shown, f"{program} --help"])
         error = UserError("no configuration given", where=COMMAND_LINE, next_step=step)
         raise UserErrors([*errors, error])
-    loaded = load_run(run_types, found.config, overrides=overrides, errors=errors)
-    if found.print_config:
+    loaded = load_run(run_types, arguments.config, overrides=overrides, errors=errors)
+    if arguments.print_config:
         print(run_to_yaml(loaded.run, places=loaded.places), end="")
         raise SystemExit(0)
-    switched = frozenset(found.switches)
-    return Command(run=loaded.run, switches=switched, config_path=found.config)
+    return Command(loaded.run, frozenset(arguments.switches), arguments.config)
 
 
 # ---- the list of settings ---------------------------------------------------------------------
@@ -168,74 +187,80 @@ Reference = dict[str, list[Entry]]
 
 def settings_reference(run_types: Mapping[str, type[Run]]) -> Reference:
     """All settings of these stages. One whose text differs between stages has several entries."""
-    found: dict[tuple[str, Entry], tuple[dict[str, None], dict[str, None]]] = {}
+    # (group, entry) -> stages and names of groups, as dicts because these keep the order.
+    users: dict[tuple[str, Entry], tuple[dict[str, None], dict[str, None]]] = {}
     for stage, run_type in run_types.items():
         for setting in list(settings_of(run_type).values())[1:]:
             key, node = setting.key, setting.node
-            text = (
-                f"{_text(tree_of(run_type))} {_text(node)}"
-                if key == "stage"
-                else _text(node)
-            )
+            text = _text(node)
+            if key == "stage":
+                text = f"{_text(tree_of(run_type))} {text}"
             group = key.partition(".")[0] if "." in key or groups_of(node) else ""
-            stages, names = found.setdefault(
+            stages, names = users.setdefault(
                 (group, Entry(key, _facts(node), text)), ({}, {})
             )
             stages[stage] = None
-            names |= {setting.name: None} if setting.name else {}
+            if setting.name:
+                names[setting.name] = None
+
     sections: Reference = {"Outside groups": []}
-    for (group, entry), (stages, names) in found.items():
-        # Not said again: the stages that most settings of the group have.
-        usual = mode(
-            tuple(each) for (other, _), (each, _) in found.items() if other == group
-        )
-        own = usual if group else tuple(run_types)
-        title = group or "Outside groups"
-        title += f" ({', '.join(own)})" if group and len(run_types) > 1 else ""
-        facts = [f"stage: {', '.join(stages)}"] if own != tuple(stages) else []
-        facts += [f"{NAME}: {', '.join(names)}"] if names else []
-        facts += [entry.facts] if entry.facts else []
+    entries = users.items()
+    for (group, entry), (stages, names) in entries:
+        title = "Outside groups"
+        usual = tuple(run_types)
+        if group:
+            # An entry does not repeat the stages that most settings of its group have.
+            usual = mode(tuple(s) for (name, _), (s, _) in entries if name == group)
+            title = group
+            if len(run_types) > 1:
+                title += f" ({', '.join(usual)})"
+
+        facts = []
+        if usual != tuple(stages):
+            facts.append(f"stage: {', '.join(stages)}")
+        if names:
+            facts.append(f"{NAME}: {', '.join(names)}")
+        if entry.facts:
+            facts.append(entry.facts)
         sections.setdefault(title, []).append(entry._replace(facts="; ".join(facts)))
     sections["Outside groups"].sort(key=lambda entry: entry.key)
     return sections
 
 
 def _facts(node: Node) -> str:
-    if "const" in node or "properties" in node:
-        return "" if "const" in node else describe(node)
-    default = default_name(node) or (
-        yaml_flow(node["default"]) if "default" in node else None
-    )
-    return (
-        f"{describe(node)}; default {default}"
-        if default
-        else f"{describe(node)}; required"
-    )
+    if "const" in node:
+        return ""
+    if "properties" in node:
+        return describe(node)
+    default = default_name(node)
+    if default is None and "default" in node:
+        default = yaml_flow(node["default"])
+    status = "required" if default is None else f"default {default}"
+    return f"{describe(node)}; {status}"
 
 
 def _text(node: Node) -> str:
-    text = (
-        node.get("description") or groups_of(node).get("", {}).get("description") or ""
-    )
+    group = groups_of(node).get("", {})
+    text = node.get("description") or group.get("description", "")
     return " ".join(text.split())
 
 
 def _as_overview(reference: Reference) -> str:
     """A line for the settings outside groups, and for each group."""
     outside, *groups = reference.values()
-    found = {"": ", ".join(dict.fromkeys(entry.key for entry in outside))}
-    found |= {entries[0].key: entries[0].facts for entries in groups}
-    lines = [
-        f"  {key:<14} {textwrap.shorten(text, WIDTH - 17, placeholder=' ...')}"
-        for key, text in found.items()
-    ]
-    return "\n".join(["Settings, listed by --help NAME:", *lines])
+    texts = {"": ", ".join(dict.fromkeys(entry.key for entry in outside))}
+    texts |= {entries[0].key: entries[0].facts for entries in groups}
+    lines = ["Settings, listed by --help NAME:"]
+    for key, text in texts.items():
+        short = textwrap.shorten(text, WIDTH - 17, placeholder=" ...")
+        lines.append(f"  {key:<14} {short}")
+    return "\n".join(lines)
 
 
 def as_markdown(reference: Reference, names: Sequence[str] = ()) -> str:
     """A line per setting: all, or those of these names and in groups of these names.
 
-    Raises UserError for a name that there is not.
+    Raises UserError for an unknown name.
     """
 
     def is_in(key: str, *names: str) -> bool:
@@ -245,13 +270,16 @@ def as_markdown(reference: Reference, names: Sequence[str] = ()) -> str:
     for name in names:
         if not any(is_in(key, name) for key in keys):
             known = list(dict.fromkeys(key.partition(".")[0] for key in keys))
-            what = f"there is no group or key {name!r}"
-            step = did_you_mean(name, [*known, *keys])
-            allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
-            raise UserError(what, where="--help", allowed=allowed, next_step=step)
+            raise UserError(
+                f"there is no group or key {name!r}",
+                where="--help",
+                allowed=f"{', '.join(known)}, and their keys, such as optim.lr",
+                next_step=did_you_mean(name, [*known, *keys]),
+            )
     lines = []
     for title, entries in reference.items():
         shown = [entry for entry in entries if not names or is_in(entry.key, *names)]
-        lines += ["", f"## {title}", ""] if shown else []
+        if shown:
+            lines += ["", f"## {title}", ""]
         lines += [f"- **`{key}`** ({facts}). {text}" for key, facts, text in shown]
     return "\n".join(lines) + "\n"

@@ -10,7 +10,6 @@ false are booleans; `1e-4` is a number, `.inf` is text.
 from __future__ import annotations
 
 import glob
-import itertools
 import json
 import math
 import os
@@ -70,11 +69,10 @@ class Place(str):
 
     text: str | None = None
 
-    @classmethod
-    def of(cls, place: str, text: str | None) -> Place:
-        found = cls(place)
-        found.text = text
-        return found
+    def __new__(cls, place: str, text: str | None = None) -> Place:
+        self = super().__new__(cls, place)
+        self.text = text
+        return self
 
 
 class Source(NamedTuple):
@@ -82,6 +80,9 @@ class Source(NamedTuple):
 
     values: Any
     places: dict[KeyPath, str]
+
+
+NOTHING = Source({}, {})
 
 
 def kind_of(value: object) -> str:
@@ -130,11 +131,11 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event: Any = self.peek_event()
         for kind in ("anchor", "tag"):
-            if (given := getattr(event, kind, None)) is not None:
+            given = getattr(event, kind, None)
+            if given is not None:
                 problem = f"{kind} {shorten(given)}; write plain values, or share through base:"
-                raise yaml.MarkedYAMLError(
-                    problem=problem, problem_mark=event.start_mark
-                )
+                mark = event.start_mark
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         return super().compose_node(parent, index)
 
 
@@ -145,44 +146,47 @@ def read_yaml(text: str, *, name: str) -> Source:
     def value_of(node: yaml.Node, path: KeyPath) -> Any:
         if isinstance(node, yaml.ScalarNode):
             return resolve_scalar(node.value) if node.style is None else node.value
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         is_group = isinstance(node, yaml.MappingNode)
-        for number, each in enumerate(node.value):
-            key_node, value_node = each if is_group else (None, each)
-            key = str(number if key_node is None else key_node.value)
+        # A list is read like a group whose keys are positions, and these cannot repeat.
+        pairs = node.value
+        if not is_group:
+            pairs = [(None, item) for item in pairs]
+        for number, (key_node, value_node) in enumerate(pairs):
+            key = str(key_node.value if is_group else number)
             inner = (*path, key)
             place = _place(name, (key_node or value_node).start_mark)
             if is_group and not isinstance(key_node, yaml.ScalarNode):
                 raise UserError("a list or group cannot be a key", where=place)
-            if key in found:
-                what = f"key {key!r} is given twice; first at {places[inner]}"
-                where, step = f"{place}: {'.'.join(inner)}", "keep one of the two"
-                raise UserError(what, where=where, next_step=step)
+            if key in values:
+                raise UserError(
+                    f"key {key!r} is given twice; first at {places[inner]}",
+                    where=f"{place}: {'.'.join(inner)}",
+                    next_step="keep one of the two",
+                )
             text = value_node.value if isinstance(value_node, yaml.ScalarNode) else None
-            places[inner] = Place.of(place, text)
-            found[key] = value_of(value_node, inner)
-        return found if is_group else list(found.values())
+            places[inner] = Place(place, text)
+            values[key] = value_of(value_node, inner)
+        return values if is_group else list(values.values())
 
     try:
         node = yaml.compose(text, Loader=_Loader)
     # The others: characters that YAML does not allow, and escapes such as "\UFFFFFFFF".
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
-        what, mark = str(error).splitlines()[0], None
+        what = str(error).splitlines()[0]
+        mark = None
         if isinstance(error, yaml.MarkedYAMLError):
             what = " ".join(filter(None, (error.context, error.problem)))
             mark = error.problem_mark or error.context_mark
-        raise UserError(
-            f"not readable as YAML: {what}", where=_place(name, mark)
-        ) from None
+        what = f"not readable as YAML: {what}"
+        raise UserError(what, where=_place(name, mark)) from None
     return Source(None if node is None else value_of(node, ()), places)
 
 
 def _place(name: str, mark: yaml.Mark | None) -> str:
-    return (
-        name
-        if name.startswith(COMMAND_LINE)
-        else f"{name}:{mark.line + 1 if mark else 1}"
-    )
+    if name.startswith(COMMAND_LINE):
+        return name
+    return f"{name}:{mark.line + 1 if mark else 1}"
 
 
 # ---- files and overrides ----------------------------------------------------------------------
@@ -199,7 +203,7 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
 
     where: what names the file; later the line of `base:`.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     files: list[str] = []
     while path:
         path = os.path.expanduser(path)
@@ -208,15 +212,17 @@ def read_chain(path: str, *, where: str | None = None) -> list[Source]:
             raise UserError(f"circular base: {shown}", where=where)
         files.append(path)
         source = _read_file(path, where=where)
-        found.insert(0, source)
+        sources.insert(0, source)
         base = source.values.pop("base", "")
         where = f"{source.places.get(('base',))}: base"
         if not isinstance(base, str):
-            what = f"{show_value(base)} is {kind_of(base)}"
-            allowed = "the path of one YAML file, relative to this file"
-            raise UserError(what, where=where, allowed=allowed)
+            raise UserError(
+                f"{show_value(base)} is {kind_of(base)}",
+                where=where,
+                allowed="the path of one YAML file, relative to this file",
+            )
         path = base and os.path.join(os.path.dirname(path), os.path.expanduser(base))
-    return found
+    return sources
 
 
 def _read_file(path: str, *, where: str | None) -> Source:
@@ -230,19 +236,16 @@ def _read_file(path: str, *, where: str | None) -> Source:
         files = glob.glob(os.path.join(os.path.dirname(path), "*.y*ml"))
         step = did_you_mean(name, sorted(map(shown_path, files)), similar_configs(path))
         what = "file" if path.endswith(("yaml", "yml")) else "configuration"
-        raise UserError(
-            f"there is no {what} {name}", where=where, next_step=step
-        ) from None
+        what = f"there is no {what} {name}"
+        raise UserError(what, where=where, next_step=step) from None
     except OSError as error:
-        raise UserError(
-            f"cannot be read: {error.strerror}", where=where or name
-        ) from None
+        what = f"cannot be read: {error.strerror}"
+        raise UserError(what, where=where or name) from None
     except UnicodeDecodeError:
         raise UserError("is not UTF-8 text", where=where or name) from None
     if len(data) > MAX_FILE_BYTES:
-        raise UserError(
-            f"is larger than {MAX_FILE_BYTES >> 20} MiB", where=where or name
-        )
+        what = f"is larger than {MAX_FILE_BYTES >> 20} MiB"
+        raise UserError(what, where=where or name)
     source = read_yaml(text, name=name)
     if not isinstance(source.values, dict | None):
         what = f"contains {kind_of(source.values)} instead of keys and values"
@@ -253,68 +256,71 @@ def _read_file(path: str, *, where: str | None) -> Source:
 def read_override(text: str) -> Source:
     """Read `key=value`, the value in YAML; text needs no quotes. Raises UserError."""
     key, equals, value = (part.strip() for part in text.partition("="))
-    path, where = tuple(key.split(".")), f"{COMMAND_LINE}: {key}"
+    path = tuple(key.split("."))
+    where = f"{COMMAND_LINE}: {key}"
     if not equals:
-        step = f"write {text}=VALUE, for example optim.lr=1e-3"
         raise UserError(
-            f"{text!r} is not key=value", where=COMMAND_LINE, next_step=step
+            f"{text!r} is not key=value",
+            where=COMMAND_LINE,
+            next_step=f"write {text}=VALUE, for example optim.lr=1e-3",
         )
     if not all(path):
-        what, allowed = f"{key!r} is not a key", "names joined by dots"
-        raise UserError(what, where=COMMAND_LINE, allowed=allowed)
+        what = f"{key!r} is not a key"
+        raise UserError(what, where=COMMAND_LINE, allowed="names joined by dots")
     if path == ("base",):
         raise UserError("base can only be set in a file", where=where)
     if not value:
         step = f"write {key}=null or {key}='\"\"'"
         raise UserError("no value after =", where=where, next_step=step)
-    found = Source(resolve_scalar(value), {})
+
+    # Only what begins like a list, a group or a text in quotes is YAML.
+    inside = Source(resolve_scalar(value), {})
     if value[0] in "[{'\"":
-        found = read_yaml(value, name=where)
-    places: dict[KeyPath, str] = {
-        (*path, *inner): Place.of(COMMAND_LINE, getattr(place, "text", None))
-        for inner, place in found.places.items()
-    }
-    values = found.values
-    for depth in range(len(path), 0, -1):
-        values, places[path[:depth]] = {path[depth - 1]: values}, COMMAND_LINE
-    places[path] = Place.of(COMMAND_LINE, value)
+        inside = read_yaml(value, name=where)
+
+    values = inside.values
+    places: dict[KeyPath, str] = {path: Place(COMMAND_LINE, value)}
+    for key_path, place in inside.places.items():
+        places[*path, *key_path] = Place(COMMAND_LINE, getattr(place, "text", None))
+    while path:
+        values = {path[-1]: values}
+        places.setdefault(path, COMMAND_LINE)
+        path = path[:-1]
     return Source(values, places)
 
 
 # Keys whose texts are paths, N for a position in a list. In a file, and behind `=` on a command
 # line, no shell has expanded `~`.
-PATH_KEYS = frozenset(
-    (
-        *("output", "init", "images", "images.N"),
-        *(
-            "data.path",
-            "data.mixture.N.path",
-            "data.only_keys",
-            "data.remote.cache_path",
-        ),
-        *("remote.cache_path", "objective.teacher.weights", "stages.N.config"),
-        *(
-            "source.path",
-            "source.val_labels",
-            "source.leave_out",
-            "labels.space",
-            "labels.map",
-        ),
-    )
-)
+PATH_KEYS = {
+    "output",
+    "init",
+    "images",
+    "images.N",
+    "data.path",
+    "data.mixture.N.path",
+    "data.only_keys",
+    "data.remote.cache_path",
+    "remote.cache_path",
+    "objective.teacher.weights",
+    "stages.N.config",
+    "source.path",
+    "source.val_labels",
+    "source.leave_out",
+    "labels.space",
+    "labels.map",
+}
 
 
 def _with_home(value: Any, key: str = "") -> Any:
     """The values with `~` and `~USER` expanded in paths. key: of the value, dotted."""
     if isinstance(value, dict):
         prefix = f"{key}." if key else ""
-        return {
-            name: _with_home(each, f"{prefix}{name}") for name, each in value.items()
-        }
+        return {k: _with_home(inner, f"{prefix}{k}") for k, inner in value.items()}
     if isinstance(value, list):
-        return [_with_home(each, f"{key}.N") for each in value]
-    is_path = isinstance(value, str) and key in PATH_KEYS
-    return os.path.expanduser(value) if is_path else value
+        return [_with_home(item, f"{key}.N") for item in value]
+    if isinstance(value, str) and key in PATH_KEYS:
+        return os.path.expanduser(value)
+    return value
 
 
 # ---- merging ----------------------------------------------------------------------------------
@@ -327,11 +333,11 @@ def merge(under: Source, over: Source, group: Node | None = None) -> Source:
     new one has.
     """
     values = _merged(under.values, over.values, group)
-    places = (under.places | over.places).items()
-    kept = {
-        k: where for k, where in places if value_at(values, k, MISSING) is not MISSING
-    }
-    return Source(values, kept)
+    places = under.places | over.places
+    for path in list(places):
+        if value_at(values, path, MISSING) is MISSING:
+            del places[path]
+    return Source(values, places)
 
 
 def _merged(under: Any, over: Any, group: Node | None) -> Any:
@@ -339,16 +345,15 @@ def _merged(under: Any, over: Any, group: Node | None) -> Any:
         return over
     merged = dict(under)
     for key, value in over.items():
-        inherited, new = under.get(key), None
+        inherited = under.get(key)
+        new = None
         node = group["properties"].get(key) if group is not None else None
         if node is not None and not is_list(node) and isinstance(inherited, dict):
             former = chosen(node, inherited)
             new = chosen(node, _merged(inherited, value, None))
             if former is not None and new is not None:
                 lost = former["properties"].keys() - new["properties"].keys()
-                inherited = {
-                    name: each for name, each in inherited.items() if name not in lost
-                }
+                inherited = {k: v for k, v in inherited.items() if k not in lost}
         merged[key] = _merged(inherited, value, new)
     return merged
 
@@ -377,22 +382,28 @@ def load_run(
     Raises UserErrors with all errors, including `errors`; conflicts between values come alone,
     once each value by itself is valid, and so do values once their file can be read.
     """
-    path = None if path is None else find_config(str(path))
-    found, given = list(errors), Source({}, {})
+    problems = list(errors)
+    given = NOTHING
     for text in overrides:
         try:
             given = merge(given, read_override(text))
         except UserError as error:
-            found.append(error)
-    files = [Source({}, {(): COMMAND_LINE if path is None else shown_path(path)})]
-    try:
-        files += [] if path is None else read_chain(path)
-    except UserError as error:
-        raise UserErrors([*found, error]) from None
+            problems.append(error)
+
+    # The lowest layer has no values; keys that no layer sets are placed at it.
+    files = [Source({}, {(): COMMAND_LINE})]
+    if path is not None:
+        path = find_config(str(path))
+        files = [Source({}, {(): shown_path(path)})]
+        try:
+            files += read_chain(path)
+        except UserError as error:
+            raise UserErrors([*problems, error]) from None
+
     merged = reduce(merge, [*files, given])
     try:
         run_type = _choose_type(run_types, merged)
-        site = read_site(errors=found) if with_site else Source({}, {})
+        site = read_site(errors=problems) if with_site else NOTHING
         known = {k: v for k, v in site.values.items() if k in run_type.model_fields}
         layers = [Source(known, site.places), *files, given]
         # The tree tells groups of a choice apart; to make it takes as long as all else here.
@@ -401,18 +412,16 @@ def load_run(
         merged = reduce(partial(merge, group=tree), layers)
         merged = Source(_with_home(merged.values), merged.places)
         run = run_type.model_validate({"# card": _card(path)} | merged.values)
-        if not found:
-            conflicts = run.problems()
-            found = [
-                UserError(what, where=_where(k.split("."), merged))
-                for k, what in conflicts
-            ]
+        if not problems:
+            for key, what in run.problems():
+                where = _where(key.split("."), merged)
+                problems.append(UserError(what, where=where))
     except ValidationError as error:
-        found += explain(error, run_type, merged)
+        problems += explain(error, run_type, merged)
     except UserError as error:
-        found.append(error)
-    if found:
-        raise UserErrors(found)
+        problems.append(error)
+    if problems:
+        raise UserErrors(problems)
     return Loaded(run=run, places=merged.places)
 
 
@@ -438,25 +447,25 @@ def read_site(*, errors: list[UserError]) -> Source:
     named = os.environ.get(SITE_VARIABLE)
     path = os.path.expanduser(SITE_FILE if named is None else named)
     if not path or (named is None and not os.path.lexists(path)):
-        return Source({}, {})
+        return NOTHING
     try:
-        site = reduce(
-            merge, read_chain(path, where=None if named is None else SITE_VARIABLE)
-        )
+        site = reduce(merge, read_chain(path, where=named and SITE_VARIABLE))
     except UserError as error:
         errors.append(error)
-        return Source({}, {})
+        return NOTHING
     groups = {}
     for key, value in site.values.items():
         if key in SITE_GROUPS and isinstance(value, dict):
             groups[key] = value
-        elif (
-            key not in SITE_GROUPS or value is not None
-        ):  # null: its keys are all comments
-            what = f"{key} as {kind_of(value)} cannot be set in a site file"
-            where, allowed = _where([key], site), f"the groups {', '.join(SITE_GROUPS)}"
-            step = "set it in the run's file"
-            errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
+        # A group is null where all its keys are comments.
+        elif key not in SITE_GROUPS or value is not None:
+            error = UserError(
+                f"{key} as {kind_of(value)} cannot be set in a site file",
+                where=_where([key], site),
+                allowed=f"the groups {', '.join(SITE_GROUPS)}",
+                next_step="set it in the run's file",
+            )
+            errors.append(error)
     return Source(groups, site.places)
 
 
@@ -472,23 +481,24 @@ def _choose_type(run_types: RunTypes[RunT], source: Source) -> type[RunT]:
     stage = source.values.get("stage", default)
     if isinstance(stage, str) and stage in by_stage:
         return by_stage[stage]
-    where, allowed = _where(["stage"], source), ", ".join(by_stage)
-    if stage is None:
-        raise UserError("stage is missing", where=where, allowed=allowed)
-    what = "is not a stage of this script"
-    step = "run the script of that stage, or another file"
-    raise UserError(
-        f"{show_value(stage)} {what}", where=where, allowed=allowed, next_step=step
-    )
+    what = "stage is missing"
+    step = None
+    if stage is not None:
+        what = f"{show_value(stage)} is not a stage of this script"
+        step = "run the script of that stage, or another file"
+    where = _where(["stage"], source)
+    raise UserError(what, where=where, allowed=", ".join(by_stage), next_step=step)
 
 
 def _card(path: Path | str | None) -> str:
     """The comment that a readable file starts with."""
     text = "" if path is None else Path(path).read_text(encoding="utf-8-sig")
-    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    return "\n".join(
-        line.removeprefix("#").removeprefix(" ").rstrip() for line in lines
-    )
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" ").rstrip())
+    return "\n".join(lines)
 
 
 # ---- errors of values -------------------------------------------------------------------------
@@ -507,72 +517,71 @@ def explain(
     error: ValidationError, run_type: type[Run], source: Source
 ) -> list[UserError]:
     """One error per invalid key."""
-    settings, found = settings_of(run_type), dict[KeyPath, UserError]()
+    settings = settings_of(run_type)
+    errors: dict[KeyPath, UserError] = {}
     for detail in error.errors(include_url=False):
-        kind, loc = detail["type"], detail["loc"]
-        path = _path_of(loc, source.values)
-        place = tuple(p for p in loc if isinstance(p, str))
+        kind = detail["type"]
+        loc = detail["loc"]
+        # The last parts may be pydantic's own words, and unknown keys.
+        place = tuple(part for part in loc if isinstance(part, str))
         while place not in settings:
             place = place[:-1]
-        step, allowed = None, describe(node := settings[place].node)
-        if kind == "missing" and isinstance(
-            loc[-1], str
-        ):  # an int: in a list of fixed length
-            path = (*path, loc[-1])
-        elif kind.startswith("union_tag") and isinstance(
-            value_at(source.values, path), dict
-        ):
-            path, allowed = (*path, NAME), ", ".join(groups_of(node))
+        node = settings[place].node
+        allowed = describe(node)
+        step = None
+
+        # A key that is missing has no value. A position that is missing is one of a list.
+        path = _path_of(loc, source.values)
         value = value_at(source.values, path, MISSING)
+        if kind == "missing" and isinstance(loc[-1], str):
+            path = (*path, loc[-1])
+        elif kind.startswith("union_tag") and isinstance(value, dict):
+            path = (*path, NAME)
+            allowed = ", ".join(groups_of(node))
+        value = value_at(source.values, path, MISSING)
+
         what = f"{show_value(value)} was read as {kind_of(value)}"
         if kind == "extra_forbidden":
             what = f"unknown key {'.'.join(path)}"
             group = chosen(node, value_at(source.values, path[:-1]))
             assert group is not None
             allowed = ", ".join(group["properties"])
-            step = _instead(
-                path, node, group, [setting.key for setting in settings.values()]
-            )
+            step = _instead(path, node, group, run_type)
         elif value is MISSING:
             what = f"{'.'.join(path)} is missing"
         elif kind.startswith(LIMIT_ERRORS):
             what = f"{show_value(value)} is not allowed"
             if isinstance(value, str):
-                step = did_you_mean(
-                    value, allowed.removeprefix("a list, each item ").split(", ")
-                )
+                known = allowed.removeprefix("a list, each item ").split(", ")
+                step = did_you_mean(value, known)
         elif isinstance(value, list):
             what = f"{show_value(value)} is a list of {len(value)}"
-        elif (
-            kind.startswith("string")
-            and value is not None
-            and not isinstance(value, dict)
-        ):
+        elif kind.startswith("string") and not isinstance(value, dict | None):
             written = getattr(source.places.get(path), "text", None)
             step = f'put it in quotes: "{written or show_value(value)}"'
-        new = UserError(
-            what, where=_where(path, source), allowed=allowed, next_step=step
-        )
-        found.setdefault(path, new)
-    return list(found.values())
+        where = _where(path, source)
+        new = UserError(what, where=where, allowed=allowed, next_step=step)
+        errors.setdefault(path, new)
+    return list(errors.values())
 
 
-def _instead(path: KeyPath, node: Node, group: Node, keys: Sequence[str]) -> str:
+def _instead(path: KeyPath, node: Node, group: Node, run_type: type[Run]) -> str:
     """The next step after an unknown key of a group in `node`."""
     name = path[-1]
     dotted = ".".join(path)
     prefix = "".join(f"{part}." for part in path[:-1])
     if any("." in part for part in path):
         return "in a file write dots as nested groups, not inside one key"
-    if owners := [
-        n for n, each in groups_of(node).items() if name in each["properties"]
-    ]:
+    groups = groups_of(node).items()
+    owners = [owner for owner, other in groups if name in other["properties"]]
+    if owners:
         return f"remove it; it belongs to {prefix}{NAME}={' or '.join(owners)}"
-    known = [key for key in keys if ".N." not in key]
+
+    # A key of this name in another group is better than a similar one in the same group.
+    known = [s.key for s in settings_of(run_type).values() if ".N." not in s.key]
     same_name = [key for key in known if key.rpartition(".")[2] == name]
-    best = nearest(
-        dotted, same_name or [f"{prefix}{key}" for key in group["properties"]]
-    )
+    beside = [f"{prefix}{key}" for key in group["properties"]]
+    best = nearest(dotted, same_name or beside)
     best = best or next(iter(same_name), nearest(dotted, known))
     return f"did you mean {best}?" if best else "remove it"
 
@@ -589,9 +598,9 @@ def _path_of(loc: Sequence[int | str], values: Any) -> KeyPath:
 
 def _where(path: Sequence[str], source: Source) -> str:
     """`file:line: key`; a key that no file sets is placed at its group."""
-    known = next(
-        k for n in range(len(path), -1, -1) if (k := tuple(path[:n])) in source.places
-    )
+    known = tuple(path)
+    while known and known not in source.places:
+        known = known[:-1]
     return f"{source.places[known]}: {'.'.join(path)}"
 
 
@@ -601,7 +610,7 @@ def _where(path: Sequence[str], source: Source) -> str:
 def yaml_flow(value: Any) -> str:
     """Write one value on one line, in our dialect."""
     if isinstance(value, dict):
-        pairs = (f"{yaml_flow(key)}: {yaml_flow(each)}" for key, each in value.items())
+        pairs = (f"{yaml_flow(key)}: {yaml_flow(item)}" for key, item in value.items())
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(yaml_flow, value))}]"
@@ -610,9 +619,7 @@ def yaml_flow(value: Any) -> str:
     if PLAIN.fullmatch(value) and isinstance(resolve_scalar(value), str):
         return value
     quoted = json.dumps(value, ensure_ascii=False)
-    return "".join(
-        each if each.isprintable() else f"\\U{ord(each):08x}" for each in quoted
-    )
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)
 
 
 def run_to_yaml(run: Run, *, places: Mapping[KeyPath, str] | None = None) -> str:
@@ -628,11 +635,13 @@ def _lines(
     values: Mapping[str, Any], path: KeyPath, places: Mapping[KeyPath, str] | None
 ) -> Iterator[str]:
     for key, value in values.items():
-        inside, line = (*path, key), "  " * len(path) + f"{yaml_flow(key)}:"
+        inside = (*path, key)
+        line = "  " * len(path) + f"{yaml_flow(key)}:"
         if isinstance(value, dict) and value:
             yield line
             yield from _lines(value, inside, places)
-        else:
-            line += f" {yaml_flow(value)}"
-            place = "" if places is None else f"  # {places.get(inside, DEFAULT)}"
-            yield f"{line:<48}{place}" if place else line
+            continue
+        line += f" {yaml_flow(value)}"
+        if places is not None:
+            line = f"{line:<48}  # {places.get(inside, DEFAULT)}"
+        yield line
