@@ -191,10 +191,10 @@ class ImageFolder(Source):
         file = self.settings.val_labels or ""
         names = _images_in(folder)
 
-        # A list may name an image with its suffix or without, alone or through this folder.
-        image_of = {
-            form: name for name in names for form in (name, stem_and_suffix(name)[0])
-        }
+        # A list may name an image with its suffix or without, alone or through this folder. Beside
+        # a.jpg.png, a.jpg is the other image.
+        image_of = {stem_and_suffix(name)[0]: name for name in names}
+        image_of.update(zip(names, names, strict=True))
 
         def image_at(path: str) -> str | None:
             inside = f"/{path}".rpartition(f"/{folder.name}/")[2]

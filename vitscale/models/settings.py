@@ -291,11 +291,12 @@ class ViTSettings(Architecture):
                 f"without a preset these are needed too: {', '.join(missing)}",
             )
             return
-        yield from self._size_problems(numbers)
+        yield from self._width_problems(numbers)
         yield from self._token_problems()
+        yield from self._grid_problems(numbers["patch_size"])
 
-    def _size_problems(self, numbers: dict[str, int]) -> Iterator[tuple[str, str]]:
-        """Numbers that do not divide each other."""
+    def _width_problems(self, numbers: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """Numbers that do not divide the width."""
         width = numbers["width"]
         heads = numbers["num_heads"]
         if width % heads and self.head_width is None:
@@ -313,8 +314,9 @@ class ViTSettings(Architecture):
                 "set positions=learned or another width",
             )
 
+    def _grid_problems(self, patch: int) -> Iterator[tuple[str, str]]:
+        """Images that are no whole number of patches."""
         side = self.image_size
-        patch = numbers["patch_size"]
         if side < patch:
             yield (
                 "model.image_size",

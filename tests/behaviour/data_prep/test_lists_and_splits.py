@@ -289,6 +289,13 @@ def test_a_list_gives_each_image_its_class(form: str, tmp_path: Path) -> None:
     assert found == dict(rows_of(LOOSE))
 
 
+def test_a_full_name_goes_before_a_stem(tmp_path: Path) -> None:
+    touch(tmp_path / "in", "train/hen/1.jpg", "val/a.jpg", "val/a.jpg.png")
+    (tmp_path / "list").write_text("a.jpg.png,owl\na.jpg,hen\n")
+    rows = inputs(tmp_path / "in", val_labels=str(tmp_path / "list"))
+    assert [row.class_name for row in rows] == ["hen", "hen", "owl"]
+
+
 @pytest.mark.parametrize(
     ("lines", "note"),
     [
