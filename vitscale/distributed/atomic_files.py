@@ -62,7 +62,8 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
     For files in a folder that is not committed yet: the file's name needs the fsync of its folder.
     Raises OSError that names the file.
     """
-    digest, num_bytes = blake3.blake3(), 0
+    digest = blake3.blake3()
+    num_bytes = 0
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:

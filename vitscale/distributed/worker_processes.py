@@ -33,7 +33,8 @@ class Workers:
         imports: modules that the function needs; none of them may be the main script.
         """
         self.num = num
-        self._function, self._pipes = function, list[Connection]()
+        self._function = function
+        self._pipes = list[Connection]()
         self._processes = list[BaseProcess]()
         if num == 1:
             return
@@ -57,12 +58,11 @@ class Workers:
         Raises what the function raises, and WorkerError if one dies.
         """
         if not self._pipes:
-            yield from (
-                (number, item, self._function(item))
-                for number, item in enumerate(items)
-            )
+            for number, item in enumerate(items):
+                yield number, item, self._function(item)
             return
-        idle, busy = [*self._pipes], dict[Connection, tuple[int, Item]]()
+        idle = [*self._pipes]
+        busy = dict[Connection, tuple[int, Item]]()
         numbered = enumerate(items)
         while True:
             for number, item in islice(numbered, len(idle)):
